@@ -208,14 +208,19 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
-    """Yield the tensors of one file, checked."""
+    """Yield the tensors of one file, checked; refused where a dtype is not known."""
     try:
         with open(path, "rb") as file:
             text = file.read(header_bytes(file.read(LENGTH_BYTES), size))
         for name, dtype, shape, begin in entries_of(text, size):
+            if dtype not in ITEM_BYTES:
+                raise RefusedError(
+                    f"{name!r} of {path} is of dtype {dtype}, which is not converted: it is none "
+                    f"of {', '.join(ITEM_BYTES)}. Leave it out, or save it as one of these."
+                )
             yield name, _Entry(path.name, dtype, shape, begin)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if is_memory_short(error):
+        if is_memory_short(error) or isinstance(error, RefusedError):
             raise
         raise RefusedError(
             f"{path} is damaged or truncated ({type(error).__name__}: {error}). Copy it again."

@@ -108,6 +108,10 @@ def main() -> None:
         scalai.elastic(cp=options.slabs) as job,
         scalai.SlabFile(options.data, options.key) as file,
     ):
+        size = options.global_batch_size
+        each, rest = divmod(size, job.dp)
+        if rest:
+            raise scalai.RefusedError(f"DP{job.dp} does not divide --global-batch-size {size}.")
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         replica, rank = divmod(dist.get_rank(), job.cp)
         groups = [
@@ -119,7 +123,6 @@ def main() -> None:
         model = SlabNetwork(options.channels, slabs, groups[replica])
         optimizer = torch.optim.Adam(model.parameters(), options.lr)
         job.attach(scalai.ReplicatedState(model, optimizer))
-        size, each = options.global_batch_size, options.global_batch_size // job.dp
         elements = size * int(np.prod(slabs.shape))
         while job.step < options.steps:
             time.sleep(options.pause_s)

@@ -9,7 +9,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from scalai.core.errors import RefusedError
+from scalai.core.exact_json import from_json, to_json
 from scalai.core.jsonable import Json
+from scalai.core.messages import JsonText
 from scalai.patches.first_step import torch_state
 from scalai.runtime.live import Slot, whole_slot
 
@@ -29,7 +31,7 @@ class ReplicatedState:
 
     Raises:
         RefusedError: The optimizer is another one, or trains what is not the model's; memory of a
-            tensor is not contiguous.
+            tensor is not contiguous; the scheduler keeps what JSON does not carry.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class ReplicatedState:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._begin(parameter, group)
+        if scheduler is not None:
+            _check_carried(scheduler)
 
     def slots(self) -> Sequence[Slot]:
         return list(self._slots())
@@ -61,7 +65,7 @@ class ReplicatedState:
                     yield _slot(kind, self._names[id(trained)], value)
 
     def scalars(self) -> Mapping[str, Json]:
-        schedule = self._scheduler.state_dict() if self._scheduler is not None else None
+        schedule = _schedule(self._scheduler) if self._scheduler is not None else None
         return {"groups": self._groups(), "scheduler": schedule}
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
@@ -69,7 +73,8 @@ class ReplicatedState:
             for key, value in kept.items():
                 group[key] = tuple(value) if isinstance(value, list) else value
         if self._scheduler is not None and scalars["scheduler"] is not None:
-            self._scheduler.load_state_dict(scalars["scheduler"])
+            like = self._scheduler.state_dict()
+            self._scheduler.load_state_dict(from_json(scalars["scheduler"], like))
 
     def rank_state(self) -> Json:
         return None
@@ -107,6 +112,34 @@ class ReplicatedState:
                         "carried. Use a number."
                     )
         return groups
+
+
+def _schedule(scheduler: LRScheduler) -> dict[str, Json]:
+    """Return what a scheduler keeps, as JSON, or refuse it."""
+    return {key: _carried(scheduler, key, kept) for key, kept in scheduler.state_dict().items()}
+
+
+def _carried(scheduler: LRScheduler, key: str, kept: Any) -> Json:
+    try:
+        return to_json(kept)
+    except TypeError as error:
+        raise _not_carried(scheduler, key, str(error)) from error
+
+
+def _check_carried(scheduler: LRScheduler) -> None:
+    """Check that what a scheduler keeps would come back the same, or refuse it."""
+    stated = scheduler.state_dict()
+    back = from_json(JsonText.of(_schedule(scheduler)).value(), stated)
+    for key, kept in stated.items():
+        if back[key] != kept:
+            raise _not_carried(scheduler, key, f"{kept!r}, which would come back as {back[key]!r}")
+
+
+def _not_carried(scheduler: LRScheduler, key: str, what: str) -> RefusedError:
+    return RefusedError(
+        f"{key} of {type(scheduler).__name__} is {what}, which is not carried. Use numbers, text, "
+        "and lists or mappings of them; or write a state of your own (LiveState)."
+    )
 
 
 def _slot(kind: str, name: str, value: torch.Tensor, *, is_volatile: bool = False) -> Slot:

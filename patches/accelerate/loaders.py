@@ -6,8 +6,10 @@ Source: ``DataLoaderShard`` and ``BatchSamplerShard`` of accelerate/data_loader.
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed
 from torch.utils.data import BatchSampler
 
+from scalai.core.errors import RefusedError
 from scalai.patches.data.clock import Clock
 from scalai.patches.data.epochs import SEEDED, EpochBatches
 from scalai.patches.data.loaders import Feed, Pass
@@ -32,6 +34,7 @@ class ShardedBatches(BatchSampler):
         self.batch_sampler = batch_sampler
         self._clock = feed.clocks.add()
         self._loader, self.feed, self._rank = loader, feed, rank
+        self._is_seed_shared = False
         super().__init__(batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last)
 
     # Accelerate asks how many samples all ranks draw, and cuts metrics by it at an epoch's end.
@@ -87,11 +90,20 @@ class ShardedBatches(BatchSampler):
         self._loader.iteration += 1
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches of an epoch of which so many samples are consumed."""
+        """Yield this rank's micro-batches of an epoch of which so many samples are consumed.
+
+        The first time it waits for the other ranks.
+
+        Raises:
+            RefusedError: Ranks have different seeds.
+        """
         assert self.feed.batches is not None
         epoch = EpochBatches(self.sampler, self.feed.batches, self._rank, drop_last=self.drop_last)
         self._clock.size, self._clock.length = epoch.size, epoch.samples
         seed = getattr(self.sampler, "initial_seed", None)
+        if seed is not None and not self._is_seed_shared:
+            _check_shared(self._clock.name, seed)
+            self._is_seed_shared = True
         self.feed.on_pass(self._clock.name, {"size": epoch.size, "seed": seed})
         return epoch.after(consumed)
 
@@ -102,6 +114,25 @@ class ShardedBatches(BatchSampler):
         if self.is_elastic and type(self.sampler).__name__ in SEEDED:
             return self.feed.length(len(self.sampler), drop_last=self.drop_last)  # type: ignore[arg-type]
         return len(self.plain)
+
+
+def _check_shared(name: str, seed: int) -> None:
+    """Refuse seeds that differ: each rank would draw its share of an order of its own.
+
+    Accelerate sets the seed anew behind what it synchronizes (``SeedableRandomSampler.__iter__``),
+    so that nothing makes them one.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    seeds: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(seeds, seed)
+    if len({*seeds}) > 1:
+        raise RefusedError(
+            f"the sampler of {name} has seed {seeds[0]} on rank 0, and others elsewhere: "
+            f"{sorted({*seeds} - {seeds[0]})}. Each rank would draw from an order of its own, some "
+            "samples twice and some never. Seed alike before Accelerator.prepare (set_seed without "
+            "device_specific), or say data_seed of DataLoaderConfiguration."
+        )
 
 
 def put_in_order(loader: Any, feed: Feed, rank: int) -> None:

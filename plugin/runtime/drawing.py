@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from scalai.core.dataset.drawn import Draw
 from scalai.core.dataset.own_order import Order
+from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.runtime.consumption import Consumption
 
@@ -36,7 +37,17 @@ class Drawing:
         samples that were consumed: the ledger has them data set by data set.
 
         Raises:
-            RefusedError: By ``note_sources``.
+            RefusedError: By ``note_sources``; or steps draw in another order already.
         """
+        if self._consumption.order not in (None, order):
+            raise RefusedError(
+                f"steps draw from {_names(self._consumption.order)} already, and would now from "
+                f"{_names(order)}. Say is_training=False of the OrderedBatches that are not "
+                "trained on, as those of an evaluation; put data sets that are into one Blend."
+            )
         self._consumption.order = order
         self.note_sources(order.facts())
+
+
+def _names(order: Order) -> str:
+    return ", ".join(map(repr, order.facts()))

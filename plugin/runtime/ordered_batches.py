@@ -32,7 +32,8 @@ class OrderedBatches(Sampler[list[int]]):
     consecutive places.
 
     Make it on every rank alike, also where no loader is, after ``attach`` or before: it tells the
-    job's ledger in which order steps draw.
+    job's ledger in which order steps draw. For an evaluation, which the ledger does not count, say
+    ``is_training=False``: it draws from its first sample whenever it is iterated.
 
     Args:
         job: This worker's session.
@@ -43,14 +44,17 @@ class OrderedBatches(Sampler[list[int]]):
         dp_rank: The replica. None: the rank, where DP is all that there is.
         samples: Of the whole training: a global batch that would have more is not begun. None:
             without end.
+        is_training: Whether steps draw in this order, as in one of each round.
 
     Raises:
-        RefusedError: The replica is not known; or a data set is another one than in earlier rounds.
+        RefusedError: The replica is not known; a data set is another one than in earlier rounds; or
+            steps draw in another order already.
     """
 
     def __init__(
         self, job: Session, order: Order, batch: int | BatchRamp, *,
         micro_batch_size: int | None = None, dp_rank: int | None = None, samples: int | None = None,
+        is_training: bool = True,
     ) -> None:  # fmt: skip
         if dp_rank is None and job.dp != job.world_size:
             raise RefusedError(
@@ -61,7 +65,9 @@ class OrderedBatches(Sampler[list[int]]):
         self._batches = GlobalBatches.of(batch)
         self._most = job.micro_batch_size or micro_batch_size
         self._dp_rank = job.rank if dp_rank is None else dp_rank
-        job.draw_from(order)
+        self._is_training = is_training
+        if is_training:
+            job.draw_from(order)
 
     @property
     def now(self) -> Batches:
@@ -81,7 +87,7 @@ class OrderedBatches(Sampler[list[int]]):
 
     @property
     def _consumed(self) -> int:
-        return int(self._job.consumed_samples)
+        return int(self._job.consumed_samples) if self._is_training else 0
 
     def _spread(self, size: int) -> Batches:
         return fit_batches(size, self._job.dp, self._most or size)

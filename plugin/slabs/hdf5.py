@@ -16,8 +16,24 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.slabs.byte_ranges import ByteRanges, read_range
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
+FIRST_USER_BLOCK_BYTES = 512
 LISTED = 8
 """Names in an error."""
+
+
+def has_user_block(source: ByteRanges) -> bool:
+    """Tell whether HDF5 begins behind a block of another program's, as in MATLAB's files.
+
+    Source:
+        HDF5 File Format Specification 3.0, II.A "Disk Format: Level 0A": the signature is at 0,
+        512, 1024, 2048, and so on.
+    """
+    at = FIRST_USER_BLOCK_BYTES
+    while at + len(MAGIC) <= source.size:
+        if read_range(source, at, len(MAGIC)) == MAGIC:
+            return True
+        at *= 2
+    return False
 
 
 class Hdf5Array:

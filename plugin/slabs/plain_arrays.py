@@ -18,6 +18,8 @@ from scalai.store.safetensors_header import HeaderEntry, entries_of, header_byte
 
 NPY_MAGIC = b"\x93NUMPY"
 MAX_NPY_HEADER_BYTES = 1 << 16
+_NUMPY_DTYPES = {**NUMPY_DTYPES, "C64": np.complex64}
+"""By their names in safetensors; complex numbers are samples and no training's state."""
 LISTED = 8
 """Names in an error."""
 
@@ -125,10 +127,10 @@ def safetensors_array(source: ByteRanges, key: str | None) -> PlainArray:
 
 
 def _dtype(name: str, entry: HeaderEntry) -> np.dtype[Any]:
-    if entry.dtype not in NUMPY_DTYPES:
+    if entry.dtype not in _NUMPY_DTYPES:
         raise RefusedError(
             f"{entry.name!r} of {name} is of dtype {entry.dtype}, which numpy does not have. Keep "
             "samples as F16 or F32, or their bits as U8 or U16."
         )
-    dtype: np.dtype[Any] = np.dtype(NUMPY_DTYPES[entry.dtype])
+    dtype: np.dtype[Any] = np.dtype(_NUMPY_DTYPES[entry.dtype])
     return dtype.newbyteorder("<")

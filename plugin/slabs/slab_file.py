@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from scalai.core.errors import RefusedError, UsageError
 from scalai.slabs.byte_ranges import ByteRanges, open_ranges, read_range
-from scalai.slabs.hdf5 import MAGIC, Hdf5Array
+from scalai.slabs.hdf5 import MAGIC, Hdf5Array, has_user_block
 from scalai.slabs.plain_arrays import NPY_MAGIC, npy_array, safetensors_array
+from scalai.store.safetensors_header import header_bytes
 
 _NUMBERS = "biufc"
 """Kinds of numpy's dtypes that are numbers or booleans."""
@@ -32,7 +33,12 @@ class SlabRead(NamedTuple):
     bytes_read: int
 
 
-def read_slab(path_or_url: str | Path, key: str | None, index: tuple[slice, ...]) -> SlabRead:
+Index = slice | tuple[slice, ...]
+"""Where a slab begins and ends on each axis, such as ``numpy.s_[0:1, :, 32:64]``; of an array of
+one axis also ``numpy.s_[32:64]``."""
+
+
+def read_slab(path_or_url: str | Path, key: str | None, index: Index) -> SlabRead:
     """Read one slab of an array, and no more of the file than it takes.
 
     For one of many slabs keep the file open (``SlabFile``).
@@ -40,7 +46,7 @@ def read_slab(path_or_url: str | Path, key: str | None, index: tuple[slice, ...]
     Args:
         path_or_url: A file, or a URL of fsspec.
         key: Name of the data set or tensor; None for .npy.
-        index: Where the slab begins and ends on each axis, such as ``numpy.s_[0:1, :, 32:64]``.
+        index: Where the slab begins and ends on each axis.
 
     Raises:
         RefusedError: As ``SlabFile`` and its ``read``.
@@ -81,8 +87,8 @@ class SlabFile:
         """Bytes that were read from the file so far, headers and tables included."""
         return self._source.bytes_read
 
-    def read(self, index: tuple[slice, ...]) -> npt.NDArray[Any]:
-        """Read a slab [sizes of the index]. Blocks.
+    def read(self, index: Index) -> npt.NDArray[Any]:
+        """Read a slab [sizes of the index], in the machine's byte order. Blocks.
 
         Raises:
             UsageError: The index has other axes than the array, or steps.
@@ -91,9 +97,10 @@ class SlabFile:
         """
         if self._array is None:
             raise UsageError(f"{self._source.name} is closed. Open it again.")
-        values = self._array.read(_inside(self._source.name, index, self.shape))
+        axes = (index,) if isinstance(index, slice) else index
+        values = self._array.read(_inside(self._source.name, axes, self.shape))
         self._source.check_unchanged()
-        return values
+        return values.astype(self.dtype, copy=False)
 
     def close(self) -> None:
         """Close the file."""
@@ -118,16 +125,26 @@ def _open_array(source: ByteRanges, key: str | None) -> _Array:
     start = read_range(source, 0, min(len(MAGIC), source.size))
     if start.startswith(NPY_MAGIC):
         return npy_array(source, key)
-    return Hdf5Array(source, key) if start == MAGIC else safetensors_array(source, key)
+    if start == MAGIC or (not _is_safetensors(start, source.size) and has_user_block(source)):
+        return Hdf5Array(source, key)
+    return safetensors_array(source, key)
+
+
+def _is_safetensors(start: bytes, size: int) -> bool:
+    try:
+        return bool(header_bytes(start, size))
+    except ValueError:
+        return False
 
 
 def _checked(name: str, array: _Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype, this one in the machine's byte order, or refuse the array."""
     if array.shape is None or array.dtype.kind not in _NUMBERS:
         raise RefusedError(
             f"elements of {name} are {array.dtype}: slabs are of numbers or booleans. Keep samples "
             "as an array of one of these."
         )
-    return array.shape, array.dtype
+    return array.shape, array.dtype.newbyteorder("=")
 
 
 def _inside(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -12,6 +12,9 @@ from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.jsonable import MAX_JSON_BYTES, parse_json
 from scalai.store.files import LENGTH_BYTES
 
+_ITEM_BYTES = {**ITEM_BYTES, "C64": 8}
+"""Also of a dtype that no training has."""
+
 
 class HeaderEntry(NamedTuple):
     """A tensor of a file: its name, dtype, shape, and the byte of the file at which it begins."""
@@ -37,6 +40,8 @@ def header_bytes(start: bytes, size: int) -> int:
 def entries_of(text: bytes, size: int) -> Iterator[HeaderEntry]:
     """Yield the tensors of a file of ``size`` bytes with this header, in the order of their bytes.
 
+    Of a dtype that is not known here the bytes need only lie between those of its neighbours.
+
     Raises:
         ValueError, KeyError, TypeError, AttributeError: The header is damaged, or the file is not
             as long as it says.
@@ -50,9 +55,10 @@ def entries_of(text: bytes, size: int) -> Iterator[HeaderEntry]:
         is_whole = all(type(number) is int for number in (*shape, low, high))
         if not is_whole or len(shape) > MAX_NDIM or min(shape, default=0) < 0:
             raise ValueError(f"{name} has shape {list(shape)}")
-        if of["dtype"] not in ITEM_BYTES:
-            raise ValueError(f"{name} is of dtype {of['dtype']!r}, which is not known")
-        if low != at or high - low != prod(shape) * ITEM_BYTES[of["dtype"]]:
+        if not isinstance(of["dtype"], str):
+            raise ValueError(f"{name} is of dtype {of['dtype']!r}")
+        item = _ITEM_BYTES.get(of["dtype"])
+        if low != at or high < low or (item is not None and high - low != prod(shape) * item):
             raise ValueError(f"{name} lies at {low}:{high}")
         yield HeaderEntry(name, of["dtype"], shape, first + low)
         at = high

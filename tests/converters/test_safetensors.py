@@ -16,6 +16,7 @@ from scalai.converters.engine import reshard
 from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import RefusedError, UsageError
+from scalai.store.files import header_of
 from support.checkpoints import LIMITS, state, write
 
 LLAMA = "llama"
@@ -101,6 +102,14 @@ def test_what_the_mapping_lacks_is_named(tmp_path: Path, llama: Checkpoint) -> N
         export(replace(source, values=llama.values), tmp_path / "weights")
     with pytest.raises(UsageError, match=r"Add \[attention\] num_attention_heads"):
         export(state(shapes=SHAPES), tmp_path / "weights")
+
+
+@pytest.mark.parametrize("dtype", ["C64", "F4"])
+def test_a_dtype_that_is_not_converted_is_named(tmp_path: Path, dtype: str) -> None:
+    entry = {"dtype": dtype, "shape": [1], "data_offsets": [0, 8]}
+    (tmp_path / "model.safetensors").write_bytes(header_of({"odd": entry}, 8) + bytes(8))
+    with pytest.raises(RefusedError, match=f"'odd' of .* is of dtype {dtype}, which is not conv"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_truncated_file_and_an_index_of_other_files_are_refused(

@@ -75,6 +75,16 @@ def check_bytes_read(lines: Sequence[Mapping[str, Any]]) -> None:
     assert compared > 10
 
 
+def test_a_batch_that_the_replicas_do_not_divide_is_refused(tmp_path: Path) -> None:
+    write_samples(tmp_path / "volumes.h5")
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, *command(tmp_path, 1, tmp_path / "volumes.h5")],
+        env=environment, check=False, timeout=120, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode and "DP3 does not divide --global-batch-size 2." in done.stderr
+
+
 @pytest.mark.parametrize("worlds", [(2, 1), pytest.param((3, 2, 3, 1), marks=pytest.mark.campaign)])
 def test_slabs_change_and_a_rank_dies_in_an_exchange_of_halos(
     tmp_path: Path, worlds: tuple[int, ...]

@@ -34,6 +34,21 @@ def test_metrics_are_over_every_sample_of_an_evaluation_set(
         assert line["seen"] == list(range(17)), line
 
 
+@pytest.mark.parametrize("device_specific", [True, False])
+def test_ranks_that_shuffle_by_different_seeds_are_refused_at_once(
+    rounds_pool: WorkerPool, tmp_path: Path, device_specific: bool
+) -> None:
+    """Each would draw from an order of its own, which a change of ranks alone would show."""
+    (ranks,) = play(
+        rounds_pool, tmp_path, "seeds", [(2, None)], device_specific=device_specific, config=CONFIG
+    )
+    for seen in ranks:
+        if device_specific:
+            assert "loader-0 has seed 5 on rank 0, and others elsewhere: [6]" in seen.ending
+        else:
+            assert seen.ending == "finished"
+
+
 PLAN = {
     **CONFIG,
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},

@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as schedulers
 
 from scalai import ReplicatedState
 from scalai.core.errors import RefusedError
+from scalai.core.messages import JsonText
 from scalai.runtime.live import held_rows, piece_view, wanted_rows
 
 
@@ -60,7 +62,64 @@ def test_a_learning_rate_that_is_a_tensor_is_refused() -> None:
         state.scalars()
 
 
+class Keeping(schedulers.StepLR):
+    """A scheduler that keeps one more value."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kept: object) -> None:
+        self.kept = kept
+        super().__init__(optimizer, 2)
+
+
+@pytest.mark.parametrize("kept", [torch.ones(2), {(1, 2): {3}}, float("nan")])
+def test_a_scheduler_with_what_would_not_come_back_the_same_is_refused(kept: object) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(RefusedError, match=r"kept of Keeping is .*, which is not carried"):
+        ReplicatedState(model, optimizer, Keeping(optimizer, kept))
+
+
 # ------------------------------------------------------------------ what is promised
+
+
+SCHEDULES: tuple[Callable[[torch.optim.Optimizer], schedulers.LRScheduler], ...] = (
+    lambda by: schedulers.MultiStepLR(by, [3, 6, 6]),
+    lambda by: schedulers.SequentialLR(
+        by, [schedulers.LinearLR(by), schedulers.MultiStepLR(by, [2, 4])], [2]
+    ),
+    lambda by: schedulers.ChainedScheduler(
+        [schedulers.MultiStepLR(by, [4]), schedulers.ExponentialLR(by, 0.9)]
+    ),
+    lambda by: schedulers.OneCycleLR(by, 0.1, total_steps=20),
+    lambda by: schedulers.CyclicLR(by, 0.1, 1.0),
+    lambda by: schedulers.LambdaLR(by, lambda step: 1 / (step + 1)),
+    lambda by: schedulers.CosineAnnealingWarmRestarts(by, 5),
+)
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+@pytest.mark.parametrize("until", [0, 1, 4])
+def test_a_schedule_goes_on_over_a_change(
+    make: Callable[[torch.optim.Optimizer], schedulers.LRScheduler], until: int
+) -> None:
+    def begin() -> tuple[torch.optim.Optimizer, schedulers.LRScheduler, ReplicatedState]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
+        schedule = make(optimizer)
+        return optimizer, schedule, ReplicatedState(model, optimizer, schedule)
+
+    rates: list[list[object]] = []
+    for change in (None, until):
+        optimizer, schedule, state = begin()
+        rates.append([])
+        for step in range(9):
+            if step == change:
+                saved = JsonText.of(state.scalars()).value()
+                optimizer, schedule, state = begin()
+                state.load_scalars(saved)
+            optimizer.step()
+            schedule.step()
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)

@@ -67,6 +67,27 @@ def test_a_rank_whose_replica_is_not_known_is_refused() -> None:
     assert len(next(iter(scalai.OrderedBatches(job, BLEND, 8, dp_rank=1)))) == 4
 
 
+def test_a_second_order_of_steps_is_refused() -> None:
+    job = session()
+    scalai.OrderedBatches(job, WIKI, 8)
+    scalai.OrderedBatches(job, scalai.Shuffled(50, 1, "wiki"), 8)  # the same one
+    with pytest.raises(RefusedError, match=r"from 'wiki' already.*'code'. Say is_training=False"):
+        scalai.OrderedBatches(job, CODE, 8)
+
+
+def test_an_evaluation_leaves_the_ledger_alone_and_begins_at_its_first_sample() -> None:
+    job = session(dp=2, rank=1, consumed=24)
+    trained = scalai.OrderedBatches(job, WIKI, 8)
+    seen = scalai.Shuffled(12, is_shuffled=False, name="seen")
+    batches = scalai.OrderedBatches(job, seen, 4, micro_batch_size=2, samples=12, is_training=False)
+    for _ in range(2):
+        assert list(batches) == [[2, 3], [6, 7], [10, 11]]
+    job.consumed_samples = 32
+    assert next(iter(batches)) == [2, 3] and batches.now.global_batch_size == 4
+    assert next(iter(trained)) == WIKI.samples_at(np.arange(36, 40)).tolist()
+    assert job._consumption.order == WIKI
+
+
 def test_over_any_degrees_each_step_draws_its_places_of_the_order() -> None:
     consumed, number = 0, 0
     for dp in [1, 2, 4, 2, 1, 4, 4, 1, 2, 2, 1, 4, 1] * 2:

@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,6 +163,34 @@ def test_a_dtype_that_numpy_has_not_is_refused(tmp_path: Path) -> None:
         scalai.read_slab(path, "volume", np.s_[:, :])
 
 
+def mixed(path: Path, *, begin: int = 8, end: int = 10, of_complex: int = 16) -> None:
+    """Write a tensor of float32, one of 4-bit floats, which this house does not know, and one of
+    complex numbers."""
+    entries = {
+        "volume": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "small": {"dtype": "F4", "shape": [4], "data_offsets": [begin, end]},
+        "field": {"dtype": "C64", "shape": [2], "data_offsets": [10, 10 + of_complex]},
+    }
+    values = np.array([1, 2], "<f4").tobytes() + b"ab" + np.array([1j, 2], "<c8").tobytes()
+    path.write_bytes(header_of(entries, 8) + values)
+
+
+def test_an_unknown_dtype_is_refused_where_it_is_asked_for_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.safetensors"
+    mixed(path)
+    assert scalai.read_slab(path, "volume", np.s_[1:2,]).values.tolist() == [2]
+    assert scalai.read_slab(path, "field", np.s_[0:2,]).values.tolist() == [1j, 2]
+    with pytest.raises(RefusedError, match=r"'small' .* is of dtype F4, which numpy does not"):
+        scalai.read_slab(path, "small", np.s_[:,])
+
+
+@pytest.mark.parametrize("wrong", [{"begin": 9}, {"end": 7}, {"end": 11}, {"of_complex": 12}])
+def test_a_gap_beside_an_unknown_dtype_is_damage(wrong: dict[str, int], tmp_path: Path) -> None:
+    mixed(tmp_path / "mixed.safetensors", **wrong)
+    with pytest.raises(RefusedError, match="is damaged or truncated"):
+        scalai.read_slab(tmp_path / "mixed.safetensors", "volume", np.s_[:,])
+
+
 @pytest.mark.parametrize("key", ["empty", "words"])
 def test_what_is_no_array_of_numbers_is_refused(key: str, tmp_path: Path) -> None:
     path, _ = hdf5(tmp_path)
@@ -243,6 +272,41 @@ def test_exactly_the_slabs_bytes_are_read(make: Make, header: int, tmp_path: Pat
     assert read.bytes_read == opened + SLAB_BYTES and np.array_equal(read.values, VALUES[SLAB])
 
 
+@pytest.mark.parametrize("block", [512, 1024, 8192])
+@pytest.mark.parametrize("text", [b"", b"MATLAB 7.3 MAT-file"])
+def test_hdf5_behind_a_block_of_another_program_is_read(
+    block: int, text: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "volume.mat"
+    with h5py.File(path, "w", userblock_size=block) as file:
+        file["volume"] = VALUES
+    with path.open("r+b") as raw:
+        raw.write(text)
+    assert np.array_equal(scalai.read_slab(path, "volume", SLAB).values, VALUES[SLAB])
+
+
+def test_an_array_of_one_axis_takes_one_range(tmp_path: Path) -> None:
+    np.save(tmp_path / "line.npy", np.arange(9))
+    assert scalai.read_slab(tmp_path / "line.npy", None, np.s_[2:4]).values.tolist() == [2, 3]
+    with pytest.raises(UsageError, match=r"has 1 axes, and the array \[3, 8, 6, 5\] has 4"):
+        scalai.read_slab(*npy(tmp_path), np.s_[0:1])
+
+
+@pytest.mark.parametrize("dtype", [">f8", ">i2", ">c8", "<f4"])
+def test_values_come_in_the_byte_order_of_the_machine(dtype: str, tmp_path: Path) -> None:
+    """Torch takes no other."""
+    values = np.asfortranarray(np.arange(6).reshape(2, 3).astype(dtype))
+    np.save(tmp_path / "values.npy", values)
+    with h5py.File(tmp_path / "values.h5", "w") as file:
+        file["values"] = values
+    for name, key in (("values.npy", None), ("values.h5", "values")):
+        with scalai.SlabFile(tmp_path / name, key) as opened:
+            read = opened.read(np.s_[0:2, 1:3])
+            assert read.dtype == opened.dtype == values.dtype.newbyteorder("=")
+        assert torch.equal(torch.from_numpy(read), torch.from_numpy(read.copy()))
+        assert np.array_equal(read, values[0:2, 1:3])
+
+
 def test_of_hdf5_a_slabs_bytes_and_the_files_tables_are_read(tmp_path: Path) -> None:
     large = np.random.default_rng(1).random((64, 64, 64))
     with h5py.File(tmp_path / "large.h5", "w") as file:
@@ -269,7 +333,7 @@ def test_any_slab_of_a_column_major_or_big_endian_array_is_read(data: st.DataObj
     with tempfile.TemporaryDirectory() as folder:
         np.save(Path(folder) / "any.npy", values)
         found = scalai.read_slab(Path(folder) / "any.npy", None, index).values
-    assert found.dtype == values.dtype and np.array_equal(found, values[index])
+    assert found.dtype == values.dtype.newbyteorder("=") and np.array_equal(found, values[index])
 
 
 @every_kind

@@ -357,6 +357,22 @@ def accelerator_of(config: dict[str, Any], **more: Any) -> Any:
     )
 
 
+def seeds(device_specific: bool, config: dict[str, Any]) -> None:
+    """A loop on Accelerate that seeds before it shuffles, each rank as it says."""
+    from accelerate.utils import set_seed
+
+    accelerator = accelerator_of(config)
+    model: Any = build_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    set_seed(5, device_specific=device_specific)
+    loader: Any = DataLoader(Rows(), 2, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for rows, classes, _ in loader:
+        accelerator.backward(loss_of(model, rows, classes))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def plans(epochs: int, config: dict[str, Any]) -> None:
     """A loop on Accelerate whose engine makes the schedule, for steps that Accelerate computes."""
     from accelerate.utils import DummyOptim, DummyScheduler
