@@ -3,7 +3,7 @@
 A store writes the next snapshot into the files of a generation that it dropped, unless they have
 another name as well (``FilePool.give``). So who reads a generation gives its files one, in a folder
 of its own beside it: ``pinned-<process>-<n>/generation-<n>/``. What only a pin keeps counts as in
-use (``HostDirectory.room``), and ends where a snapshot needs the room: the training goes first.
+use (``HostDirectory.room``), and ends where the store needs the room: the training goes first.
 """
 
 import glob
@@ -106,7 +106,7 @@ def expire_dropped(host_directory: Path) -> bool:
         if not (host_directory / pinned.name).is_dir():
             shutil.rmtree(pinned, ignore_errors=True)
             log.warning(
-                "event=pin_expired directory=%s: a snapshot needs the room; who still reads that "
+                "event=pin_expired directory=%s: the store needs the room; who still reads that "
                 "generation gets an error", pinned,
             )  # fmt: skip
             ended = True

@@ -4,7 +4,7 @@ In a store, hard links keep the files (``store/pinned.py``); elsewhere, as in a 
 where no file is ever written anew, open descriptors do. A pin ends when the last file that was
 opened on it is closed. It ends earlier, and reads fail from then on with the reason,
 
-* where the store needs the room for a snapshot and the generation is dropped;
+* where the store needs the room and the generation is dropped;
 * ``KEEP_S`` after the generation was dropped: a reader that was forgotten must not hold memory.
 """
 
