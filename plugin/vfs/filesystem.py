@@ -113,8 +113,9 @@ class ScalaiFile(AbstractBufferedFile):  # type: ignore[misc]
         return self._content.read(start, end - start)
 
     def close(self) -> None:
-        super().close()
-        self._content.close()
+        if not self.closed:
+            super().close()
+            self._content.close()
 
 
 def _info(path: str, node: Node) -> dict[str, Any]:

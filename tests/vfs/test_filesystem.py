@@ -69,6 +69,14 @@ def test_every_way_to_read_gives_the_same(files: Any) -> None:
     assert files.info("job/model/w.npy")["size"] == 128 + weight.nbytes
 
 
+def test_a_file_that_is_closed_twice_ends_no_other_readers(files: Any) -> None:
+    first, second = files.open("job/model/w.npy"), files.open("job/model/w.npy")
+    first.close()
+    first.close()
+    assert len(second.read()) == second.size
+    second.close()
+
+
 def test_the_whole_tree_is_found(files: Any) -> None:
     found = files.find("job")
     assert "job/dataset/corpus/source/corpus.bin" in found

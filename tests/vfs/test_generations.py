@@ -243,6 +243,14 @@ def test_a_pin_of_a_dropped_generation_expires_after_a_while(
     assert not list(store.directory.glob("pinned-*/generation-*"))
 
 
+def test_a_file_that_is_closed_twice_ends_no_other_readers_pin(tree: Tree) -> None:
+    first, second = opened(tree, "model/w.npy"), opened(tree, "model/w.npy")
+    first.close()
+    first.close()
+    assert second.read(0, 1000)
+    second.close()
+
+
 @pytest.fixture
 def pinned(tree: Tree, store: HostStore) -> Iterator[Content]:
     """A tensor of a generation that was dropped."""
