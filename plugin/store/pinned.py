@@ -51,12 +51,8 @@ class PinFolder:
         folder.mkdir(mode=0o700, exist_ok=True)
         link = folder / f"{next(self._numbers)}-{name}"
         os.link(directory / name, link)
-        try:
-            # Only while it has its old name is it sure that nothing else was written into it.
-            is_same = os.path.samestat(os.stat(directory / name), os.stat(link))
-        except FileNotFoundError:
-            is_same = False
-        if not is_same:
+        # Only while it has its old name is it sure that nothing else was written into it.
+        if not is_same_file(link.lstat(), directory / name):
             link.unlink(missing_ok=True)
             raise FileNotFoundError(f"generation {generation} went while it was opened")
         return link
@@ -97,17 +93,37 @@ def pinned_files(host_directory: Path) -> list[os.stat_result]:
 
 
 def expire_dropped(host_directory: Path) -> bool:
-    """End the pins of generations that are dropped; tell whether there were any.
+    """End the pins of files that no generation has any more; tell whether there were any. A number
+    may have been used again since, so the files tell, and not the name.
 
     Who reads them gets an error from then on (``scalai.vfs.pins``).
     """
-    ended = False
-    for pinned in _matching(host_directory, f"{_FOLDERS}/generation-*"):
-        if not (host_directory / pinned.name).is_dir():
-            shutil.rmtree(pinned, ignore_errors=True)
-            log.warning(
-                "event=pin_expired directory=%s: the store needs the room; who still reads that "
-                "generation gets an error", pinned,
-            )  # fmt: skip
-            ended = True
-    return ended
+    ended = set()
+    for link in _matching(host_directory, f"{_FOLDERS}/generation-*/*"):
+        with suppress(FileNotFoundError):
+            if not _is_there(link, host_directory / link.parent.name):
+                link.unlink()
+                ended.add(link.parent)
+    for folder in sorted(ended):
+        with suppress(OSError):
+            folder.rmdir()
+        log.warning(
+            "event=pin_expired directory=%s: the store needs the room; who still reads that "
+            "generation gets an error", folder,
+        )  # fmt: skip
+    return bool(ended)
+
+
+def _is_there(link: Path, generation: Path) -> bool:
+    """Whether a pinned file is still one of a generation's. Raises ``FileNotFoundError`` where the
+    link has gone."""
+    name = link.name.partition("-")[2]
+    return is_same_file(link.lstat(), generation / name)
+
+
+def is_same_file(status: os.stat_result, path: Path) -> bool:
+    """Whether a path leads to the file that has this status."""
+    try:
+        return os.path.samestat(status, path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -21,7 +21,7 @@ from scalai.core.errors import StoreError
 from scalai.store.files import read_at
 from scalai.store.generation import Generation
 from scalai.store.lock import LOCK
-from scalai.store.pinned import PinFolder
+from scalai.store.pinned import PinFolder, is_same_file
 
 KEEP_S = 600.0
 """How long a generation that its job has dropped stays readable for who has it open."""
@@ -36,6 +36,7 @@ class Pin:
         self._pins, self.generation = pins, generation
         self._descriptors: dict[tuple[int, int], int] = {}
         self._links: dict[tuple[int, int], Path] = {}
+        self._kept: list[tuple[Path, os.stat_result]] = []
         self.holders = 0
         self.dropped_at: float | None = None
         self.ended: str | None = None
@@ -56,13 +57,17 @@ class Pin:
                 if is_in_store and not path.is_symlink():
                     link = self._pins.folder(directory.parent).pin(directory, number, stored.name)
                     self._links[part, file] = link
+                    status = link.lstat()
                 else:
-                    self._descriptors[part, file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    self._descriptors[part, file] = descriptor
+                    status = os.fstat(descriptor)
+                self._kept.append((path, status))
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the generation is gone where it lay."""
-        return any(path is not None and not path.is_dir() for path in self.generation.directories)
+        """Whether the generation is gone where it lay; another one may have its number there."""
+        return not all(is_same_file(status, path) for path, status in self._kept)
 
     def read(self, part: int, file: int, begin: int, size: int) -> bytearray:
         """Return bytes of a file of a part, exactly ``size``. Raises ``OSError``."""

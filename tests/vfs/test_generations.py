@@ -307,6 +307,36 @@ def test_the_store_counts_its_room_while_pins_come_and_go(tree: Tree, store: Hos
         reader.result(20)
 
 
+def test_a_number_that_is_used_again_keeps_no_pin_of_the_generation_before(
+    tree: Tree, store: HostStore, clock: Clock
+) -> None:
+    old = opened(tree, "model/w.npy")
+    store.drop(1)
+    generation(store, 1, STEP + 1)
+    assert old.read(0, 1000), "it was pinned"
+    assert expire_dropped(store.directory)
+    with pytest.raises(OSError, match="its pin has expired: the store needed the room"):
+        old.read(0, 1000)
+    tree.pins.sweep()
+    clock.now += 60
+    tree.pins.sweep()
+    with pytest.raises(OSError, match="its pin has expired: it was kept for 60 s"):
+        old.read(0, 1000)
+    old.close()
+    assert not list(store.directory.glob("pinned-*/generation-*"))
+
+
+def test_a_pin_of_a_number_that_is_used_again_stays(store: HostStore) -> None:
+    for step in (STEP, STEP + 1):
+        generation(store, 1, step)
+        tree = Tree(store.directory.parent)
+        content = opened(tree, "model/w.npy")
+        assert not expire_dropped(store.directory)
+        assert content.read(0, 1000)
+        store.drop(1)
+        tree.close()
+
+
 @pytest.mark.parametrize("who", ["reader", "store"])
 def test_pins_of_a_process_that_is_gone_are_removed(tree: Tree, store: HostStore, who: str) -> None:
     stale = store.directory / "pinned-1-dead"
