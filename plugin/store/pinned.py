@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class PinFolder:
-    """One process's pins in a host's directory. Opens nothing of the store itself.
+    """One process's pins in a host's directory. Opens nothing of the store itself. They end at the
+    latest with the last reference to it, or the process.
 
     Raises:
         StoreError: The folder cannot be made: it is not this user's, or there is no room.
@@ -39,6 +41,7 @@ class PinFolder:
         with Folder.open(host_directory) as host, host.below(name, make=True) as folder:
             self._lock = StoreLock.acquire(folder)
         self.path = host_directory / name
+        self._let_go = weakref.finalize(self, _let_go, self.path, self._lock, os.getpid())
         self._numbers = itertools.count()
 
     def pin(self, directory: Path, generation: int, name: str) -> Path:
@@ -59,8 +62,14 @@ class PinFolder:
 
     def close(self) -> None:
         """Let all files go."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
+        self._let_go()
+
+
+def _let_go(path: Path, lock: StoreLock, pid: int) -> None:
+    """Remove a folder of pins; one that a fork has inherited stays its parent's."""
+    if os.getpid() == pid:
+        shutil.rmtree(path, ignore_errors=True)
+    lock.release()
 
 
 def remove_stale(host_directory: Path) -> None:

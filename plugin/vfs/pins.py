@@ -37,6 +37,7 @@ class Pin:
         self._descriptors: dict[tuple[int, int], int] = {}
         self._links: dict[tuple[int, int], Path] = {}
         self._kept: list[tuple[Path, os.stat_result]] = []
+        self._pid = os.getpid()
         self.holders = 0
         self.dropped_at: float | None = None
         self.ended: str | None = None
@@ -63,6 +64,11 @@ class Pin:
                     self._descriptors[part, file] = descriptor
                     status = os.fstat(descriptor)
                 self._kept.append((path, status))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made it; what a fork has inherited is its parent's."""
+        return os.getpid() == self._pid
 
     @property
     def is_dropped(self) -> bool:
@@ -103,7 +109,7 @@ class Pin:
 
     def close(self) -> None:
         """Let the files go; a second call does nothing."""
-        for link in self._links.values():
+        for link in self._links.values() if self.is_own else ():
             link.unlink(missing_ok=True)
             with suppress(OSError):
                 link.parent.rmdir()
@@ -127,14 +133,15 @@ class Pins:
         self.keep_s, self._clock = keep_s, clock
         self._mutex = threading.RLock()
         self._held: list[Pin] = []
-        self._folders: dict[Path, PinFolder] = {}
+        self._folders: dict[tuple[int, Path], PinFolder] = {}
 
     def folder(self, host_directory: Path) -> PinFolder:
         """Return where this process has its pins in a host's directory."""
+        key = os.getpid(), host_directory
         with self._mutex:
-            if host_directory not in self._folders:
-                self._folders[host_directory] = PinFolder(host_directory)
-            return self._folders[host_directory]
+            if key not in self._folders:
+                self._folders[key] = PinFolder(host_directory)
+            return self._folders[key]
 
     def acquire(self, generation: Generation) -> Pin:
         """Return a pin of a generation, with one holder more.
@@ -144,7 +151,7 @@ class Pins:
         """
         with self._mutex:
             for pin in self._held:
-                if pin.generation is generation and pin.ended is None:
+                if pin.generation is generation and pin.ended is None and pin.is_own:
                     break
             else:
                 try:
