@@ -15,7 +15,7 @@ from scalai.store.files import FileLayout
 from scalai.store.lock import StoreLock
 from scalai.store.making import Making, Makings
 from scalai.store.manifest import is_spare
-from scalai.store.pinned import expire_dropped, pinned_files
+from scalai.store.pinned import expire_dropped, pinned_files, remove_stale
 from scalai.store.places import MANIFEST, NUMBERED, check_host, check_job
 from scalai.store.pool import FilePool, free_bytes
 from scalai.store.secure import open_below
@@ -43,6 +43,7 @@ class HostDirectory:
         self.path = path = store_dir / check_job(job) / check_host(host)
         with open_below(store_dir, job, host, make=True) as folder:
             self._lock = StoreLock.acquire(folder)
+        remove_stale(path)
         self.mutex = threading.RLock()
         self.changed = threading.Condition(self.mutex)
         self.makings = Makings(self.changed)
@@ -88,8 +89,15 @@ class HostDirectory:
 
     def make_file(self, path: Path, layout: FileLayout, making: Making) -> None:
         """Make a file with this header, its pages faulted in. Blocks for seconds a GB where pages
-        are new. Raises ``StoreError`` where there is no room, or it was given up."""
-        self._pool.take(path, layout.size_bytes, making)
+        are new. Ends pins of dropped generations where there is no room. Raises ``StoreError``
+        where there is none without them either, or it was given up."""
+        try:
+            self._pool.take(path, layout.size_bytes, making)
+        except StoreError:
+            making.check()
+            if not self.expire_dropped():
+                raise
+            self._pool.take(path, layout.size_bytes, making)
         with open(path, "r+b") as file:
             file.write(layout.header)
 
@@ -115,6 +123,11 @@ class HostDirectory:
     def trim(self, keep_bytes: int) -> None:
         """Remove files that wait for reuse, until at most so many bytes are left."""
         self._pool.trim(keep_bytes)
+
+    def expire_dropped(self) -> bool:
+        """End the pins of dropped generations: their room is needed. Tell whether any was."""
+        with self.mutex:
+            return expire_dropped(self.path)
 
     def room(self) -> Room:
         """Return what is in use, what waits for reuse, and what is free. Room that is kept for a
@@ -148,7 +161,7 @@ class HostDirectory:
                     keep = check_budget(needed, room, limit, self.path.name, self.path)
                     break
                 except StoreError:
-                    if expire_dropped(self.path):
+                    if self.expire_dropped():
                         continue
                     if not is_temporary() or not self.changed.wait(end - time.monotonic()):
                         raise

@@ -122,19 +122,25 @@ class HostStore(HeldGenerations):
 
     def check_spare(self, size_bytes: int) -> None:
         """Raise ``RoomError`` where so many bytes for other hosts would take the room that this
-        host's own next snapshot needs."""
+        host's own next snapshot needs. Ends pins of dropped generations that are in the way."""
         with self._mutex:
             has_room = bool(self._unsealed) or len(self._committed) > 1  # of which one will go
             own = 0 if has_room else self._needed
-            room, limit = self._folders.room(), self._budget_bytes
-        left = room.free + room.reusable
-        left = left if limit is None else min(left, limit - room.in_use)
+            left = self._left()
+            if size_bytes + own > left and self._folders.expire_dropped():
+                left = self._left()
         if size_bytes + own > left:
             raise RoomError(
                 f"replicas of {size_bytes} bytes, beside {own} for this host's next snapshot, do "
                 f"not fit into the {left} that are left of {self.directory}. Give it more "
                 "(--store-budget-gb, --shm-size), or train without replicas (--replicas 0)."
             )
+
+    def _left(self) -> int:
+        """Return how many bytes this store may still take, those that wait for reuse included."""
+        room, limit = self._folders.room(), self._budget_bytes
+        left = room.free + room.reusable
+        return left if limit is None else min(left, limit - room.in_use)
 
     def copy_unchanged(
         self,

@@ -3,7 +3,7 @@
 A store writes the next snapshot into the files of a generation that it dropped, unless they have
 another name as well (``FilePool.give``). So who reads a generation gives its files one, in a folder
 of its own beside it: ``pinned-<process>-<n>/generation-<n>/``. What only a pin keeps counts as in
-use (``HostDirectory.room``), and ends where a snapshot needs the room: the training goes first.
+use (``HostDirectory.room``), and ends where the store needs the room: the training goes first.
 """
 
 import glob
@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class PinFolder:
-    """One process's pins in a host's directory. Opens nothing of the store itself.
+    """One process's pins in a host's directory. Opens nothing of the store itself. They end at the
+    latest with the last reference to it, or the process.
 
     Raises:
         StoreError: The folder cannot be made: it is not this user's, or there is no room.
@@ -39,6 +41,7 @@ class PinFolder:
         with Folder.open(host_directory) as host, host.below(name, make=True) as folder:
             self._lock = StoreLock.acquire(folder)
         self.path = host_directory / name
+        self._let_go = weakref.finalize(self, _let_go, self.path, self._lock, os.getpid())
         self._numbers = itertools.count()
 
     def pin(self, directory: Path, generation: int, name: str) -> Path:
@@ -51,20 +54,22 @@ class PinFolder:
         folder.mkdir(mode=0o700, exist_ok=True)
         link = folder / f"{next(self._numbers)}-{name}"
         os.link(directory / name, link)
-        try:
-            # Only while it has its old name is it sure that nothing else was written into it.
-            is_same = os.path.samestat(os.stat(directory / name), os.stat(link))
-        except FileNotFoundError:
-            is_same = False
-        if not is_same:
+        # Only while it has its old name is it sure that nothing else was written into it.
+        if not is_same_file(link.lstat(), directory / name):
             link.unlink(missing_ok=True)
             raise FileNotFoundError(f"generation {generation} went while it was opened")
         return link
 
     def close(self) -> None:
         """Let all files go."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
+        self._let_go()
+
+
+def _let_go(path: Path, lock: StoreLock, pid: int) -> None:
+    """Remove a folder of pins; one that a fork has inherited stays its parent's."""
+    if os.getpid() == pid:
+        shutil.rmtree(path, ignore_errors=True)
+    lock.release()
 
 
 def remove_stale(host_directory: Path) -> None:
@@ -97,17 +102,37 @@ def pinned_files(host_directory: Path) -> list[os.stat_result]:
 
 
 def expire_dropped(host_directory: Path) -> bool:
-    """End the pins of generations that are dropped; tell whether there were any.
+    """End the pins of files that no generation has any more; tell whether there were any. A number
+    may have been used again since, so the files tell, and not the name.
 
     Who reads them gets an error from then on (``scalai.vfs.pins``).
     """
-    ended = False
-    for pinned in _matching(host_directory, f"{_FOLDERS}/generation-*"):
-        if not (host_directory / pinned.name).is_dir():
-            shutil.rmtree(pinned, ignore_errors=True)
-            log.warning(
-                "event=pin_expired directory=%s: a snapshot needs the room; who still reads that "
-                "generation gets an error", pinned,
-            )  # fmt: skip
-            ended = True
-    return ended
+    ended = set()
+    for link in _matching(host_directory, f"{_FOLDERS}/generation-*/*"):
+        with suppress(FileNotFoundError):
+            if not _is_there(link, host_directory / link.parent.name):
+                link.unlink()
+                ended.add(link.parent)
+    for folder in sorted(ended):
+        with suppress(OSError):
+            folder.rmdir()
+        log.warning(
+            "event=pin_expired directory=%s: the store needs the room; who still reads that "
+            "generation gets an error", folder,
+        )  # fmt: skip
+    return bool(ended)
+
+
+def _is_there(link: Path, generation: Path) -> bool:
+    """Whether a pinned file is still one of a generation's. Raises ``FileNotFoundError`` where the
+    link has gone."""
+    name = link.name.partition("-")[2]
+    return is_same_file(link.lstat(), generation / name)
+
+
+def is_same_file(status: os.stat_result, path: Path) -> bool:
+    """Whether a path leads to the file that has this status."""
+    try:
+        return os.path.samestat(status, path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False

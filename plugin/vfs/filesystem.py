@@ -1,6 +1,7 @@
 """``scalai://<job>/…``: the tree of a job as a file system of fsspec, without a mount."""
 
 import errno
+import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +47,7 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
         job, _, inside = self._strip_protocol(path).partition("/")
         if job not in self._trees:
             self._trees[job] = Tree(self._find(job), self._specs, global_batch_size=self._batch)
+        self._trees[job].pins.sweep()
         return resolve(self._trees[job], inside)[1]
 
     def _find(self, job: str) -> Path:
@@ -65,6 +67,31 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return [_info(path, node) if detail else path]
         names = [f"{path}/{name}" for name in node.names()]  # type: ignore[attr-defined]
         return [self.info(name) for name in names] if detail else names
+
+    def expand_path(
+        self, path: Any, recursive: bool = False, maxdepth: int | None = None, **options: Any
+    ) -> list[str]:
+        """Return the paths that patterns mean. A slice has brackets in its name, and is no
+        pattern."""
+        given = [path] if isinstance(path, str | os.PathLike) else path
+        names = [self._strip_protocol(name) for name in given]
+        slices = {name for name in names if self._is_slice(name)}
+        patterns = [name for name in names if name not in slices]
+        if patterns or not slices:
+            slices.update(super().expand_path(patterns, recursive, maxdepth, **options))
+        return sorted(slices)
+
+    def get(self, rpath: Any, lpath: Any, recursive: bool = False, **options: Any) -> None:
+        """Copy files to this machine, as every file system of fsspec does; a slice by its name."""
+        if isinstance(rpath, str) and isinstance(lpath, str) and self._is_slice(rpath):
+            target = Path(lpath)
+            is_folder_named = lpath.endswith("/") or target.is_dir()
+            lpath = [str(target / rpath.rpartition("/")[2]) if is_folder_named else lpath]
+            rpath = [self._strip_protocol(rpath)]
+        super().get(rpath, lpath, recursive, **options)
+
+    def _is_slice(self, path: str) -> bool:
+        return "[" in path and self.isfile(path)
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **options: Any
@@ -113,8 +140,9 @@ class ScalaiFile(AbstractBufferedFile):  # type: ignore[misc]
         return self._content.read(start, end - start)
 
     def close(self) -> None:
-        super().close()
-        self._content.close()
+        if not self.closed:
+            super().close()
+            self._content.close()
 
 
 def _info(path: str, node: Node) -> dict[str, Any]:

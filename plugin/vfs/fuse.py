@@ -13,6 +13,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import mfusepy
 
@@ -129,6 +130,12 @@ class TreeOperations(mfusepy.Operations):  # type: ignore[misc]
         return 0
 
 
+def source_name(name: str) -> str:
+    """Return what the kernel's table calls a mount of this job or path. A comma in it would be the
+    begin of another option, so all but plain characters are quoted as in a URL."""
+    return "scalai:" + quote(os.fsencode(name), safe="/")
+
+
 def serve(tree: Tree, mount_point: str, name: str) -> None:
     """Mount a tree and serve it until it is unmounted. Only this user may look into it.
 
@@ -137,6 +144,6 @@ def serve(tree: Tree, mount_point: str, name: str) -> None:
     """
     mfusepy.FUSE(
         TreeOperations(tree), mount_point, foreground=True, ro=True, nosuid=True, nodev=True,
-        fsname=f"scalai:{name}", subtype="scalai", kernel_cache=True, entry_timeout=NAMES_S,
+        fsname=source_name(name), subtype="scalai", kernel_cache=True, entry_timeout=NAMES_S,
         attr_timeout=FOREVER_S, negative_timeout=0.0, default_permissions=True,
     )  # fmt: skip

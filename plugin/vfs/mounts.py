@@ -32,11 +32,12 @@ class Mount:
 def find_mount(point: Path) -> Mount | None:
     """Return what is mounted at a path, the uppermost; None: nothing is."""
     found = None
-    for line in _TABLE.read_text().splitlines():
-        before, _, behind = line.partition(" - ")
-        path = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4])
-        if path == str(point):
-            kind, source = behind.split()[:2]
+    # Any byte may be in a name but these two, which the kernel quotes.
+    for line in filter(None, _TABLE.read_bytes().split(b"\n")):
+        before, _, behind = line.partition(b" - ")
+        path = re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), before.split(b" ")[4])
+        if path == os.fsencode(point):
+            kind, source = map(os.fsdecode, behind.split(b" ")[:2])
             found = Mount(point, kind, source)
     return found
 

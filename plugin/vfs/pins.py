@@ -4,7 +4,7 @@ In a store, hard links keep the files (``store/pinned.py``); elsewhere, as in a 
 where no file is ever written anew, open descriptors do. A pin ends when the last file that was
 opened on it is closed. It ends earlier, and reads fail from then on with the reason,
 
-* where the store needs the room for a snapshot and the generation is dropped;
+* where the store needs the room and the generation is dropped;
 * ``KEEP_S`` after the generation was dropped: a reader that was forgotten must not hold memory.
 """
 
@@ -21,7 +21,7 @@ from scalai.core.errors import StoreError
 from scalai.store.files import read_at
 from scalai.store.generation import Generation
 from scalai.store.lock import LOCK
-from scalai.store.pinned import PinFolder
+from scalai.store.pinned import PinFolder, is_same_file
 
 KEEP_S = 600.0
 """How long a generation that its job has dropped stays readable for who has it open."""
@@ -36,6 +36,8 @@ class Pin:
         self._pins, self.generation = pins, generation
         self._descriptors: dict[tuple[int, int], int] = {}
         self._links: dict[tuple[int, int], Path] = {}
+        self._kept: list[tuple[Path, os.stat_result]] = []
+        self._pid = os.getpid()
         self.holders = 0
         self.dropped_at: float | None = None
         self.ended: str | None = None
@@ -56,13 +58,22 @@ class Pin:
                 if is_in_store and not path.is_symlink():
                     link = self._pins.folder(directory.parent).pin(directory, number, stored.name)
                     self._links[part, file] = link
+                    status = link.lstat()
                 else:
-                    self._descriptors[part, file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    self._descriptors[part, file] = descriptor
+                    status = os.fstat(descriptor)
+                self._kept.append((path, status))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made it; what a fork has inherited is its parent's."""
+        return os.getpid() == self._pid
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the generation is gone where it lay."""
-        return any(path is not None and not path.is_dir() for path in self.generation.directories)
+        """Whether the generation is gone where it lay; another one may have its number there."""
+        return not all(is_same_file(status, path) for path, status in self._kept)
 
     def read(self, part: int, file: int, begin: int, size: int) -> bytearray:
         """Return bytes of a file of a part, exactly ``size``. Raises ``OSError``."""
@@ -98,7 +109,7 @@ class Pin:
 
     def close(self) -> None:
         """Let the files go; a second call does nothing."""
-        for link in self._links.values():
+        for link in self._links.values() if self.is_own else ():
             link.unlink(missing_ok=True)
             with suppress(OSError):
                 link.parent.rmdir()
@@ -122,14 +133,15 @@ class Pins:
         self.keep_s, self._clock = keep_s, clock
         self._mutex = threading.RLock()
         self._held: list[Pin] = []
-        self._folders: dict[Path, PinFolder] = {}
+        self._folders: dict[tuple[int, Path], PinFolder] = {}
 
     def folder(self, host_directory: Path) -> PinFolder:
         """Return where this process has its pins in a host's directory."""
+        key = os.getpid(), host_directory
         with self._mutex:
-            if host_directory not in self._folders:
-                self._folders[host_directory] = PinFolder(host_directory)
-            return self._folders[host_directory]
+            if key not in self._folders:
+                self._folders[key] = PinFolder(host_directory)
+            return self._folders[key]
 
     def acquire(self, generation: Generation) -> Pin:
         """Return a pin of a generation, with one holder more.
@@ -139,7 +151,7 @@ class Pins:
         """
         with self._mutex:
             for pin in self._held:
-                if pin.generation is generation and pin.ended is None:
+                if pin.generation is generation and pin.ended is None and pin.is_own:
                     break
             else:
                 try:

@@ -51,6 +51,7 @@ class TensorElements:
 
     def __init__(self, tensor: Tensor, box: Box, pieces: list[Stored], pin: Pin) -> None:
         self._tensor, self._box, self._pieces, self._pin = tensor, box, pieces, pin
+        self._is_open = True
         gaps = uncovered(box, (piece.box for piece in pieces)) if box.numel else []
         if gaps:
             raise OSError(
@@ -106,7 +107,10 @@ class TensorElements:
             values[slices(Box(tuple(inside), part.shape))] = found
 
     def close(self) -> None:
-        self._pin.release()
+        """Let go; a second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._pin.release()
 
 
 def _place(box: Box, index: tuple[int, ...]) -> int:

@@ -1,5 +1,7 @@
 """``scalai://…`` by fsspec: the tree of a job without a mount."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,69 @@ def test_every_way_to_read_gives_the_same(files: Any) -> None:
     with files.open("job/model/w.npy") as file:
         assert np.array_equal(np.load(file).view(np.uint32), weight)
     assert files.info("job/model/w.npy")["size"] == 128 + weight.nbytes
+
+
+def test_a_file_that_is_closed_twice_ends_no_other_readers(files: Any) -> None:
+    first, second = files.open("job/model/w.npy"), files.open("job/model/w.npy")
+    first.close()
+    first.close()
+    assert len(second.read()) == second.size
+    second.close()
+
+
+def test_a_slice_is_no_pattern(files: Any, tmp_path: Path) -> None:
+    path = "job/model/w[0:2,:].npy"
+    data = files.cat_file(path)
+    assert files.cat(path) == files.cat(f"scalai://{path}") == data
+    assert files.cat([path, "job/model/h.*"]).keys() == {
+        path, "job/model/h.npy", "job/model/h.safetensors",
+    }  # fmt: skip
+    (tmp_path / "folder").mkdir()
+    for target in ("w.npy", "folder", "new/"):
+        files.get(path, f"{tmp_path}/{target}")
+    for target in ("w.npy", "folder/w[0:2,:].npy", "new/w[0:2,:].npy"):
+        assert (tmp_path / target).read_bytes() == data
+    assert files.expand_path("job/model/[h].npy") == ["job/model/h.npy"]
+    with pytest.raises(FileNotFoundError):
+        files.cat("job/model/w[0:99,:].npy")
+
+
+def test_pins_expire_without_a_mount_too(
+    files: Any, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = files.open("job/model/w.npy")
+    store.drop(1)
+    monkeypatch.setattr(files._trees["job"].pins, "keep_s", 0.0)
+    for _ in range(2):
+        files.exists("job")
+    assert not list(store.directory.glob("pinned-*/generation-*"))
+    with pytest.raises(OSError, match="its pin has expired"):
+        file.read()
+    file.close()
+
+
+READER = """
+import fsspec, os, sys
+files = fsspec.filesystem("scalai", store_dir=sys.argv[1])
+file = files.open("job/model/w.npy")
+pid = os.fork()
+if not pid:
+    with files.open("job/model/w.npy") as other:
+        assert len(other.read()) == len(file.read())
+    sys.exit()
+assert os.waitpid(pid, 0)[1] == 0
+print(len(file.read()))
+"""
+
+
+def test_a_reader_that_ends_leaves_no_pin(files: Any, store: HostStore) -> None:
+    root = store.directory.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", READER, root], capture_output=True, text=True, timeout=60,
+        check=True,
+    )  # fmt: skip
+    assert int(done.stdout) == files.info("job/model/w.npy")["size"]
+    assert not list(store.directory.glob("pinned-*"))
 
 
 def test_the_whole_tree_is_found(files: Any) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
 from scalai.core.collection import Collection, Tensor
+from scalai.core.errors import RoomError
 from scalai.core.region import Box, whole
 from scalai.runtime.consumption import LEDGER
 from scalai.store.host import HostStore
@@ -242,6 +243,52 @@ def test_a_pin_of_a_dropped_generation_expires_after_a_while(
     assert not list(store.directory.glob("pinned-*/generation-*"))
 
 
+def test_a_file_that_is_closed_twice_ends_no_other_readers_pin(tree: Tree) -> None:
+    first, second = opened(tree, "model/w.npy"), opened(tree, "model/w.npy")
+    first.close()
+    first.close()
+    assert second.read(0, 1000)
+    second.close()
+
+
+@pytest.fixture
+def pinned(tree: Tree, store: HostStore) -> Iterator[Content]:
+    """A tensor of a generation that was dropped."""
+    content = opened(tree, "model/w.npy")
+    generation(store, 2, STEP + 1)
+    store.drop(1)
+    yield content
+    content.close()
+
+
+def test_a_pin_takes_no_room_that_replicas_need(
+    pinned: Content, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_budget_bytes", store._folders.room().in_use + 1)
+    store.check_spare(1)
+    with pytest.raises(OSError, match="its pin has expired"):
+        pinned.read(0, 1000)
+    with pytest.raises(RoomError, match="replicas of"):
+        store.check_spare(1 << 20)
+
+
+def test_a_pin_takes_no_room_that_a_fetch_needs(
+    pinned: Content, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = os.posix_fallocate
+
+    def with_little_room(descriptor: int, begin: int, size: int) -> None:
+        if list(store.directory.glob("pinned-*/generation-1")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(descriptor, begin, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", with_little_room)
+    large = Tensor("param/large", (1 << 16,), "F32")
+    store.unstage(store.stage(Collection.of([(large, whole(large.shape))])))
+    with pytest.raises(OSError, match="its pin has expired"):
+        pinned.read(0, 1000)
+
+
 def test_the_store_counts_its_room_while_pins_come_and_go(tree: Tree, store: HostStore) -> None:
     is_over = threading.Event()
 
@@ -260,13 +307,48 @@ def test_the_store_counts_its_room_while_pins_come_and_go(tree: Tree, store: Hos
         reader.result(20)
 
 
-def test_pins_of_a_process_that_is_gone_are_removed(tree: Tree, store: HostStore) -> None:
+def test_a_number_that_is_used_again_keeps_no_pin_of_the_generation_before(
+    tree: Tree, store: HostStore, clock: Clock
+) -> None:
+    old = opened(tree, "model/w.npy")
+    store.drop(1)
+    generation(store, 1, STEP + 1)
+    assert old.read(0, 1000), "it was pinned"
+    assert expire_dropped(store.directory)
+    with pytest.raises(OSError, match="its pin has expired: the store needed the room"):
+        old.read(0, 1000)
+    tree.pins.sweep()
+    clock.now += 60
+    tree.pins.sweep()
+    with pytest.raises(OSError, match="its pin has expired: it was kept for 60 s"):
+        old.read(0, 1000)
+    old.close()
+    assert not list(store.directory.glob("pinned-*/generation-*"))
+
+
+def test_a_pin_of_a_number_that_is_used_again_stays(store: HostStore) -> None:
+    for step in (STEP, STEP + 1):
+        generation(store, 1, step)
+        tree = Tree(store.directory.parent)
+        content = opened(tree, "model/w.npy")
+        assert not expire_dropped(store.directory)
+        assert content.read(0, 1000)
+        store.drop(1)
+        tree.close()
+
+
+@pytest.mark.parametrize("who", ["reader", "store"])
+def test_pins_of_a_process_that_is_gone_are_removed(tree: Tree, store: HostStore, who: str) -> None:
     stale = store.directory / "pinned-1-dead"
     (stale / "generation-1").mkdir(parents=True, mode=0o700)
     stale.chmod(0o700)
     (stale / "lock").write_bytes(b"")
     (stale / "lock").chmod(0o600)
-    read(tree, "model/w.npy")
+    if who == "reader":
+        read(tree, "model/w.npy")
+    else:
+        store.close()
+        HostStore("job", "a", store.directory.parent.parent).close()
     assert not stale.exists()
 
 

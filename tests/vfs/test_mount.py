@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from scalai.core.dataset.own_order import Shuffled
 from scalai.store.host import HostStore
 from scalai.vfs.mounts import find_mount
+from scalai.vfs.tree import Tree
 from support.datasets import lines, write_tokens
 from support.store_states import WEIGHT, generation, values_of
 
@@ -114,6 +116,17 @@ def test_nobody_writes_and_names_that_are_none_lead_nowhere(place: Place) -> Non
     assert raised.value.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
     with pytest.raises(OSError):
         (place.point / "dataset" / "new").mkdir()
+
+
+def test_no_name_is_taken_for_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mfusepy
+
+    from scalai.vfs.fuse import serve
+
+    mounted: dict[str, Any] = {}
+    monkeypatch.setattr(mfusepy, "FUSE", lambda *_, **options: mounted.update(options))
+    serve(Tree(None), str(tmp_path), "/data/a,allow_other\\,ü \udcff")
+    assert mounted["fsname"] == "scalai:/data/a%2Callow_other%5C%2C%C3%BC%20%FF"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
