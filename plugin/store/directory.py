@@ -21,6 +21,9 @@ from scalai.store.pool import FilePool, free_bytes
 from scalai.store.secure import open_below
 
 RECYCLED = "recycled"
+REMOVALS = 5
+PAUSE_S = 0.05
+"""Between two of them."""
 GIVEN_BACK_S = 10.0
 """How long a snapshot waits for room that is just being given back."""
 
@@ -60,7 +63,7 @@ class HostDirectory:
         try:
             self.makings.close()
             with self.mutex:
-                shutil.rmtree(self.path)
+                _remove(self.path)
         except (OSError, StoreError) as error:
             log.warning("event=left directory=%s: %s Run scalai clean.", self.path, error)
         self.close()
@@ -171,3 +174,14 @@ class HostDirectory:
             "reusable_bytes=%d free_bytes=%d",
             self.path.name, needed, 2 * needed, room.in_use, room.reusable, room.free,
         )  # fmt: skip
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder in which readers may still make and remove their pins: once the manifests
+    are gone, they find nothing more to open. Raises ``OSError`` where it cannot be removed."""
+    for _ in range(REMOVALS - 1):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(PAUSE_S)
+    shutil.rmtree(folder)

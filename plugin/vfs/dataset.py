@@ -1,9 +1,10 @@
 """A data set as a folder: its sources unchanged, and the samples of each replica of any DP."""
 
+import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from scalai.core.errors import UsageError
+from scalai.core.errors import ScalaiError, UsageError
 from scalai.vfs.cache import BlockCache
 from scalai.vfs.nodes import File, Listed, Node, listed, missing
 from scalai.vfs.records import FixedRecords, Records, json_lines, sequences
@@ -146,16 +147,21 @@ class DatasetFolder:
         source = self._files[name]()
         if name.endswith(LINES):
             records = json_lines(source)
-            order = self._job.order(self._spec.name, records.count)
-            return Samples(source, records, order, LINES)
+            return Samples(source, records, self._order(records.count), LINES)
         index = self._files[name[:-4] + ".idx"]()
         try:
             dtype = read_dtype(index)
             records = self._token_records(dtype, index, source.size_bytes)
         finally:
             index.close()
-        order = self._job.order(self._spec.name, records.count)
-        return Samples(source, records, order, ".bin", dtype)
+        return Samples(source, records, self._order(records.count), ".bin", dtype)
+
+    def _order(self, samples: int) -> Order:
+        """Return the order of so many samples. Raises ``OSError`` where they can have none."""
+        try:
+            return self._job.order(self._spec.name, samples)
+        except ScalaiError as error:
+            raise OSError(errno.EIO, f"{self._spec.name} has no order: {error}") from error
 
     def _token_records(self, dtype: "np.dtype[Any]", index: Source, bin_bytes: int) -> Records:
         """Return the samples of a ``.bin`` of so many bytes."""
@@ -217,12 +223,29 @@ def _local_files(path: Path) -> dict[str, OpenSource]:
     if path.is_file():
         paths = {path.name: path}
     elif path.is_dir():
-        below = (each for each in sorted(path.rglob("*")) if each.is_file())
-        paths = {str(each.relative_to(path)): each for each in below}
+        paths = {str(each.relative_to(path)): each for each in _files_below(path)}
     else:
         both = [path.with_name(path.name + end) for end in _ENDS]
         paths = {each.name: each for each in both if each.is_file()}
     return {name: partial(LocalSource, each, os.stat(each)) for name, each in paths.items()}
+
+
+def _files_below(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
+    """Yield the files below a folder by name, also where links lead, but for a link to one of the
+    folders that it lies in. Raises ``OSError``.
+
+    Args:
+        above: Device and inode of these folders.
+    """
+    status = folder.stat()
+    here = status.st_dev, status.st_ino
+    if here in above:
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _files_below(path, (*above, here))
+        elif path.is_file():
+            yield path
 
 
 def _remote_files(url: str, files: Any, path: str, cache: BlockCache) -> dict[str, OpenSource]:

@@ -71,14 +71,17 @@ def sequences(index: TokenIndex, bin_bytes: int) -> Records:
     """Return the sequences of Megatron's ``.bin`` of so many bytes as samples.
 
     Raises:
-        OSError: The index names bytes beyond its end.
+        OSError: The index names bytes beyond its end, or sequences of less than no tokens.
     """
     begin, size_of = index.pointers, index.lengths.astype(np.int64) * index.dtype.itemsize
-    if len(begin) and (int((begin + size_of).max()) > bin_bytes or int(begin.min()) < 0):
+    wrong = np.flatnonzero((size_of < 0) | (begin < 0) | (begin > bin_bytes - size_of))
+    if len(wrong):
+        first = int(wrong[0])
         raise OSError(
             errno.EIO,
-            f"the .idx names bytes up to {int((begin + size_of).max())}, and the .bin has "
-            f"{bin_bytes}: they do not belong together, or the .bin was cut.",
+            f"the .idx says that sequence {first} has {size_of[first]} bytes from byte "
+            f"{begin[first]} on, and the .bin has {bin_bytes}: they do not belong together, or one "
+            "of them was cut or damaged.",
         )
     return MeasuredRecords(begin, size_of)
 

@@ -1,8 +1,10 @@
 """What the agent's loop, its background and its data plane do to one store at once."""
 
 import contextlib
+import errno
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -224,11 +226,31 @@ def test_a_finished_jobs_store_goes_although_files_are_being_made(
         store.reserve(two_ranks())
 
 
+def test_a_finished_jobs_store_goes_although_a_reader_comes(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generation(store, 1, 3)
+    remove = shutil.rmtree
+
+    def remove_beside_a_reader(path: Path, ignore_errors: bool = False) -> None:
+        """As where the reader makes its folder after the names were listed, once."""
+        monkeypatch.setattr("shutil.rmtree", remove)
+        remove(path, ignore_errors=ignore_errors)
+        (path / "pinned-1-x").mkdir(parents=True)
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    monkeypatch.setattr("shutil.rmtree", remove_beside_a_reader)
+    store.remove()
+    assert not store.directory.parent.exists() and "event=left" not in caplog.text
+
+
 def test_a_store_that_cannot_be_removed_is_left_with_a_warning(
     store: HostStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(path: Path) -> None:
-        raise PermissionError(1, "Operation not permitted", str(path))
+    def fail(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(1, "Operation not permitted", str(path))
 
     monkeypatch.setattr("shutil.rmtree", fail)
     store.remove()

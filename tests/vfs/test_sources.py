@@ -245,6 +245,17 @@ def test_a_folder_a_file_and_a_prefix_are_sources(tmp_path: Path) -> None:
     assert sorted(open_files(f"file://{tmp_path}/a.bin", cache)) == ["a.bin"]
 
 
+def test_a_folder_that_a_link_leads_to_is_part_of_a_source(tmp_path: Path) -> None:
+    for name in ("set/a.bin", "else/b.bin", "else/below/c.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "set" / "link").symlink_to(tmp_path / "else")
+    (tmp_path / "else" / "back").symlink_to(tmp_path / "set")
+    (tmp_path / "set" / "itself").symlink_to("itself")
+    found = open_files(str(tmp_path / "set"), BlockCache())
+    assert sorted(found) == ["a.bin", "link/b.bin", "link/below/c.bin"]
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a" * 101])
 def test_a_data_set_has_a_plain_name(name: str) -> None:
     with pytest.raises(UsageError, match="cannot name a data set"):

@@ -1,5 +1,6 @@
 """Views of replicas: at any degree they are together the order of the samples, each once."""
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalai.core.dataset.order import Places
+from scalai.core.dataset.own_order import Shuffled
 from scalai.vfs.cache import BlockCache
 from scalai.vfs.dataset import DatasetFolder, DatasetSpec, Job
 from scalai.vfs.nodes import File, walk
+from scalai.vfs.records import sequences
 from scalai.vfs.shares import Order, Sequential, Share
 from scalai.vfs.sources import LocalSource
-from scalai.vfs.token_index import read_index
+from scalai.vfs.token_index import TokenIndex, read_index
 from support.datasets import lines, write_tokens
 
 
@@ -79,8 +82,33 @@ def test_an_index_that_names_bytes_beyond_the_file_is_an_error(tmp_path: Path) -
     write_tokens(tmp_path / "c", [4, 4, 4])
     with open(tmp_path / "c.bin", "r+b") as file:
         file.truncate(20)
-    with pytest.raises(OSError, match=r"bytes up to 24, and the .bin has 20"):
+    with pytest.raises(OSError, match="sequence 2 has 8 bytes from byte 16 on"):
         walk(folder(tmp_path / "c"), "dp-0-of-2")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pointers"),
+    [([4, -3, 2], [0, 8, 2]), ([4, 3], [0, -8]), ([4, 1], [0, (1 << 63) - 1]), ([4, 3], [0, 8])],
+)
+def test_an_index_with_impossible_sequences_is_an_error(
+    lengths: list[int], pointers: list[int]
+) -> None:
+    index = TokenIndex(np.dtype("u2"), np.array(lengths, "i4"), np.array(pointers, "i8"))
+    with pytest.raises(OSError, match=r"the \.idx says that sequence 1 has .* they do not belong"):
+        sequences(index, 12)
+
+
+def test_an_order_of_no_samples_is_an_error_of_reading(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b"")
+
+    def order(name: str, samples: int) -> Order:
+        return Shuffled(samples, 1, name)
+
+    spec = DatasetSpec("corpus", str(tmp_path / "x.jsonl"))
+    root = DatasetFolder(spec, BlockCache(), Job(8, order, lambda: 2, lambda: 0))
+    with pytest.raises(OSError, match="corpus has no order: ") as raised:
+        walk(root, "dp-0-of-2/pass-0.jsonl")
+    assert raised.value.errno == errno.EIO
 
 
 @pytest.mark.parametrize("damage", [b"", b"MMIDIDX", b"no index at all, but as long as one header"])
