@@ -215,7 +215,7 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
         for name, dtype, shape, begin in entries_of(text, size):
             if dtype not in ITEM_BYTES:
                 raise RefusedError(
-                    f"{name!r} of {path} is of dtype {dtype}, which is not converted: it is none "
+                    f"{name!r} of {path} is of dtype {dtype!r}, which is not converted: it is none "
                     f"of {', '.join(ITEM_BYTES)}. Leave it out, or save it as one of these."
                 )
             yield name, _Entry(path.name, dtype, shape, begin)

@@ -108,7 +108,7 @@ def test_what_the_mapping_lacks_is_named(tmp_path: Path, llama: Checkpoint) -> N
 def test_a_dtype_that_is_not_converted_is_named(tmp_path: Path, dtype: str) -> None:
     entry = {"dtype": dtype, "shape": [1], "data_offsets": [0, 8]}
     (tmp_path / "model.safetensors").write_bytes(header_of({"odd": entry}, 8) + bytes(8))
-    with pytest.raises(RefusedError, match=f"'odd' of .* is of dtype {dtype}, which is not conv"):
+    with pytest.raises(RefusedError, match=f"'odd' of .* is of dtype '{dtype}', which is not conv"):
         open_checkpoint(tmp_path)
 
 
