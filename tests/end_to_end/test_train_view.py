@@ -17,7 +17,7 @@ import pytest
 import scalai
 from scalai.vfs.mounts import find_mount
 from support.agents import Agents
-from support.datasets import lines
+from support.data_files import lines
 
 pytestmark = [
     pytest.mark.campaign,

@@ -16,7 +16,7 @@ import megatron.core.datasets.indexed_dataset as module
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron import indexed_source
 from scalai.vfs.filesystem import ScalaiFileSystem
-from support.datasets import write_tokens
+from support.data_files import write_tokens
 
 
 @pytest.fixture

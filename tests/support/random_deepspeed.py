@@ -9,10 +9,10 @@ from scalai.converters.deepspeed.validity import BF16_SUMS_ARE_BF16, refuse_inva
 from scalai.core.degrees import DegreeRequest, Degrees
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.membership import Assignment
+from scalai.launch.config import script
 from scalai.launch.config.elastic_config import DeepSpeedConfig, ElasticConfig
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.config.script import installed_release
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, rewritten
 
@@ -79,9 +79,7 @@ def judge(case: Case) -> Verdict:
         facts, order = _first_round(case, order)
         sizing = Sizing(_spec(case))
     except (RefusedError, UsageError) as error:
-        stages = stages_of(case.config, case.stages) if case.stages else {order.zero_stage}
-        orders = [replace(order, zero_stage=each) for each in stages]
-        return Verdict(str(error), "job", tuple(_plain(case, each) for each in orders))
+        return Verdict(str(error), "job", _plain_in_all_stages(case, order))
     sizing.learn({"facts": facts})
     asked = case.degrees
     micro = f" mbs{case.micro_batch}" if case.micro_batch else ""
@@ -94,7 +92,10 @@ def judge(case: Case) -> Verdict:
         return Verdict(why[0], "coordinator", (_plain(case, order),))
     try:
         stages = stages_of(case.config, case.stages)
-        refuse_invalid(case.config, stages, installed_release("deepspeed"))
+        refuse_invalid(case.config, stages, script.installed_release("deepspeed"))
+    except RefusedError as error:
+        return Verdict(str(error), "worker", _plain_in_all_stages(case, order))
+    try:
         batches = batches_of(case.config, order)
         mine = rewritten(case.config, order, batches)
     except (RefusedError, UsageError) as error:
@@ -142,6 +143,11 @@ def _spec(case: Case) -> JobSpec:
         default_degrees=default, deepspeed=DeepSpeedConfig(zero_stage=case.stages)
     )
     return JobSpec(replace(OPTIONS, script_args=flags), "", config, case.config)
+
+
+def _plain_in_all_stages(case: Case, order: RoundOrder) -> tuple[dict[str, Any], ...]:
+    stages = stages_of(case.config, case.stages) if case.stages else {order.zero_stage}
+    return tuple(_plain(case, replace(order, zero_stage=each)) for each in stages)
 
 
 def _plain(case: Case, order: RoundOrder) -> dict[str, Any]:

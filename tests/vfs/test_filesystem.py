@@ -13,7 +13,7 @@ import pytest
 from scalai.core.errors import UsageError
 from scalai.store.host import HostStore
 from scalai.vfs.filesystem import ScalaiFileSystem
-from support.datasets import lines, write_tokens
+from support.data_files import lines, write_tokens
 from support.store_states import WEIGHT, generation, values_of
 
 

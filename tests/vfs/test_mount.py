@@ -21,7 +21,7 @@ from scalai.core.dataset.own_order import Shuffled
 from scalai.store.host import HostStore
 from scalai.vfs.mounts import find_mount
 from scalai.vfs.tree import Tree
-from support.datasets import lines, write_tokens
+from support.data_files import lines, write_tokens
 from support.store_states import WEIGHT, generation, values_of
 
 pytestmark = pytest.mark.skipif(

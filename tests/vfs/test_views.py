@@ -17,7 +17,7 @@ from scalai.vfs.records import sequences
 from scalai.vfs.shares import Order, Sequential, Share
 from scalai.vfs.sources import LocalSource
 from scalai.vfs.token_index import TokenIndex, read_index
-from support.datasets import lines, write_tokens
+from support.data_files import lines, write_tokens
 
 
 class Backwards:
