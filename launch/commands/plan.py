@@ -240,7 +240,7 @@ def _idle(one: Estimate, gpus: int) -> str:
 
 
 def _parts(parts: dict[str, float], unit: float, name: str) -> str:
-    shown = sorted(((v / unit, n) for n, v in parts.items() if v > 0), reverse=True)
+    shown = sorted(((v / unit, n) for n, v in parts.items() if v), reverse=True)
     return ", ".join(f"{part} {value:.3g} {name}" for value, part in shown)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from scalai.core.planner.coefficients import Coefficients, from_logs, prior_logs
 from scalai.core.planner.columns import Columns, Floats
+from scalai.core.planner.neighbours import KINDS, SIZES, Neighbours
 from scalai.core.planner.time import step_time
 
 PRIOR_NOISE = 0.08
@@ -23,9 +24,6 @@ NINETY_PERCENT, NINETY_PERCENT_TAILED = 1.645, 2.132
 """Standard deviations, or scales, to either side that hold 90 % of a normal distribution and of
 Student's t with ``TAIL`` degrees of freedom."""
 ITERATIONS = 40
-KINDS = ("recompute", "sharding", "is_sequence_parallel", "is_attention_fused")
-SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "hidden", "layers", "seq")
-"""Columns of which a prediction says whether anything like it was measured."""
 _STEP = 1e-4
 
 
@@ -53,6 +51,7 @@ class Calibration:
         noise: Standard deviation of a measurement about the model, of logarithms.
         rows: How many measurements it rests on.
         seen: Sizes that the measurements had, by column.
+        neighbours: What they say of cases that are like them; None: nothing.
     """
 
     logs: Floats
@@ -60,10 +59,19 @@ class Calibration:
     noise: float
     rows: int
     seen: Mapping[str, frozenset[float]]
+    neighbours: Neighbours | None = None
 
     @property
     def coefficients(self) -> Coefficients:
         return from_logs(self.logs)
+
+    def seconds(self, x: Columns) -> Floats:
+        """Return what a step takes, [cases]."""
+        total = step_time(x, self.coefficients).total
+        if self.neighbours is None:
+            return total
+        alike: Floats = total * np.exp(self.neighbours.residual(x))
+        return alike
 
     def never_seen(self, x: Columns, number: int) -> tuple[str, ...]:
         """Say of one case what none of the measurements had: a kind, or a size beyond all of
@@ -80,8 +88,9 @@ class Calibration:
         return tuple(found)
 
     def predict(self, x: Columns) -> Prediction:
-        """Return what a step takes."""
-        seconds = step_time(x, self.coefficients).total
+        """Return what a step takes, and how well that is known. Neighbours make no interval
+        narrower: what they have in common with a case is itself a guess."""
+        seconds = self.seconds(x)
         slopes = _slopes(lambda logs: np.log(step_time(x, from_logs(logs)).total), self.logs)
         variance = np.einsum("...i,ij,...j->...", slopes, self.covariance, slopes)
         known = NINETY_PERCENT**2 * variance + (NINETY_PERCENT_TAILED * self.noise) ** 2
@@ -116,7 +125,7 @@ def uncalibrated() -> Calibration:
     return Calibration(means, np.diag(deviations**2), UNCALIBRATED_NOISE, 0, nothing)
 
 
-def calibrate(x: Columns, seconds: Floats) -> Calibration:
+def calibrate(x: Columns, seconds: Floats, *, has_neighbours: bool = False) -> Calibration:
     """Return the coefficients that are most likely, of one cluster's measured steps.
 
     They maximise the posterior of the priors and of errors of logarithms under Student's t, so that
@@ -125,6 +134,8 @@ def calibrate(x: Columns, seconds: Floats) -> Calibration:
     Args:
         x: The measured cases, [cases].
         seconds: A step of each, [cases].
+        has_neighbours: Whether what coefficients leave is of layouts like those, not of all: for
+            measurements of many layouts, or models.
     """
     means, deviations = prior_logs()
     measured = np.log(seconds)
@@ -162,7 +173,9 @@ def calibrate(x: Columns, seconds: Floats) -> Calibration:
     normal = (slopes.T * weights) @ slopes / noise**2 + precision
     seen = {name: frozenset(np.ravel(getattr(x, name)).tolist()) for name in (*KINDS, *SIZES)}
     covariance: Floats = np.linalg.inv(normal).astype(np.float64)
-    return Calibration(logs, covariance, noise, len(measured), seen)
+    left = measured - predicted(logs)
+    around = Neighbours.of(x, left, noise, weights) if has_neighbours else None
+    return Calibration(logs, covariance, noise, len(measured), seen, around)
 
 
 def _loss(residual: Floats, noise: float, logs: Floats, means: Floats, deviations: Floats) -> float:

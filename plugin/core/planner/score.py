@@ -69,7 +69,8 @@ def predict_rows(rows: Sequence[Row], measured: Sequence[Row] = ()) -> list[Scor
 
 def calibrate_rows(rows: Sequence[Row]) -> Calibration:
     """Return the calibration of rows of one cluster."""
-    return calibrate(columns_of([row.case for row in rows]), np.array([r.seconds for r in rows]))
+    x = columns_of([row.case for row in rows])
+    return calibrate(x, np.array([row.seconds for row in rows]), has_neighbours=True)
 
 
 def figures(scored: Sequence[Scored]) -> Figures:

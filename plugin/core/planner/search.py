@@ -49,7 +49,10 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One layout with what it costs: seconds a step with their 90 % interval, and bytes."""
+    """One layout with what it costs: seconds a step with their 90 % interval, and bytes.
+
+    ``time`` has the parts of ``StepTime``, and in ``neighbours`` what measured steps of alike
+    layouts add to them or take away; ``memory`` those of ``StepMemory``."""
 
     layout: Layout
     seconds: float
@@ -110,7 +113,7 @@ def search(
     is_fit = memory.total <= USABLE * device.memory
     if not is_fit.any():
         raise RefusedError(_what_would_fit(work, device, devices, limits, choices, x, memory))
-    seconds = step_time(x, calibration.coefficients).total
+    seconds = calibration.seconds(x)
     order = np.argsort(seconds, kind="stable")
     fitting = order[is_fit[order]]
     shown = _distinct(x, map(int, fitting), RUNNERS_UP + 1)
@@ -240,14 +243,17 @@ def estimates(
 ) -> list[Estimate]:
     """Return what these layouts, of which ``x`` are the columns, cost on so many devices."""
     time, memory = step_time(x, calibration.coefficients), step_memory(x)
-    said = calibration.predict(x)
-    return [
-        Estimate(
-            layout, float(said.seconds[place]), float(said.low[place]), float(said.high[place]),
-            _parts(time, place), _parts(memory, place), devices - layout.degrees.world_size,
-        )
-        for place, layout in enumerate(layouts)
-    ]  # fmt: skip
+    said, total = calibration.predict(x), np.ravel(time.total)
+    found = []
+    for place, layout in enumerate(layouts):
+        seconds = float(said.seconds[place])
+        parts = _parts(time, place)
+        if calibration.neighbours is not None:
+            parts["neighbours"] = seconds - float(total[place if len(total) > 1 else 0])
+        idle = devices - layout.degrees.world_size
+        interval = float(said.low[place]), float(said.high[place])
+        found.append(Estimate(layout, seconds, *interval, parts, _parts(memory, place), idle))
+    return found
 
 
 def _take(x: Columns, numbers: Sequence[int]) -> Columns:

@@ -15,7 +15,6 @@ from scalai.core.planner.fit import Calibration
 from scalai.core.planner.memory import fits, step_memory
 from scalai.core.planner.reconfiguration import Rates, reconfiguration
 from scalai.core.planner.search import Choices, divisors, search
-from scalai.core.planner.time import step_time
 from scalai.core.planner.trace import Trace
 from scalai.core.planner.trace_policies import (
     Cost,
@@ -92,7 +91,7 @@ class _Model:
         if not layouts:
             return {}
         x = columns_of([(self.work, self.device, one) for one in layouts])
-        seconds = step_time(x, self.calibration.coefficients).total
+        seconds = self.calibration.seconds(x)
         is_fit = fits(x)
         return {one: float(seconds[place]) for place, one in enumerate(layouts) if is_fit[place]}
 

@@ -1,6 +1,6 @@
 """Calibration finds what is in measurements, no more, and says how sure it is."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -29,6 +29,12 @@ def cases(number: int) -> Columns:
                     found.append((work, A100, Layout(degrees, micro, "full", 0)))
     step = len(found) / number
     return columns_of([found[int(place * step)] for place in range(number)])
+
+
+def taken(x: Columns, numbers: np.ndarray) -> Columns:
+    """Return the columns of some cases."""
+    values = {f.name: getattr(x, f.name) for f in fields(Columns)}
+    return Columns(**{n: v[numbers] if np.ndim(v) else v for n, v in values.items()})
 
 
 SLOW = replace(DEFAULT, matrix=0.7, link=0.55, network=0.3, launch_s=5e-4)
@@ -103,3 +109,54 @@ def test_the_same_measurements_give_the_same_calibration() -> None:
     x = cases(12)
     seconds = measured(x, SLOW)
     assert np.array_equal(calibrate(x, seconds).logs, calibrate(x, seconds).logs)
+
+
+def slower_in_shared_hosts(x: Columns, noise: float = 0.03) -> np.ndarray:
+    """Return steps with what no coefficient has: pipelines that share hosts are slower by 30 %."""
+    shared = (x.pp > 1) & (x.tp < x.per_host)
+    return measured(x, SLOW, noise) * np.where(shared, 1.3, 1.0)
+
+
+def of_model(x: Columns, hidden: int, *, is_it: bool) -> np.ndarray:
+    return np.flatnonzero((x.hidden == hidden) == is_it)
+
+
+def test_what_alike_layouts_have_in_common_is_told_of_another_model() -> None:
+    x = cases(72)
+    seconds, hidden = slower_in_shared_hosts(x), SHAPES[1][1]
+    known, new = of_model(x, hidden, is_it=False), of_model(x, hidden, is_it=True)
+    errors = {}
+    for has_neighbours in (False, True):
+        found = calibrate(taken(x, known), seconds[known], has_neighbours=has_neighbours)
+        said = found.predict(taken(x, new))
+        errors[has_neighbours] = np.abs(said.seconds / seconds[new] - 1).mean()
+        assert np.array_equal(found.seconds(taken(x, new)), said.seconds)
+        assert np.all(said.low < said.seconds) and np.all(said.seconds < said.high)
+    assert errors[True] < 0.6 * errors[False]
+
+
+def test_far_from_all_measurements_neighbours_say_nothing() -> None:
+    x = cases(72)
+    found = calibrate(x, slower_in_shared_hosts(x), has_neighbours=True)
+    work = Workload(gpt(8, 64, 4, 1_000, 64), 64, "fp16", False)
+    far = columns_of([(work, A100, Layout(Degrees(1, 4, 1), 64, "none", 0))])
+    assert found.seconds(far) == pytest.approx(step_time(far, found.coefficients).total, rel=1e-3)
+
+
+def test_a_neighbour_that_contradicts_all_others_hardly_counts() -> None:
+    x = cases(72)
+    seconds = measured(x, SLOW)
+    broken = seconds.copy()
+    broken[5] *= 3
+    change = calibrate(x, broken, has_neighbours=True).seconds(x) / calibrate(
+        x, seconds, has_neighbours=True
+    ).seconds(x)
+    others = np.delete(change, 5)
+    assert np.abs(others - 1).max() < 0.05
+    assert abs(change[5] - 1) < 0.1
+
+
+def test_one_measurement_alone_may_have_neighbours() -> None:
+    x = cases(1)
+    found = calibrate(x, measured(x, SLOW), has_neighbours=True)
+    assert np.isfinite(found.seconds(cases(24))).all()

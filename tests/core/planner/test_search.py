@@ -1,5 +1,6 @@
 """What is offered is valid, fits and keeps the batch; what is not is explained."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from scalai.core.degrees import Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
+from scalai.core.planner.fit import calibrate
 from scalai.core.planner.memory import USABLE, step_memory
 from scalai.core.planner.model import ModelShape, gpt
 from scalai.core.planner.rows import limits_of
@@ -153,6 +155,19 @@ def test_experts_are_spread_where_that_is_offered() -> None:
     found = plan(Workload(shape, 1_024), 64, Choices(expert_parallel=(1, 2, 4, 8)))
     assert found.best.layout.degrees.ep > 1
     assert found.best.time["expert"] > 0
+
+
+def test_parts_of_a_step_add_up_also_with_what_neighbours_say() -> None:
+    layouts = [Layout(Degrees(8, 8, 8), micro, "full", 1) for micro in (1, 2, 4)]
+    x = columns_of([(GPT3, H100, layout) for layout in layouts])
+    seconds = step_time(x).total * np.array([1.5, 1.0, 1.0])
+    calibration = calibrate(x, seconds, has_neighbours=True)
+    found = search(GPT3, H100, 512, limits_of(GPT3), calibration=calibration)
+    fitting = [one for one in found.runners_up if not one.reason.startswith("does not fit")]
+    assert all(found.best.seconds <= one.seconds for one in fitting)
+    for one in (found.best, *found.runners_up):
+        assert sum(one.time.values()) == pytest.approx(one.seconds)
+        assert one.time["neighbours"]
 
 
 @given(st.integers(1, 5_000))
