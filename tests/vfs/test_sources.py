@@ -13,7 +13,7 @@ import pytest
 from scalai.core.errors import UsageError
 from scalai.vfs import sources
 from scalai.vfs.cache import BLOCK_BYTES, BlockCache
-from scalai.vfs.dataset import DatasetSpec, open_files
+from scalai.vfs.dataset import open_files
 from scalai.vfs.sources import LocalSource, RemoteSource
 
 PATH = "bucket/corpus.bin"
@@ -254,12 +254,6 @@ def test_a_folder_that_a_link_leads_to_is_part_of_a_source(tmp_path: Path) -> No
     (tmp_path / "set" / "itself").symlink_to("itself")
     found = open_files(str(tmp_path / "set"), BlockCache())
     assert sorted(found) == ["a.bin", "link/b.bin", "link/below/c.bin"]
-
-
-@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a" * 101])
-def test_a_data_set_has_a_plain_name(name: str) -> None:
-    with pytest.raises(UsageError, match="cannot name a data set"):
-        DatasetSpec(name, "/x")
 
 
 def test_a_file_system_that_is_no_disk_is_read_in_blocks(tmp_path: Path) -> None:
