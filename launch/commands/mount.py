@@ -120,7 +120,7 @@ def _tree(args: argparse.Namespace) -> "Tree":
     from scalai.vfs.cache import BlockCache
     from scalai.vfs.tree import Tree, find_job
 
-    sources = dict(_pairs("--source", args.source))
+    sources = {name: _anywhere(url) for name, url in _pairs("--source", args.source)}
     if len(sources) < len(args.source):
         raise UsageError(f"--source names a data set twice: {args.source}.")
     given = DatasetTable(
@@ -137,6 +137,11 @@ def _of_file(path: str | None) -> DatasetTable:
     """Return what an elastic configuration says of data sets, and of a batch."""
     config = load_config(path)
     return config.dataset.over(own_batch((), config.model.global_batch_size))
+
+
+def _anywhere(url: str) -> str:
+    """Return a source that is given from this folder as it is found from any."""
+    return url if "://" in url or url.startswith("~/") else str(Path(url).absolute())
 
 
 def _pairs(flag: str, given: Sequence[str]) -> list[tuple[str, str]]:

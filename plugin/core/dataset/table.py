@@ -28,7 +28,7 @@ class DatasetTable:
 
     Attributes:
         sources: Where each lies, by name: a file, a folder, or what Megatron calls a prefix
-            (``.bin`` and ``.idx`` behind it); a path or an fsspec URL.
+            (``.bin`` and ``.idx`` behind it); an absolute path or an fsspec URL.
         record_tokens: Tokens of a sample, of those that are a ``.bin``; where it says nothing
             sequences are samples.
         shuffle: The seed of the order, as of ``Shuffled``; where it says nothing samples come as
@@ -54,7 +54,9 @@ class DatasetTable:
                     f"{name!r} cannot name a data set. Use letters, digits and ._- (at most 100, "
                     "a letter or digit first)."
                 )
-            _expect(bool(url), f"sources.{name}", url, "a path or a URL")
+            is_found_anywhere = url.startswith(("/", "~/")) or "://" in url
+            where = "an absolute path, or a URL: it is read from other folders too"
+            _expect(is_found_anywhere, f"sources.{name}", url, where)
         for name, tokens in self.record_tokens.items():
             is_length = 1 <= tokens <= MOST_TOKENS
             _expect(is_length, f"record_tokens.{name}", tokens, f"1 to {MOST_TOKENS} tokens")
@@ -109,7 +111,8 @@ class DatasetTable:
             return "not known"
         if not ramp:
             return f"{size} samples"
-        return f"{size} samples, to which it grows from {ramp[0]} by {ramp[1]} over {ramp[2]}"
+        start, increment, over = ramp
+        return f"{size} samples, to which it grows from {start} by {increment} over {over} samples"
 
     def over(self, other: "DatasetTable") -> "DatasetTable":
         """Return both, of which this one overrules the other: by data set, and the batch with what

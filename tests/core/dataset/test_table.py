@@ -18,7 +18,8 @@ TABLE = DatasetTable(
     [
         *(({"sources": {name: "/a"}}, f"'{name}' cannot name a data set")
           for name in ("", "..", "a/b", ".hidden", "a" * 101)),
-        ({"sources": {"a": ""}}, "sources.a = ''; expected a path or a URL"),
+        ({"sources": {"a": ""}}, "sources.a = ''; expected an absolute path, or a URL"),
+        ({"sources": {"a": "data/a"}}, "sources.a = 'data/a'; expected an absolute path"),
         ({"record_tokens": {"a": 0}}, "record_tokens.a = 0; expected 1 to"),
         ({"record_tokens": {"a": 1 << 70}}, "record_tokens.a = .*; expected 1 to"),
         ({"shuffle": {"a": -1}}, "shuffle.a = -1; expected a seed of 0 or more"),
