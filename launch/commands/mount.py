@@ -106,6 +106,10 @@ def _mount(args: argparse.Namespace) -> int:
 def _said(tree: "Tree") -> Iterator[str]:
     """Yield what is shown of data sets, and who has said it."""
     for name, url in tree.table.sources.items():
+        if name in tree.left_out:
+            why = f"{tree.left_out[name]} Say where it lies here: --source {name}=PATH"
+            yield f"data set {name} is left out: {why}"
+            continue
         is_the_jobs = tree.told.sources.get(name) == url
         yield f"data set {name}: {url}{' (of the job)' * is_the_jobs}"
     is_the_jobs = tree.told.batches is not None and tree.told.batches == tree.table.batches

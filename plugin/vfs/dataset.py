@@ -211,7 +211,7 @@ def open_files(url: str, cache: BlockCache) -> dict[str, OpenSource]:
         found = _local_files(Path(path)) if is_local else _remote_files(url, files, path, cache)
     except (ImportError, ValueError) as error:
         raise UsageError(f"{url} cannot be opened: {error}") from error
-    except OSError as error:
+    except Exception as error:  # each file system has its own
         raise UsageError(f"{url} cannot be read: {error}") from error
     if not found:
         raise UsageError(

@@ -41,9 +41,10 @@ class Tree:
         is_new: Whether the job had no generation yet, and could say nothing.
         told: What the job says of them.
         table: Both.
+        left_out: Why data sets are not shown that the job names, and that are not found here.
 
     Raises:
-        UsageError: A data set is not there, or they contradict each other.
+        UsageError: A data set is not there that this process names, or both contradict each other.
     """
 
     mtime = 0.0
@@ -54,14 +55,23 @@ class Tree:
     ) -> None:  # fmt: skip
         self.pins, self._cache = pins or Pins(), cache or BlockCache()
         self.generations = Generations(directory, self.pins)
+        self.left_out: dict[str, str] = {}
         self.is_new = not self.generations.numbers()
         self.told = _told_by(self._newest())
         self.table = (given or DatasetTable()).over(self.told).checked()
         tokens, seeds = self.table.record_tokens, self.table.shuffle
-        specs = [DatasetSpec(name, url, tokens.get(name), seeds.get(name))
-                 for name, url in self.table.sources.items()]  # fmt: skip
         job = Job(self.table.batches, self._dp, self._consumed)
-        self._dataset = listed({spec.name: DatasetFolder(spec, self._cache, job) for spec in specs})
+        folders: dict[str, Node] = {}
+        for name, url in self.table.sources.items():
+            spec = DatasetSpec(name, url, tokens.get(name), seeds.get(name))
+            try:
+                folders[name] = DatasetFolder(spec, self._cache, job)
+            except UsageError as error:
+                if given is not None and name in given.sources:
+                    raise
+                log.warning("event=source_left_out dataset=%s: %s", name, error)
+                self.left_out[name] = str(error)
+        self._dataset = listed(folders)
 
     def names(self) -> Iterable[str]:
         return [*(["model"] if self.generations.numbers() else []), "generations", "dataset"]

@@ -80,6 +80,20 @@ def test_flags_that_do_not_go_with_it_are_refused(
         shown(store, *flags)
 
 
+def test_a_source_of_the_job_that_is_not_here_leaves_the_rest(
+    store: HostStore, told: DatasetTable, tmp_path: Path
+) -> None:
+    (tmp_path / "own").unlink()
+    other = tmp_path / "other"
+    table, said = shown(store, f"--source=other={other}")
+    assert table.sources == {**told.sources, "other": str(other)}
+    assert said[0].startswith(f"data set own is left out: there is nothing at {tmp_path}/own. ")
+    assert said[0].endswith("Say where it lies here: --source own=PATH")
+    assert said[1] == f"data set other: {other}"
+    with pytest.raises(UsageError, match="there is nothing at"):
+        shown(store, f"--source=own={tmp_path}/own")
+
+
 def test_a_job_without_a_state_has_its_configuration(store: HostStore, tmp_path: Path) -> None:
     file, source = tmp_path / "elastic.toml", tmp_path / "x"
     source.write_bytes(b"{}\n")

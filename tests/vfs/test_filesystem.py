@@ -117,7 +117,7 @@ def test_a_slice_by_query_is_the_one_by_name(files: Any, end: str, tmp_path: Pat
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(names())
 @example(f"w[0:{HUGE}].npy")
