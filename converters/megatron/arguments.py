@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scalai.converters.megatron import stage_layout
-from scalai.converters.megatron.batch_sizes import ramp_sizes, step_sizes
+from scalai.converters.megatron.batch_sizes import RAMP, SCHEDULE, ramp_sizes, step_sizes
 from scalai.converters.megatron.rules import Given, faults_of, fixed_axes, values_of
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError, UsageError
@@ -46,7 +46,6 @@ _RECOMPUTE: Mapping[Recompute | None, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Each layer is computed again from its own input, on any number of pipeline stages."""
-_RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
 _PADDED_VOCAB = "--padded-vocab-size"
 _EVAL_BATCH, _EVAL_MICRO = "--eval-global-batch-size", "--eval-micro-batch-size"
 
@@ -62,7 +61,7 @@ class MegatronArguments:
 
 def is_megatron(script_args: Sequence[str]) -> bool:
     """Whether the arguments are those of a Megatron-LM training script."""
-    given = _scan(script_args)
+    given = scan(script_args)
     return {"--micro-batch-size", "--num-attention-heads"} <= set(given) or any(
         flag in given for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
     )
@@ -84,7 +83,7 @@ def read_arguments(
         RefusedError: The job cannot be elastic; names every flag in the way, why, and what to do.
         UsageError: A value is not a number.
     """
-    given = _scan(script_args)
+    given = scan(script_args)
     refuse_all(faults_of(values_of(given), allow_untested=allow_untested))
     initial = _initial(given)
     refuse_all(_stage_faults(given, initial.pp))
@@ -131,8 +130,8 @@ def derived_flags(
     return tuple(flags), tuple(_notes(arguments, degrees, padded_vocab_size))
 
 
-def _scan(script_args: Sequence[str]) -> Given:
-    """Return each flag with the values behind it, however many its kind takes."""
+def scan(script_args: Sequence[str]) -> Given:
+    """Return each flag of a command line with the values behind it, however many its kind takes."""
     given: dict[str, tuple[str, ...]] = {}
     current: str | None = None
     for word in script_args:
@@ -223,8 +222,7 @@ def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -
         expert_tp=integer(given, "--expert-tensor-parallel-size"),
         ramp_batch_sizes=others,
         eval_batch_size=None if _EVAL_MICRO in given else integer(given, _EVAL_BATCH),
-        evaluates_one_micro_batch=_SCHEDULE in given
-        and not {_EVAL_BATCH, _EVAL_MICRO} & set(given),
+        evaluates_one_micro_batch=SCHEDULE in given and not {_EVAL_BATCH, _EVAL_MICRO} & set(given),
         optimizer_instances=integer(given, "--num-distributed-optimizer-instances") or 1,
         extra_layers=_extra_layers(given),
         first_stage_layers=integer(given, _FIRST_STAGE),
@@ -262,11 +260,11 @@ def _batches(given: Given) -> tuple[int | None, tuple[int, ...]]:
     """Return the final global batch size, and the others that the job passes through, ascending."""
     final = integer(given, "--global-batch-size")
     sizes: tuple[int, ...] = ()
-    if _SCHEDULE in given:
-        sizes = step_sizes(given[_SCHEDULE])
+    if SCHEDULE in given:
+        sizes = step_sizes(given[SCHEDULE])
         final = final or sizes[-1]
-    elif _RAMP in given and final is not None:
-        sizes = ramp_sizes(given[_RAMP], final)
+    elif RAMP in given and final is not None:
+        sizes = ramp_sizes(given[RAMP], final)
     return final, tuple(sorted(set(sizes) - {final}))
 
 

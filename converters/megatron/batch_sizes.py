@@ -4,11 +4,12 @@ Source: megatron/core/num_microbatches_calculator.py of 0.14.0 to 0.20 (d98e8a64
 is of 0.20).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from scalai.core.batches import BatchRamp
 from scalai.core.errors import RefusedError, UsageError
 
+RAMP, SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -20,11 +21,8 @@ def ramp_sizes(words: Sequence[str], final: int) -> tuple[int, ...]:
         UsageError: It is no ramp to ``final``.
     """
     text = " ".join(words)
-    try:
-        start, increment, samples = map(int, words)
-        sizes = BatchRamp(start, increment, samples, final).passed
-    except (ValueError, RefusedError) as error:
-        raise UsageError(f"--rampup-batch-size {text} is no batch-size ramp: {error}") from error
+    ramp = _ramp(words, final)
+    start, samples = ramp.start, ramp.ramp_samples
     if start == final:
         raise UsageError(
             f"--rampup-batch-size {text} begins with the final batch of {final}, by which "
@@ -33,7 +31,32 @@ def ramp_sizes(words: Sequence[str], final: int) -> tuple[int, ...]:
     # Megatron-LM grows by equal numbers of samples: with none it divides by zero.
     if samples < 1:
         raise UsageError(f"--rampup-batch-size {text}: {samples} samples; use 1 or more.")
-    return sizes
+    return ramp.passed
+
+
+def _ramp(words: Sequence[str], final: int) -> BatchRamp:
+    try:
+        start, increment, samples = map(int, words)
+        return BatchRamp(start, increment, samples, final)
+    except (ValueError, RefusedError) as error:
+        text = " ".join(words)
+        raise UsageError(f"--rampup-batch-size {text} is no batch-size ramp: {error}") from error
+
+
+def stated_batch(given: Mapping[str, Sequence[str]]) -> int | BatchRamp | None:
+    """Return the global batch that flags state; None: they do not, or it is neither of one size nor
+    a ramp.
+
+    Raises:
+        UsageError: A flag has something else behind it.
+    """
+    words = given.get("--global-batch-size")
+    if not words or SCHEDULE in given:
+        return None
+    if not words[0].isdecimal():
+        raise UsageError(f"--global-batch-size {words[0]} is no whole number.")
+    final = int(words[0])
+    return _ramp(given[RAMP], final) if RAMP in given else final
 
 
 def step_sizes(words: Sequence[str]) -> tuple[int, ...]:

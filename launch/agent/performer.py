@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalai.core.commands import Replicate, Start
+from scalai.core.dataset.table import DATASET
 from scalai.core.errors import PeerError, ProofError, ScalaiError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
@@ -372,6 +373,7 @@ class Performer:
 
     def _seal(self, action: actions.Seal) -> None:
         slot, about = _files(action.slot), {**action.about, "time": time.time()}
+        about[DATASET] = self._hands.spec.dataset(action.about.get("facts", {})).to_json()
         reached("seal")
 
         def seal() -> Event:

@@ -7,17 +7,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scalai.core.dataset.own_order import Shuffled
+from scalai.core.dataset.table import DatasetTable
 from scalai.core.errors import RefusedError, UsageError
+from scalai.launch.config.elastic_file import load_config
+from scalai.launch.config.own_batch import own_batch
 from scalai.launch.logs import configure
 from scalai.vfs.mounts import absolute, find_mount, prepare, unmount
 
 if TYPE_CHECKING:
-    from scalai.vfs.shares import Order
+    from scalai.vfs.tree import Tree
 
 START_S = 60.0
 """How long a mount may take to be there."""
@@ -36,7 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     mount.add_argument(
         "what", metavar="JOB|PATH",
         help="a job of this machine; or the directory of a host or a job in a store, or a durable "
-        "one. With --source it may be a job that has no state yet",
+        "one. With --source or --elastic it may be a job that has no state yet",
     )  # fmt: skip
     mount.add_argument("point", type=Path, metavar="POINT", help="an empty folder of yours")
     mount.add_argument(
@@ -54,7 +56,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )  # fmt: skip
     mount.add_argument(
         "--global-batch-size", type=int, metavar="N",
-        help="samples of a step: gives each data set the folders dp-R-of-D",
+        help="samples of a step: gives each data set the folders dp-R-of-D (default: the job's)",
+    )  # fmt: skip
+    mount.add_argument(
+        "--rampup-batch-size", type=int, nargs=3, default=(),
+        metavar=("START", "INCREMENT", "SAMPLES"),
+        help="it grows to that size, by Megatron-LM's rule",
+    )  # fmt: skip
+    mount.add_argument(
+        "--elastic", metavar="FILE",
+        help="the job's elastic configuration, for a job that has no state yet: its [dataset]",
     )  # fmt: skip
     mount.add_argument(
         "--cache-mb", type=int, default=256, metavar="MB",
@@ -87,34 +98,54 @@ def _mount(args: argparse.Namespace) -> int:
         serve(tree, str(point), args.what)
         return 0
     tree.close()
-    return _start(args, point)
+    _start(args, point)
+    print("\n".join(_said(tree)))
+    return 0
 
 
-def _tree(args: argparse.Namespace) -> Any:
+def _said(tree: "Tree") -> Iterator[str]:
+    """Yield what is shown of data sets, and who has said it."""
+    for name, url in tree.table.sources.items():
+        if name in tree.left_out:
+            why = f"{tree.left_out[name]} Say where it lies here: --source {name}=PATH"
+            yield f"data set {name} is left out: {why}"
+            continue
+        is_the_jobs = tree.told.sources.get(name) == url
+        yield f"data set {name}: {url}{' (of the job)' * is_the_jobs}"
+    is_the_jobs = tree.told.batches is not None and tree.told.batches == tree.table.batches
+    if tree.table.batches is not None:
+        yield f"global batch: {tree.table.batch_text}{' (of the job)' * is_the_jobs}"
+    elif tree.table.sources:
+        yield "no views of replicas: the job does not say its global batch; --global-batch-size N"
+
+
+def _tree(args: argparse.Namespace) -> "Tree":
     """Return the tree that the flags mean. Raises ``ScalaiError``."""
     from scalai.vfs.cache import BlockCache
-    from scalai.vfs.dataset import DatasetSpec
-    from scalai.vfs.tree import Tree, as_it_lies, find_job
+    from scalai.vfs.tree import Tree, find_job
 
-    sources = dict(_pairs("--source", args.source))
+    sources = {name: _anywhere(url) for name, url in _pairs("--source", args.source)}
     if len(sources) < len(args.source):
         raise UsageError(f"--source names a data set twice: {args.source}.")
-    tokens = _numbers("--record-tokens", args.record_tokens, sources)
-    seeds = _numbers("--shuffle", args.shuffle, sources)
-
-    def order(name: str, samples: int) -> "Order":
-        if name not in seeds:
-            return as_it_lies(name, samples)
-        return Shuffled(samples, seeds[name], name)
-
+    given = DatasetTable(
+        sources, _numbers("--record-tokens", args.record_tokens),
+        _numbers("--shuffle", args.shuffle), args.global_batch_size, tuple(args.rampup_batch_size),
+    ).over(_of_file(args.elastic))  # fmt: skip
     if args.cache_mb < 0:
         raise UsageError(f"--cache-mb {args.cache_mb}: expected 0 or more.")
-    directory = find_job(args.what, args.store_dir, may_be_new=bool(sources))
-    return Tree(
-        directory, [DatasetSpec(name, url, tokens.get(name)) for name, url in sources.items()],
-        global_batch_size=args.global_batch_size,
-        cache=BlockCache(args.cache_mb << 20, args.cache_dir), order=order,
-    )  # fmt: skip
+    directory = find_job(args.what, args.store_dir, may_be_new=bool(given.sources))
+    return Tree(directory, given, cache=BlockCache(args.cache_mb << 20, args.cache_dir))
+
+
+def _of_file(path: str | None) -> DatasetTable:
+    """Return what an elastic configuration says of data sets, and of a batch."""
+    config = load_config(path)
+    return config.dataset.over(own_batch((), config.model.global_batch_size))
+
+
+def _anywhere(url: str) -> str:
+    """Return a source that is given from this folder as it is found from any."""
+    return url if "://" in url or url.startswith("~/") else str(Path(url).absolute())
 
 
 def _pairs(flag: str, given: Sequence[str]) -> list[tuple[str, str]]:
@@ -126,13 +157,11 @@ def _pairs(flag: str, given: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in pairs]
 
 
-def _numbers(flag: str, given: Sequence[str], sources: Mapping[str, str]) -> dict[str, int]:
-    """Return what a flag says of data sets that there are."""
+def _numbers(flag: str, given: Sequence[str]) -> dict[str, int]:
+    """Return what a flag says of data sets."""
     found = {}
     for name, text in _pairs(flag, given):
-        if name not in sources:
-            raise UsageError(f"{flag} names {name!r}, and --source only {sorted(sources)}.")
-        if not (text.isascii() and text.isdigit()):
+        if not (text.isascii() and text.isdigit() and len(text) < 20):
             raise UsageError(f"{flag} {name}={text}: expected a whole number.")
         found[name] = int(text)
     return found
@@ -154,7 +183,7 @@ def _fuse() -> Any:
     return serve
 
 
-def _start(args: argparse.Namespace, point: Path) -> int:
+def _start(args: argparse.Namespace, point: Path) -> None:
     """Start the process that serves, and wait until the mount is there."""
     path = args.log
     if path is None:
@@ -170,7 +199,7 @@ def _start(args: argparse.Namespace, point: Path) -> int:
     while process.poll() is None and time.monotonic() < end:
         if find_mount(point) is not None:
             print(f"{args.what} is mounted at {point} by process {process.pid}; its log is {path}")
-            return 0
+            return
         time.sleep(0.05)
     process.kill()
     process.wait(10)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 
+from scalai.core.dataset.table import DatasetTable
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
 from scalai.core.passes import MEMORY_PARTS, PARTS, RECOMPUTES
@@ -276,6 +277,7 @@ class ElasticConfig:
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    dataset: DatasetTable = field(default_factory=DatasetTable)
     origin: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where a value comes from, by its dotted name: ``flag`` or ``file``; absent: the default."""
 
@@ -304,14 +306,13 @@ class ElasticConfig:
         ]
         if self.default_degrees is not None:
             lines.append(("degrees.default", str(self.default_degrees)))
-        sections = ("model", "store", "resize", "probe", "preemption", "planner", "deepspeed")
-        for section in sections:
+        loud = ("store", "resize", "probe")
+        for section in ("model", *loud, "preemption", "planner", "deepspeed", "dataset"):
             part = getattr(self, section)
             for item in fields(part):
                 value = getattr(part, item.name)
                 # What nobody stated here says nothing; the other sections are shown whole.
-                is_quiet = section in ("model", "preemption", "planner", "deepspeed")
-                if not is_quiet or f"{section}.{item.name}" in self.origin:
+                if section in loud or f"{section}.{item.name}" in self.origin:
                     shown = list(value) if isinstance(value, tuple) else value
                     lines.append(
                         (f"{section}.{item.name}", "none" if shown is None else str(shown))

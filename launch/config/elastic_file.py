@@ -17,6 +17,7 @@ block ``"scalai"``. What a person writes::
     [preemption]             # who tells this host that it will be taken away
     [planner]                # who chooses degrees where no entry of [degrees] speaks
     [deepspeed]              # what DeepSpeed's own configuration cannot say of an elastic job
+    [dataset]                # what ``scalai mount`` shows beside the state
 
 A key names the change where the world alone does not decide. Entries taken in order of use would
 need a memory that a restarted coordinator has lost, and would mean another thing after each
@@ -31,6 +32,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from scalai.core.dataset.table import DatasetTable
 from scalai.core.degrees import DegreeRequest, ModelLimits, parse_request
 from scalai.core.errors import UsageError
 from scalai.core.policy import Rule
@@ -45,7 +47,7 @@ from scalai.launch.config.elastic_config import (
 )
 
 SECTIONS = (
-    "degrees", "model", "store", "resize", "probe", "preemption", "planner", "deepspeed",
+    "degrees", "model", "store", "resize", "probe", "preemption", "planner", "deepspeed", "dataset",
 )  # fmt: skip
 FORMER_NAMES = {"resize.build_ahead": "standby"}
 """Keys by the names that they had before, which are still taken."""
@@ -125,6 +127,7 @@ def _build(document: Mapping[str, object], overrides: Mapping[str, object]) -> E
         _read_section(PreemptionConfig, tables["preemption"], "preemption"),
         _read_section(PlannerConfig, tables["planner"], "planner"),
         _read_section(DeepSpeedConfig, tables["deepspeed"], "deepspeed"),
+        _read_section(DatasetTable, tables["dataset"], "dataset").checked(),
         origin,
     )
 
@@ -209,7 +212,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
 
 def _type_name(option: Any) -> str:
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    return names.get(option, "a list")
+    return names.get(option, "a table" if get_origin(option) is Mapping else "a list")
 
 
 def _known(key: str, known: tuple[str, ...], where: str) -> None:

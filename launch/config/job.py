@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalai.converters.deepspeed.config import BLOCK, find_config, json_config
+from scalai.core.dataset.table import DatasetTable
 from scalai.core.jsonable import Json
 from scalai.core.spacing import FIRST_STEPS, Spacing
 from scalai.launch.config.elastic_config import AUTO, ElasticConfig
 from scalai.launch.config.elastic_file import parse_config, read_text
 from scalai.launch.config.options import Options
+from scalai.launch.config.own_batch import own_batch
 from scalai.launch.config.script import ScriptFacts, read_script
 
 COMPARED = (
@@ -186,6 +188,16 @@ class JobSpec:
             "data_order": deepspeed.data_order,
             "cuts": deepspeed.cuts,
         }
+
+    def dataset(self, facts: Mapping[str, Json]) -> DatasetTable:
+        """Return what the job says of its data sets, for whoever looks at what it has left.
+
+        Args:
+            facts: What its first workers have told.
+        """
+        stated = self.config.model.global_batch_size
+        own = own_batch(self.options.script_args, stated, self.deepspeed, facts)
+        return self.config.dataset.over(own)
 
     def difference(self, other: "JobSpec") -> str | None:
         """Say in what another agent's job differs from this one, None where it is the same."""

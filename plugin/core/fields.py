@@ -137,6 +137,7 @@ def about(value: Json) -> dict[str, Json]:
     for axis, size in mapped(table.get("degrees", {}), "about.degrees").items():
         whole_number(size, f"about.degrees.{axis}", 1)
     mapped(table.get("facts", {}), "about.facts")
+    mapped(table.get("dataset", {}), "about.dataset")
     attached = mapped(table.get("attached", {}), "about.attached")
     for hosts in (table.get("hosts", []), attached.get("hosts", [])):
         for host in listed(hosts, "hosts in about"):

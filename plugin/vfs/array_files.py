@@ -1,6 +1,7 @@
 """A tensor, or a slice of one, as the bytes of a ``.npy`` or a ``.safetensors`` file: a header, and
 behind it the elements, row by row."""
 
+import re
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Protocol
@@ -15,6 +16,8 @@ from scalai.vfs.nodes import missing
 
 ALIGNMENT = 8
 """Of the header of a safetensors file, as the library writes it."""
+
+_NUMBER = re.compile(r"[0-9]{1,19}")
 
 
 class Elements(Protocol):
@@ -93,7 +96,7 @@ def parse_slice(text: str, shape: tuple[int, ...]) -> Box:
     for axis, each in enumerate(ranges):
         low_text, colon, high_text = each.partition(":")
         numbers = [low_text or "0", high_text or str(shape[axis])]
-        if not colon or not all(part.isascii() and part.isdigit() for part in numbers):
+        if not colon or not all(map(_NUMBER.fullmatch, numbers)):
             raise missing(f"[{text}]", "expected ranges such as [0:128,:]")
         low, high = map(int, numbers)
         if not low <= high <= shape[axis]:

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from scalai.core.errors import ScalaiError, UsageError
+from scalai.core.dataset.global_batches import GlobalBatches
+from scalai.core.dataset.own_order import Shuffled
+from scalai.core.errors import RefusedError, UsageError
 from scalai.vfs.cache import BlockCache
 from scalai.vfs.nodes import File, Listed, Node, listed, missing
 from scalai.vfs.records import FixedRecords, Records, json_lines, sequences
-from scalai.vfs.shares import Order, Share
+from scalai.vfs.shares import Order, Sequential, Share
 from scalai.vfs.sources import LocalSource, RemoteSource, Source
 from scalai.vfs.token_index import read_dtype, read_index
 from scalai.vfs.views import ReplicaFolder, Samples
@@ -28,49 +31,49 @@ LOCAL = ("file", "local")
 LINES = ".jsonl"
 """How files end that have a sample in each line."""
 _REPLICA = re.compile(r"dp-(0|[1-9]\d{0,8})-of-([1-9]\d{0,8})")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 KEPT = 64
 """Replicas whose folders stay in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """A data set that a person has named.
+    """Where a data set lies, and what its samples are: as of ``DatasetTable``.
 
     Attributes:
-        name: Of its folder.
-        url: A file, a folder, or what Megatron calls a prefix (``.bin`` and ``.idx`` behind it); a
-            path or an fsspec URL.
         tokens: Tokens of a sample, of a ``.bin``; None: its sequences are the samples.
+        seed: Of its order; None: the samples come as they lie.
     """
 
     name: str
     url: str
     tokens: int | None = None
+    seed: int | None = None
 
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise UsageError(
-                f"{self.name!r} cannot name a data set. Use letters, digits and ._- (at most 100, "
-                "a letter or digit first): NAME=PATH."
-            )
-        if self.tokens is not None and self.tokens < 1:
-            raise UsageError(f"a sample of {self.name} has {self.tokens} tokens; give 1 or more.")
+    def order(self, samples: int) -> Order:
+        """Return the order of so many samples.
+
+        Raises:
+            OSError: They can have none.
+        """
+        if self.seed is None:
+            return Sequential(samples)
+        try:
+            return Shuffled(samples, self.seed, self.name)
+        except RefusedError as error:
+            raise OSError(errno.EIO, f"{self.name} has no order: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the views need to know of the job, asked at every look.
+    """What the views need to know of the job.
 
     Attributes:
-        global_batch_size: Samples of a step, None where nobody has said it.
-        order: Makes the order of a data set, by its name and samples.
-        dp: Returns the present DP, None where there is no state.
-        consumed_samples: Returns the samples consumed so far.
+        batches: Its global batches, None where nobody has said them.
+        dp: Returns the present DP, None where there is no state; asked at every look.
+        consumed_samples: Returns the samples consumed so far; likewise.
     """
 
-    global_batch_size: int | None
-    order: Callable[[str, int], Order]
+    batches: GlobalBatches | None
     dp: Callable[[], int | None]
     consumed_samples: Callable[[], int]
 
@@ -93,8 +96,8 @@ class DatasetFolder:
         self._replicas: dict[tuple[int, int], ReplicaFolder] = {}
 
     def names(self) -> Iterable[str]:
-        dp = self._job.dp()
-        return ["source", *(f"dp-{rank}-of-{dp}" for rank in range(dp or 0) if self._has_views())]
+        dp = self._job.dp() or 0
+        return ["source", *(f"dp-{rank}-of-{dp}" for rank in range(dp) if self._has_views(dp))]
 
     def child(self, name: str) -> Node:
         if name == "source":
@@ -108,19 +111,28 @@ class DatasetFolder:
         key = dp_rank, dp
         with self._mutex:
             if key not in self._replicas:
-                if self._job.global_batch_size is None:
-                    raise missing(f"dp-{dp_rank}-of-{dp}", "give --global-batch-size for views")
-                share = Share(dp_rank, dp, self._job.global_batch_size)
+                share = self._share(dp_rank, dp)
                 self._replicas[key] = ReplicaFolder(self.samples(), share, self._pass)
                 while len(self._replicas) > KEPT:
                     del self._replicas[next(iter(self._replicas))]
             return self._replicas[key]
 
+    def _share(self, dp_rank: int, dp: int) -> Share:
+        """Return what a replica draws. Raises ``FileNotFoundError`` where no job can run so."""
+        if self._job.batches is None:
+            raise missing(f"dp-{dp_rank}-of-{dp}", "give --global-batch-size for views")
+        try:
+            return Share(dp_rank, dp, self._job.batches)
+        except RefusedError as error:
+            raise missing(f"dp-{dp_rank}-of-{dp}", str(error)) from error
+
     def _pass(self) -> int:
         return self._job.consumed_samples() // max(self.samples().order.length, 1)
 
-    def _has_views(self) -> bool:
-        return self._job.global_batch_size is not None and self._record_file() is not None
+    def _has_views(self, dp: int) -> bool:
+        with suppress(FileNotFoundError):
+            return self._share(0, dp) is not None and self._record_file() is not None
+        return False
 
     def _record_file(self) -> str | None:
         """Return the one file of samples among the sources; None: none, or several."""
@@ -147,21 +159,14 @@ class DatasetFolder:
         source = self._files[name]()
         if name.endswith(LINES):
             records = json_lines(source)
-            return Samples(source, records, self._order(records.count), LINES)
+            return Samples(source, records, self._spec.order(records.count), LINES)
         index = self._files[name[:-4] + ".idx"]()
         try:
             dtype = read_dtype(index)
             records = self._token_records(dtype, index, source.size_bytes)
         finally:
             index.close()
-        return Samples(source, records, self._order(records.count), ".bin", dtype)
-
-    def _order(self, samples: int) -> Order:
-        """Return the order of so many samples. Raises ``OSError`` where they can have none."""
-        try:
-            return self._job.order(self._spec.name, samples)
-        except ScalaiError as error:
-            raise OSError(errno.EIO, f"{self._spec.name} has no order: {error}") from error
+        return Samples(source, records, self._spec.order(records.count), ".bin", dtype)
 
     def _token_records(self, dtype: "np.dtype[Any]", index: Source, bin_bytes: int) -> Records:
         """Return the samples of a ``.bin`` of so many bytes."""
@@ -206,7 +211,7 @@ def open_files(url: str, cache: BlockCache) -> dict[str, OpenSource]:
         found = _local_files(Path(path)) if is_local else _remote_files(url, files, path, cache)
     except (ImportError, ValueError) as error:
         raise UsageError(f"{url} cannot be opened: {error}") from error
-    except OSError as error:
+    except Exception as error:  # each file system has its own
         raise UsageError(f"{url} cannot be read: {error}") from error
     if not found:
         raise UsageError(

@@ -2,59 +2,76 @@
 
 import errno
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from scalai.vfs.dataset import DatasetSpec
+from scalai.vfs.array_files import HEADERS
 from scalai.vfs.nodes import Content, File, Link, Node, is_folder, resolve
-from scalai.vfs.tree import Tree, find_store
+from scalai.vfs.tree import Tree, find_store, read_table
+
+_SLICED = re.compile(rf"({'|'.join(map(re.escape, HEADERS))})\?slice=([^/?]*)\Z")
+"""A slice by query, of a tensor by its name."""
 
 
 class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """Jobs of this machine, and what they have left in directories. Only for reading.
 
     Args:
-        sources: Data sets: URL by name. What every process of a job shall know goes into fsspec's
-            own configuration (``FSSPEC_SCALAI='{"sources": {"corpus": "/data/corpus"}}'``).
-        tokens: Tokens of a sample of each data set of tokens, by name.
-        global_batch_size: Samples of a step, for views of replicas.
+        sources, record_tokens, shuffle, global_batch_size, rampup_batch_size: As of
+            ``DatasetTable``; they overrule what the job says itself. What every process of a job
+            shall know goes into fsspec's own configuration
+            (``FSSPEC_SCALAI='{"sources": {"corpus": "/data/corpus"}}'``).
         store_dir: Where stores are, if not in shared memory.
         directory: Where the generations of the job lie, for one that has no store here.
+
+    Raises:
+        UsageError: A value is not what it should be.
     """
 
     protocol = "scalai"
     cachable = True
 
     def __init__(
-        self, sources: Mapping[str, str] | None = None, tokens: Mapping[str, int] | None = None,
-        global_batch_size: int | None = None, store_dir: str | None = None,
-        directory: str | None = None, **options: Any,
+        self, sources: Mapping[str, str] | None = None,
+        record_tokens: Mapping[str, int] | None = None, shuffle: Mapping[str, int] | None = None,
+        global_batch_size: int | None = None, rampup_batch_size: Sequence[int] = (),
+        store_dir: str | None = None, directory: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(**options)
-        self._specs = [
-            DatasetSpec(name, url, (tokens or {}).get(name))
-            for name, url in (sources or {}).items()
-        ]
-        self._batch, self._store_dir, self._directory = global_batch_size, store_dir, directory
+        self._given = read_table({
+            "sources": sources or {}, "record_tokens": record_tokens or {},
+            "shuffle": shuffle or {}, "global_batch_size": global_batch_size,
+            "rampup_batch_size": list(rampup_batch_size),
+        })  # fmt: skip
+        self._store_dir, self._directory = store_dir, directory
         self._trees: dict[str, Tree] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        """Return the path of a URL. ``w.npy?slice=0:2,:`` is ``w[0:2,:].npy``, before anybody takes
+        the question mark for a pattern."""
+        path = super()._strip_protocol(path)
+        return path if isinstance(path, list) else _SLICED.sub(r"[\2]\1", path)
 
     def _at(self, path: str) -> Node:
         """Return what lies at ``<job>/…``; links are followed. Raises ``OSError``."""
         job, _, inside = self._strip_protocol(path).partition("/")
-        if job not in self._trees:
-            self._trees[job] = Tree(self._find(job), self._specs, global_batch_size=self._batch)
-        self._trees[job].pins.sweep()
-        return resolve(self._trees[job], inside)[1]
+        tree = self._trees.get(job)
+        if tree is None or (tree.is_new and tree.generations.numbers()):
+            tree = self._trees[job] = Tree(self._find(job), self._given)
+        tree.pins.sweep()
+        return resolve(tree, inside)[1]
 
     def _find(self, job: str) -> Path:
         if self._directory is not None:
             return Path(self._directory)
         store_dir = None if self._store_dir is None else Path(self._store_dir)
-        return find_store(job, store_dir, may_be_new=bool(self._specs))
+        return find_store(job, store_dir, may_be_new=bool(self._given.sources))
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
@@ -83,11 +100,12 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def get(self, rpath: Any, lpath: Any, recursive: bool = False, **options: Any) -> None:
         """Copy files to this machine, as every file system of fsspec does; a slice by its name."""
-        if isinstance(rpath, str) and isinstance(lpath, str) and self._is_slice(rpath):
+        path = self._strip_protocol(rpath)
+        if isinstance(path, str) and isinstance(lpath, str) and self._is_slice(path):
             target = Path(lpath)
             is_folder_named = lpath.endswith("/") or target.is_dir()
-            lpath = [str(target / rpath.rpartition("/")[2]) if is_folder_named else lpath]
-            rpath = [self._strip_protocol(rpath)]
+            lpath = [str(target / path.rpartition("/")[2]) if is_folder_named else lpath]
+            rpath = [path]
         super().get(rpath, lpath, recursive, **options)
 
     def _is_slice(self, path: str) -> bool:

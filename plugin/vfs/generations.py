@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from scalai.vfs.pins import Pins
 from scalai.vfs.tensors import TensorElements, pieces_of
 
 _Known = tuple[tuple[tuple[Path, int, int], ...], Generation, Listed]
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 KEPT = 4
 """Generations whose manifests stay in memory."""
 
@@ -48,7 +50,7 @@ class Generations:
         return [str(number) for number in self.numbers()]
 
     def child(self, name: str) -> Node:
-        if not (name.isascii() and name.isdigit()) or str(int(name)) != name:
+        if not _NUMBER.fullmatch(name):
             raise missing(name, "generations have numbers")
         return self._load(int(name))[2]
 

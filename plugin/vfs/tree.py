@@ -9,10 +9,13 @@ elsewhere once there is a newer generation; what is open stays what it was.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from scalai.core.errors import UsageError
+from scalai.core.dataset.table import DATASET, DatasetTable
+from scalai.core.errors import MessageError, UsageError
+from scalai.core.jsonable import Json
+from scalai.runtime.codec import convert
 from scalai.store.generation import Generation
 from scalai.store.places import check_job, default_store_dir
 from scalai.vfs.cache import BlockCache
@@ -20,14 +23,8 @@ from scalai.vfs.dataset import DatasetFolder, DatasetSpec, Job
 from scalai.vfs.generations import Generations
 from scalai.vfs.nodes import Link, Node, listed, missing
 from scalai.vfs.pins import Pins
-from scalai.vfs.shares import Order, Sequential
 
 log = logging.getLogger(__name__)
-
-
-def as_it_lies(name: str, samples: int) -> Order:
-    """Return the order in which the samples of a data set lie."""
-    return Sequential(samples)
 
 
 class Tree:
@@ -35,32 +32,45 @@ class Tree:
 
     Args:
         directory: Where its generations lie; None: it has none.
-        datasets: Its data sets.
-        global_batch_size: Samples of a step, for views of replicas.
+        given: What this process says of the data sets. It overrules what the job says of them, as
+            its newest generation has it now.
         cache: Of remote sources.
         pins: What keeps generations that are open.
-        order: Makes the order of a data set, by its name and number of samples.
+
+    Attributes:
+        is_new: Whether the job had no generation yet, and could say nothing.
+        told: What the job says of them.
+        table: Both.
+        left_out: Why data sets are not shown that the job names, and that are not found here.
 
     Raises:
-        UsageError: A data set is named twice, or is not there.
+        UsageError: A data set is not there that this process names, or both contradict each other.
     """
 
     mtime = 0.0
 
     def __init__(
-        self, directory: Path | None, datasets: Sequence[DatasetSpec] = (), *,
-        global_batch_size: int | None = None, cache: BlockCache | None = None,
-        pins: Pins | None = None, order: Callable[[str, int], Order] = as_it_lies,
+        self, directory: Path | None, given: DatasetTable | None = None, *,
+        cache: BlockCache | None = None, pins: Pins | None = None,
     ) -> None:  # fmt: skip
-        names = [spec.name for spec in datasets]
-        if len(set(names)) < len(names):
-            raise UsageError(f"a data set is named twice: {names}. Give each another name.")
-        if global_batch_size is not None and global_batch_size < 1:
-            raise UsageError(f"--global-batch-size {global_batch_size}: expected 1 or more.")
         self.pins, self._cache = pins or Pins(), cache or BlockCache()
         self.generations = Generations(directory, self.pins)
-        job = Job(global_batch_size, order, self._dp, self._consumed)
-        folders = {spec.name: DatasetFolder(spec, self._cache, job) for spec in datasets}
+        self.left_out: dict[str, str] = {}
+        self.is_new = not self.generations.numbers()
+        self.told = _told_by(self._newest())
+        self.table = (given or DatasetTable()).over(self.told).checked()
+        tokens, seeds = self.table.record_tokens, self.table.shuffle
+        job = Job(self.table.batches, self._dp, self._consumed)
+        folders: dict[str, Node] = {}
+        for name, url in self.table.sources.items():
+            spec = DatasetSpec(name, url, tokens.get(name), seeds.get(name))
+            try:
+                folders[name] = DatasetFolder(spec, self._cache, job)
+            except UsageError as error:
+                if given is not None and name in given.sources:
+                    raise
+                log.warning("event=source_left_out dataset=%s: %s", name, error)
+                self.left_out[name] = str(error)
         self._dataset = listed(folders)
 
     def names(self) -> Iterable[str]:
@@ -96,6 +106,23 @@ class Tree:
         """Let go of all that is open."""
         self.pins.close()
         self._cache.close()
+
+
+def read_table(values: Json) -> DatasetTable:
+    """Return the table of plain values. Raises ``UsageError`` where it cannot be."""
+    try:
+        return convert(values, DatasetTable)
+    except MessageError as error:
+        raise UsageError(f"data sets cannot be named so: {error.__cause__}") from error
+
+
+def _told_by(newest: Generation | None) -> DatasetTable:
+    """Return what a job says of its data sets. Of what cannot be read here nothing is taken."""
+    try:
+        return read_table({} if newest is None else newest.about.get(DATASET, {})).checked()
+    except UsageError as error:
+        log.warning("event=table_ignored: what the job says of its data sets: %s", error)
+        return DatasetTable()
 
 
 def find_job(what: str, store_dir: Path | None, *, may_be_new: bool) -> Path:

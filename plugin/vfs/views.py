@@ -14,7 +14,7 @@ import numpy as np
 from scalai.core.dataset.order import Places
 from scalai.vfs.nodes import Content, File, Node, missing
 from scalai.vfs.records import Records, read_records
-from scalai.vfs.shares import Order, Share
+from scalai.vfs.shares import MAX_PLACE, Order, Share
 from scalai.vfs.sources import Source
 from scalai.vfs.token_index import IndexContent, index_content
 
@@ -141,6 +141,8 @@ class ReplicaFolder:
     def _pass(self, number: int) -> PassContent:
         with self._mutex:
             if number not in self._passes:
+                if (number + 1) * self._samples.order.length > MAX_PLACE:
+                    raise missing(f"pass-{number}", "no training comes so far")
                 self._passes[number] = PassContent(self._samples, self._share, number)
                 while len(self._passes) > self.KEPT:
                     del self._passes[next(iter(self._passes))]

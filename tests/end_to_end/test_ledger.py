@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 from scalai.core.dataset.global_batches import GlobalBatches
 from scalai.core.dataset.ledger import Ledger
+from scalai.core.dataset.table import DatasetTable
+from scalai.vfs.tree import Tree
 from support.agents import Agents, tiny_agents
 from support.tiny_order import ORDER, RAMP
 
@@ -30,11 +33,21 @@ def verify(*what: object) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout or "{}") or done.stderr
 
 
+def told(directory: Path) -> DatasetTable:
+    """Return what a job says of its data sets by what lies in a directory."""
+    with closing(Tree(directory)) as tree:
+        return tree.told
+
+
 def test_a_job_that_loses_steps_and_changes_proves_each_sample_once(tmp_path: Path) -> None:
     durable = tmp_path / "durable"
     flags = ("--max-restarts", "9", "--durable-dir", str(durable))
     degrees = '2 = "tp2"\n1 = "tp1"'
-    with tiny_agents(tmp_path, degrees, nodes="1", flags=flags) as agents:
+    (tmp_path / "corpus").write_bytes(b"{}\n")
+    named = DatasetTable({"corpus": str(tmp_path / "corpus")}, shuffle={"corpus": 7})
+    settings = {"dataset": f"sources.corpus = '{named.sources['corpus']}'\nshuffle.corpus = 7"}
+    named = replace(named, global_batch_size=12)  # what [model] says
+    with tiny_agents(tmp_path, degrees, nodes="1", flags=flags, settings=settings) as agents:
         agents.start("a")
         agents.wait_for_step(8, world=2)
         agents.kill_worker(0)  # half of the state is nowhere else: the job goes back to its start
@@ -46,8 +59,10 @@ def test_a_job_that_loses_steps_and_changes_proves_each_sample_once(tmp_path: Pa
         agents.wait_for_world(1)
         code, live = verify(agents.job, "--store-dir", agents.store)
         assert code == 0 and live["is_kept"], live
+        assert told(agents.store / agents.job) == named
         agents.drain("a")
         assert agents.exit_code("a") == 75, agents.logs()
+    assert told(durable / agents.job) == named, "also of a job that has ended"
     code, found = verify(durable / agents.job)
     assert code == 0 and found["is_kept"], found
     ledger = Ledger.from_json(found["ledger"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from scalai.core.dataset.table import DatasetTable
 from scalai.core.errors import PeerError, ProofError, StoreError
 from scalai.core.host import actions, events
 from scalai.core.host.events import Event
@@ -75,7 +76,10 @@ class Set:
             resize=resize,
             store=SimpleNamespace(async_snapshots=True, emergency=True),
         )
-        spec: Any = SimpleNamespace(config=config, hook_settings=lambda world: {"world": world})
+        spec: Any = SimpleNamespace(
+            config=config, hook_settings=lambda world: {"world": world},
+            dataset=lambda facts: DatasetTable(),
+        )  # fmt: skip
         nothing: Any = None
         self.hands = Hands(
             spec, "a", b"token", store, nothing, self.groups, nothing, background,

@@ -8,6 +8,7 @@ import numpy as np
 from scalai.core.collection import Collection, Tensor
 from scalai.core.dtypes import BITS, ITEM_BYTES
 from scalai.core.fingerprint import piece_fingerprint
+from scalai.core.jsonable import Json
 from scalai.core.region import Box, whole
 from scalai.core.worker_messages import RankSnapshot, WriteOrder
 from scalai.store.files import slices
@@ -64,25 +65,26 @@ def report(rank: int, fingerprints: tuple[int, ...]) -> RankSnapshot:
 
 
 def snapshot(
-    store: HostStore, step: int, held: Mapping[int, Collection] | None = None
+    store: HostStore, step: int, held: Mapping[int, Collection] | None = None, **more: Json
 ) -> tuple[Snapshot, HostManifest]:
-    """Reserve, write and seal a state; its salt is the step."""
+    """Reserve, write and seal a state; its salt is the step. ``more``: of its ``about``."""
     held = two_ranks() if held is None else held
     slot = store.reserve(held)
     parts = {rank: report(rank, write(slot.orders[rank], held[rank], step)) for rank in held}
     about = {
         "consumed_samples": 12 * step, "degrees": {"tp": 2}, "world_size": len(held),
-        "tensors": len({tensor.name for each in held.values() for tensor in each.tensors}),
+        "tensors": len({tensor.name for each in held.values() for tensor in each.tensors}), **more,
     }  # fmt: skip
     manifest = store.seal(slot, step=step, about=about, parts=parts)
     return slot, manifest
 
 
 def generation(
-    store: HostStore, number: int, step: int, held: Mapping[int, Collection] | None = None
-) -> HostManifest:
+    store: HostStore, number: int, step: int, held: Mapping[int, Collection] | None = None,
+    **more: Json,
+) -> HostManifest:  # fmt: skip
     """Snapshot a state and commit it."""
-    slot, _ = snapshot(store, step, held)
+    slot, _ = snapshot(store, step, held, **more)
     return store.commit(slot, number)
 
 

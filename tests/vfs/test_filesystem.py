@@ -9,11 +9,13 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
 
 from scalai.core.errors import UsageError
 from scalai.store.host import HostStore
 from scalai.vfs.filesystem import ScalaiFileSystem
 from support.data_files import lines, write_tokens
+from support.odd_names import HUGE, check_slice, names
 from support.store_states import WEIGHT, generation, values_of
 
 
@@ -94,6 +96,69 @@ def test_a_slice_is_no_pattern(files: Any, tmp_path: Path) -> None:
     assert files.expand_path("job/model/[h].npy") == ["job/model/h.npy"]
     with pytest.raises(FileNotFoundError):
         files.cat("job/model/w[0:99,:].npy")
+
+
+@pytest.mark.parametrize("end", [".npy", ".safetensors"])
+def test_a_slice_by_query_is_the_one_by_name(files: Any, end: str, tmp_path: Path) -> None:
+    path, name = f"job/model/w{end}?slice=1:3,2:5", f"job/model/w[1:3,2:5]{end}"
+    data = files.cat_file(name)
+    assert files.cat_file(path) == files.cat(path) == files.cat(f"scalai://{path}") == data
+    assert files.isfile(path) and files.info(path) == files.info(name)
+    for url in (f"scalai://{path}", f"scalai://{name}"):
+        with fsspec.open(url, **files.storage_options) as file:
+            assert file.read() == data
+    files.get(path, f"{tmp_path}/x")
+    assert (tmp_path / "x").read_bytes() == data
+    for wrong in ("?slice=9:", "?slice=::2", "?slice=1:3]", "?part=0:1", "?slice=a/b", "?"):
+        assert not files.exists(f"job/model/w{end}{wrong}"), wrong
+        with pytest.raises((FileNotFoundError, NotADirectoryError)):
+            files.cat(f"job/model/w{end}{wrong}")
+    assert not files.exists("job/model?slice=0:1")
+
+
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(names())
+@example(f"w[0:{HUGE}].npy")
+@example(f"generations/{HUGE}")
+def test_no_name_is_more_than_not_there(files: Any, name: str) -> None:
+    for path in (f"job/model/{name}", f"job/{name}", f"job/dataset/lines/{name}"):
+        try:
+            data = files.cat_file(path)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            assert not files.isfile(path)
+        else:
+            check_slice(name, data)
+
+
+def test_what_a_job_says_of_its_data_sets_is_taken_once_it_has_a_state(
+    store: HostStore, tmp_path: Path
+) -> None:
+    root = str(store.directory.parent.parent)
+    (tmp_path / "x.jsonl").write_bytes(b"".join(lines(20)))
+    files = ScalaiFileSystem(store_dir=root, skip_instance_cache=True)
+    assert files.ls("job/dataset") == []
+    told = {"sources": {"lines": str(tmp_path / "x.jsonl")}, "global_batch_size": 4}
+    generation(store, 1, 3, dataset=told)
+    assert files.cat_file("job/dataset/lines/dp-1-of-2/pass-0.jsonl").splitlines(True) == [
+        line for place, line in enumerate(lines(20)) if place % 4 > 1
+    ]
+    given = ScalaiFileSystem(
+        store_dir=root, global_batch_size=4, rampup_batch_size=[2, 2, 4], skip_instance_cache=True
+    )
+    drawn = given.cat_file("job/dataset/lines/dp-1-of-2/pass-0.jsonl").splitlines(True)
+    assert drawn == [lines(20)[n] for n in (1, 3, 6, 7, 10, 11, 14, 15, 18, 19)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sources": ["x"]}, {"record_tokens": {"c": "4"}}, {"global_batch_size": "8"},
+     {"rampup_batch_size": [1, 1]}, {"sources": {"..": "/x"}}, {"shuffle": {"c": None}}],
+)  # fmt: skip
+def test_what_is_no_table_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="data sets cannot be named so: "):
+        ScalaiFileSystem(**options)
 
 
 def test_pins_expire_without_a_mount_too(

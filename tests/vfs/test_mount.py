@@ -10,18 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
 
 from scalai.core.dataset.own_order import Shuffled
 from scalai.store.host import HostStore
 from scalai.vfs.mounts import find_mount
 from scalai.vfs.tree import Tree
 from support.data_files import lines, write_tokens
+from support.odd_names import HUGE, check_slice, names
 from support.store_states import WEIGHT, generation, values_of
 
 pytestmark = pytest.mark.skipif(
@@ -129,6 +132,48 @@ def test_no_name_is_taken_for_an_option(tmp_path: Path, monkeypatch: pytest.Monk
     assert mounted["fsname"] == "scalai:/data/a%2Callow_other%5C%2C%C3%BC%20%FF"
 
 
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(names())
+@example(f"w[0:{HUGE}].npy")
+def test_no_name_is_more_than_not_there(store: HostStore, name: str) -> None:
+    from scalai.vfs.fuse import TreeOperations
+
+    if 1 not in store.generations():
+        generation(store, 1, 3)
+    tree = Tree(store.directory.parent)
+    served = TreeOperations(tree)
+    for path in (f"/generations/1/model/{name}", f"/{name}"):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            served.getattr(path)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            list(served.readdir(path, 0))
+        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            handle = served.open(path, os.O_RDONLY)
+            check_slice(name, served.read(path, 1 << 20, 0, handle))
+            served.release(path, handle)
+    tree.close()
+
+
+def test_a_job_that_names_its_data_sets_needs_nothing_more(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b"".join(lines(20)))
+    (tmp_path / "point").mkdir()
+    told = {"sources": {"own": str(tmp_path / "x.jsonl")}, "global_batch_size": 4,
+            "rampup_batch_size": [2, 2, 4]}  # fmt: skip
+    with HostStore("job", "a", tmp_path / "store") as store:
+        generation(store, 1, 3, dataset=told)
+    done = scalai("mount", "job", str(tmp_path / "point"), f"--store-dir={tmp_path / 'store'}")
+    assert done.returncode == 0, done.stderr
+    try:
+        view = tmp_path / "point" / "dataset" / "own" / "dp-1-of-2" / "pass-0.jsonl"
+        mine = [lines(20)[n] for n in (1, 3, 6, 7, 10, 11, 14, 15, 18, 19)]
+        assert view.read_bytes() == b"".join(mine)
+        assert f"data set own: {tmp_path}/x.jsonl (of the job)\n" in done.stdout
+    finally:
+        scalai("unmount", str(tmp_path / "point"))
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 def test_no_other_user_looks_into_it(place: Place) -> None:
     done = subprocess.run(
@@ -159,7 +204,7 @@ def test_numpy_maps_a_tensor_and_a_slice_of_it(place: Place) -> None:
 
 def test_a_change_of_dp_is_at_once_another_folder(place: Place) -> None:
     view = place.point / "dataset" / "lines"
-    for dp in (2, 4, 3):
+    for dp in (2, 4, 8):
         files = [view / f"dp-{rank}-of-{dp}" / "pass-0.jsonl" for rank in range(dp)]
         found = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
         assert sorted(found) == sorted(lines(2000))

@@ -9,11 +9,12 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from scalai.core.errors import UsageError
 from scalai.vfs import sources
 from scalai.vfs.cache import BLOCK_BYTES, BlockCache
-from scalai.vfs.dataset import DatasetSpec, open_files
+from scalai.vfs.dataset import open_files
 from scalai.vfs.sources import LocalSource, RemoteSource
 
 PATH = "bucket/corpus.bin"
@@ -256,10 +257,19 @@ def test_a_folder_that_a_link_leads_to_is_part_of_a_source(tmp_path: Path) -> No
     assert sorted(found) == ["a.bin", "link/b.bin", "link/below/c.bin"]
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a" * 101])
-def test_a_data_set_has_a_plain_name(name: str) -> None:
-    with pytest.raises(UsageError, match="cannot name a data set"):
-        DatasetSpec(name, "/x")
+class Broken(MemoryFileSystem):
+    """A file system whose library has errors of its own."""
+
+    protocol = "broken"
+
+    def isfile(self, path: str) -> bool:
+        raise RuntimeError("no credentials")
+
+
+def test_a_file_system_with_errors_of_its_own_is_refused_in_words() -> None:
+    fsspec.register_implementation("broken", Broken, clobber=True)
+    with pytest.raises(UsageError, match="broken://x cannot be read: no credentials"):
+        open_files("broken://x", BlockCache())
 
 
 def test_a_file_system_that_is_no_disk_is_read_in_blocks(tmp_path: Path) -> None:

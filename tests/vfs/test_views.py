@@ -1,15 +1,21 @@
 """Views of replicas: at any degree they are together the order of the samples, each once."""
 
 import errno
+import tracemalloc
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import scalai
+from scalai.core.batches import BatchRamp
+from scalai.core.dataset.global_batches import GlobalBatches
 from scalai.core.dataset.order import Places
-from scalai.core.dataset.own_order import Shuffled
+from scalai.core.errors import RefusedError
+from scalai.runtime.session import Session
 from scalai.vfs.cache import BlockCache
 from scalai.vfs.dataset import DatasetFolder, DatasetSpec, Job
 from scalai.vfs.nodes import File, walk
@@ -30,14 +36,20 @@ class Backwards:
         return np.asarray(self.length - 1 - places % self.length, dtype=np.int64)
 
 
-def folder(
-    url: Path, batch: int | None = 8, tokens: int | None = None, consumed: int = 0, dp: int = 2
-) -> DatasetFolder:
-    def order(name: str, samples: int) -> Order:
+class Reversed(DatasetSpec):
+    """A data set whose samples come backwards."""
+
+    def order(self, samples: int) -> Order:
         return Backwards(samples)
 
-    job = Job(batch, order, lambda: dp, lambda: consumed)
-    return DatasetFolder(DatasetSpec("corpus", str(url), tokens), BlockCache(), job)
+
+def folder(
+    url: Path, batch: int | BatchRamp | None = 8, tokens: int | None = None, consumed: int = 0,
+    dp: int = 2,
+) -> DatasetFolder:  # fmt: skip
+    batches = None if batch is None else GlobalBatches.of(batch)
+    job = Job(batches, lambda: dp, lambda: consumed)
+    return DatasetFolder(Reversed("corpus", str(url), tokens), BlockCache(), job)
 
 
 def read(root: DatasetFolder, path: str) -> bytes:
@@ -101,11 +113,8 @@ def test_an_index_with_impossible_sequences_is_an_error(
 def test_an_order_of_no_samples_is_an_error_of_reading(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b"")
 
-    def order(name: str, samples: int) -> Order:
-        return Shuffled(samples, 1, name)
-
-    spec = DatasetSpec("corpus", str(tmp_path / "x.jsonl"))
-    root = DatasetFolder(spec, BlockCache(), Job(8, order, lambda: 2, lambda: 0))
+    spec = DatasetSpec("corpus", str(tmp_path / "x.jsonl"), seed=1)
+    root = DatasetFolder(spec, BlockCache(), Job(GlobalBatches.of(8), lambda: 2, lambda: 0))
     with pytest.raises(OSError, match="corpus has no order: ") as raised:
         walk(root, "dp-0-of-2/pass-0.jsonl")
     assert raised.value.errno == errno.EIO
@@ -127,7 +136,7 @@ def test_an_index_that_was_cut_is_an_error(tmp_path: Path) -> None:
         walk(folder(tmp_path / "c"), "dp-0-of-2")
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3, 8, 11])
+@pytest.mark.parametrize("dp", [1, 2, 4, 8])
 def test_lines_of_all_replicas_are_the_order_whatever_the_degree(json_file: Path, dp: int) -> None:
     root = folder(json_file)
     views = [
@@ -135,12 +144,11 @@ def test_lines_of_all_replicas_are_the_order_whatever_the_degree(json_file: Path
          for number in range(3)]
         for rank in range(dp)
     ]  # fmt: skip
-    shares = [Share(rank, dp, 8) for rank in range(dp)]
     left = [[line for one in of_rank for line in one] for of_rank in views]
     drawn: list[bytes] = []
     while len(drawn) < 3 * 37:
-        for rank, share in enumerate(shares):
-            drawn += [left[rank].pop(0) for _ in range(min(share.size, len(left[rank])))]
+        for of_rank in left:
+            drawn += [of_rank.pop(0) for _ in range(min(8 // dp, len(of_rank)))]
     assert drawn == lines(37)[::-1] * 3
 
 
@@ -172,7 +180,7 @@ def test_a_view_of_tokens_has_its_own_index(tmp_path: Path, tokens: int | None) 
 
 def test_any_bytes_of_a_view_are_those_of_the_whole(json_file: Path) -> None:
     root = folder(json_file)
-    for name in ("dp-1-of-3/pass-1.jsonl", "dp-0-of-1/pass-0.jsonl"):
+    for name in ("dp-1-of-4/pass-1.jsonl", "dp-0-of-1/pass-0.jsonl"):
         whole = read(root, name)
         node = walk(root, name)
         assert isinstance(node, File)
@@ -183,33 +191,100 @@ def test_any_bytes_of_a_view_are_those_of_the_whole(json_file: Path) -> None:
 
 
 def test_a_listing_shows_the_present_degree_and_pass(json_file: Path) -> None:
-    root = folder(json_file, consumed=80, dp=3)
-    assert list(root.names()) == ["source", "dp-0-of-3", "dp-1-of-3", "dp-2-of-3"]
-    assert list(root.child("dp-0-of-3").names()) == ["pass-0.jsonl", "pass-2.jsonl"]  # type: ignore[attr-defined]
+    root = folder(json_file, consumed=80)
+    assert list(root.names()) == ["source", "dp-0-of-2", "dp-1-of-2"]
+    assert list(root.child("dp-0-of-2").names()) == ["pass-0.jsonl", "pass-2.jsonl"]  # type: ignore[attr-defined]
+    assert list(folder(json_file, dp=3).names()) == ["source"], "3 does not divide the batch"
 
 
-def test_a_billion_samples_cost_nothing_before_they_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [1024, BatchRamp(64, 64, 10**8, 1024)])
+def test_a_billion_samples_cost_nothing_before_they_are_read(
+    tmp_path: Path, batch: int | BatchRamp
+) -> None:
     write_tokens(tmp_path / "c", [4])
     with open(tmp_path / "c.bin", "r+b") as file:
         file.truncate(8 * 10**9)
         file.seek(8 * 10**9 - 8)
         file.write(np.array([1, 2, 3, 4], np.uint16).tobytes())
-    root = folder(tmp_path / "c", batch=1024, tokens=4)
+    root = folder(tmp_path / "c", batch=batch, tokens=4)
+    tracemalloc.start()
     node = walk(root, "dp-0-of-64/pass-0.bin")
-    assert isinstance(node, File) and node.size_bytes == 8 * 16 * (10**9 // 1024) + 8 * 16
+    begin = [start for start, _ in GlobalBatches.of(batch).stages][-1]
+    whole, rest = divmod(10**9 - begin, 1024)
+    samples = begin // 64 + 16 * whole + min(rest, 16)
+    assert isinstance(node, File) and node.size_bytes == 8 * samples
     assert node.open().read(0, 8) == np.array([1, 2, 3, 4], np.uint16).tobytes()
     index = walk(root, "dp-0-of-64/pass-0.idx")
     assert isinstance(index, File)
     content = index.open()
-    assert content.read(content.size_bytes - 8, 8) == (node.size_bytes // 8).to_bytes(8, "little")
+    assert content.read(content.size_bytes - 8, 8) == samples.to_bytes(8, "little")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
-@given(st.integers(1, 20), st.integers(1, 7), st.integers(0, 100))
-def test_shares_cut_the_order_without_gap_or_overlap(batch: int, dp: int, end: int) -> None:
-    shares = [Share(rank, dp, batch) for rank in range(dp)]
-    places = [share.places(0, share.before(end)).tolist() for share in shares]
-    assert sorted(place for each in places for place in each) == list(range(end))
-    assert all(each == sorted(each) for each in places)
+RAMPS = st.builds(
+    lambda start, increment, times, samples: BatchRamp(
+        12 * start, 12 * increment, samples, 12 * (start + times * increment)
+    ),
+    st.integers(1, 3), st.integers(1, 2), st.integers(0, 5), st.integers(0, 400),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(RAMPS, st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(1, 150), st.integers(1, 4))
+def test_each_replica_reads_what_the_order_of_ones_own_draws_by_the_same_ramp(
+    ramp: BatchRamp, dp: int, count: int, passes: int
+) -> None:
+    order, seen = scalai.Shuffled(count, 3), list[list[int]]()
+    for rank in range(dp):
+        job = Session()
+        job.rank, job.world_size, job.dp, job.consumed_samples = rank, dp, dp, 0
+        batches = scalai.OrderedBatches(job, order, ramp)
+        share = Share(rank, dp, GlobalBatches.of(ramp))
+        ends = [share.before(number * count) for number in range(passes + 1)]
+        found = [order.samples_at(share.places(*ends_of)).tolist() for ends_of in pairwise(ends)]
+        mine = list(chain(*found))
+        drawn = chain.from_iterable(batches)
+        assert mine == list(islice(drawn, len(mine)))
+        middle = len(mine) // 2
+        assert order.samples_at(share.places(middle, len(mine))).tolist() == mine[middle:]
+        seen = [a + b for a, b in zip(seen or [[]] * passes, found, strict=True)]
+    assert all(sorted(one) == list(range(count)) for one in seen), "each sample once a pass"
+
+
+def test_a_ramp_beyond_all_samples_is_evaluated_at_any_place() -> None:
+    batches = GlobalBatches.of(BatchRamp(32, 32, 10**17, 4096))
+    shares = [Share(rank, 32, batches) for rank in range(32)]
+    for end in (10**9 + 7, 10**16 + 1, 3 * 10**17 + 5):
+        counts = [share.before(end) for share in shares]
+        assert sum(counts) == end
+        last = [int(s.places(n - 1, n)[0]) for s, n in zip(shares, counts, strict=True)]
+        next_ = [int(s.places(n, n + 1)[0]) for s, n in zip(shares, counts, strict=True)]
+        assert max(last) == end - 1 and min(next_) == end
+
+
+@pytest.mark.parametrize(
+    ("dp", "batch"), [(3, 8), (3, BatchRamp(6, 2, 100, 12)), (2, BatchRamp(3, 3, 9, 9))]
+)
+def test_a_degree_that_does_not_divide_each_batch_has_no_view_as_it_has_no_order(
+    json_file: Path, dp: int, batch: int | BatchRamp
+) -> None:
+    root = folder(json_file, batch=batch, dp=dp)
+    with pytest.raises(FileNotFoundError, match=f"dp={dp} does not divide global_batch_size="):
+        walk(root, f"dp-0-of-{dp}/pass-0.jsonl")
+    assert list(root.names()) == ["source"]
+    job = Session()
+    job.rank, job.world_size, job.dp, job.consumed_samples = 0, dp, dp, 0
+    with pytest.raises(RefusedError, match=f"dp={dp} does not divide global_batch_size="):
+        list(scalai.OrderedBatches(job, scalai.Shuffled(37), batch, samples=1000))
+
+
+def test_a_pass_that_nobody_reaches_is_not_there(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "c", [4])
+    with open(tmp_path / "c.bin", "r+b") as file:
+        file.truncate(8 * 10**10)
+    with pytest.raises(FileNotFoundError, match="no training comes so far"):
+        walk(folder(tmp_path / "c", tokens=4), "dp-0-of-2/pass-999999999.bin")
 
 
 def test_the_plain_order_begins_again_behind_its_end() -> None:

@@ -1,0 +1,146 @@
+"""What a person says of a job's data sets: the table ``[dataset]``, which flags overrule."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from scalai.core.batches import BatchRamp
+from scalai.core.dataset.global_batches import GlobalBatches
+from scalai.core.errors import RefusedError, UsageError
+from scalai.core.jsonable import Json
+
+DATASET = "dataset"
+"""In ``about`` of a generation: what its job says of its data sets."""
+MOST_TOKENS = 1 << 40
+"""Of a sample."""
+MOST_BATCH = 1 << 31
+"""Samples of a global batch."""
+MOST_SIZES = 4096
+"""Sizes that a global batch may grow through."""
+MOST_SAMPLES = 1 << 60
+"""Over which it may grow."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetTable:
+    """Data sets of a job, as its views are made of them.
+
+    Attributes:
+        sources: Where each lies, by name: a file, a folder, or what Megatron calls a prefix
+            (``.bin`` and ``.idx`` behind it); an absolute path or an fsspec URL.
+        record_tokens: Tokens of a sample, of those that are a ``.bin``; where it says nothing
+            sequences are samples.
+        shuffle: The seed of the order, as of ``Shuffled``; where it says nothing samples come as
+            they lie.
+        global_batch_size: Samples of a step; None: not known here.
+        rampup_batch_size: START, INCREMENT and SAMPLES by which it grows to that size, as of
+            ``BatchRamp``; empty: it does not.
+
+    Raises:
+        UsageError: A value is not what it should be.
+    """
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+    record_tokens: Mapping[str, int] = field(default_factory=dict)
+    shuffle: Mapping[str, int] = field(default_factory=dict)
+    global_batch_size: int | None = None
+    rampup_batch_size: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, url in self.sources.items():
+            if not _NAME.fullmatch(name):
+                raise UsageError(
+                    f"{name!r} cannot name a data set. Use letters, digits and ._- (at most 100, "
+                    "a letter or digit first)."
+                )
+            is_found_anywhere = url.startswith(("/", "~/")) or "://" in url
+            where = "an absolute path, or a URL: it is read from other folders too"
+            _expect(is_found_anywhere, f"sources.{name}", url, where)
+        for name, tokens in self.record_tokens.items():
+            is_length = 1 <= tokens <= MOST_TOKENS
+            _expect(is_length, f"record_tokens.{name}", tokens, f"1 to {MOST_TOKENS} tokens")
+        for name, seed in self.shuffle.items():
+            is_seed = 0 <= seed < 1 << 63
+            _expect(is_seed, f"shuffle.{name}", seed, "a seed of 0 or more, below 2^63")
+        size = self.global_batch_size
+        is_size = size is None or 1 <= size <= MOST_BATCH
+        _expect(is_size, "global_batch_size", size, f"1 to {MOST_BATCH} samples")
+        if self.rampup_batch_size:
+            self._check_ramp(list(self.rampup_batch_size))
+
+    def _check_ramp(self, ramp: list[int]) -> None:
+        form = "START, INCREMENT and SAMPLES, whole numbers"
+        _expect(len(ramp) == 3, "rampup_batch_size", ramp, form)
+        if self.global_batch_size is None:
+            raise UsageError(
+                f"rampup_batch_size = {ramp} needs global_batch_size beside it, to which it grows."
+            )
+        start, increment, samples = ramp
+        sizes = (self.global_batch_size - start) // max(increment, 1) + 1
+        most = f"0 to {MOST_SAMPLES} SAMPLES, and at most {MOST_SIZES} sizes"
+        is_bounded = 0 <= samples <= MOST_SAMPLES and sizes <= MOST_SIZES
+        _expect(is_bounded, "rampup_batch_size", ramp, most)
+        try:
+            BatchRamp(start, increment, samples, self.global_batch_size)
+        except RefusedError as error:
+            raise UsageError(f"rampup_batch_size = {ramp}: {error}") from error
+
+    @classmethod
+    def of_batch(cls, batch: int | BatchRamp | None) -> "DatasetTable":
+        """Return what says nothing but the global batch."""
+        if isinstance(batch, BatchRamp):
+            ramp = batch.start, batch.increment, batch.ramp_samples
+            return cls(global_batch_size=batch.global_batch_size, rampup_batch_size=ramp)
+        return cls(global_batch_size=batch)
+
+    @property
+    def batches(self) -> GlobalBatches | None:
+        """The global batches; None: they are not known."""
+        size = self.global_batch_size
+        if size is None or not self.rampup_batch_size:
+            return None if size is None else GlobalBatches.of(size)
+        start, increment, samples = self.rampup_batch_size
+        return GlobalBatches.of(BatchRamp(start, increment, samples, size))
+
+    @property
+    def batch_text(self) -> str:
+        """The global batch in words."""
+        size, ramp = self.global_batch_size, self.rampup_batch_size
+        if size is None:
+            return "not known"
+        if not ramp:
+            return f"{size} samples"
+        start, increment, over = ramp
+        return f"{size} samples, to which it grows from {start} by {increment} over {over} samples"
+
+    def over(self, other: "DatasetTable") -> "DatasetTable":
+        """Return both, of which this one overrules the other: by data set, and the batch with what
+        it grows from."""
+        size_of = other if self.global_batch_size is None else self
+        return DatasetTable(
+            {**other.sources, **self.sources}, {**other.record_tokens, **self.record_tokens},
+            {**other.shuffle, **self.shuffle},
+            size_of.global_batch_size, size_of.rampup_batch_size,
+        )  # fmt: skip
+
+    def checked(self) -> "DatasetTable":
+        """Return it. Raises ``UsageError`` where it says something of a data set that it has not:
+        one table of several that are laid over each other may."""
+        for key, named in (("record_tokens", self.record_tokens), ("shuffle", self.shuffle)):
+            unknown = sorted(set(named) - set(self.sources))
+            if unknown:
+                raise UsageError(f"{key} names {unknown[0]!r}, and sources {sorted(self.sources)}.")
+        return self
+
+    def to_json(self) -> dict[str, Json]:
+        """Return what it says, as plain values."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items() if value
+        }  # fmt: skip
+
+
+def _expect(is_met: bool, name: str, found: object, expected: str) -> None:
+    if not is_met:
+        raise UsageError(f"{name} = {found!r}; expected {expected}.")
