@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from scalai.core.dataset.own_order import Shuffled
 from scalai.core.errors import RefusedError, UsageError
 from scalai.launch.logs import configure
+from scalai.remote.patience import WITHIN_S
 from scalai.vfs.mounts import absolute, find_mount, prepare, unmount
 
 if TYPE_CHECKING:
     from scalai.vfs.shares import Order
 
 START_S = 60.0
-"""How long a mount may take to be there."""
+"""How long a mount may take to be there, beside what it asks of URLs."""
 _WITHOUT = "The same tree is read without a mount as scalai://JOB/… by fsspec."
 
 log = logging.getLogger("scalai.mount")
@@ -61,6 +62,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="what blocks of remote sources may take (default: %(default)s)",
     )  # fmt: skip
     mount.add_argument("--cache-dir", type=Path, help="where they lie, if not in memory")
+    mount.add_argument(
+        "--remote-timeout", type=float, default=WITHIN_S, metavar="S",
+        help="how long what a read needs of a URL may take, all tries together (default: "
+        "%(default)g s)",
+    )  # fmt: skip
     mount.add_argument("--store-dir", type=Path, help="where stores are, if not in /dev/shm")
     mount.add_argument("--log", type=Path, metavar="FILE", help="where the process writes its log")
     mount.add_argument("--foreground", action="store_true", help="serve in this process")
@@ -111,7 +117,9 @@ def _tree(args: argparse.Namespace) -> Any:
         raise UsageError(f"--cache-mb {args.cache_mb}: expected 0 or more.")
     directory = find_job(args.what, args.store_dir, may_be_new=bool(sources))
     return Tree(
-        directory, [DatasetSpec(name, url, tokens.get(name)) for name, url in sources.items()],
+        directory,
+        [DatasetSpec(name, url, tokens.get(name), args.remote_timeout)
+         for name, url in sources.items()],
         global_batch_size=args.global_batch_size,
         cache=BlockCache(args.cache_mb << 20, args.cache_dir), order=order,
     )  # fmt: skip
@@ -166,7 +174,7 @@ def _start(args: argparse.Namespace, point: Path) -> int:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
-    end = time.monotonic() + START_S
+    end = time.monotonic() + START_S + args.remote_timeout
     while process.poll() is None and time.monotonic() < end:
         if find_mount(point) is not None:
             print(f"{args.what} is mounted at {point} by process {process.pid}; its log is {path}")

@@ -8,8 +8,9 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from scalai.vfs.read_ahead import ReadAhead
 
 BLOCK_BYTES = 4 << 20
 LIMIT_BYTES = 256 << 20
@@ -38,7 +39,7 @@ class BlockCache:
         self._blocks: OrderedDict[Key, bytes | Path] = OrderedDict()
         self._sizes: dict[Key, int] = {}
         self._number = 0
-        self._threads = ThreadPoolExecutor(2, "read-ahead")
+        self._ahead = ReadAhead()
         self._folder: Path | None = None
         self._is_full = False
         if directory is not None:
@@ -117,16 +118,14 @@ class BlockCache:
             for key in [key for key in self._blocks if key[0] == name]:
                 self._drop(key)
 
-    def beside(self, call: Callable[[], None]) -> None:
-        """Run a call in a thread of the cache; nothing is run after ``close``."""
-        try:
-            self._threads.submit(call)
-        except RuntimeError:
-            pass  # it is closing
+    def beside(self, key: Key, fetch: Callable[[], None]) -> None:
+        """Have a block fetched before it is asked for, unless it is here or many others wait."""
+        if not self.has(key):
+            self._ahead.submit(key, fetch)
 
     def close(self) -> None:
         """Drop everything. What is being fetched ends in its own time."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._ahead.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)

@@ -14,11 +14,13 @@ import fsspec
 import numpy as np
 
 from scalai.core.errors import ScalaiError, UsageError
+from scalai.remote.files import files_at, remote_file
+from scalai.remote.patience import WITHIN_S, Patience
 from scalai.vfs.cache import BlockCache
 from scalai.vfs.nodes import File, Listed, Node, listed, missing
 from scalai.vfs.records import FixedRecords, Records, json_lines, sequences
 from scalai.vfs.shares import Order, Share
-from scalai.vfs.sources import LocalSource, RemoteSource, Source
+from scalai.vfs.sources import Failure, LocalSource, RemoteSource, Source
 from scalai.vfs.token_index import read_dtype, read_index
 from scalai.vfs.views import ReplicaFolder, Samples
 
@@ -42,11 +44,13 @@ class DatasetSpec:
         url: A file, a folder, or what Megatron calls a prefix (``.bin`` and ``.idx`` behind it); a
             path or an fsspec URL.
         tokens: Tokens of a sample, of a ``.bin``; None: its sequences are the samples.
+        remote_timeout_s: How long what a read needs of a URL may take, all tries together.
     """
 
     name: str
     url: str
     tokens: int | None = None
+    remote_timeout_s: float = WITHIN_S
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -56,6 +60,10 @@ class DatasetSpec:
             )
         if self.tokens is not None and self.tokens < 1:
             raise UsageError(f"a sample of {self.name} has {self.tokens} tokens; give 1 or more.")
+        if not 0 < self.remote_timeout_s < float("inf"):
+            raise UsageError(
+                f"a read of {self.name} may take {self.remote_timeout_s} s; give seconds above 0."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ class DatasetFolder:
 
     def __init__(self, spec: DatasetSpec, cache: BlockCache, job: Job) -> None:
         self._spec, self._job = spec, job
-        self._files = open_files(spec.url, cache)
+        self._files = open_files(spec.url, cache, spec.remote_timeout_s)
         self._source = source_folder(self._files)
         self._mutex = threading.RLock()
         self._samples: Samples | None = None
@@ -193,7 +201,9 @@ def _file(open_source: OpenSource) -> File:
         source.close()
 
 
-def open_files(url: str, cache: BlockCache) -> dict[str, OpenSource]:
+def open_files(
+    url: str, cache: BlockCache, remote_timeout_s: float = WITHIN_S
+) -> dict[str, OpenSource]:
     """Return what opens each file at a URL, by its path below it.
 
     Raises:
@@ -203,7 +213,11 @@ def open_files(url: str, cache: BlockCache) -> dict[str, OpenSource]:
         files, path = fsspec.core.url_to_fs(url)
         is_local = bool({files.protocol} & {*LOCAL} if isinstance(files.protocol, str)
                         else {*files.protocol} & {*LOCAL})  # fmt: skip
-        found = _local_files(Path(path)) if is_local else _remote_files(url, files, path, cache)
+        found = (
+            _local_files(Path(path))
+            if is_local
+            else _remote_files(url, files, path, cache, remote_timeout_s)
+        )
     except (ImportError, ValueError) as error:
         raise UsageError(f"{url} cannot be opened: {error}") from error
     except OSError as error:
@@ -248,20 +262,18 @@ def _files_below(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Itera
             yield path
 
 
-def _remote_files(url: str, files: Any, path: str, cache: BlockCache) -> dict[str, OpenSource]:
-    root = path.rstrip("/")
-    if files.isfile(path):
-        paths = {root.rpartition("/")[2]: path}
-    elif files.isdir(path):
-        paths = {each[len(root) + 1 :]: each for each in files.find(root)}
-    else:
-        both = [root + end for end in _ENDS]
-        paths = {each.rpartition("/")[2]: each for each in both if files.exists(each)}
-    protocol = url.partition("://")[0]
+def _remote_files(
+    url: str, files: Any, path: str, cache: BlockCache, within_s: float
+) -> dict[str, OpenSource]:
+    found = files_at(files, path, Patience(url, within_s), _ENDS)
     return {
-        name: _Once(partial(RemoteSource, f"{protocol}://{each}", files, each, cache))
-        for name, each in paths.items() if ".." not in name.split("/")
-    }  # fmt: skip
+        name: _Once(partial(_remote, files.unstrip_protocol(each), files, each, cache, within_s))
+        for name, each in found.items()
+    }
+
+
+def _remote(url: str, files: Any, path: str, cache: BlockCache, within_s: float) -> Source:
+    return RemoteSource(url, remote_file(files, path), cache, Patience(url, within_s))
 
 
 class _Once:
@@ -271,11 +283,17 @@ class _Once:
     def __init__(self, open_source: Callable[[], Source]) -> None:
         self._open, self._mutex = open_source, threading.Lock()
         self._source: Source | None = None
+        self._failure = Failure()
 
     def __call__(self) -> Source:
         with self._mutex:
             if self._source is None:
-                self._source = _Shared(self._open())
+                self._failure.check()
+                try:
+                    self._source = _Shared(self._open())
+                except OSError as error:
+                    self._failure.note(error)
+                    raise
             return self._source
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from scalai.remote.patience import WITHIN_S
 from scalai.vfs.dataset import DatasetSpec
 from scalai.vfs.nodes import Content, File, Link, Node, is_folder, resolve
 from scalai.vfs.tree import Tree, find_store
@@ -24,6 +25,7 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
         global_batch_size: Samples of a step, for views of replicas.
         store_dir: Where stores are, if not in shared memory.
         directory: Where the generations of the job lie, for one that has no store here.
+        remote_timeout_s: How long what a read needs of a URL may take, all tries together.
     """
 
     protocol = "scalai"
@@ -32,11 +34,11 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def __init__(
         self, sources: Mapping[str, str] | None = None, tokens: Mapping[str, int] | None = None,
         global_batch_size: int | None = None, store_dir: str | None = None,
-        directory: str | None = None, **options: Any,
+        directory: str | None = None, remote_timeout_s: float = WITHIN_S, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(**options)
         self._specs = [
-            DatasetSpec(name, url, (tokens or {}).get(name))
+            DatasetSpec(name, url, (tokens or {}).get(name), remote_timeout_s)
             for name, url in (sources or {}).items()
         ]
         self._batch, self._store_dir, self._directory = global_batch_size, store_dir, directory
