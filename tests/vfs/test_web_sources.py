@@ -7,11 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -24,11 +22,13 @@ from scalai.vfs.cache import BlockCache
 from scalai.vfs.dataset import open_files
 from scalai.vfs.sources import Source
 from support import web_server
+from support.at_last import at_last
 from support.web_server import Behave, Page, Site, WebServer
 
 DATA = bytes(range(256)) * 20
 BLOCK = 1000
 BRIEF_S = 0.6
+FAILED = (OSError, UsageError)
 
 
 @pytest.fixture(autouse=True)
@@ -48,21 +48,6 @@ def server() -> Iterator[WebServer]:
 def opened(url: str, within_s: float = 60.0, cache: BlockCache | None = None) -> Source:
     (open_source,) = open_files(url, cache or BlockCache(), within_s).values()
     return open_source()
-
-
-T = TypeVar("T")
-
-
-def at_last(call: Callable[[], T]) -> T:
-    """Return what comes of a call once it works: its own deadline may be too near on a busy
-    machine."""
-    end = time.monotonic() + 60
-    while True:
-        try:
-            return call()
-        except (OSError, UsageError):
-            if time.monotonic() > end:
-                raise
 
 
 def whole(source: Source) -> bytes:
@@ -105,13 +90,13 @@ def test_a_fault_that_passes_costs_time_and_no_bytes(server: WebServer, fault: s
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_stays_is_an_error_until_it_goes(server: WebServer, fault: str) -> None:
-    source = at_last(lambda: opened(f"{server.url}/a.bin", BRIEF_S))
+    source = at_last(lambda: opened(f"{server.url}/a.bin", BRIEF_S), *FAILED)
     server.site.always = FAULTS[fault]
     with pytest.raises(OSError, match=r"a\.bin cannot be read within 0\.6 s") as raised:
         source.read(BLOCK, 10)
     assert raised.value.errno == errno.EIO and raised.value.strerror
     server.site.always = None
-    assert at_last(lambda: source.read(BLOCK, 10)) == DATA[BLOCK : BLOCK + 10]
+    assert at_last(lambda: source.read(BLOCK, 10), *FAILED) == DATA[BLOCK : BLOCK + 10]
 
 
 def test_what_is_known_to_stay_is_said_at_once(server: WebServer) -> None:
@@ -233,7 +218,7 @@ def test_those_who_wait_for_the_same_silence_share_its_end(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "SHARED_S", 60.0)
-    source = at_last(lambda: opened(f"{server.url}/a.bin", 1.0))
+    source = at_last(lambda: opened(f"{server.url}/a.bin", 1.0), *FAILED)
     server.site.asked.clear()
     server.site.always = web_server.silent
     said: list[str] = []
@@ -268,13 +253,13 @@ def test_a_server_that_is_stopped_killed_and_started_again_is_read_again(tmp_pat
         assert first.stdout is not None
         port = int(first.stdout.readline())
         source = opened(f"http://127.0.0.1:{port}/a.bin")
-        brief = at_last(lambda: opened(f"http://127.0.0.1:{port}/a.bin", 1.0))
+        brief = at_last(lambda: opened(f"http://127.0.0.1:{port}/a.bin", 1.0), *FAILED)
         assert source.read(0, 10) == DATA[:10]
         os.kill(first.pid, signal.SIGSTOP)
         with pytest.raises(OSError, match="no answer within"):
             brief.read(BLOCK, 10)
         os.kill(first.pid, signal.SIGCONT)
-        assert at_last(lambda: brief.read(BLOCK, 10)) == DATA[BLOCK : BLOCK + 10]
+        assert at_last(lambda: brief.read(BLOCK, 10), *FAILED) == DATA[BLOCK : BLOCK + 10]
         first.kill()
         first.wait(20)
         with pytest.raises(OSError, match="cannot be read within 1 s"):
