@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from fsspec.asyn import sync
+from fsspec.asyn import AsyncFileSystem, sync
 
 HANGING = 8
 """Calls of a file that have not come back, at most; of file systems that cannot end one."""
@@ -21,7 +21,8 @@ class Calls:
 
     def __init__(self, files: Any) -> None:
         self._files = files
-        self._is_async = bool(getattr(files, "async_impl", False)) and not files.asynchronous
+        # By its type: fsspec's own caches pass on what they are asked for, of their target's.
+        self._is_async = issubclass(type(files), AsyncFileSystem) and not files.asynchronous
         self._free = threading.BoundedSemaphore(HANGING)
 
     def call(self, name: str, within_s: float, *args: Any, **options: Any) -> Any:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from scalai.remote.silences import Silences
+
 WITHIN_S = 60.0
 """How long what a read needs may take (``remote_timeout``), all tries together."""
 TRIES_AT_LEAST = 2
@@ -46,12 +48,14 @@ class Patience:
         within_s: Seconds for all tries of one question.
         pause: Waits so many seconds between tries.
         clock: Returns seconds that only grow.
+        silences: Shared by those who ask the same servers.
     """
 
     def __init__(
         self, url: str, within_s: float = WITHIN_S, pause: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, silences: Silences | None = None,
     ) -> None:  # fmt: skip
+        self._silences = silences or Silences()
         self._url, self.within_s, self._pause, self._clock = url, within_s, pause, clock
 
     def ask(self, what: str, call: Callable[[float], T]) -> T:
@@ -65,20 +69,25 @@ class Patience:
             ChangedError: It is another one.
             OSError: It cannot be had, and why.
         """
+        self._silences.check(self._url)
+        began_s = time.monotonic()
         end = self._clock() + self.within_s
         pause_s, tries = PAUSE_S, 0
         while True:
             tries += 1
+            left_s = end - self._clock()
             try:
-                return call(max(min(end - self._clock(), self.within_s / TRIES_AT_LEAST), PAUSE_S))
+                found = call(max(min(left_s, self.within_s / TRIES_AT_LEAST), PAUSE_S))
+                self._silences.hear(self._url)
+                return found
             except Exception as error:  # each file system has its own
-                self._give_up_if(what, error, tries, end - self._clock() - pause_s)
+                self._raise_if_final(what, error)
+                self._give_up_if(what, error, tries, end - self._clock() - pause_s, began_s)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _give_up_if(self, what: str, error: Exception, tries: int, left_s: float) -> None:
-        why = error.strerror if isinstance(error, FinalError) else str(error)
-        why = why or type(error).__name__
+    def _raise_if_final(self, what: str, error: Exception) -> None:
+        why = _reason(error)
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(
                 errno.ENOENT, f"{self._url} is not there (any more): {why}"
@@ -87,11 +96,23 @@ class Patience:
             raise error
         if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES:
             raise OSError(errno.EIO, f"{self._url} cannot be {what}: {why}") from error
-        if left_s <= 0:
-            raise OSError(
+
+    def _give_up_if(
+        self, what: str, error: Exception, tries: int, left_s: float, began_s: float
+    ) -> None:
+        why = _reason(error)
+        if left_s <= 0 or self._silences.is_over:
+            failure = OSError(
                 errno.EIO,
                 f"{self._url} cannot be {what} within {self.within_s:g} s ({tries} tries): {why}",
-            ) from error
+            )
+            self._silences.note(self._url, failure, began_s)
+            raise failure from error
         log.warning(
             "event=source_retry url=%s tries=%d left_s=%.0f: %s", self._url, tries, left_s, why
         )
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, FinalError) else str(error)
+    return text or type(error).__name__

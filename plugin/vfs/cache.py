@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+from scalai.remote.silences import Silences
 from scalai.vfs.read_ahead import ReadAhead
 
 BLOCK_BYTES = 4 << 20
@@ -29,6 +30,9 @@ class BlockCache:
         limit_bytes: What all blocks together take at most.
         directory: Where they lie, in a folder that goes with this process; None: in memory.
 
+    Attributes:
+        silences: Of the servers that the files lie on.
+
     Raises:
         OSError: The folder cannot be made.
     """
@@ -40,6 +44,7 @@ class BlockCache:
         self._sizes: dict[Key, int] = {}
         self._number = 0
         self._ahead = ReadAhead()
+        self.silences = Silences()
         self._folder: Path | None = None
         self._is_full = False
         if directory is not None:
@@ -124,7 +129,8 @@ class BlockCache:
             self._ahead.submit(key, fetch)
 
     def close(self) -> None:
-        """Drop everything. What is being fetched ends in its own time."""
+        """Drop everything. What is being fetched ends with the try that it is at."""
+        self.silences.is_over = True
         self._ahead.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -20,7 +20,7 @@ from scalai.vfs.cache import BlockCache
 from scalai.vfs.nodes import File, Listed, Node, listed, missing
 from scalai.vfs.records import FixedRecords, Records, json_lines, sequences
 from scalai.vfs.shares import Order, Share
-from scalai.vfs.sources import Failure, LocalSource, RemoteSource, Source
+from scalai.vfs.sources import LocalSource, RemoteSource, Source
 from scalai.vfs.token_index import read_dtype, read_index
 from scalai.vfs.views import ReplicaFolder, Samples
 
@@ -265,7 +265,7 @@ def _files_below(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Itera
 def _remote_files(
     url: str, files: Any, path: str, cache: BlockCache, within_s: float
 ) -> dict[str, OpenSource]:
-    found = files_at(files, path, Patience(url, within_s), _ENDS)
+    found = files_at(files, path, _patience(url, cache, within_s), _ENDS)
     return {
         name: _Once(partial(_remote, files.unstrip_protocol(each), files, each, cache, within_s))
         for name, each in found.items()
@@ -273,7 +273,11 @@ def _remote_files(
 
 
 def _remote(url: str, files: Any, path: str, cache: BlockCache, within_s: float) -> Source:
-    return RemoteSource(url, remote_file(files, path), cache, Patience(url, within_s))
+    return RemoteSource(url, remote_file(files, path), cache, _patience(url, cache, within_s))
+
+
+def _patience(url: str, cache: BlockCache, within_s: float) -> Patience:
+    return Patience(url, within_s, silences=cache.silences)
 
 
 class _Once:
@@ -283,17 +287,11 @@ class _Once:
     def __init__(self, open_source: Callable[[], Source]) -> None:
         self._open, self._mutex = open_source, threading.Lock()
         self._source: Source | None = None
-        self._failure = Failure()
 
     def __call__(self) -> Source:
         with self._mutex:
             if self._source is None:
-                self._failure.check()
-                try:
-                    self._source = _Shared(self._open())
-                except OSError as error:
-                    self._failure.note(error)
-                    raise
+                self._source = _Shared(self._open())
             return self._source
 
 

@@ -25,8 +25,6 @@ LOOK_S = 1.0
 """How often it is asked whether a local file is still there under its name."""
 SLACK_S = 10.0
 """How much longer than a fetch may take others wait for it."""
-SHARED_S = 1.0
-"""How long after a failure others get it too, without a try of their own."""
 AHEAD = 2
 """Blocks that are read before they are asked for, once a reader goes from one to the next."""
 
@@ -151,7 +149,6 @@ class RemoteSource:
         self._in_flight: dict[int, Future[bytes]] = {}
         self._last = -1
         self._error: str | None = None
-        self._failure = Failure()
         self._facts = facts = self._asked("opened", file.look)
         if facts.size_bytes is None:
             raise OSError(errno.EIO, f"{url} does not say its size, so it has no places to read at")
@@ -201,7 +198,6 @@ class RemoteSource:
         try:
             data = self._cache.get(key)
             if data is None:
-                self._failure.check()
                 data = self._fetch(number)
                 self._cache.put(key, data)
             mine.set_result(data)
@@ -222,13 +218,9 @@ class RemoteSource:
     def _fetch(self, number: int) -> bytes:
         begin = number * BLOCK_BYTES
         ranges = [(begin, min(begin + BLOCK_BYTES, self.size_bytes))]
-        try:
-            found: list[bytes] = self._asked(
-                "read", lambda within_s: self._file.read(self._facts, ranges, within_s)
-            )
-        except OSError as error:
-            self._failure.note(error)
-            raise
+        found: list[bytes] = self._asked(
+            "read", lambda within_s: self._file.read(self._facts, ranges, within_s)
+        )
         return found[0]
 
     def _asked(self, what: str, call: Callable[[float], Any]) -> Any:
@@ -246,22 +238,3 @@ class RemoteSource:
 
     def close(self) -> None:
         self._cache.forget(self._url)
-
-
-class Failure:
-    """The last failure, which who comes shortly behind it shares: of those who wait together, each
-    would else wait as long once more, one after the other."""
-
-    def __init__(self) -> None:
-        self._error: OSError | None = None
-        self._at = 0.0
-
-    def note(self, error: OSError) -> None:
-        """Keep a failure."""
-        self._error, self._at = error, time.monotonic()
-
-    def check(self) -> None:
-        """Raise what has just failed."""
-        error = self._error
-        if error is not None and time.monotonic() - self._at < SHARED_S:
-            raise OSError(error.errno, error.strerror)

@@ -19,6 +19,7 @@ pytest.importorskip("moto.server", reason="moto[server], which serves s3 here, i
 
 import scalai
 from scalai.core.errors import RefusedError, UsageError
+from scalai.remote import silences
 from scalai.vfs import sources
 from scalai.vfs.cache import BLOCK_BYTES, BlockCache
 from scalai.vfs.dataset import open_files
@@ -49,7 +50,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(sources, "SHARED_S", 0.0)
+    monkeypatch.setattr(silences, "SHARED_S", 0.0)
     monkeypatch.setattr(sources, "AHEAD", 0)
     port = free_port("127.0.0.1")
     process = subprocess.Popen(

@@ -11,6 +11,7 @@ import fsspec
 import pytest
 
 from scalai.core.errors import UsageError
+from scalai.remote import silences
 from scalai.remote.files import remote_file
 from scalai.remote.patience import Patience
 from scalai.vfs import sources
@@ -160,7 +161,7 @@ def test_errors_that_pass_are_tried_again_and_others_said(
     with pytest.raises(OSError, match="reset"):
         other.read(0, 1)
     assert files.reads == reads, "who waited for the same failure does not wait once more"
-    monkeypatch.setattr(sources, "SHARED_S", 0)
+    monkeypatch.setattr(silences, "SHARED_S", 0)
     assert other.read(0, 1) == b"0", "a source that comes back is read"
 
 

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp, by which fsspec reads http, is not installed")
 
 from scalai.core.errors import UsageError
-from scalai.remote import http_file
+from scalai.remote import http_file, silences
 from scalai.vfs import read_ahead, sources
 from scalai.vfs.cache import BlockCache
 from scalai.vfs.dataset import open_files
@@ -36,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of few bytes, and a failure that nobody shares."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(http_file, "WHOLE_BYTES", BLOCK)
-    monkeypatch.setattr(sources, "SHARED_S", 0.0)
+    monkeypatch.setattr(silences, "SHARED_S", 0.0)
 
 
 @pytest.fixture
@@ -217,8 +219,8 @@ def test_a_silent_server_keeps_few_threads_waiting_and_no_process(server: WebSer
 def test_those_who_wait_for_the_same_silence_share_its_end(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SHARED_S", 60.0)
     source = at_last(lambda: opened(f"{server.url}/a.bin", 1.0), *FAILED)
+    monkeypatch.setattr(silences, "SHARED_S", 60.0)
     server.site.asked.clear()
     server.site.always = web_server.silent
     said: list[str] = []
@@ -236,6 +238,46 @@ def test_those_who_wait_for_the_same_silence_share_its_end(
     asked = len(server.site.asked)
     read(3 * BLOCK)
     assert len(said) == 13 and len(server.site.asked) == asked <= 2 * 3
+
+
+def test_a_silent_server_is_waited_for_once_and_one_that_answers_others_is_not_silent(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "AHEAD", 0)
+    cache = BlockCache(0)
+    server.site.pages["/b.bin"] = server.site.pages["/a.bin"]
+    a, b = (
+        at_last(partial(opened, f"{server.url}{path}", 4.0, cache), *FAILED)
+        for path in ("/a.bin", "/b.bin")
+    )
+
+    def only_b(handler: web_server.Handler, page: Page, path: str) -> bool:
+        return path == "/b.bin" and web_server.silent(handler, page, path)
+
+    def read_b() -> None:
+        with pytest.raises(OSError, match=r"b\.bin cannot be read within"):
+            b.read(0, 10)
+
+    monkeypatch.setattr(silences, "SHARED_S", 60.0)
+    server.site.asked.clear()
+    server.site.always = only_b
+    reader = threading.Thread(target=read_b)
+    reader.start()
+    end = time.monotonic() + 60
+    while not server.site.asked and time.monotonic() < end:
+        time.sleep(0.01)
+    assert a.read(0, 10) == DATA[:10]
+    reader.join(60)
+    assert a.read(0, 10) == DATA[:10], "the server has answered meanwhile"
+    monkeypatch.setattr(silences, "SHARED_S", 0.0)
+    server.site.always = web_server.silent
+    with pytest.raises(OSError, match=r"b\.bin cannot be read within"):
+        b.read(0, 10)
+    monkeypatch.setattr(silences, "SHARED_S", 60.0)
+    asked = len(server.site.asked)
+    with pytest.raises(OSError, match=r"b\.bin cannot be read within"):
+        a.read(0, 10)
+    assert len(server.site.asked) == asked
 
 
 def serve(folder: Path, port: int = 0) -> "subprocess.Popen[str]":
