@@ -115,6 +115,8 @@ def _tree(args: argparse.Namespace) -> Any:
 
     if args.cache_mb < 0:
         raise UsageError(f"--cache-mb {args.cache_mb}: expected 0 or more.")
+    if not 0 < args.remote_timeout < float("inf"):
+        raise UsageError(f"--remote-timeout {args.remote_timeout}: expected seconds above 0.")
     directory = find_job(args.what, args.store_dir, may_be_new=bool(sources))
     return Tree(
         directory,

@@ -97,7 +97,10 @@ class HttpFile:
             if answer.status == 416:
                 check_same(facts, await self._look())
                 raise OSError(f"the server says that it has no bytes {begin} to {end}")
-            check_same(facts, _facts(answer))
+            now = _facts(answer)
+            if now.size_bytes is None and now.tags == facts.tags:
+                raise OSError("the server does not say which bytes it sends")
+            check_same(facts, now)
             low, high = _places(answer, facts.size_bytes or 0)
             if high - low > max(WHOLE_BYTES, end - begin) or not low <= begin < end <= high:
                 raise OSError(f"bytes {low} to {high} came instead of {begin} to {end}")

@@ -95,10 +95,16 @@ class Handler(BaseHTTPRequestHandler):
         match = _RANGE.fullmatch(self.headers.get("Range") or "")
         return (int(match[1]), min(int(match[2]) + 1, len(page.data))) if match else None
 
-    def head(self, page: Page, place: tuple[int, int] | None, length: int | None = None) -> bytes:
+    def head(
+        self,
+        page: Page,
+        place: tuple[int, int] | None,
+        length: int | None = None,
+        status: int | None = None,
+    ) -> bytes:
         """Send the head of an answer, and return its body."""
         low, high = place or (0, len(page.data))
-        self.send_response(206 if place else 200)
+        self.send_response(status or (206 if place else 200))
         if place:
             self.send_header("Content-Range", f"bytes {low}-{high - 1}/{len(page.data)}")
         self.send_header("Content-Type", page.kind)
@@ -211,6 +217,14 @@ def another_range(handler: Handler, page: Page, path: str) -> bool:
     """Send as many bytes of another place, and say so."""
     low, high = handler.place(page) or (0, len(page.data))
     handler.body(handler.head(page, (low + 1, high + 1)))
+    return True
+
+
+def unsaid(handler: Handler, page: Page, path: str) -> bool:
+    """Send the bytes of a range, and do not say which."""
+    low, high = handler.place(page) or (0, len(page.data))
+    part = Page(page.data[low:high], page.etag, page.modified)
+    handler.body(handler.head(part, None, status=206))
     return True
 
 

@@ -77,6 +77,7 @@ FAULTS: dict[str, Behave] = {
     "says less": web_server.says_less,
     "whole": web_server.whole,
     "another range": web_server.another_range,
+    "unsaid range": web_server.unsaid,
     "416": web_server.status(416),
 }
 
