@@ -16,13 +16,14 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.launch.config.elastic_file import load_config
 from scalai.launch.config.own_batch import own_batch
 from scalai.launch.logs import configure
+from scalai.remote.patience import WITHIN_S
 from scalai.vfs.mounts import absolute, find_mount, prepare, unmount
 
 if TYPE_CHECKING:
     from scalai.vfs.tree import Tree
 
 START_S = 60.0
-"""How long a mount may take to be there."""
+"""How long a mount may take to be there, beside what it asks of URLs."""
 _WITHOUT = "The same tree is read without a mount as scalai://JOB/… by fsspec."
 
 log = logging.getLogger("scalai.mount")
@@ -72,6 +73,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="what blocks of remote sources may take (default: %(default)s)",
     )  # fmt: skip
     mount.add_argument("--cache-dir", type=Path, help="where they lie, if not in memory")
+    mount.add_argument(
+        "--remote-timeout", type=float, default=WITHIN_S, metavar="S",
+        help="how long what a read needs of a URL may take, all tries together (default: "
+        "%(default)g s)",
+    )  # fmt: skip
     mount.add_argument("--store-dir", type=Path, help="where stores are, if not in /dev/shm")
     mount.add_argument("--log", type=Path, metavar="FILE", help="where the process writes its log")
     mount.add_argument("--foreground", action="store_true", help="serve in this process")
@@ -133,8 +139,11 @@ def _tree(args: argparse.Namespace) -> "Tree":
     ).over(_of_file(args.elastic))  # fmt: skip
     if args.cache_mb < 0:
         raise UsageError(f"--cache-mb {args.cache_mb}: expected 0 or more.")
+    if not 0 < args.remote_timeout < float("inf"):
+        raise UsageError(f"--remote-timeout {args.remote_timeout}: expected seconds above 0.")
     directory = find_job(args.what, args.store_dir, may_be_new=bool(given.sources))
-    return Tree(directory, given, cache=BlockCache(args.cache_mb << 20, args.cache_dir))
+    cache = BlockCache(args.cache_mb << 20, args.cache_dir)
+    return Tree(directory, given, cache=cache, remote_timeout_s=args.remote_timeout)
 
 
 def _of_file(path: str | None) -> DatasetTable:
@@ -195,7 +204,7 @@ def _start(args: argparse.Namespace, point: Path) -> None:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
-    end = time.monotonic() + START_S
+    end = time.monotonic() + START_S + args.remote_timeout
     while process.poll() is None and time.monotonic() < end:
         if find_mount(point) is not None:
             print(f"{args.what} is mounted at {point} by process {process.pid}; its log is {path}")

@@ -85,7 +85,17 @@ def _exists(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     if not prefix.startswith(SCHEME):
         return wrapped(*args, **kwargs)
     files, path = fsspec.core.url_to_fs(prefix)
-    return files.exists(path + ".idx") and files.exists(path + ".bin")
+    return _is_there(files, path + ".idx") and _is_there(files, path + ".bin")
+
+
+def _is_there(files: Any, path: str) -> bool:
+    """Whether a file is there. fsspec's own ``exists`` says of a server that does not answer that
+    there is none. Raises ``OSError``."""
+    try:
+        files.info(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _initialize(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:

@@ -7,7 +7,8 @@ kernel reads whole pages, and ahead.
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +16,10 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.store.files import read_at
 
 RANGES_AT_ONCE = 1024
-BYTES_AT_ONCE = 1 << 26
-"""A URL is asked for so many ranges, or of so many bytes, at a time."""
-
-_VERSIONS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
-"""What file systems of fsspec call that by which one state of a file is told from another."""
+BYTES_AT_ONCE = 1 << 24
+"""A URL is asked for so many ranges, or of so many bytes, at a time, within one deadline."""
+PIECE_BYTES = 1 << 22
+"""A longer range is asked for in pieces."""
 
 
 class ByteRanges(Protocol):
@@ -49,15 +49,18 @@ class ByteRanges(Protocol):
         """Give back what it holds."""
 
 
-def open_ranges(path_or_url: str | Path) -> ByteRanges:
+def open_ranges(path_or_url: str | Path, remote_timeout_s: float) -> ByteRanges:
     """Open a file of this machine, or what an fsspec URL names.
+
+    Args:
+        remote_timeout_s: Seconds for what is asked of a URL at a time, all tries together.
 
     Raises:
         RefusedError: It is not there, no file, or cannot be read.
         UsageError: It is a URL, and fsspec or what it needs for it is not installed.
     """
     name = os.fspath(path_or_url)
-    return UrlRanges(name) if "://" in name else LocalRanges(name)
+    return UrlRanges(name, remote_timeout_s) if "://" in name else LocalRanges(name)
 
 
 def read_range(source: ByteRanges, begin: int, length: int) -> bytes:
@@ -115,68 +118,81 @@ def _state(found: os.stat_result) -> tuple[int, int, int, int]:
 class UrlRanges:
     """What an fsspec URL names. A range goes over the network as it is, without read-ahead."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, remote_timeout_s: float) -> None:
         self.name = name
         self.bytes_read = 0
         try:
             from fsspec.core import url_to_fs
 
-            self._system, self._path = url_to_fs(name)
+            from scalai.remote.files import remote_file
+            from scalai.remote.patience import Patience
+
+            files, path = url_to_fs(name)
+            self._file = remote_file(files, path)
         except (ImportError, ValueError) as error:
             raise UsageError(f"{name}: {error} (scalai[slabs] brings fsspec).") from error
-        self._was = self._state()
-        if not isinstance(self._was[0], int):
+        self._patience = Patience(name, remote_timeout_s)
+        self._was = self._asked(self._file.look)
+        if self._was.size_bytes is None:
             raise RefusedError(f"{name} does not say its size, so that ranges of it are unknown.")
-        self.size = self._was[0]
+        self.size = self._was.size_bytes
 
     def fill(self, begins: Sequence[int], length: int, into: memoryview) -> None:
-        step = max(min(RANGES_AT_ONCE, BYTES_AT_ONCE // max(length, 1)), 1)
-        for first in range(0, len(begins), step):
-            some = [int(begin) for begin in begins[first : first + step]]
-            for number, data in enumerate(self._ask(some, length), first):
-                into[number * length : (number + 1) * length] = data
+        for some in _batches(begins, length):
+            ranges = [(begin, end) for begin, end, _ in some]
+            found: list[bytes] = self._asked(partial(self._read, ranges))
+            for (begin, end, at), data in zip(some, found, strict=True):
+                into[at : at + end - begin] = data
+            self.bytes_read += sum(map(len, found))
 
-    def _ask(self, begins: list[int], length: int) -> list[bytes]:
-        ends = [begin + length for begin in begins]
+    def _read(self, ranges: list[tuple[int, int]], within_s: float) -> list[bytes]:
+        return self._file.read(self._was, ranges, within_s)
+
+    def _asked(self, call: Callable[[float], Any]) -> Any:
+        """Return an answer, for which the patience waits. Raises ``RefusedError``."""
+        from scalai.remote.patience import ChangedError
+
         try:
-            found: list[bytes] = self._system.cat_ranges(
-                [self._path] * len(begins), begins, ends, on_error="raise"
-            )
-        except OSError as error:
-            self.check_unchanged()
-            raise RefusedError(f"{self.name} cannot be read ({error}).") from error
-        self.bytes_read += sum(map(len, found))
-        wrong = [len(data) for data in found if len(data) != length]
-        if wrong:
-            self.check_unchanged()
+            return self._patience.ask("read", call)
+        except ChangedError as error:
             raise RefusedError(
-                f"{self.name} has answered with {wrong[0]} bytes where {length} were asked for: it "
-                "is truncated, or its server sends no ranges."
-            )
-        return found
+                f"{self.name} has changed since it was opened: {error.strerror}. {_ANOTHER}"
+            ) from error
+        except IsADirectoryError as error:
+            raise RefusedError(f"{self.name} is no file.") from error
+        except OSError as error:
+            raise RefusedError(f"{error.strerror or error}: {self.name} cannot be read.") from error
 
     def check_unchanged(self) -> None:
-        now = self._state()
-        if now != self._was:
-            raise _changed(self.name, self._was, now)
+        from scalai.remote.facts import check_same
 
-    def _state(self) -> tuple[Any, str]:
-        try:
-            self._system.invalidate_cache()
-            found = self._system.info(self._path)
-        except OSError as error:
-            raise RefusedError(f"{self.name} cannot be read ({error}).") from error
-        if found.get("type", "file") != "file":
-            raise RefusedError(f"{self.name} is no file.")
-        version = next((str(found[key]) for key in _VERSIONS if found.get(key)), "")
-        return found.get("size"), version
+        self._asked(lambda within_s: check_same(self._was, self._file.look(within_s)))
 
     def close(self) -> None:
         """The file system is shared by all that use its URLs, and stays."""
 
 
+def _batches(begins: Sequence[int], length: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield ranges as pieces that are asked for together: begin, end, place in what is filled."""
+    some: list[tuple[int, int, int]] = []
+    size = 0
+    for number, begin in enumerate(map(int, begins)):
+        for low in range(0, length, PIECE_BYTES):
+            high = min(low + PIECE_BYTES, length)
+            if len(some) == RANGES_AT_ONCE or size + high - low > BYTES_AT_ONCE:
+                yield some
+                some, size = [], 0
+            some.append((begin + low, begin + high, number * length + low))
+            size += high - low
+    if some:
+        yield some
+
+
+_ANOTHER = "What was read before is of another file. Open it again, or put back what was there."
+
+
 def _changed(name: str, was: tuple[Any, ...], now: tuple[Any, ...]) -> RefusedError:
     return RefusedError(
-        f"{name} has changed since it was opened: size and time were {was}, and are {now}. What "
-        "was read before is of another file. Open it again, or put back what was there."
+        f"{name} has changed since it was opened: size and time were {was}, and are {now}. "
+        f"{_ANOTHER}"
     )

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.errors import RefusedError, UsageError
+from scalai.remote.patience import WITHIN_S
 from scalai.slabs.byte_ranges import ByteRanges, open_ranges, read_range
 from scalai.slabs.hdf5 import MAGIC, Hdf5Array, has_user_block
 from scalai.slabs.plain_arrays import NPY_MAGIC, npy_array, safetensors_array
@@ -38,7 +39,9 @@ Index = slice | tuple[slice, ...]
 one axis also ``numpy.s_[32:64]``."""
 
 
-def read_slab(path_or_url: str | Path, key: str | None, index: Index) -> SlabRead:
+def read_slab(
+    path_or_url: str | Path, key: str | None, index: Index, *, remote_timeout_s: float = WITHIN_S
+) -> SlabRead:
     """Read one slab of an array, and no more of the file than it takes.
 
     For one of many slabs keep the file open (``SlabFile``).
@@ -47,11 +50,12 @@ def read_slab(path_or_url: str | Path, key: str | None, index: Index) -> SlabRea
         path_or_url: A file, or a URL of fsspec.
         key: Name of the data set or tensor; None for .npy.
         index: Where the slab begins and ends on each axis.
+        remote_timeout_s: As of ``SlabFile``.
 
     Raises:
         RefusedError: As ``SlabFile`` and its ``read``.
     """
-    with SlabFile(path_or_url, key) as file:
+    with SlabFile(path_or_url, key, remote_timeout_s=remote_timeout_s) as file:
         values = file.read(index)
         return SlabRead(values, file.bytes_read)
 
@@ -61,6 +65,11 @@ class SlabFile:
 
     It may be used as a context. What kind of file it is is told by its first bytes; safetensors,
     which has none of its own, is what is none of the others.
+
+    Args:
+        path_or_url: A file, or a URL of fsspec.
+        key: Name of the data set or tensor; None for .npy.
+        remote_timeout_s: How long a URL is asked for up to 16 MiB, all tries together.
 
     Attributes:
         shape: Of the whole array.
@@ -72,8 +81,10 @@ class SlabFile:
         UsageError: What reads it is not installed.
     """
 
-    def __init__(self, path_or_url: str | Path, key: str | None) -> None:
-        self._source = open_ranges(path_or_url)
+    def __init__(
+        self, path_or_url: str | Path, key: str | None, *, remote_timeout_s: float = WITHIN_S
+    ) -> None:
+        self._source = open_ranges(path_or_url, remote_timeout_s)
         self._array: _Array | None = None
         try:
             self._array = _open_array(self._source, key)

@@ -8,8 +8,10 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from scalai.remote.silences import Silences
+from scalai.vfs.read_ahead import ReadAhead
 
 BLOCK_BYTES = 4 << 20
 LIMIT_BYTES = 256 << 20
@@ -28,6 +30,9 @@ class BlockCache:
         limit_bytes: What all blocks together take at most.
         directory: Where they lie, in a folder that goes with this process; None: in memory.
 
+    Attributes:
+        silences: Of the servers that the files lie on.
+
     Raises:
         OSError: The folder cannot be made.
     """
@@ -38,7 +43,8 @@ class BlockCache:
         self._blocks: OrderedDict[Key, bytes | Path] = OrderedDict()
         self._sizes: dict[Key, int] = {}
         self._number = 0
-        self._threads = ThreadPoolExecutor(2, "read-ahead")
+        self._ahead = ReadAhead()
+        self.silences = Silences()
         self._folder: Path | None = None
         self._is_full = False
         if directory is not None:
@@ -117,16 +123,15 @@ class BlockCache:
             for key in [key for key in self._blocks if key[0] == name]:
                 self._drop(key)
 
-    def beside(self, call: Callable[[], None]) -> None:
-        """Run a call in a thread of the cache; nothing is run after ``close``."""
-        try:
-            self._threads.submit(call)
-        except RuntimeError:
-            pass  # it is closing
+    def beside(self, key: Key, fetch: Callable[[], None]) -> None:
+        """Have a block fetched before it is asked for, unless it is here or many others wait."""
+        if not self.has(key):
+            self._ahead.submit(key, fetch)
 
     def close(self) -> None:
-        """Drop everything. What is being fetched ends in its own time."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Drop everything. What is being fetched ends with the try that it is at."""
+        self.silences.is_over = True
+        self._ahead.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)

@@ -17,6 +17,8 @@ import numpy as np
 from scalai.core.dataset.global_batches import GlobalBatches
 from scalai.core.dataset.own_order import Shuffled
 from scalai.core.errors import RefusedError, UsageError
+from scalai.remote.files import files_at, remote_file
+from scalai.remote.patience import WITHIN_S, Patience
 from scalai.vfs.cache import BlockCache
 from scalai.vfs.nodes import File, Listed, Node, listed, missing
 from scalai.vfs.records import FixedRecords, Records, json_lines, sequences
@@ -42,12 +44,14 @@ class DatasetSpec:
     Attributes:
         tokens: Tokens of a sample, of a ``.bin``; None: its sequences are the samples.
         seed: Of its order; None: the samples come as they lie.
+        remote_timeout_s: How long what a read needs of a URL may take, all tries together.
     """
 
     name: str
     url: str
     tokens: int | None = None
     seed: int | None = None
+    remote_timeout_s: float = WITHIN_S
 
     def order(self, samples: int) -> Order:
         """Return the order of so many samples.
@@ -89,7 +93,7 @@ class DatasetFolder:
 
     def __init__(self, spec: DatasetSpec, cache: BlockCache, job: Job) -> None:
         self._spec, self._job = spec, job
-        self._files = open_files(spec.url, cache)
+        self._files = open_files(spec.url, cache, spec.remote_timeout_s)
         self._source = source_folder(self._files)
         self._mutex = threading.RLock()
         self._samples: Samples | None = None
@@ -198,7 +202,9 @@ def _file(open_source: OpenSource) -> File:
         source.close()
 
 
-def open_files(url: str, cache: BlockCache) -> dict[str, OpenSource]:
+def open_files(
+    url: str, cache: BlockCache, remote_timeout_s: float = WITHIN_S
+) -> dict[str, OpenSource]:
     """Return what opens each file at a URL, by its path below it.
 
     Raises:
@@ -208,7 +214,11 @@ def open_files(url: str, cache: BlockCache) -> dict[str, OpenSource]:
         files, path = fsspec.core.url_to_fs(url)
         is_local = bool({files.protocol} & {*LOCAL} if isinstance(files.protocol, str)
                         else {*files.protocol} & {*LOCAL})  # fmt: skip
-        found = _local_files(Path(path)) if is_local else _remote_files(url, files, path, cache)
+        found = (
+            _local_files(Path(path))
+            if is_local
+            else _remote_files(url, files, path, cache, remote_timeout_s)
+        )
     except (ImportError, ValueError) as error:
         raise UsageError(f"{url} cannot be opened: {error}") from error
     except Exception as error:  # each file system has its own
@@ -253,20 +263,22 @@ def _files_below(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Itera
             yield path
 
 
-def _remote_files(url: str, files: Any, path: str, cache: BlockCache) -> dict[str, OpenSource]:
-    root = path.rstrip("/")
-    if files.isfile(path):
-        paths = {root.rpartition("/")[2]: path}
-    elif files.isdir(path):
-        paths = {each[len(root) + 1 :]: each for each in files.find(root)}
-    else:
-        both = [root + end for end in _ENDS]
-        paths = {each.rpartition("/")[2]: each for each in both if files.exists(each)}
-    protocol = url.partition("://")[0]
+def _remote_files(
+    url: str, files: Any, path: str, cache: BlockCache, within_s: float
+) -> dict[str, OpenSource]:
+    found = files_at(files, path, _patience(url, cache, within_s), _ENDS)
     return {
-        name: _Once(partial(RemoteSource, f"{protocol}://{each}", files, each, cache))
-        for name, each in paths.items() if ".." not in name.split("/")
-    }  # fmt: skip
+        name: _Once(partial(_remote, files.unstrip_protocol(each), files, each, cache, within_s))
+        for name, each in found.items()
+    }
+
+
+def _remote(url: str, files: Any, path: str, cache: BlockCache, within_s: float) -> Source:
+    return RemoteSource(url, remote_file(files, path), cache, _patience(url, cache, within_s))
+
+
+def _patience(url: str, cache: BlockCache, within_s: float) -> Patience:
+    return Patience(url, within_s, silences=cache.silences)
 
 
 class _Once:

@@ -10,6 +10,8 @@ from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from scalai.core.errors import UsageError
+from scalai.remote.patience import WITHIN_S
 from scalai.vfs.array_files import HEADERS
 from scalai.vfs.nodes import Content, File, Link, Node, is_folder, resolve
 from scalai.vfs.tree import Tree, find_store, read_table
@@ -28,6 +30,7 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
             (``FSSPEC_SCALAI='{"sources": {"corpus": "/data/corpus"}}'``).
         store_dir: Where stores are, if not in shared memory.
         directory: Where the generations of the job lie, for one that has no store here.
+        remote_timeout_s: How long what a read needs of a URL may take, all tries together.
 
     Raises:
         UsageError: A value is not what it should be.
@@ -40,7 +43,8 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self, sources: Mapping[str, str] | None = None,
         record_tokens: Mapping[str, int] | None = None, shuffle: Mapping[str, int] | None = None,
         global_batch_size: int | None = None, rampup_batch_size: Sequence[int] = (),
-        store_dir: str | None = None, directory: str | None = None, **options: Any,
+        store_dir: str | None = None, directory: str | None = None,
+        remote_timeout_s: float = WITHIN_S, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(**options)
         self._given = read_table({
@@ -48,7 +52,10 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
             "shuffle": shuffle or {}, "global_batch_size": global_batch_size,
             "rampup_batch_size": list(rampup_batch_size),
         })  # fmt: skip
+        if not 0 < remote_timeout_s < float("inf"):
+            raise UsageError(f"remote_timeout_s {remote_timeout_s}: expected seconds above 0.")
         self._store_dir, self._directory = store_dir, directory
+        self._remote_timeout_s = remote_timeout_s
         self._trees: dict[str, Tree] = {}
 
     @classmethod
@@ -63,7 +70,9 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
         job, _, inside = self._strip_protocol(path).partition("/")
         tree = self._trees.get(job)
         if tree is None or (tree.is_new and tree.generations.numbers()):
-            tree = self._trees[job] = Tree(self._find(job), self._given)
+            tree = self._trees[job] = Tree(
+                self._find(job), self._given, remote_timeout_s=self._remote_timeout_s
+            )
         tree.pins.sweep()
         return resolve(tree, inside)[1]
 

@@ -11,22 +11,20 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import datetime
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from scalai.remote.files import RemoteFile
+from scalai.remote.patience import ChangedError, Patience
 from scalai.vfs.cache import BLOCK_BYTES, BlockCache
 
 LOOK_S = 1.0
 """How often it is asked whether a local file is still there under its name."""
-TRIES = 4
-PAUSE_S = 0.2
-"""Between the first two tries; twice as long before each further one."""
-WAIT_S = 120.0
-"""How long a read waits for another one that fetches the same block."""
+SLACK_S = 10.0
+"""How much longer than a fetch may take others wait for it."""
 AHEAD = 2
 """Blocks that are read before they are asked for, once a reader goes from one to the next."""
 
@@ -129,57 +127,36 @@ def _state(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-class FileSystem(Protocol):
-    """What is used of an fsspec file system."""
-
-    def info(self, path: str) -> Mapping[str, Any]:
-        """Return size and what else is known of a file."""
-
-    def cat_file(self, path: str, start: int, end: int) -> bytes:
-        """Return bytes ``[start, end)``."""
-
-    def invalidate_cache(self, path: str) -> None:
-        """Forget what is known of a file."""
-
-
 class RemoteSource:
     """A file behind an fsspec file system, read in blocks through a bounded cache.
 
     Args:
         url: For messages, and for the cache.
-        files: Its file system.
-        path: Its path there.
+        file: What is asked for its bytes.
         cache: Shared by sources.
-        pause: Waits so many seconds between tries.
+        patience: How long it is asked.
 
     Raises:
         OSError: It cannot be found.
     """
 
     def __init__(
-        self, url: str, files: FileSystem, path: str, cache: BlockCache,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:  # fmt: skip
-        self._url, self._files, self._path = url, files, path
-        self._cache, self._pause = cache, pause
+        self, url: str, file: RemoteFile, cache: BlockCache, patience: Patience | None = None
+    ) -> None:
+        self._url, self._file, self._cache = url, file, cache
+        self._patience = patience or Patience(url)
         self._mutex = threading.Lock()
-        self._in_flight: dict[int, threading.Event] = {}
+        self._in_flight: dict[int, Future[bytes]] = {}
         self._last = -1
         self._error: str | None = None
-        info = self._tried("opened", self._info)
-        size = info.get("size")
-        if not isinstance(size, int):
+        self._facts = facts = self._asked("opened", file.look)
+        if facts.size_bytes is None:
             raise OSError(errno.EIO, f"{url} does not say its size, so it has no places to read at")
-        self.size_bytes, self._identity = size, identity_of(info)
-        self.mtime = _seconds(info)
-        if self._identity == (size,):
+        self.size_bytes, self.mtime = facts.size_bytes, facts.mtime
+        if not facts.tags:
             log.warning(
                 "event=source_without_tag url=%s: only its size tells whether it changes", url
             )
-
-    def _info(self) -> Mapping[str, Any]:
-        self._files.invalidate_cache(self._path)
-        return self._files.info(self._path)
 
     def read(self, offset: int, size: int) -> bytes:
         if self._error is not None:
@@ -199,8 +176,7 @@ class RemoteSource:
     def _read_ahead(self, last: int) -> None:
         blocks = -(-self.size_bytes // BLOCK_BYTES)
         for number in range(last + 1, min(last + 1 + AHEAD, blocks)):
-            if not self._cache.has((self._url, number)):
-                self._cache.beside(partial(self._quietly, number))
+            self._cache.beside((self._url, number), partial(self._quietly, number))
 
     def _quietly(self, number: int) -> None:
         try:
@@ -209,93 +185,56 @@ class RemoteSource:
             pass  # whoever asks for it gets the error
 
     def _block(self, number: int) -> bytes:
-        """Return a block; one thread fetches it, others wait for that one."""
+        """Return a block; one thread fetches it, others get what comes of that."""
         key = (self._url, number)
         data = self._cache.get(key)
         if data is not None:
             return data
-        with self._fetching(number):
+        with self._mutex:
+            other = self._in_flight.get(number)
+            mine = self._in_flight[number] = Future() if other is None else other
+        if other is not None:
+            return self._awaited(other)
+        try:
             data = self._cache.get(key)
             if data is None:
-                data = bytes(self._tried("read", lambda: self._fetch(number)))
+                data = self._fetch(number)
                 self._cache.put(key, data)
-        return data
-
-    @contextmanager
-    def _fetching(self, number: int) -> Iterator[None]:
-        end = time.monotonic() + WAIT_S
-        while True:
-            with self._mutex:
-                other = self._in_flight.get(number)
-                if other is None:
-                    mine = self._in_flight[number] = threading.Event()
-                    break
-            if not other.wait(end - time.monotonic()):
-                raise OSError(errno.EIO, f"{self._url} gave no bytes within {WAIT_S:.0f} s")
-        try:
-            yield
+            mine.set_result(data)
+            return data
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
         finally:
             with self._mutex:
                 del self._in_flight[number]
-            mine.set()
+
+    def _awaited(self, other: "Future[bytes]") -> bytes:
+        try:
+            return other.result(self._patience.within_s + SLACK_S)
+        except TimeoutError as error:
+            raise OSError(errno.EIO, f"{self._url} gave no bytes in time") from error
 
     def _fetch(self, number: int) -> bytes:
         begin = number * BLOCK_BYTES
-        end = min(begin + BLOCK_BYTES, self.size_bytes)
-        data = self._files.cat_file(self._path, begin, end)
-        if identity_of(self._info()) != self._identity:
-            self._error = (
-                f"{self._url} changed since it was opened. Mount again to read the new one."
-            )
-            raise _ChangedError(errno.EIO, self._error)
-        if len(data) != end - begin:
-            raise OSError(errno.EIO, f"{len(data)} bytes came instead of {end - begin}")
-        return bytes(data)
+        ranges = [(begin, min(begin + BLOCK_BYTES, self.size_bytes))]
+        found: list[bytes] = self._asked(
+            "read", lambda within_s: self._file.read(self._facts, ranges, within_s)
+        )
+        return found[0]
 
-    def _tried(self, what: str, call: "Callable[[], Any]") -> Any:
-        """Call, again where it fails and that may pass. Raises ``OSError``."""
-        pause = PAUSE_S
-        for left in reversed(range(TRIES)):
-            try:
-                return call()
-            except _ChangedError:
-                raise
-            except FileNotFoundError as error:
-                raise OSError(errno.EIO, f"{self._url} is not there (any more): {error}") from error
-            except Exception as error:  # each file system has its own
-                if not left:
-                    raise OSError(
-                        errno.EIO, f"{self._url} cannot be {what} ({TRIES} tries): {error}"
-                    ) from error
-                log.warning("event=source_retry url=%s left=%d: %s", self._url, left, error)
-            self._pause(pause)
-            pause *= 2
-        raise AssertionError("the last try returns or raises")
+    def _asked(self, what: str, call: Callable[[float], Any]) -> Any:
+        """Return an answer. Raises ``OSError`` with a number that readers know."""
+        try:
+            return self._patience.ask(what, call)
+        except ChangedError as error:
+            self._error = (
+                f"{self._url} changed since it was opened: {error.strerror}. Mount again to read "
+                "the new one."
+            )
+            raise OSError(errno.EIO, self._error) from error
+        except OSError as error:
+            raise OSError(errno.EIO, error.strerror or f"{self._url}: {error}") from error
 
     def close(self) -> None:
         self._cache.forget(self._url)
-
-
-class _ChangedError(OSError):
-    """Trying again does not help."""
-
-
-_TAGS = ("ETag", "etag", "md5", "md5Hash", "checksum", "version_id", "generation")
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "Last-Modified", "created")
-
-
-def identity_of(info: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what tells a file from its later self, of what its file system says."""
-    found = (str(info[name]) for name in (*_TAGS, *_TIMES) if info.get(name) is not None)
-    return (info.get("size"), *found)
-
-
-def _seconds(info: Mapping[str, Any]) -> float:
-    """Return the time of a file's last change, 0 where none is known."""
-    for name in _TIMES:
-        value = info.get(name)
-        if isinstance(value, int | float):
-            return float(value)
-        if isinstance(value, datetime):
-            return value.timestamp()
-    return 0.0

@@ -15,6 +15,7 @@ from pathlib import Path
 from scalai.core.dataset.table import DATASET, DatasetTable
 from scalai.core.errors import MessageError, UsageError
 from scalai.core.jsonable import Json
+from scalai.remote.patience import WITHIN_S
 from scalai.runtime.codec import convert
 from scalai.store.generation import Generation
 from scalai.store.places import check_job, default_store_dir
@@ -36,6 +37,7 @@ class Tree:
             its newest generation has it now.
         cache: Of remote sources.
         pins: What keeps generations that are open.
+        remote_timeout_s: How long what a read needs of a URL may take, all tries together.
 
     Attributes:
         is_new: Whether the job had no generation yet, and could say nothing.
@@ -52,6 +54,7 @@ class Tree:
     def __init__(
         self, directory: Path | None, given: DatasetTable | None = None, *,
         cache: BlockCache | None = None, pins: Pins | None = None,
+        remote_timeout_s: float = WITHIN_S,
     ) -> None:  # fmt: skip
         self.pins, self._cache = pins or Pins(), cache or BlockCache()
         self.generations = Generations(directory, self.pins)
@@ -63,7 +66,7 @@ class Tree:
         job = Job(self.table.batches, self._dp, self._consumed)
         folders: dict[str, Node] = {}
         for name, url in self.table.sources.items():
-            spec = DatasetSpec(name, url, tokens.get(name), seeds.get(name))
+            spec = DatasetSpec(name, url, tokens.get(name), seeds.get(name), remote_timeout_s)
             try:
                 folders[name] = DatasetFolder(spec, self._cache, job)
             except UsageError as error:

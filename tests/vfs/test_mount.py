@@ -232,7 +232,11 @@ def test_what_a_flag_says_of_another_data_set_or_without_a_number_is_refused(
     place: Place, tmp_path: Path
 ) -> None:
     source = f"--source=lines={place.folder}/lines"
-    for more, why in (("--shuffle=x=1", "names 'x'"), ("--shuffle=lines=a", "a whole number")):
+    for more, why in (
+        ("--shuffle=x=1", "names 'x'"),
+        ("--shuffle=lines=a", "a whole number"),
+        ("--remote-timeout=nan", "expected seconds above 0"),
+    ):
         done = scalai("mount", "other", str(tmp_path), source, more)
         assert (done.returncode, why in done.stderr) == (2, True), done.stderr
 

@@ -12,6 +12,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from scalai.core.errors import UsageError
+from scalai.remote import silences
+from scalai.remote.files import remote_file
+from scalai.remote.patience import Patience
 from scalai.vfs import sources
 from scalai.vfs.cache import BLOCK_BYTES, BlockCache
 from scalai.vfs.dataset import open_files
@@ -23,6 +26,8 @@ URL = f"far://{PATH}"
 
 class Far:
     """A file system far away, of one file."""
+
+    protocol = "far"
 
     def __init__(self, data: bytes, tag: str | None = "1") -> None:
         self.data, self.tag = data, tag
@@ -45,8 +50,20 @@ class Far:
         pass
 
 
+class Clock:
+    """Time that passes only where somebody pauses."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def far(files: Far, cache: BlockCache | None = None) -> RemoteSource:
-    return RemoteSource(URL, files, PATH, cache or BlockCache(), pause=lambda seconds: None)
+    clock = Clock()
+    patience = Patience(URL, 3.0, clock.pause, lambda: clock.now)
+    return RemoteSource(URL, remote_file(files, PATH), cache or BlockCache(), patience)
 
 
 @pytest.fixture
@@ -129,17 +146,23 @@ def test_a_remote_source_that_changed_gives_none_of_its_new_bytes() -> None:
     assert files.reads == reads, "it is not tried again"
 
 
-def test_errors_that_pass_are_tried_again_and_others_said() -> None:
+def test_errors_that_pass_are_tried_again_and_others_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     files = Far(b"0123456789")
     source = far(files)
     files.fails = [OSError("reset"), TimeoutError("slow"), RuntimeError("503")]
     assert source.read(2, 3) == b"234"
     other = far(files)
-    files.fails = [OSError("reset")] * 4
-    with pytest.raises(OSError, match=r"cannot be read \(4 tries\): reset") as raised:
+    files.fails = [OSError("reset")] * 99
+    with pytest.raises(OSError, match=r"cannot be read within 3 s \(4 tries\): reset") as raised:
         other.read(0, 1)
     assert raised.value.errno == errno.EIO
-    files.fails = []
+    files.fails, reads = [], files.reads
+    with pytest.raises(OSError, match="reset"):
+        other.read(0, 1)
+    assert files.reads == reads, "who waited for the same failure does not wait once more"
+    monkeypatch.setattr(silences, "SHARED_S", 0)
     assert other.read(0, 1) == b"0", "a source that comes back is read"
 
 
@@ -174,8 +197,7 @@ def test_blocks_are_fetched_once_and_ahead_of_who_reads_in_order() -> None:
     done = threading.Event()
     for offset in range(0, 100, 10):
         source.read(offset, 10)
-    cache.beside(done.set)
-    cache.beside(done.set)
+    cache.beside(("other", 0), done.set)
     assert done.wait(20)
     source.read(BLOCK_BYTES - 1, 2)
     assert files.reads <= 4
@@ -286,6 +308,8 @@ def test_a_file_system_that_is_no_disk_is_read_in_blocks(tmp_path: Path) -> None
         assert found["below/b.jsonl"]().read(0, 9) == b"{}\n"
         memory.rm("/bucket/a.bin")
         with pytest.raises(OSError, match="is not there"):
-            RemoteSource("memory://bucket/a.bin", memory, "/bucket/a.bin", BlockCache())
+            RemoteSource(
+                "memory://bucket/a.bin", remote_file(memory, "/bucket/a.bin"), BlockCache()
+            )
     finally:
         memory.rm("/bucket", recursive=True)
