@@ -284,14 +284,14 @@ class Broken(MemoryFileSystem):
 
     protocol = "broken"
 
-    def isfile(self, path: str) -> bool:
+    def info(self, path: str, **options: object) -> dict[str, object]:
         raise RuntimeError("no credentials")
 
 
 def test_a_file_system_with_errors_of_its_own_is_refused_in_words() -> None:
     fsspec.register_implementation("broken", Broken, clobber=True)
-    with pytest.raises(UsageError, match="broken://x cannot be read: no credentials"):
-        open_files("broken://x", BlockCache())
+    with pytest.raises(UsageError, match=r"broken://x cannot be looked at .* no credentials"):
+        open_files("broken://x", BlockCache(), 0.5)
 
 
 def test_a_file_system_that_is_no_disk_is_read_in_blocks(tmp_path: Path) -> None:
