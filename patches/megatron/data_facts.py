@@ -6,6 +6,7 @@ megatron/core/datasets/utils.py, ``parse_and_normalize_split`` of
 megatron/core/datasets/blended_megatron_dataset_config.py (0.16).
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scalai.core.jsonable import Json
 
-PARTS = "samples of each part, for the whole training"
+CONTENT = "content"
+PIECES, PIECE_BYTES = 4, 4096
+"""How much of each ``.bin`` is looked at, from its first to its last byte."""
+LOOKED_AT = ("_MMapBinReader", "_FileBinReader", "SourceReader", "MountedReader")
+"""Readers that give a few bytes at the price of a few bytes: Megatron's own, and Scalai's."""
+PARTS = "samples of each part, in the whole training"
 DIGITS = 9
 """To so many digits weights and shares are compared."""
 
@@ -40,8 +48,35 @@ def facts_of(flags: Mapping[str, Any], dataset: Any, size: int) -> dict[str, Jso
     if dataset is None:
         wanted = flags.get("train_samples") or flags.get("train_iters")
         return {**facts, f"samples, for a training of {wanted}": size}
-    whole = getattr(dataset, "dataset", dataset)  # RandomSeedDataset has one inside
-    return {**facts, PARTS: [len(part) for part in getattr(whole, "datasets", [whole])]}
+    inside = getattr(
+        dataset, "dataset", None
+    )  # of RandomSeedDataset, and the files of a GPTDataset
+    whole = inside if hasattr(inside, "dataset") or hasattr(inside, "datasets") else dataset
+    parts = getattr(whole, "datasets", [whole])
+    if None not in (content := [_content(part) for part in parts]):
+        facts[CONTENT] = content
+    return {**facts, PARTS: [len(part) for part in parts]}
+
+
+def _content(part: Any) -> str | None:
+    """Return a digest of a few pieces of the tokens of a ``GPTDataset`` and of the number of them:
+    the same wherever they lie, and however they are read. None: it is not known. Raises
+    ``OSError``.
+
+    Source: ``IndexedDataset`` of megatron/core/datasets/indexed_dataset.py (0.14 to 0.20).
+    """
+    indexed: Any = getattr(part, "dataset", None)
+    reader: Any
+    index: Any
+    reader, index = getattr(indexed, "bin_reader", None), getattr(indexed, "index", None)
+    if type(reader).__name__ not in LOOKED_AT or not len(getattr(index, "sequence_pointers", ())):
+        return None
+    size = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
+    piece = min(PIECE_BYTES, size)
+    digest = hashlib.sha256(str(size).encode())
+    for number in range(PIECES):
+        digest.update(reader.read(np.uint8, piece, (size - piece) * number // (PIECES - 1)))
+    return digest.hexdigest()[:16]
 
 
 def _words(flags: Mapping[str, Any]) -> Sequence[str]:

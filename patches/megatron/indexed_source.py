@@ -1,15 +1,19 @@
-"""Megatron's indexed data sets by ``scalai://<job>/dataset/<name>/…``, without a mount.
+"""Megatron's indexed data sets by ``scalai://<job>/dataset/<name>/…``, and through a mount.
 
 ``IndexedDataset`` knows local files and two object stores, by dicts and conditions of its own. So
-its own ``initialize`` reads a local copy of the index, and the ``.bin`` gets another reader.
+its own ``initialize`` reads a local copy of the index, and the ``.bin`` gets another reader. It
+would map files of a mount, and die of the first byte that the mount cannot give, without a reason.
 
 Source: megatron/core/datasets/indexed_dataset.py (0.14 to 0.20).
 """
 
 import inspect
 import os
+import shutil
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,8 @@ import wrapt
 
 from scalai.core.errors import RefusedError
 from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.megatron.mounted_source import MountedReader, asking, check_mount
+from scalai.vfs.mounts import Mount, mount_of
 from scalai.vfs.sources import LocalSource
 
 SCHEME = "scalai://"
@@ -75,7 +81,7 @@ class SourceReader:
 
 
 def hook(module: Any) -> None:
-    """Have the module of ``IndexedDataset`` read such URLs too."""
+    """Have the module of ``IndexedDataset`` read such URLs, and files of a mount."""
     wrapt.wrap_function_wrapper(module, "IndexedDataset.initialize", _initialize)
     wrapt.wrap_function_wrapper(module, "IndexedDataset.exists", _exists)
 
@@ -83,6 +89,8 @@ def hook(module: Any) -> None:
 def _exists(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     prefix = inspect.signature(wrapped).bind(*args, **kwargs).arguments["path_prefix"]
     if not prefix.startswith(SCHEME):
+        if (mount := mount_of(Path(prefix))) is not None:
+            check_mount(mount)
         return wrapped(*args, **kwargs)
     files, path = fsspec.core.url_to_fs(prefix)
     return files.exists(path + ".idx") and files.exists(path + ".bin")
@@ -91,16 +99,36 @@ def _exists(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _initialize(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     prefix, mmap = bound.arguments["path_prefix"], bound.arguments["mmap"]
-    if not prefix.startswith(SCHEME):
+    instance.bin_reader = instance.index = None  # which it deletes, also where it was never made
+    copy_index, open_reader = _ways_to_read(prefix)
+    if open_reader is None:
         wrapped(*args, **kwargs)
         return
-    files, path = fsspec.core.url_to_fs(prefix)
     with tempfile.TemporaryDirectory(prefix="scalai-index-") as folder:
         copy = Path(folder) / "copy"
-        files.get_file(path + ".idx", f"{copy}.idx")
+        copy_index(f"{copy}.idx")
         Path(f"{copy}.bin").touch()
         # The index stays mapped, and nothing reads the .bin before its reader is another one.
         bound.arguments.update(path_prefix=str(copy), mmap=False)
         wrapped(*bound.args, **bound.kwargs)
     instance.path_prefix, instance.mmap = prefix, mmap
-    instance.bin_reader = SourceReader(prefix + ".bin")
+    instance.bin_reader = open_reader()
+
+
+def _ways_to_read(prefix: str) -> tuple[Callable[[str], Any], Callable[[], Any] | None]:
+    """Return what copies the index to a path, and what opens the ``.bin``, None where Megatron's
+    own reader does. Raises ``OSError``."""
+    index, data = prefix + ".idx", prefix + ".bin"
+    if prefix.startswith(SCHEME):
+        files, path = fsspec.core.url_to_fs(index)
+        return partial(files.get_file, path), partial(SourceReader, data)
+    mount = mount_of(Path(prefix))
+    if mount is None:
+        return partial(shutil.copyfile, index), None
+    check_mount(mount)
+    return partial(_copy_mounted, index, mount), partial(MountedReader, data, mount)
+
+
+def _copy_mounted(path: str, mount: Mount, target: str) -> None:
+    with asking(path, mount):
+        shutil.copyfile(path, target)

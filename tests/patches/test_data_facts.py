@@ -13,6 +13,15 @@ from scalai.patches.megatron.data_facts import facts_of
 BLEND = ["1", "/en/text", "3", "/de/text"]
 
 
+class Part(SimpleNamespace):
+    """As a ``GPTDataset``: it has its files inside."""
+
+    samples = 90
+
+    def __len__(self) -> int:
+        return self.samples
+
+
 def told(dataset: Any = range(90), size: int = 90, **flags: Any) -> Any:
     return facts_of({"seed": 1, "split": "9,1,0", "data_path": BLEND, **flags}, dataset, size)
 
@@ -46,6 +55,9 @@ def test_data_that_are_shuffled_for_more_epochs_are_others_and_a_longer_blend_is
     assert difference(told(range(90)), told(range(180), 180, **longer))
     blend = SimpleNamespace(datasets=[range(90), range(40)])
     assert not difference(told(blend, 80), told(blend, 120, **longer))
+    alone = [Part(dataset=range(30)) for _ in range(2)]
+    alone[1].samples *= 2
+    assert difference(told(alone[0]), told(alone[1])), "its samples count, not its documents"
     wrapped = SimpleNamespace(dataset=blend)
     assert not difference(told(blend, 80), told(wrapped, 80))
     assert not difference(told(range(90), mock_data=True), told(range(180), mock_data=True))
