@@ -42,7 +42,7 @@ def facts_of(flags: Mapping[str, Any], dataset: Any, size: int) -> dict[str, Jso
     facts: dict[str, Json] = {name: flags.get(name) for name in ("seed", "dataloader_type")}
     facts["split"] = _split(flags.get("split"))
     with suppress(OSError, ValueError, KeyError):  # Megatron-LM has read them, or says why not
-        facts["blend"] = _blend(_words(flags))
+        facts["blend"] = _blend(stated_data(flags))
     if flags.get("mock_data"):
         return facts
     if dataset is None:
@@ -79,7 +79,7 @@ def _content(part: Any) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def _words(flags: Mapping[str, Any]) -> Sequence[str]:
+def stated_data(flags: Mapping[str, Any]) -> Sequence[str]:
     """Return weights and prefixes of the training data, as they are stated."""
     if (path := flags.get("data_args_path")) is not None:
         return Path(path).read_text().split()

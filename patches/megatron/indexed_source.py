@@ -12,7 +12,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import wrapt
 
 from scalai.core.errors import RefusedError
 from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.megatron.data_facts import stated_data
 from scalai.patches.megatron.mounted_source import MountedReader, asking, check_mount
 from scalai.vfs.mounts import Mount, mount_of
 from scalai.vfs.sources import LocalSource
@@ -68,7 +70,7 @@ class SourceReader:
         except ValueError as error:
             raise RefusedError(
                 f"{self._url} has {self._content.size_bytes} bytes, and its index wants {count} "
-                f"tokens from byte {offset} on. They do not belong together."
+                f"tokens from byte {offset} on. They do not fit: put the right file back."
             ) from error
 
     def _data(self, size: int, offset: int) -> bytes:
@@ -84,6 +86,28 @@ def hook(module: Any) -> None:
     """Have the module of ``IndexedDataset`` read such URLs, and files of a mount."""
     wrapt.wrap_function_wrapper(module, "IndexedDataset.initialize", _initialize)
     wrapt.wrap_function_wrapper(module, "IndexedDataset.exists", _exists)
+
+
+def check_cache(flags: Mapping[str, Any]) -> None:
+    """See that Megatron-LM has a place for indexes of its own.
+
+    Args:
+        flags: Its parsed arguments.
+
+    Raises:
+        RefusedError: It would write them beside data, where nothing can be written.
+    """
+    if flags.get("data_cache_path"):
+        return
+    words: Sequence[str] = ()
+    with suppress(OSError, ValueError, KeyError):  # Megatron-LM reads them, or says why not
+        words = stated_data(flags)
+    for word in words:
+        if word.startswith(SCHEME) or mount_of(Path(word)) is not None:
+            raise RefusedError(
+                f"Megatron-LM would write indexes of its own beside {word}, and nothing can be "
+                "written there. Add --data-cache-path FOLDER."
+            )
 
 
 def _exists(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -56,7 +56,7 @@ class MountedReader:
         if offset + size > self._size_bytes:
             raise RefusedError(
                 f"{self._path} has {self._size_bytes} bytes, and its index wants {count} tokens "
-                f"from byte {offset} on. They do not belong together."
+                f"from byte {offset} on. They do not fit: put the right file back."
             )
         with asking(self._path, self._mount):
             data = self._read(size, offset)
