@@ -48,8 +48,8 @@ def find_mount(point: Path) -> Mount | None:
 
 
 def mount_of(path: Path) -> Mount | None:
-    """Return the mount of Scalai's that a path lies in; None: it lies in none. Links are followed,
-    and what is mounted is not asked."""
+    """Return the mount of Scalai's that a path lies in; None: it lies in none. Links are followed;
+    a mount is asked only where one leads into it."""
     whole = Path(os.path.abspath(path))
     if found := _mount_above(whole):
         return found

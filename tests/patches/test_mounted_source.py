@@ -53,7 +53,7 @@ class Corpus:
         self.raw = str(self.data / "corpus")
         self.hooked = "scalai://job/dataset/corpus/source/corpus"
         self.mounted = str(self.point / "dataset" / "corpus" / "source" / "corpus")
-        self.process = -1
+        self.process, self.opened = -1, open(os.devnull, "rb")
 
     def mount(self) -> None:
         command = [str(SCALAI), "mount", "job", str(self.point), f"--source=corpus={self.data}"]
@@ -62,6 +62,7 @@ class Corpus:
         found = re.search(r"by process (\d+)", done.stdout)
         assert found is not None
         self.process = int(found[1])
+        self.opened.close()
         self.opened = open(self.mounted + ".bin", "rb")
 
     def forget(self) -> None:
@@ -69,21 +70,29 @@ class Corpus:
         os.posix_fadvise(self.opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Corpus]:
-    made = Corpus(tmp_path)
-    monkeypatch.setitem(fsspec.config.conf, "scalai", {"sources": {"corpus": str(made.data)}})
+@pytest.fixture(scope="module")
+def unserved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
+    made = Corpus(tmp_path_factory.mktemp("mounted"))
     fresh = {"initialize": module.IndexedDataset.initialize, "exists": module.IndexedDataset.exists}
     indexed_source.hook(module)
-    made.mount()
-    yield made
-    made.opened.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "scalai", {"sources": {"corpus": str(made.data)}})
+        yield made
     ScalaiFileSystem.clear_instance_cache()
     module.IndexedDataset.initialize = fresh["initialize"]
     module.IndexedDataset.exists = staticmethod(fresh["exists"])
-    os.kill(made.process, signal.SIGKILL)
+    made.opened.close()
     if mounts.find_mount(made.point) is not None:
         mounts.unmount(made.point, is_lazy=True)
+
+
+@pytest.fixture
+def corpus(unserved: Corpus) -> Corpus:
+    """The corpus, mounted."""
+    mount = mounts.find_mount(unserved.point)
+    if mount is None or mounts.health_of(mount) is not mounts.Health.ANSWERS:
+        unserved.mount()
+    return unserved
 
 
 def built(prefix: str, cache: Path) -> Any:
@@ -99,13 +108,13 @@ def built(prefix: str, cache: Path) -> Any:
 def test_megatron_draws_the_same_samples_in_all_three_ways_and_the_ledger_lets_it_change(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    """Over more than an epoch, also by workers of a loader; told as one data set."""
+    """Over more than an epoch, also by a worker of a loader; told as one data set."""
     ways = (corpus.raw, corpus.hooked, corpus.mounted)
     found, facts = [], []
     for number, prefix in enumerate(ways):
         data = built(prefix, tmp_path / f"cache-{number}")
         loader = torch.utils.data.DataLoader(
-            data, batch_size=8, num_workers=2, collate_fn=lambda each: [s["tokens"] for s in each]
+            data, batch_size=8, num_workers=1, collate_fn=lambda each: [s["tokens"] for s in each]
         )
         alone = torch.stack([data[n]["tokens"] for n in range(64)])
         found.append(torch.cat([torch.stack(batch) for batch in loader]))
@@ -113,38 +122,12 @@ def test_megatron_draws_the_same_samples_in_all_three_ways_and_the_ledger_lets_i
         facts.append(facts_of({"seed": 1, "data_path": [prefix]}, data, len(data)))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert not difference(facts[0], facts[1]) and not difference(facts[1], facts[2])
-    other = bytes(Path(corpus.raw + ".bin").stat().st_size)
-    Path(corpus.raw + ".bin").write_bytes(other)
-    changed = facts_of({"seed": 1, "data_path": ways[:1]}, built(ways[0], tmp_path / "cache-0"), 0)
+    other = tmp_path / "corpus"
+    other.with_suffix(".idx").write_bytes(Path(corpus.raw + ".idx").read_bytes())
+    other.with_suffix(".bin").write_bytes(bytes(Path(corpus.raw + ".bin").stat().st_size))
+    data = built(str(other), tmp_path / "cache-other")
+    changed = facts_of({"seed": 1, "data_path": [str(other)]}, data, len(data))
     assert "content" in difference(facts[0], changed)
-
-
-def test_a_mount_that_ends_gives_an_error_with_the_reason_and_the_way_out(corpus: Corpus) -> None:
-    data = module.IndexedDataset(corpus.mounted)
-    assert np.array_equal(data[7], corpus.sequences[7])
-    with pytest.raises(RefusedError, match="its index wants 90000 tokens from byte 16 on"):
-        data.bin_reader.read(np.uint16, 90000, 16)
-    corpus.forget()
-    os.kill(corpus.process, signal.SIGKILL)
-    assert errno_of(lambda: data[7], "corpus.bin cannot be read: the process of the mount at") in (
-        errno.ENOTCONN, errno.ECONNABORTED,
-    )  # fmt: skip
-    exists = module.IndexedDataset.exists
-    assert errno_of(lambda: exists(corpus.mounted), "Mount again") == errno.ENOTCONN
-    assert errno_of(lambda: module.IndexedDataset(corpus.mounted), "has ended") == errno.ENOTCONN
-    corpus.opened.close()
-    corpus.mount()
-    assert np.array_equal(module.IndexedDataset(corpus.mounted)[7], corpus.sequences[7])
-
-
-def test_a_source_that_is_cut_gives_an_error_through_the_mount_and_no_other_bytes(
-    corpus: Corpus,
-) -> None:
-    data = module.IndexedDataset(corpus.mounted)
-    os.truncate(corpus.raw + ".bin", 100)
-    corpus.forget()
-    assert errno_of(lambda: data[300], "corpus.bin cannot be read: its source changed") == errno.EIO
-    assert "event=read_failed" in corpus.data.with_name("log").read_text()
 
 
 def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
@@ -169,6 +152,37 @@ def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
     threading.Thread(target=let_go, daemon=True).start()
     assert np.array_equal(data[7], wanted)
     assert f"path={prefix}.bin" in caplog.text and "kill -CONT" in caplog.text
+
+
+def test_a_mount_that_ends_gives_an_error_with_the_reason_and_the_way_out(corpus: Corpus) -> None:
+    data = module.IndexedDataset(corpus.mounted)
+    assert np.array_equal(data[7], corpus.sequences[7])
+    with pytest.raises(RefusedError, match="its index wants 90000 tokens from byte 16 on"):
+        data.bin_reader.read(np.uint16, 90000, 16)
+    corpus.forget()
+    os.kill(corpus.process, signal.SIGKILL)
+    assert errno_of(lambda: data[7], "corpus.bin cannot be read: the process of the mount at") in (
+        errno.ENOTCONN, errno.ECONNABORTED,
+    )  # fmt: skip
+    exists = module.IndexedDataset.exists
+    assert errno_of(lambda: exists(corpus.mounted), "Mount again") == errno.ENOTCONN
+    assert errno_of(lambda: module.IndexedDataset(corpus.mounted), "has ended") == errno.ENOTCONN
+    corpus.mount()
+    assert np.array_equal(module.IndexedDataset(corpus.mounted)[7], corpus.sequences[7])
+
+
+def test_a_source_that_is_cut_gives_an_error_through_the_mount_and_no_other_bytes(
+    corpus: Corpus,
+) -> None:
+    data = module.IndexedDataset(corpus.mounted)
+    whole = Path(corpus.raw + ".bin").read_bytes()
+    os.truncate(corpus.raw + ".bin", 100)
+    corpus.forget()
+    assert errno_of(lambda: data[300], "corpus.bin cannot be read: its source changed") == errno.EIO
+    assert "event=read_failed" in corpus.data.with_name("log").read_text()
+    Path(corpus.raw + ".bin").write_bytes(whole)
+    assert errno_of(lambda: data[300], "mount again") == errno.EIO, "until it is mounted anew"
+    os.kill(corpus.process, signal.SIGKILL)
 
 
 def errno_of(call: Callable[[], object], match: str) -> int | None:
