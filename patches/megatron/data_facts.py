@@ -23,6 +23,7 @@ PIECES, PIECE_BYTES = 4, 4096
 """How much of each ``.bin`` is looked at, from its first to its last byte."""
 LOOKED_AT = ("_MMapBinReader", "_FileBinReader", "SourceReader", "MountedReader")
 """Readers that give a few bytes at the price of a few bytes: Megatron's own, and Scalai's."""
+_IN_A_TREE = re.compile(r".*/dataset/([^/]+)/source/")
 PARTS = "samples of each part, in the whole training"
 DIGITS = 9
 """To so many digits weights and shares are compared."""
@@ -48,14 +49,21 @@ def facts_of(flags: Mapping[str, Any], dataset: Any, size: int) -> dict[str, Jso
     if dataset is None:
         wanted = flags.get("train_samples") or flags.get("train_iters")
         return {**facts, f"samples, for a training of {wanted}": size}
-    inside = getattr(
-        dataset, "dataset", None
-    )  # of RandomSeedDataset, and the files of a GPTDataset
+    # RandomSeedDataset has a data set inside, a GPTDataset its files.
+    inside = getattr(dataset, "dataset", None)
     whole = inside if hasattr(inside, "dataset") or hasattr(inside, "datasets") else dataset
     parts = getattr(whole, "datasets", [whole])
-    if None not in (content := [_content(part) for part in parts]):
-        facts[CONTENT] = content
-    return {**facts, PARTS: [len(part) for part in parts]}
+    return {**facts, **_contents(parts), PARTS: [len(part) for part in parts]}
+
+
+def _contents(parts: Sequence[Any]) -> dict[str, Json]:
+    """Return what tells the content of each part, where it is known."""
+    files = [part for part in parts if hasattr(getattr(part, "dataset", None), "path_prefix")]
+    names = _names([part.dataset.path_prefix for part in files])
+    found = (
+        (f"{CONTENT} of {name}", _content(part)) for name, part in zip(names, files, strict=True)
+    )
+    return {fact: content for fact, content in found if content is not None}
 
 
 def _content(part: Any) -> str | None:
@@ -65,13 +73,12 @@ def _content(part: Any) -> str | None:
 
     Source: ``IndexedDataset`` of megatron/core/datasets/indexed_dataset.py (0.14 to 0.20).
     """
-    indexed: Any = getattr(part, "dataset", None)
-    reader: Any
-    index: Any
-    reader, index = getattr(indexed, "bin_reader", None), getattr(indexed, "index", None)
-    if type(reader).__name__ not in LOOKED_AT or not len(getattr(index, "sequence_pointers", ())):
+    reader, index = part.dataset.bin_reader, part.dataset.index
+    if type(reader).__name__ not in LOOKED_AT or not len(index.sequence_pointers):
         return None
     size = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
+    if not size:
+        return None
     piece = min(PIECE_BYTES, size)
     digest = hashlib.sha256(str(size).encode())
     for number in range(PIECES):
@@ -104,8 +111,9 @@ def _blend(words: Sequence[str]) -> list[Json]:
 
 
 def _names(prefixes: Sequence[str]) -> list[str]:
-    """Return as much of the ends of paths as tells them from each other."""
-    parts = [Path(prefix).parts for prefix in prefixes]
+    """Return as much of the ends of paths as tells them from each other. In a job's tree a source
+    is ``<name>/…``, so that it is what it was before it was mounted."""
+    parts = [Path(_IN_A_TREE.sub(r"/\1/", prefix)).parts for prefix in prefixes]
     most = max(map(len, parts), default=0)
     kept = next(
         (k for k in range(1, most) if len({p[-k:] for p in parts}) == len(set(parts))), most

@@ -180,7 +180,7 @@ def test_a_job_that_began_with_files_goes_on_by_mount_and_by_hook(jobs: Jobs, fi
     jobs.data.bin.write_bytes(content[::-1])
     changed = jobs.start(HOOK, "job")
     assert changed.exit_code() == 3, changed.log[-6000:]
-    assert "content=" in changed.log
+    assert "content of text=" in changed.log
     jobs.data.bin.write_bytes(content)
     last = jobs.start(HOOK, "job")
     last.finish()

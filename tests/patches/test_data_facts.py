@@ -39,6 +39,14 @@ def test_the_same_data_may_be_stated_otherwise(tmp_path: Path) -> None:
         assert not difference(told(), told(**same)), same
 
 
+@pytest.mark.parametrize("tree", ["scalai://gpt", "/mnt/gpt"])
+def test_data_that_are_mounted_are_what_they_were(tree: str) -> None:
+    for names in (("en/source", "de/source"), ("all/source/en", "all/source/de")):
+        prefixes = [f"{tree}/dataset/{name}/text" for name in names]
+        assert not difference(told(), told(data_path=["1", prefixes[0], "3", prefixes[1]]))
+        assert difference(told(), told(data_path=["1", prefixes[1], "3", prefixes[0]]))
+
+
 def test_other_data_are_others_wherever_they_are_stated(tmp_path: Path) -> None:
     (tmp_path / "blend").write_text(" ".join(BLEND).replace("de", "fr"))
     for other in (
