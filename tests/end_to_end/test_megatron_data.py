@@ -210,7 +210,7 @@ def test_a_mount_that_stands_still_for_ever_is_named_and_the_job_ends(
     jobs: Jobs, files: Job
 ) -> None:
     process = jobs.data.mount()
-    job = jobs.start(MOUNT, "job", settings="stall_s = 2\nhang_s = 40")
+    job = jobs.start(MOUNT, "job", settings="stall_s = 2\nhang_s = 60")
     job.wait_for_step(5)
     with forgetting(jobs.data) as forget:
         os.kill(process, signal.SIGSTOP)
@@ -238,8 +238,12 @@ def test_a_source_that_is_cut_ends_the_job_with_its_name_until_it_is_put_back(
         os.truncate(data.bin, len(content) // 2)
         forget()
         assert job.exit_code() in (1, 3), job.log[-6000:]
-    told = {HOOK: "text.bin is not what was opened", MOUNT: "text.bin cannot be read: its source"}
-    assert told[way] in job.log
+    told = {
+        # Cut between look and read, a worker is killed, and the next round says why it cannot be.
+        HOOK: r"text\.bin (is not what was opened|has \d+ bytes, and its index wants)",
+        MOUNT: r"text\.bin cannot be read: its source changed",
+    }
+    assert re.search(told[way], job.log)
     data.bin.write_bytes(content)
     os.kill(process, signal.SIGKILL)
     data.mount()
