@@ -6,6 +6,7 @@ megatron/core/datasets/utils.py, ``parse_and_normalize_split`` of
 megatron/core/datasets/blended_megatron_dataset_config.py (0.16).
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scalai.core.jsonable import Json
 
-PARTS = "samples of each part, for the whole training"
+CONTENT = "content"
+PIECES, PIECE_BYTES = 4, 4096
+"""How much of each ``.bin`` is looked at, from its first to its last byte."""
+LOOKED_AT = ("_MMapBinReader", "_FileBinReader", "SourceReader", "MountedReader")
+"""Readers that give a few bytes at the price of a few bytes: Megatron's own, and Scalai's."""
+_IN_A_TREE = re.compile(r".*/dataset/([^/]+)/source/")
+PARTS = "samples of each part, in the whole training"
 DIGITS = 9
 """To so many digits weights and shares are compared."""
 
@@ -34,17 +43,50 @@ def facts_of(flags: Mapping[str, Any], dataset: Any, size: int) -> dict[str, Jso
     facts: dict[str, Json] = {name: flags.get(name) for name in ("seed", "dataloader_type")}
     facts["split"] = _split(flags.get("split"))
     with suppress(OSError, ValueError, KeyError):  # Megatron-LM has read them, or says why not
-        facts["blend"] = _blend(_words(flags))
+        facts["blend"] = _blend(stated_data(flags))
     if flags.get("mock_data"):
         return facts
     if dataset is None:
         wanted = flags.get("train_samples") or flags.get("train_iters")
         return {**facts, f"samples, for a training of {wanted}": size}
-    whole = getattr(dataset, "dataset", dataset)  # RandomSeedDataset has one inside
-    return {**facts, PARTS: [len(part) for part in getattr(whole, "datasets", [whole])]}
+    # RandomSeedDataset has a data set inside, a GPTDataset its files.
+    inside = getattr(dataset, "dataset", None)
+    whole = inside if hasattr(inside, "dataset") or hasattr(inside, "datasets") else dataset
+    parts = getattr(whole, "datasets", [whole])
+    return {**facts, **_contents(parts), PARTS: [len(part) for part in parts]}
 
 
-def _words(flags: Mapping[str, Any]) -> Sequence[str]:
+def _contents(parts: Sequence[Any]) -> dict[str, Json]:
+    """Return what tells the content of each part, where it is known."""
+    files = [part for part in parts if hasattr(getattr(part, "dataset", None), "path_prefix")]
+    names = _names([part.dataset.path_prefix for part in files])
+    found = (
+        (f"{CONTENT} of {name}", _content(part)) for name, part in zip(names, files, strict=True)
+    )
+    return {fact: content for fact, content in found if content is not None}
+
+
+def _content(part: Any) -> str | None:
+    """Return a digest of a few pieces of the tokens of a ``GPTDataset`` and of the number of them:
+    the same wherever they lie, and however they are read. None: it is not known. Raises
+    ``OSError``.
+
+    Source: ``IndexedDataset`` of megatron/core/datasets/indexed_dataset.py (0.14 to 0.20).
+    """
+    reader, index = part.dataset.bin_reader, part.dataset.index
+    if type(reader).__name__ not in LOOKED_AT or not len(index.sequence_pointers):
+        return None
+    size = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
+    if not size:
+        return None
+    piece = min(PIECE_BYTES, size)
+    digest = hashlib.sha256(str(size).encode())
+    for number in range(PIECES):
+        digest.update(reader.read(np.uint8, piece, (size - piece) * number // (PIECES - 1)))
+    return digest.hexdigest()[:16]
+
+
+def stated_data(flags: Mapping[str, Any]) -> Sequence[str]:
     """Return weights and prefixes of the training data, as they are stated."""
     if (path := flags.get("data_args_path")) is not None:
         return Path(path).read_text().split()
@@ -69,8 +111,9 @@ def _blend(words: Sequence[str]) -> list[Json]:
 
 
 def _names(prefixes: Sequence[str]) -> list[str]:
-    """Return as much of the ends of paths as tells them from each other."""
-    parts = [Path(prefix).parts for prefix in prefixes]
+    """Return as much of the ends of paths as tells them from each other. In a job's tree a source
+    is ``<name>/…``, so that it is what it was before it was mounted."""
+    parts = [Path(_IN_A_TREE.sub(r"/\1/", prefix)).parts for prefix in prefixes]
     most = max(map(len, parts), default=0)
     kept = next(
         (k for k in range(1, most) if len({p[-k:] for p in parts}) == len(set(parts))), most

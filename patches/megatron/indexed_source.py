@@ -1,15 +1,20 @@
-"""Megatron's indexed data sets by ``scalai://<job>/dataset/<name>/…``, without a mount.
+"""Megatron's indexed data sets by ``scalai://<job>/dataset/<name>/…``, and through a mount.
 
 ``IndexedDataset`` knows local files and two object stores, by dicts and conditions of its own. So
-its own ``initialize`` reads a local copy of the index, and the ``.bin`` gets another reader.
+its own ``initialize`` reads a local copy of the index, and the ``.bin`` gets another reader. It
+would map files of a mount, and die of the first byte that the mount cannot give, without a reason.
 
 Source: megatron/core/datasets/indexed_dataset.py (0.14 to 0.20).
 """
 
 import inspect
 import os
+import shutil
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,9 @@ import wrapt
 
 from scalai.core.errors import RefusedError
 from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.megatron.data_facts import stated_data
+from scalai.patches.megatron.mounted_source import MountedReader, asking, check_mount
+from scalai.vfs.mounts import Mount, mount_of
 from scalai.vfs.sources import LocalSource
 
 SCHEME = "scalai://"
@@ -62,7 +70,7 @@ class SourceReader:
         except ValueError as error:
             raise RefusedError(
                 f"{self._url} has {self._content.size_bytes} bytes, and its index wants {count} "
-                f"tokens from byte {offset} on. They do not belong together."
+                f"tokens from byte {offset} on. They do not fit: put the right file back."
             ) from error
 
     def _data(self, size: int, offset: int) -> bytes:
@@ -75,14 +83,38 @@ class SourceReader:
 
 
 def hook(module: Any) -> None:
-    """Have the module of ``IndexedDataset`` read such URLs too."""
+    """Have the module of ``IndexedDataset`` read such URLs, and files of a mount."""
     wrapt.wrap_function_wrapper(module, "IndexedDataset.initialize", _initialize)
     wrapt.wrap_function_wrapper(module, "IndexedDataset.exists", _exists)
+
+
+def check_cache(flags: Mapping[str, Any]) -> None:
+    """See that Megatron-LM has a place for indexes of its own.
+
+    Args:
+        flags: Its parsed arguments.
+
+    Raises:
+        RefusedError: It would write them beside data, where nothing can be written.
+    """
+    if flags.get("data_cache_path"):
+        return
+    words: Sequence[str] = ()
+    with suppress(OSError, ValueError, KeyError):  # Megatron-LM reads them, or says why not
+        words = stated_data(flags)
+    for word in words:
+        if word.startswith(SCHEME) or mount_of(Path(word)) is not None:
+            raise RefusedError(
+                f"Megatron-LM would write indexes of its own beside {word}, and nothing can be "
+                "written there. Add --data-cache-path FOLDER."
+            )
 
 
 def _exists(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     prefix = inspect.signature(wrapped).bind(*args, **kwargs).arguments["path_prefix"]
     if not prefix.startswith(SCHEME):
+        if (mount := mount_of(Path(prefix))) is not None:
+            check_mount(mount)
         return wrapped(*args, **kwargs)
     files, path = fsspec.core.url_to_fs(prefix)
     return _is_there(files, path + ".idx") and _is_there(files, path + ".bin")
@@ -101,16 +133,36 @@ def _is_there(files: Any, path: str) -> bool:
 def _initialize(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     prefix, mmap = bound.arguments["path_prefix"], bound.arguments["mmap"]
-    if not prefix.startswith(SCHEME):
+    instance.bin_reader = instance.index = None  # which it deletes, also where it was never made
+    copy_index, open_reader = _ways_to_read(prefix)
+    if open_reader is None:
         wrapped(*args, **kwargs)
         return
-    files, path = fsspec.core.url_to_fs(prefix)
     with tempfile.TemporaryDirectory(prefix="scalai-index-") as folder:
         copy = Path(folder) / "copy"
-        files.get_file(path + ".idx", f"{copy}.idx")
+        copy_index(f"{copy}.idx")
         Path(f"{copy}.bin").touch()
         # The index stays mapped, and nothing reads the .bin before its reader is another one.
         bound.arguments.update(path_prefix=str(copy), mmap=False)
         wrapped(*bound.args, **bound.kwargs)
     instance.path_prefix, instance.mmap = prefix, mmap
-    instance.bin_reader = SourceReader(prefix + ".bin")
+    instance.bin_reader = open_reader()
+
+
+def _ways_to_read(prefix: str) -> tuple[Callable[[str], Any], Callable[[], Any] | None]:
+    """Return what copies the index to a path, and what opens the ``.bin``, None where Megatron's
+    own reader does. Raises ``OSError``."""
+    index, data = prefix + ".idx", prefix + ".bin"
+    if prefix.startswith(SCHEME):
+        files, path = fsspec.core.url_to_fs(index)
+        return partial(files.get_file, path), partial(SourceReader, data)
+    mount = mount_of(Path(prefix))
+    if mount is None:
+        return partial(shutil.copyfile, index), None
+    check_mount(mount)
+    return partial(_copy_mounted, index, mount), partial(MountedReader, data, mount)
+
+
+def _copy_mounted(path: str, mount: Mount, target: str) -> None:
+    with asking(path, mount):
+        shutil.copyfile(path, target)

@@ -314,6 +314,12 @@ def _hook_indexed(module: Any) -> None:
     indexed_source.hook(module)
 
 
+def _check_cache(flags: Mapping[str, Any]) -> None:
+    from scalai.patches.megatron import indexed_source
+
+    indexed_source.check_cache(flags)
+
+
 def _hook_arguments(arguments: Any) -> None:
     wrapt.wrap_function_wrapper(arguments, "validate_args", _validate_args)
 
@@ -324,6 +330,7 @@ def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
         log.info("event=hook %s=1, which tensor parallelism needs", CUDA_CONNECTIONS)
         os.environ[CUDA_CONNECTIONS] = "1"
     job = wrapped(*args, **kwargs)
+    _check_cache(vars(job))
     if getattr(job, "async_save", False):
         save_process.tie_children()  # the first is started with the process groups
     return job

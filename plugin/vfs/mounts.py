@@ -1,7 +1,8 @@
-"""Mount points: which are in use, which are dead, and how one is given back.
+"""Mount points: which are in use, which are dead or silent, and how one is given back.
 
 A mount is dead when the process that served it was killed: whatever touches it gets ENOTCONN at
-once, nothing hangs. It stays in the kernel's table until somebody unmounts it.
+once, nothing hangs. It stays in the kernel's table until somebody unmounts it. It is silent where
+that process is stopped or hangs: whatever touches it waits until the process goes on or ends.
 """
 
 import errno
@@ -9,14 +10,18 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from scalai.core.errors import RefusedError, UsageError
 
 KIND = "fuse.scalai"
 UNMOUNT_S = 30.0
+ANSWER_S = 10.0
+"""How long a mount may take to answer before it is called silent."""
 _TABLE = Path("/proc/self/mountinfo")
 
 
@@ -42,13 +47,58 @@ def find_mount(point: Path) -> Mount | None:
     return found
 
 
-def is_dead(mount: Mount) -> bool:
-    """Whether nobody serves a mount any more."""
-    try:
-        os.statvfs(mount.point)  # what stat() answers the kernel may remember
-    except OSError as error:
-        return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
-    return False
+def mount_of(path: Path) -> Mount | None:
+    """Return the mount of Scalai's that a path lies in; None: it lies in none. Links are followed;
+    a mount is asked only where one leads into it."""
+    whole = Path(os.path.abspath(path))
+    if found := _mount_above(whole):
+        return found
+    return _mount_above(Path(os.path.realpath(whole)))
+
+
+def _mount_above(path: Path) -> Mount | None:
+    mounts = filter(None, map(find_mount, (path, *path.parents)))
+    found = next(mounts, None)
+    return found if found is not None and found.kind == KIND else None
+
+
+class Health(Enum):
+    """Whether somebody serves a mount."""
+
+    ANSWERS = "answers"
+    DEAD = "dead"
+    SILENT = "silent"
+
+
+def health_of(mount: Mount, within_s: float | None = None) -> Health:
+    """Ask a mount, in a thread: nothing else ends the wait for one that is silent.
+
+    Args:
+        within_s: It is silent when it has not answered by then, in seconds; None: ``ANSWER_S``.
+    """
+    found = Health.SILENT
+
+    def ask() -> None:
+        nonlocal found
+        try:
+            os.statvfs(mount.point)  # what stat() answers the kernel may remember
+            found = Health.ANSWERS
+        except OSError as error:
+            is_dead = error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+            found = Health.DEAD if is_dead else Health.ANSWERS
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(ANSWER_S if within_s is None else within_s)
+    return found
+
+
+def silence_of(point: Path) -> str:
+    """Say what can be done about a silent mount, as the end of a sentence about it."""
+    return (
+        "does not answer: its process is stopped or hangs. Have that go on (kill -CONT) or end it "
+        f"(kill -KILL; pgrep -f 'mount .*{point.name}' finds it), and mount anew (scalai mount)."
+    )
 
 
 def absolute(point: Path) -> Path:
@@ -63,9 +113,13 @@ def prepare(point: Path) -> None:
         UsageError: It is in use, no folder, not empty, or another user's.
     """
     mount = find_mount(point)
-    if mount is not None and mount.kind == KIND and is_dead(mount):
-        unmount(point, is_lazy=True)
-        mount = find_mount(point)
+    if mount is not None and mount.kind == KIND:
+        health = health_of(mount)
+        if health is Health.SILENT:
+            raise UsageError(f"{point} is in use, and {silence_of(point)}")
+        if health is Health.DEAD:
+            unmount(point, is_lazy=True)
+            mount = find_mount(point)
     if mount is not None:
         raise UsageError(
             f"{point} is in use: {mount.source} ({mount.kind}) is mounted there. Unmount it "
@@ -87,14 +141,17 @@ def unmount(point: Path, *, is_lazy: bool) -> None:
             close them. Always so of a dead mount.
 
     Raises:
-        UsageError: Nothing of Scalai's is mounted there. RefusedError: It is busy.
+        UsageError: Nothing of Scalai's is mounted there. RefusedError: It is busy, or silent.
     """
     mount = find_mount(point)
     if mount is None or mount.kind != KIND:
         found = "nothing" if mount is None else f"{mount.source} ({mount.kind})"
         raise UsageError(f"{found} is mounted at {point}, no tree of Scalai's.")
+    health = Health.DEAD if is_lazy else health_of(mount)
+    if health is Health.SILENT:
+        raise RefusedError(f"{point} {silence_of(point)} Or free its name: add --lazy.")
     done = subprocess.run(
-        _program(is_lazy or is_dead(mount), point), capture_output=True, text=True,
+        _program(health is Health.DEAD, point), capture_output=True, text=True,
         timeout=UNMOUNT_S, check=False,
     )  # fmt: skip
     if done.returncode:

@@ -114,7 +114,10 @@ class LocalSource:
         self._looked = time.monotonic()
 
     def _refuse(self, why: str) -> None:
-        self._error = f"{self._path} is not what was opened: {why}. Put it back and mount again."
+        self._error = (
+            f"{self._path} is not what was opened: {why}. Put it back and mount again; a job that "
+            "reads it without a mount, start again."
+        )
         raise OSError(errno.EIO, self._error)
 
     def close(self) -> None:

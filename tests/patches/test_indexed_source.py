@@ -59,3 +59,12 @@ def test_megatron_reads_nothing_of_a_data_set_that_was_cut_or_changed(
     data.bin_reader._checked = 0.0
     with pytest.raises(OSError, match="is not what was opened: its size or time changed"):
         data[0]
+
+
+def test_data_beside_which_nothing_can_be_written_need_a_cache() -> None:
+    for flags in ({"data_path": ["1", PREFIX, "2", "/data/x"]}, {"train_data_path": [PREFIX]}):
+        with pytest.raises(RefusedError, match=f"beside {PREFIX}, .* Add --data-cache-path FOLDER"):
+            indexed_source.check_cache(flags)
+        indexed_source.check_cache({**flags, "data_cache_path": "/cache"})
+    for allowed in ({"data_path": ["/data/x"]}, {"mock_data": True}, {"data_args_path": "/none"}):
+        indexed_source.check_cache(allowed)

@@ -143,12 +143,20 @@ class Job:
 
     def finish(self) -> None:
         """Wait for the end of the training, which has to be a good one."""
+        if (code := self.exit_code()) != 0:
+            pytest.fail(f"the job ended with {code}:\n{self.log[-6000:]}")
+
+    def exit_code(self) -> int:
+        """Wait for the end of the job, however it ends."""
         try:
-            code = self._process.wait(DEADLINE_S)
+            return self._process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the job never ended:\n{self.log[-6000:]}")
-        if code != 0:
-            pytest.fail(f"the job ended with {code}:\n{self.log[-6000:]}")
+
+    def leave(self) -> int:
+        """Have the job's host leave, as a scheduler does; return the exit code."""
+        self._process.send_signal(signal.SIGTERM)
+        return self.exit_code()
 
     def stop(self) -> None:
         """End the job now, whatever it is doing."""

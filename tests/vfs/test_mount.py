@@ -20,7 +20,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 
 from scalai.core.dataset.own_order import Shuffled
+from scalai.core.errors import RefusedError, UsageError
 from scalai.store.host import HostStore
+from scalai.vfs import mounts
 from scalai.vfs.mounts import find_mount
 from scalai.vfs.tree import Tree
 from support.data_files import lines, write_tokens
@@ -315,6 +317,29 @@ def test_a_killed_mount_hangs_nobody_and_is_mounted_anew(place: Place) -> None:
     assert path.read_bytes() == (place.folder / "tokens" / "c.bin").read_bytes()
     assert scalai("unmount", str(place.point)).returncode == 0
     assert find_mount(place.point) is None
+
+
+def test_a_stopped_mount_is_told_of_in_words_and_frees_its_name(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "ANSWER_S", 1.0)
+    if find_mount(place.point) is not None:
+        mounts.unmount(place.point, is_lazy=True)
+    process = process_of(place, place.mount())
+    os.kill(process, signal.SIGSTOP)
+    try:
+        with pytest.raises(UsageError, match="does not answer: its process is stopped or hangs"):
+            mounts.prepare(place.point)
+        with pytest.raises(RefusedError, match="Or free its name: add --lazy") as raised:
+            mounts.unmount(place.point, is_lazy=False)
+        told = re.search(r"pgrep -f '(.*)' finds it", str(raised.value))
+        assert told is not None
+        found = subprocess.run(["pgrep", "-f", told[1]], stdout=subprocess.PIPE, timeout=20)
+        assert str(process).encode() in found.stdout.split()
+        mounts.unmount(place.point, is_lazy=True)
+        assert find_mount(place.point) is None
+    finally:
+        os.kill(process, signal.SIGKILL)
 
 
 def path_is_there(path: Path) -> bool:

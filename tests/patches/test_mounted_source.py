@@ -1,0 +1,192 @@
+"""Megatron's data sets through a mount: the same samples, and errors with a reason where a memory
+map would have its reader killed."""
+
+import errno
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import fsspec
+import megatron.core.datasets.indexed_dataset as module
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from scalai.core.dataset.sources import difference
+from scalai.core.errors import RefusedError
+from scalai.patches.megatron import indexed_source, mounted_source
+from scalai.patches.megatron.data_facts import facts_of
+from scalai.vfs import mounts
+from scalai.vfs.filesystem import ScalaiFileSystem
+from support.data_files import write_tokens
+
+pytestmark = pytest.mark.skipif(
+    not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None,
+    reason="no /dev/fuse here, or no fuse3",
+)
+LENGTHS = [n % 37 + 3 for n in range(400)]
+SCALAI = Path(sys.executable).with_name("scalai")
+
+
+class Corpus:
+    """A data set, and the three ways to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data, self.point = folder / "data", folder / "point"
+        self.point.mkdir()
+        tokens = write_tokens(self.data / "corpus", LENGTHS)
+        self.sequences = np.split(tokens, np.cumsum(LENGTHS)[:-1])
+        self.raw = str(self.data / "corpus")
+        self.hooked = "scalai://job/dataset/corpus/source/corpus"
+        self.mounted = str(self.point / "dataset" / "corpus" / "source" / "corpus")
+        self.process, self.opened = -1, open(os.devnull, "rb")
+
+    def mount(self) -> None:
+        command = [str(SCALAI), "mount", "job", str(self.point), f"--source=corpus={self.data}"]
+        command += [f"--log={self.data.with_name('log')}"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
+        found = re.search(r"by process (\d+)", done.stdout)
+        assert found is not None
+        self.process = int(found[1])
+        self.opened.close()
+        self.opened = open(self.mounted + ".bin", "rb")
+
+    def forget(self) -> None:
+        """Have the kernel ask the mount for the bytes again."""
+        os.posix_fadvise(self.opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.fixture(scope="module")
+def unserved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
+    made = Corpus(tmp_path_factory.mktemp("mounted"))
+    fresh = {"initialize": module.IndexedDataset.initialize, "exists": module.IndexedDataset.exists}
+    indexed_source.hook(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "scalai", {"sources": {"corpus": str(made.data)}})
+        yield made
+    ScalaiFileSystem.clear_instance_cache()
+    module.IndexedDataset.initialize = fresh["initialize"]
+    module.IndexedDataset.exists = staticmethod(fresh["exists"])
+    made.opened.close()
+    if mounts.find_mount(made.point) is not None:
+        mounts.unmount(made.point, is_lazy=True)
+
+
+@pytest.fixture
+def corpus(unserved: Corpus) -> Corpus:
+    """The corpus, mounted."""
+    mount = mounts.find_mount(unserved.point)
+    if mount is None or mounts.health_of(mount) is not mounts.Health.ANSWERS:
+        unserved.mount()
+    return unserved
+
+
+def built(prefix: str, cache: Path) -> Any:
+    tokenizer = SimpleNamespace(eod=0, pad=0, vocab_size=60000, unique_identifiers={})
+    config = GPTDatasetConfig(
+        random_seed=1, sequence_length=32, blend=([prefix], None), split="9,1,0",
+        path_to_cache=str(cache), tokenizer=tokenizer, reset_position_ids=False,
+        reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
+    )  # fmt: skip
+    return BlendedMegatronDatasetBuilder(GPTDataset, [500, 8, 0], lambda: True, config).build()[0]
+
+
+def test_megatron_draws_the_same_samples_in_all_three_ways_and_the_ledger_lets_it_change(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """Over more than an epoch, also by a worker of a loader; told as one data set."""
+    ways = (corpus.raw, corpus.hooked, corpus.mounted)
+    found, facts = [], []
+    for number, prefix in enumerate(ways):
+        data = built(prefix, tmp_path / f"cache-{number}")
+        loader = torch.utils.data.DataLoader(
+            data, batch_size=8, num_workers=1, collate_fn=lambda each: [s["tokens"] for s in each]
+        )
+        alone = torch.stack([data[n]["tokens"] for n in range(64)])
+        found.append(torch.cat([torch.stack(batch) for batch in loader]))
+        assert torch.equal(alone, found[-1][:64])
+        facts.append(facts_of({"seed": 1, "data_path": [prefix]}, data, len(data)))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert not difference(facts[0], facts[1]) and not difference(facts[1], facts[2])
+    other = tmp_path / "corpus"
+    other.with_suffix(".idx").write_bytes(Path(corpus.raw + ".idx").read_bytes())
+    other.with_suffix(".bin").write_bytes(bytes(Path(corpus.raw + ".bin").stat().st_size))
+    data = built(str(other), tmp_path / "cache-other")
+    changed = facts_of({"seed": 1, "data_path": [str(other)]}, data, len(data))
+    assert difference(facts[0], changed).startswith("content of corpus=")
+    assert "samples" not in difference(facts[0], changed)
+
+
+def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mounted_source, "LOOK_S", 0.1)
+    monkeypatch.setattr(mounted_source, "SAY_S", 0.2)
+    monkeypatch.setattr(mounted_source, "START_S", 0.5)
+    monkeypatch.setattr(mounted_source, "_WATCH", mounted_source._Watch())
+    data = module.IndexedDataset(corpus.mounted)
+    corpus.forget()
+    os.kill(corpus.process, signal.SIGSTOP)
+    prefix, wanted = corpus.mounted, corpus.sequences[7]
+    assert errno_of(lambda: module.IndexedDataset(prefix), "is stopped") == errno.ETIMEDOUT
+
+    def let_go() -> None:
+        end = time.monotonic() + 60
+        while "event=read_waits" not in caplog.text and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(corpus.process, signal.SIGCONT)
+
+    threading.Thread(target=let_go, daemon=True).start()
+    assert np.array_equal(data[7], wanted)
+    assert f"path={prefix}.bin" in caplog.text and "kill -CONT" in caplog.text
+
+
+def test_a_mount_that_ends_gives_an_error_with_the_reason_and_the_way_out(corpus: Corpus) -> None:
+    data = module.IndexedDataset(corpus.mounted)
+    assert np.array_equal(data[7], corpus.sequences[7])
+    with pytest.raises(RefusedError, match="its index wants 90000 tokens from byte 16 on"):
+        data.bin_reader.read(np.uint16, 90000, 16)
+    corpus.forget()
+    os.kill(corpus.process, signal.SIGKILL)
+    assert errno_of(lambda: data[7], "corpus.bin cannot be read: the process of the mount at") in (
+        errno.ENOTCONN, errno.ECONNABORTED,
+    )  # fmt: skip
+    exists = module.IndexedDataset.exists
+    assert errno_of(lambda: exists(corpus.mounted), "Mount again") == errno.ENOTCONN
+    assert errno_of(lambda: module.IndexedDataset(corpus.mounted), "has ended") == errno.ENOTCONN
+    corpus.mount()
+    assert np.array_equal(module.IndexedDataset(corpus.mounted)[7], corpus.sequences[7])
+
+
+def test_a_source_that_is_cut_gives_an_error_through_the_mount_and_no_other_bytes(
+    corpus: Corpus,
+) -> None:
+    data = module.IndexedDataset(corpus.mounted)
+    whole = Path(corpus.raw + ".bin").read_bytes()
+    os.truncate(corpus.raw + ".bin", 100)
+    corpus.forget()
+    assert errno_of(lambda: data[300], "corpus.bin cannot be read: its source changed") == errno.EIO
+    assert "event=read_failed" in corpus.data.with_name("log").read_text()
+    Path(corpus.raw + ".bin").write_bytes(whole)
+    assert errno_of(lambda: data[300], "mount again") == errno.EIO, "until it is mounted anew"
+    os.kill(corpus.process, signal.SIGKILL)
+
+
+def errno_of(call: Callable[[], object], match: str) -> int | None:
+    with pytest.raises(OSError, match=match) as raised:
+        call()
+    return raised.value.errno
