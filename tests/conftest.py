@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from support.time_left import TimeLeft
     from support.turns import TakingTurns
 
     config.pluginmanager.register(TakingTurns(config), "turns")
+    config.pluginmanager.register(TimeLeft(), "time left")
     if config.pluginmanager.has_plugin("xdist"):
         from support.spread import Spreading
 

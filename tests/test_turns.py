@@ -2,22 +2,26 @@
 
 import subprocess
 import sys
+import time
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from support.spread import ALONE, TOGETHER, unit_of
+from support.time_left import REASON, UNTIL, read_until
 from support.turns import TURNS, Turn, deal, whose_turn
 
 CONFTEST = """
 import pytest
 from support.spread import Spreading
+from support.time_left import TimeLeft
 from support.turns import TakingTurns
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "turns")
     config.pluginmanager.register(TakingTurns(config))
+    config.pluginmanager.register(TimeLeft())
     config.pluginmanager.register(Spreading())
 """
 TESTS = """
@@ -87,11 +91,11 @@ def test_the_environment_overrides(tmp_path: Path) -> None:
             whose_turn(tmp_path, wrong, is_whole_run=True)
 
 
-def run_pytest(directory: Path, turn: str, *arguments: str) -> str:
+def run_pytest(directory: Path, turn: str, *arguments: str, until: str = "") -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *arguments],
-        cwd=directory, env={"PYTHONPATH": str(Path(__file__).parent), "TURN": turn},
-        capture_output=True, text=True, timeout=120,
+        cwd=directory, capture_output=True, text=True, timeout=120,
+        env={"PYTHONPATH": str(Path(__file__).parent), "TURN": turn, UNTIL: until},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -118,6 +122,26 @@ def test_processes_that_share_a_run_take_the_same_turn(tmp_path: Path) -> None:
     assert "crosses: turn 1 of 0 to 3 (TURN=1)" in output
     assert "crosses: 6 cases wait for other turns" in output and "3 passed" in output
     assert "9 passed" in run_pytest(tmp_path, "", "-n", "2", "test_it.py")
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["one", "two"])
+def test_a_run_whose_time_is_over_begins_no_test_and_says_so(
+    processes: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    output = run_pytest(tmp_path, "all", *processes, until="1")
+    assert "9 skipped" in output and f"{REASON}: 9 tests wait for another one" in output
+    output = run_pytest(tmp_path, "all", *processes, until=str(time.time() + 3600))
+    assert "9 passed" in output and REASON not in output
+    if not processes:
+        assert output.index("test_refusal") < output.index("test_cross")
+
+
+def test_a_time_that_is_none_is_refused() -> None:
+    assert read_until({}) is None and read_until({UNTIL: "12.5"}) == 12.5
+    with pytest.raises(pytest.UsageError, match="TESTS_UNTIL=noon is no time"):
+        read_until({UNTIL: "noon"})
 
 
 def test_what_a_process_makes_once_stays_in_one_process() -> None:
