@@ -327,6 +327,7 @@ def test_a_stopped_mount_is_told_of_in_words_and_frees_its_name(
         mounts.unmount(place.point, is_lazy=True)
     process = process_of(place, place.mount())
     os.kill(process, signal.SIGSTOP)
+    wait_until_stopped(process)
     try:
         with pytest.raises(UsageError, match="does not answer: its process is stopped or hangs"):
             mounts.prepare(place.point)
@@ -340,6 +341,17 @@ def test_a_stopped_mount_is_told_of_in_words_and_frees_its_name(
         assert find_mount(place.point) is None
     finally:
         os.kill(process, signal.SIGKILL)
+
+
+def wait_until_stopped(process: int) -> None:
+    """Return once every thread stands still: until then one of them may answer."""
+    end = time.monotonic() + 20.0
+    while any(
+        stat.read_text().rpartition(")")[2].split()[0] != "T"
+        for stat in Path(f"/proc/{process}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < end, "it does not stop"
+        time.sleep(0.01)
 
 
 def path_is_there(path: Path) -> bool:
