@@ -56,15 +56,14 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {
     "_assign_worker_ranks": ("self", "store", "group_rank", "group_world_size", "spec"),
     "_set_local_rank_env": ("self", "worker_env", "local_rank", "spec"),
     "_monitor_workers": ("self", "worker_group"),
-    "_shutdown": ("self", "death_sig", "timeout"),
 }
 _CLOSE = ("self", "death_sig", "timeout")
 """Parameters of ``_close`` of torch's process contexts."""
 _FINISHED_EVENT = "_worker_finished_event"
 _EVENT_PARTS = ("_flag", "_cond", "_cond._sleeping_count", "_cond._wait_semaphore")
 _WAY_OUT = (
-    "This version of scalai-run was made for torch 2.13 and CPython 3.11 to 3.13; install those or "
-    "a newer scalai."
+    "This version of scalai-run was made for torch 2.8 to 2.15 and CPython 3.11 to 3.13; install "
+    "those or a newer scalai."
 )
 
 
@@ -298,11 +297,12 @@ class WorkerSet(LocalElasticAgent):
     def stop(self, timeout_s: int = 5) -> None:
         """End whatever workers live: SIGTERM, then SIGKILL after ``timeout_s``; those that outlive
         signals at once. Blocks until they are gone."""
-        if self._is_up:
-            self._shutdown(signal.SIGTERM, timeout_s)
+        if self._is_up and self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, timeout_s)
         self._is_up = False
         # Its queues hold named semaphores, which go with the last reference and not with _exit.
         self._pcontext = None
+        self._shutdown()  # what else torch has started; before 2.12 it takes no timeout
 
     def _end_by_kill(self) -> None:
         """Have torch end these workers, and what they have started, by SIGKILL: they ignore
@@ -362,6 +362,8 @@ def warm_up(preload_file: str) -> None:
     The server of an earlier call is left to its children and a new one takes its place.
     """
     os.environ.update(SCALAI_PRELOAD=preload_file, SCALAI_AGENT_PID=str(os.getpid()))
+    # Frameworks ask for devices as they are imported; asked this way CUDA is not begun by it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     server = forkserver.ForkServer()
     server.set_forkserver_preload([PRELOAD_MODULE])
     resource_tracker.ensure_running()  # which would unblock the signals
@@ -381,11 +383,25 @@ def warm_up(preload_file: str) -> None:
 
 
 def wait_until_warm() -> None:
-    """Return once the server of ``warm_up`` has imported everything and has forked a process."""
-    process = get_context("forkserver").Process(target=int)
+    """Return once the server of ``warm_up`` has imported everything and has forked a process.
+
+    Raises:
+        RefusedError: Its processes cannot use devices, because it does itself.
+    """
+    process = get_context("forkserver").Process(target=_end_by_use_of_devices)
     with _without_main():
         process.start()
     process.join()
+    if process.exitcode:
+        raise RefusedError(
+            "what the script imports uses CUDA as it is imported, and no fork can use it after that"
+        )
+
+
+def _end_by_use_of_devices() -> None:
+    """End this fork, with 1 where its server has begun CUDA."""
+    torch = sys.modules.get("torch")
+    sys.exit(int(torch is not None and torch.cuda._is_in_bad_fork()))
 
 
 _MAIN_MUTEX = threading.Lock()

@@ -86,6 +86,8 @@ def _torchruns_parser() -> argparse.ArgumentParser:
             action.nargs, action.required = "?", False
         elif action.dest == "max_restarts" and "PET_MAX_RESTARTS" not in os.environ:
             action.default = None  # torchrun's 0 cannot be told from a 0 that was given
+        elif action.dest == "master_port" and "PET_MASTER_PORT" not in os.environ:
+            action.default = None  # torchrun's 29500 (before torch 2.12) neither
     return parser
 
 

@@ -41,8 +41,10 @@ class Options:
     tee: str
     local_ranks_filter: str
     local_addr: str | None
-    signals_to_handle: str
-    shutdown_timeout: int | None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    """torchrun has it since torch 2.10."""
+    shutdown_timeout: int | None = None
+    """torchrun has it since torch 2.12."""
     elastic: str | None = None
     """Path of the elastic configuration; None: the framework is not hooked."""
     coordinator_lease: str | None = None

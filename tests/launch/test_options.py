@@ -1,12 +1,15 @@
 """Flags: torchrun's own in both spellings, ours beside them, and --elastic on either side."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from scalai.core.errors import UsageError
+from scalai.launch.config import flags as flags_module
 from scalai.launch.config.flags import parse_options, with_own_name
 from scalai.launch.config.options import Options
 
@@ -187,3 +190,23 @@ def test_a_malformed_flag_ends_with_the_code_for_wrong_usage(
 def test_a_name_that_is_no_folder_is_refused(flag: str, name: str) -> None:
     with pytest.raises(UsageError, match=r"name .* cannot name a directory"):
         parse(flag, name, "train.py")
+
+
+def test_a_torchrun_of_an_older_torch_is_read_as_one_of_todays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before torch 2.12 it has other defaults and fewer flags: 2.8 is the oldest here."""
+
+    def older() -> argparse.ArgumentParser:
+        parser = get_args_parser()
+        for action in list(parser._actions):
+            if action.dest in ("shutdown_timeout", "signals_to_handle", "virtual_local_rank"):
+                parser._remove_action(action)
+            elif action.dest == "master_port":
+                action.default = 29500
+        return parser
+
+    expected = parse("--nproc-per-node", "2", "t.py")
+    monkeypatch.setattr(flags_module, "get_args_parser", older)
+    assert parse("--nproc-per-node", "2", "t.py") == expected and expected.coordinator is None
+    assert parse("--master-port", "29500", "t.py").coordinator == "127.0.0.1:29500"

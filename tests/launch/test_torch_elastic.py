@@ -69,7 +69,6 @@ def test_the_installed_torch_has_the_hooks() -> None:
         "_assign_worker_ranks",
         "_set_local_rank_env",
         "_monitor_workers",
-        "_shutdown",
     ],
 )
 def test_a_torch_whose_hook_differs_is_refused_by_name(
@@ -148,6 +147,20 @@ def warm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         warm_up(str(write_preload(order, Imports(("json",), tuple(sys.path)))))
         wait_until_warm()
         yield order.parent
+
+
+def test_a_server_whose_forks_cannot_use_devices_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where an import begins CUDA: torch says so in the forks."""
+    text = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
+    (tmp_path / "begins_cuda.py").write_text(text)
+    monkeypatch.setenv("SCALAI_PRELOAD", "")
+    monkeypatch.setenv("SCALAI_AGENT_PID", "")
+    imports = Imports(("torch", "begins_cuda"), (str(tmp_path), *sys.path))
+    warm_up(str(write_preload(tmp_path / "preload.json", imports)))
+    with pytest.raises(RefusedError, match="uses CUDA as it is imported, and no fork can"):
+        wait_until_warm()
 
 
 def place(
