@@ -99,7 +99,9 @@ def fingerprint_of(numbers: torch.Tensor, version: int = VERSION) -> int:
 def _words(values: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
     """Return rows of elements as words, int32 [rows, words], with zeros around them; and the place
     of the first word in its row. ``first``: that of the first element."""
-    table = values.reshape(-1, values.shape[-1] if values.dim() else 1).contiguous()
+    columns = values.shape[-1] if values.dim() else 1
+    # Contiguous memory may have any stride along a dimension of one; a table of it has not.
+    table = values.contiguous().as_strided((values.numel() // columns, columns), (columns, 1))
     item = values.element_size()
     place, ahead = divmod(first * item, WORD_BYTES)
     start = table.storage_offset() * item
