@@ -45,6 +45,9 @@ COPIED_S, COPIED_SHARE = 0.01, 0.02
 WINDOW, WINDOWS = 32, 3
 """Where it takes more in so many windows on end, there is no emergency snapshot any more."""
 
+QUERY_S = 0.01
+"""So often devices are asked whether they have ended an update."""
+
 log = logging.getLogger(__name__)
 
 
@@ -139,6 +142,21 @@ class Copies:
                 event = self._events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
 
+    def are_taken(self, within_s: float) -> bool:
+        """Return whether devices have done what ``take`` has queued, and the update before it; wait
+        so long for it. The training's thread may be ahead of its device, which may wait for ever:
+        for a partner that died.
+
+        Raises:
+            RuntimeError: A device has failed.
+        """
+        end = time.monotonic() + within_s
+        while not all(map(_has_ended, self._events.values())):
+            if time.monotonic() > end:
+                return False
+            time.sleep(QUERY_S)
+        return True
+
     def beside(self, rings: Mapping[torch.device, StagingRing]) -> ExitStack:
         """Return a context in which devices work on the rings' streams, behind the last update and
         beside whatever else is queued: that may never end."""
@@ -147,6 +165,10 @@ class Copies:
             rings[device].stream.wait_event(self._events[device])
             stack.enter_context(torch.cuda.stream(rings[device].stream))
         return stack
+
+
+def _has_ended(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 class Cost:
@@ -264,7 +286,7 @@ class Emergency:
             channel.call(AwaitFreeze(self._rank, self._round))
             reached("freeze")
             self._on_freeze()
-            found = self._gate.freeze()
+            found = self._freeze()
             if isinstance(found, str):
                 channel.call(RankFrozen(self._rank, self._round, None, found))
                 return
@@ -281,6 +303,18 @@ class Emergency:
                 order = channel.call(written)
         except (PeerError, StoreError):
             return  # the round has ended
+
+    def _freeze(self) -> Between | str:
+        """Stand still. Returns what belongs to the state, or why the memory is the state of no
+        step."""
+        end = time.monotonic() + FREEZE_S
+        found = self._gate.freeze()
+        try:
+            if isinstance(found, str) or self._copies.are_taken(end - time.monotonic()):
+                return found
+        except RuntimeError as error:
+            return f"its device fails: {error}"
+        return "its device is in the middle of an update"
 
     def _write(self, order: WriteOrder, between: Between) -> RankWritten:
         """Write what the agent ordered."""
