@@ -12,7 +12,7 @@ from scalai.converters.megatron.arguments import derived_flags
 from scalai.core import commands
 from scalai.core.commands import Workers
 from scalai.core.degrees import Degrees
-from scalai.core.errors import ScalaiError
+from scalai.core.errors import RefusedError, ScalaiError
 from scalai.core.schedule import Schedule
 from scalai.core.worker_messages import Imports
 from scalai.launch.agent.extension_locks import WorkersLocks, extensions_root
@@ -31,6 +31,11 @@ OWN_MODULES = ("scalai.launch.agent.torch_elastic", "scalai.patches.worker")
 """What every forked process needs besides: where it begins, and what it runs."""
 LOOK_S = 2.0
 """How often the locks of extension builds are looked at."""
+NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+"""What torch does once it has seen that a collective of NCCL's has failed (torch 2.11,
+ProcessGroupNCCL.cpp); the second name is of older releases. By default it ends the process, and
+what only that holds is lost with it, or aborts the collective, and the training goes on with any
+values. By 0 the workers wait, their emergency snapshots are written, and their agent ends them."""
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +155,8 @@ class WorkerGroups:
         environment = {"SCALAI_AGENT_PID": str(os.getpid())}
         if self._spec.is_elastic:
             environment |= {"SCALAI_ELASTIC": "1", "SCALAI_AGENT": str(self._directory)}
+            if not any(name in os.environ for name in NCCL_ERRORS):
+                environment[NCCL_ERRORS[0]] = "0"
         return environment
 
     def warm_up(self, imports: Imports, beside: Callable[[Callable[[], None]], object]) -> None:
@@ -171,6 +178,9 @@ class WorkerGroups:
         began = time.monotonic()
         try:
             wait_until_warm()
+        except RefusedError as error:
+            log.warning("event=cold: later workers start slowly: %s", error)
+            return
         except (OSError, EOFError) as error:
             log.warning("event=cold: the fork server has ended: %r", error)
             return
