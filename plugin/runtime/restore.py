@@ -217,7 +217,7 @@ def _to_device(target: torch.Tensor, source: torch.Tensor, ring: StagingRing) ->
         buffer, event = ring.next_buffer()
         flat = buffer[: block.numel * source.element_size()]
         staged = flat.view(source.dtype).view(block.shape)
-        staged.copy_(source[slices(block)])
+        ring.move(staged, source[slices(block)])
         with torch.cuda.stream(ring.stream):
             target[slices(block)].copy_(staged, non_blocking=True)
             event.record(ring.stream)

@@ -189,8 +189,9 @@ def copy_from_device(
     mapped: MappedFile, view: torch.Tensor, begin: int, rings: Mapping[torch.device, StagingRing]
 ) -> None:
     """Copy a piece of a device to byte ``begin`` of a mapped file, through the device's ring."""
-    for chunk in _device_chunks(view, rings[view.device]):
-        mapped.place(begin, chunk).copy_(chunk)
+    ring = rings[view.device]
+    for chunk in _device_chunks(view, ring):
+        ring.move(mapped.place(begin, chunk), chunk)
         begin += len(chunk)
 
 
