@@ -100,7 +100,8 @@ def report(
     loss = torch.stack(losses).mean()
     dist.all_reduce(loss)
     # Modulo 2**64 as two's complement: sums wrap the same way.
-    total = torch.tensor([combine_hashes(hashes)], dtype=torch.uint64).view(torch.int64)
+    combined = torch.tensor([combine_hashes(hashes)], dtype=torch.uint64)
+    total = combined.view(torch.int64).to(engine.device)
     dist.all_reduce(total)
     if dist.get_rank() == 0:
         step, mean = engine.global_steps, loss.item() / dist.get_world_size()

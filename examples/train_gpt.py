@@ -10,6 +10,7 @@ with CUDA it does nothing.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -205,7 +206,8 @@ def report(
             write(folder, "loss", step=step, loss=loss.item() / dp, lr=lr, at=time.time())
     if mpu.is_pipeline_first_stage():
         # Modulo 2**64 as two's complement: sums wrap the same way.
-        hashes = torch.tensor([combine_hashes(*consumed)], dtype=torch.uint64).view(torch.int64)
+        combined = torch.tensor([combine_hashes(*consumed)], dtype=torch.uint64)
+        hashes = combined.view(torch.int64).cuda()
         dist.all_reduce(hashes, group=group)
         if is_first:
             write(folder, "samples", step=step, samples=hashes.item() % 2**64)
@@ -222,6 +224,8 @@ def main() -> None:
     options = read_arguments()
     text = read_text(options.data)
     with scalai.elastic() as job:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         mpu.initialize_model_parallel(job.tp, job.pp)
         torch.manual_seed(options.seed)

@@ -56,6 +56,8 @@ def _replace_devices() -> None:
     # megatron uses the current device only as `device=` of a factory and as an index of
     # default_generators.
     replace(torch.cuda, current_device=returning(CPU), set_device=nothing(), synchronize=nothing())
+    # A torch that was built for CUDA counts devices for it, which are replaced as well.
+    replace(torch.cuda, is_available=returning(False))
     for name in FACTORIES:
         replace(torch, **{name: _on_cpu(getattr(torch, name))})
 
