@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from support.accelerator import ACCELERATOR
 from support.agents import Agents
 from support.deepspeed_elastic import (
     STEPS,
@@ -127,7 +128,7 @@ def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
 ) -> None:
     """A worker dies, and the only generation is the start: the script's own checkpoint is newer.
     What it brought is carried over the next change."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
     given = config(1)
     alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0")
     folder = tmp_path / "elastic"
@@ -155,7 +156,7 @@ def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
 def test_stages_between_which_fp16_would_fork_are_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
     given = {**config(1, deepspeed={"zero_stage": {"1": 0}}), "fp16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(given))
     with Agents(tmp_path, None, arguments(tmp_path), nodes="1", slots=2) as agents:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.accelerator import ACCELERATOR
 from support.agents import Agents
 from support.deepspeed_elastic import (
     STEPS_PER_EPOCH,
@@ -37,7 +38,7 @@ def training(
 ) -> Iterator[Agents]:
     """Give a job that may lose anybody. Then it trains to its end, and each of its steps, however
     often it was made, must be that of the uninterrupted run."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
     resize = {"settle_s": 0.2, "quarantine_s": 0}  # the same hosts die again and again
     given = config(stage, store={"snapshot_every": 5, "replicas": replicas}, resize=resize)
     flags = ("--loader-workers", "0", "--epochs", str(EPOCHS))

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.accelerator import ACCELERATOR
+
 
 def start_alone(folder: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]":
     """Start a script; what it prints goes to ``log`` in the folder."""
@@ -14,7 +16,7 @@ def start_alone(folder: Path, command: Sequence[str]) -> "subprocess.Popen[bytes
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {
-        **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+        **os.environ, "DS_ACCELERATOR": ACCELERATOR, "OMP_NUM_THREADS": "1",
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.accelerator import ACCELERATOR
 from support.agents import Agents
 from support.alone import start_alone
 
@@ -60,7 +61,7 @@ def train_through(
     *flags: str,
 ) -> Agents:
     """Run the script through the worlds, the widest first, to its end. Returns the job."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(given))
     script = arguments(folder, "--step-s", "0.6", *flags)

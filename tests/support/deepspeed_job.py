@@ -90,6 +90,7 @@ def main():
         if not options.same_order:
             sampler.set_epoch(epoch)
         for rows, classes, numbers in loader:
+            rows, classes = rows.to(engine.device), classes.to(engine.device)
             loss = torch.nn.functional.cross_entropy(engine(rows), classes)
             engine.backward(loss)
             losses.append(loss.detach())

@@ -1,4 +1,4 @@
-"""Runs an unmodified pretrain_gpt.py of a Megatron-LM checkout under ``scalai-run``, on the CPU."""
+"""Runs an unmodified pretrain_gpt.py of a Megatron-LM checkout under ``scalai-run``."""
 
 import importlib.util
 import json
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from scalai.core.dataset.step_lines import Entry
+from support.accelerator import BACKEND
 from support.agents import SCALAI_RUN
 from support.ledgers import read_ledger
 
@@ -25,13 +26,13 @@ NEEDED = ("six", "regex", "yaml", "requests")
 """What megatron.training imports beside megatron-core's own requirements."""
 DEADLINE_S = 400.0
 
-MODEL = """
+MODEL = f"""
   --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
   --max-position-embeddings 32 --group-query-attention --num-query-groups 2 --swiglu
   --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --attention-backend unfused
   --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
   --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
-  --distributed-backend gloo --seed 1234
+  --distributed-backend {BACKEND} --seed 1234
   --micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
   --lr-decay-iters 100 --log-interval 1 --eval-iters 1 --eval-interval 10 --num-workers 0
   --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 16
