@@ -28,10 +28,14 @@ from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.calls import Channel
 from scalai.runtime.emergency import COPIED_BYTES, Between, Copies
 from scalai.runtime.failpoints import reached
-from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot, host_bits
 from scalai.runtime.staging import StagingRing
-from scalai.runtime.writing import MappedFile, copy_from_device, ordered_views
+from scalai.runtime.writing import (
+    MappedFile,
+    copy_from_device,
+    file_fingerprints,
+    ordered_views,
+)
 from scalai.store.files import blocks, slices
 
 Row = tuple[Slot, Piece]
@@ -375,22 +379,3 @@ def _copy_row(
 def _check(writing: Writing) -> None:
     if writing.is_given_up:
         raise GivenUpError("workers of the job have failed meanwhile")
-
-
-def file_fingerprints(
-    rows: Sequence[Row], order: WriteOrder, mapped: MappedFile | None
-) -> tuple[int, ...]:
-    """Return the fingerprints of the ordered rows, as they lie in the file, in the order's order.
-
-    Args:
-        rows: The held rows of this rank, for their shapes and places alone.
-        order: Which of them lie where.
-        mapped: The order's file; None where it orders nothing.
-    """
-    if mapped is None:
-        return ()
-    placed = list[Row]()
-    for number, begin in zip(order.rows, order.begins, strict=True):
-        slot, piece = rows[number]
-        placed.append(mapped.as_row(slot, piece, begin))
-    return tuple(int(value) for value in live_fingerprints(placed))

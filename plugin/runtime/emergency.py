@@ -328,7 +328,7 @@ class Emergency:
             rank=self._rank,
             round=self._round,
             step=between.step,
-            fingerprints=tuple(fingerprints),
+            fingerprints=fingerprints,
             coordinate=between.coordinate,
             scalars=between.scalars,
             rank_state=between.rank_state,

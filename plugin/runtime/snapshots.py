@@ -198,7 +198,7 @@ class Snapshots:
                 rank=self._rank,
                 round=self._round,
                 step=step,
-                fingerprints=tuple(fingerprints),
+                fingerprints=fingerprints,
                 coordinate=between.coordinate,
                 scalars=between.scalars,
                 rank_state=between.rank_state,

@@ -55,7 +55,7 @@ def through_the_store(store: HostStore, slots: list[Slot], *, is_mapped: bool) -
     slot = store.reserve({0: collection_of(rows)})
     order = slot.orders[0]
     mapped = MappedFile(order) if is_mapped else None
-    written = RankSnapshot(tuple(write_rows(rows, order, mapped=mapped)), "dp0")
+    written = RankSnapshot(write_rows(rows, order, mapped=mapped), "dp0")
     store.seal(slot, step=1, about={}, parts={0: written})
     manifest = store.commit(slot, 1)
     with store.open_rows(1) as stored:

@@ -367,6 +367,25 @@ def test_a_worker_that_cannot_be_started_leaves_none_of_the_others(
     assert workers.poll() is None and workers.pids() == {}
 
 
+def test_a_torch_whose_agent_takes_no_time_to_shut_down_ends_workers_in_that_time(
+    workers: WorkerSet, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before torch 2.12."""
+    shut_down = LocalElasticAgent._shutdown
+
+    def older(self: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        shut_down(self, death_sig)
+
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", older)
+    self_check()
+    workers.start(place(), [str(script), str(tmp_path), "stubborn"], warm=False)
+    pids = [int(reported(tmp_path, rank)[-1]) for rank in (2, 3)]
+    for rank in (2, 3):
+        wait_until((tmp_path / f"{rank}.ready").exists, "they do not listen")
+    workers.stop(1)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
 def test_stopping_nothing_is_nothing(workers: WorkerSet) -> None:
     workers.stop()
     assert workers.poll() is None and workers.pids() == {}

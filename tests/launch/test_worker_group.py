@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from scalai.core.errors import RefusedError
 from scalai.core.worker_messages import Imports
 from scalai.launch.agent import worker_group
-from scalai.launch.agent.worker_group import WorkerGroups
+from scalai.launch.agent.torch_elastic import Placement
+from scalai.launch.agent.worker_group import NCCL_ERRORS, WorkerGroups
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from support.wire_words import workers as wanted
@@ -21,9 +23,15 @@ class Workers:
 
     def __init__(self) -> None:
         self.warm: list[bool] = []
+        self.places: list[Placement] = []
 
-    def start(self, place: Any, arguments: Any, *, warm: bool) -> None:
+    def start(self, place: Placement, arguments: Any, *, warm: bool) -> None:
         self.warm.append(warm)
+        self.places.append(place)
+
+
+def job(*flags: str) -> JobSpec:
+    return JobSpec.read(parse_options(["--nproc-per-node", "1", *flags, "script.py"]))
 
 
 def test_nobody_waits_for_a_fork_server_that_still_imports(
@@ -34,8 +42,7 @@ def test_nobody_waits_for_a_fork_server_that_still_imports(
     monkeypatch.setattr(worker_group, "warm_up", lambda order: None)
     monkeypatch.setattr(worker_group, "wait_until_warm", lambda: imported.wait(DEADLINE_S))
     monkeypatch.setattr(worker_group, "worker_arguments", lambda spec, command: [])
-    spec = JobSpec.read(parse_options(["--nproc-per-node", "1", "script.py"]))
-    groups = WorkerGroups(spec, tmp_path, lambda: workers)  # type: ignore[arg-type, return-value]  # a stand-in
+    groups = WorkerGroups(job(), tmp_path, lambda: workers)  # type: ignore[arg-type, return-value]  # a stand-in
     beside: list[threading.Thread] = []
 
     def run_beside(work: Any) -> None:
@@ -49,3 +56,42 @@ def test_nobody_waits_for_a_fork_server_that_still_imports(
     beside[0].join(DEADLINE_S)
     groups.start(wanted(3))
     assert workers.warm == [False, False, True]
+
+
+def test_a_server_whose_forks_cannot_use_devices_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise RefusedError("no fork can use CUDA")
+
+    tmp_path.chmod(0o700)
+    workers = Workers()
+    monkeypatch.setattr(worker_group, "warm_up", lambda order: None)
+    monkeypatch.setattr(worker_group, "wait_until_warm", refuse)
+    monkeypatch.setattr(worker_group, "worker_arguments", lambda spec, command: [])
+    groups = WorkerGroups(job(), tmp_path, lambda: workers)  # type: ignore[arg-type, return-value]  # a stand-in
+    groups.warm_up(Imports((), ()), lambda work: work())
+    groups.start(wanted())
+    assert workers.warm == [False] and "event=cold" in caplog.text
+
+
+@pytest.mark.parametrize("given", [None, *NCCL_ERRORS])
+def test_workers_of_an_elastic_job_outlive_a_collective_that_fails(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a person has said what torch does then."""
+    for name in NCCL_ERRORS:
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(given, "1")
+    tmp_path.chmod(0o700)
+    workers = Workers()
+    monkeypatch.setattr(worker_group, "worker_arguments", lambda spec, command: [])
+    config = tmp_path / "elastic.toml"
+    config.write_text('[degrees]\n1 = "tp1"\n')
+    for spec in (job("--elastic", str(config)), job()):
+        groups = WorkerGroups(spec, tmp_path, lambda: workers)  # type: ignore[arg-type, return-value]  # a stand-in
+        groups.start(wanted())
+    elastic, plain = (place.environment for place in workers.places)
+    assert elastic.get(NCCL_ERRORS[0]) == ("0" if given is None else None)
+    assert NCCL_ERRORS[0] not in plain, "nobody writes the state of a plain job"

@@ -214,7 +214,7 @@ def test_memory_that_ends_in_the_proof_is_told_and_the_training_goes_on(
     def full(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(async_snapshots, "live_fingerprints", full)
+    monkeypatch.setattr(async_snapshots, "file_fingerprints", full)
     assert training.begin(7)
     training.update()
     training.snapshots.settle()

@@ -120,6 +120,40 @@ def test_what_a_forward_pass_changes_is_kept_as_it_was() -> None:
     assert copies.rows[0][0].buffer.data_ptr() == weights.data_ptr(), "weights are not copied"
 
 
+class Update:
+    """What a device says of the end of an update: that it has come at the third question, never, or
+    that the device has failed."""
+
+    def __init__(self, ends: bool | None) -> None:
+        self.ends, self.asked = ends, 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.ends is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.ends and self.asked > 2
+
+
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [
+        (True, between(8)),
+        (False, "its device is in the middle of an update"),
+        (None, "its device fails: CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_the_memory_of_a_device_is_believed_once_it_has_made_the_update(
+    ends: bool | None, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the training is ahead of it."""
+    monkeypatch.setattr(emergency, "FREEZE_S", 0.2)
+    watched, update = Emergency(0, 1, "nowhere", [], {}), Update(ends)
+    watched.begin_update()
+    watched.step_ended(lambda: None, lambda: between(8))
+    monkeypatch.setattr(watched._copies, "_events", {torch.device("cuda"): update})
+    assert watched._freeze() == found and update.asked
+
+
 def test_too_much_to_copy_means_no_emergency_snapshot(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

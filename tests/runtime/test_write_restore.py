@@ -19,7 +19,7 @@ from scalai.core.worker_messages import RankSnapshot, ReadOrder
 from scalai.runtime.fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
 from scalai.runtime.live import Slot, collection_of, held_rows, piece_view, wanted_rows
 from scalai.runtime.restore import read_rows
-from scalai.runtime.writing import MappedFile
+from scalai.runtime.writing import MappedFile, Row
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import holders_of, read_orders
@@ -57,7 +57,7 @@ def committed(
     for rank, of_rank in enumerate(rows):
         order = travelled(slot.orders[rank])
         mapped = MappedFile(order) if is_mapped and order.rows else None
-        parts[rank] = RankSnapshot(tuple(write_rows(of_rank, order, mapped=mapped)), f"dp{rank}")
+        parts[rank] = RankSnapshot(write_rows(of_rank, order, mapped=mapped), f"dp{rank}")
     store.seal(slot, step=1, about={}, parts=parts)
     return store.commit(slot, 1)
 
@@ -218,7 +218,7 @@ def test_a_mapping_is_known_by_its_file_not_by_its_name(store: HostStore) -> Non
     # The second has the same pages under another name; only its own name may reach them.
     assert not mapped.is_current(first.orders[0].path)
     fingerprints = write_rows(rows, second.orders[0], mapped=mapped)
-    part = RankSnapshot(tuple(fingerprints), "dp0")
+    part = RankSnapshot(fingerprints, "dp0")
     store.seal(second, step=0, about={}, parts={0: part})
     store.commit(second, 1)
     with store.open_rows(1) as stored:
@@ -286,3 +286,23 @@ def test_a_slot_whose_buffer_is_not_what_its_tensor_says_is_refused() -> None:
         [(slot, piece)] = held_rows([Slot(tensor, buffer, pieces)])
         with pytest.raises(LayoutError, match="adapter"):
             piece_view(slot, piece)
+
+
+def test_a_device_without_room_for_a_proof_has_its_file_proven(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a failure comes in the middle of a forward pass."""
+    caplog.set_level("INFO")
+    slots = [column_shard(whole_tensor("param/w", (13, 12), "F32"), 1, 3, transposed=True)]
+    rows = held_rows(slots)
+
+    def no_room(asked: Sequence[Row]) -> Any:
+        if asked[0][0].buffer is slots[0].buffer:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB")
+        return live_fingerprints(asked)
+
+    slot = store.reserve({0: collection_of(rows)})
+    monkeypatch.setattr("scalai.runtime.writing.live_fingerprints", no_room)
+    found = write_rows(rows, slot.orders[0])
+    assert found == tuple(map(int, live_fingerprints(rows))) and "has no room" in caplog.text
+    store.discard(slot)

@@ -8,7 +8,7 @@ from scalai.runtime.writing import MappedFile, Row, ordered_fingerprints, place_
 
 def write_rows(
     rows: Sequence[Row], order: WriteOrder, mapped: MappedFile | None = None
-) -> list[int]:
+) -> tuple[int, ...]:
     """Write the ordered rows of a rank and return their fingerprints, in the order's order."""
     place_rows(rows, order, mapped=mapped)
     return ordered_fingerprints(rows, order)
