@@ -62,7 +62,7 @@ _CLOSE = ("self", "death_sig", "timeout")
 _FINISHED_EVENT = "_worker_finished_event"
 _EVENT_PARTS = ("_flag", "_cond", "_cond._sleeping_count", "_cond._wait_semaphore")
 _WAY_OUT = (
-    "This version of scalai-run was made for torch 2.8 to 2.15 and CPython 3.11 to 3.13; install "
+    "This version of scalai-run was made for torch 2.10 to 2.15 and CPython 3.11 to 3.13; install "
     "those or a newer scalai."
 )
 

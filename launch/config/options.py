@@ -41,8 +41,7 @@ class Options:
     tee: str
     local_ranks_filter: str
     local_addr: str | None
-    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    """torchrun has it since torch 2.10."""
+    signals_to_handle: str
     shutdown_timeout: int | None = None
     """torchrun has it since torch 2.12."""
     elastic: str | None = None

@@ -195,12 +195,12 @@ def test_a_name_that_is_no_folder_is_refused(flag: str, name: str) -> None:
 def test_a_torchrun_of_an_older_torch_is_read_as_one_of_todays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before torch 2.12 it has other defaults and fewer flags: 2.8 is the oldest here."""
+    """Before torch 2.12 it has another default and a flag less."""
 
     def older() -> argparse.ArgumentParser:
         parser = get_args_parser()
         for action in list(parser._actions):
-            if action.dest in ("shutdown_timeout", "signals_to_handle", "virtual_local_rank"):
+            if action.dest == "shutdown_timeout":
                 parser._remove_action(action)
             elif action.dest == "master_port":
                 action.default = 29500
