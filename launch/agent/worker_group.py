@@ -32,10 +32,10 @@ OWN_MODULES = ("scalai.launch.agent.torch_elastic", "scalai.patches.worker")
 LOOK_S = 2.0
 """How often the locks of extension builds are looked at."""
 NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
-"""What torch does once it has seen that a collective of NCCL's has failed (torch 2.11,
-ProcessGroupNCCL.cpp); the second name is of older releases. By default it ends the process, and
-what only that holds is lost with it, or aborts the collective, and the training goes on with any
-values. By 0 the workers wait, their emergency snapshots are written, and their agent ends them."""
+"""What torch does where its watchdog sees that a collective of NCCL's has failed (torch 2.11,
+ProcessGroupNCCL.cpp); the second name is of older releases. By default it ends the process a minute
+later, all of them about at once where a link has failed, and the state goes with them. By 0 they
+wait, tell of it (``scalai.runtime.collectives``), and are ended once their state is written."""
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,8 @@ class WorkerGroups:
         environment = {"SCALAI_AGENT_PID": str(os.getpid())}
         if self._spec.is_elastic:
             environment |= {"SCALAI_ELASTIC": "1", "SCALAI_AGENT": str(self._directory)}
-            if not any(name in os.environ for name in NCCL_ERRORS):
+            has_said = any(name in os.environ for name in NCCL_ERRORS)
+            if self._spec.config.store.emergency and not has_said:
                 environment[NCCL_ERRORS[0]] = "0"
         return environment
 

@@ -1,7 +1,7 @@
 """Who may join a job, and with which state."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from scalai.core import events
 from scalai.core.admission import Brought, Verdict, admit
@@ -64,11 +64,8 @@ class Admission:
             live.count_from(number)
         live.log(f"event=join host={host} slots={slots}")
         dropped = self._note(host, aside, () if spec.is_fresh else damaged)
-        for part in manifests:
-            live.sizing.learn(part.about)
-            if part.generation in obsolete or not live.generations.add(part):
-                dropped.append(part.generation)
-                manifests = [kept for kept in manifests if kept is not part]
+        manifests, refused = self._add(manifests, obsolete)
+        dropped += refused
         kept = {part.generation for part in manifests}
         examined = {number: lines for number, lines in join.examined if number in kept}
         for number, lines in examined.items():
@@ -97,6 +94,20 @@ class Admission:
         )
         live.count_damaged(host, examined)
         return answer
+
+    def _add(
+        self, manifests: Sequence[HostManifest], obsolete: Collection[int]
+    ) -> tuple[list[HostManifest], list[int]]:
+        """Add parts to their generations. Return those that belong there, and the generations of
+        the others, which their host drops."""
+        kept, refused = list[HostManifest](), list[int]()
+        for part in manifests:
+            self._live.sizing.learn(part.about)
+            if part.generation in obsolete or not self._live.generations.add(part):
+                refused.append(part.generation)
+            else:
+                kept.append(part)
+        return kept, refused
 
     def _count_term(self, join: Join) -> None:
         """This coordinator's term is higher than any other's that a host has heard of. A host that

@@ -14,7 +14,7 @@ _KINDS = (
     (r"illegal memory access", "CUDA error: illegal memory access"),
     (
         r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
-        r"|ncclRemoteError",
+        r"|ncclRemoteError|a collective of NCCL's has failed",
         PEER_GONE,
     ),
     (r"\bnccl\w*Error|NCCL (WARN|error)|NCCL communicator was aborted", "NCCL error"),

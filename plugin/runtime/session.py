@@ -17,6 +17,7 @@ restores nothing and never stops the loop.
 """
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -40,6 +41,7 @@ from scalai.core.worker_messages import (
     Source,
     Stand,
 )
+from scalai.runtime import collectives
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number, tell_agent
 from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import LEDGER, POLICY, Consumption
@@ -258,6 +260,8 @@ class Session(Drawing):
         self._held, wanted = held_rows(slots), wanted_rows(slots)
         # Before the first step, because pinning memory is slow and may wait for the device.
         self._rings = rings_for({slot.buffer.device for slot in slots})
+        if self._rings:
+            collectives.watch(lambda: not self._is_stopped, self._end_by_collective)
         reached("build" if self.is_standby else "relaunch")
         source = self._agent.call(
             Publish(
@@ -379,6 +383,14 @@ class Session(Drawing):
         is_fork = os.getpid() != self._process
         is_watched = self._snapshots is not None and self._snapshots.are_watched
         return is_watched and not self._is_stopped and not is_fork
+
+    def _end_by_collective(self, reason: str) -> None:
+        """A collective between devices has failed, which raises nothing: have the agent end this
+        process, once what it holds is written, or end it."""
+        if self.can_be_rescued:
+            self.wait_to_be_rescued(reason)
+        print(f"scalai: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def wait_to_be_rescued(self, reason: str) -> None:
         """The script has failed, and this process is about to end. Wait for the agent, which ends

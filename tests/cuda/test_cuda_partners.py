@@ -20,6 +20,7 @@ pytestmark = [
 
 RANK = """
 import sys, torch, torch.distributed as dist
+from scalai.runtime import collectives
 
 torch.cuda.set_device(0)
 dist.init_process_group("nccl")
@@ -27,16 +28,18 @@ values = torch.ones(1000, device="cuda")
 dist.all_reduce(values)
 print(values[0].item(), flush=True)
 if dist.get_rank() == 0:
-    sys.stdin.readline()
+    collectives.watch(lambda: True, lambda reason: print(reason, flush=True))
     dist.all_reduce(values)
-    print(values[0].item(), flush=True)  # hangs: its partner is dead
+    print(values[0].item(), flush=True)  # hangs: its partner waits for its end
 else:
     sys.stdin.readline()
 """
 WAITS_S = 20.0
 
 
-def test_it_outlives_its_partner_by_more_than_a_silent_host_is_given(tmp_path: Path) -> None:
+def test_it_says_so_and_outlives_its_partner_by_more_than_a_silent_host_is_given(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     port = str(free_port("127.0.0.1"))
     ranks = list["subprocess.Popen[str]"]()
@@ -55,11 +58,11 @@ def test_it_outlives_its_partner_by_more_than_a_silent_host_is_given(tmp_path: P
     try:
         for rank in ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "2.0\n"
+        time.sleep(2.0)  # until its device waits
         ranks[1].send_signal(signal.SIGKILL)
         ranks[1].wait(20)
-        assert ranks[0].stdin is not None
-        ranks[0].stdin.write("go on\n")
-        ranks[0].stdin.flush()
+        assert ranks[0].stdout is not None
+        assert "a collective of NCCL's has failed" in ranks[0].stdout.readline()
         end = time.monotonic() + WAITS_S
         while time.monotonic() < end:
             assert ranks[0].poll() is None, "it was ended by its failed collective"

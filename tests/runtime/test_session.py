@@ -1,6 +1,8 @@
 """Outside of an elastic job a session is inert, and says what is wrong all the same."""
 
 import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -69,3 +71,10 @@ def test_the_end_of_a_fork_is_not_that_of_the_training() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     session.finish()
     assert asked == [RankFinished(0, 1, 0)]
+
+
+def test_who_cannot_be_rescued_ends_by_a_collective_that_failed() -> None:
+    """It would hang in it for good."""
+    text = "import scalai\nwith scalai.elastic() as job: job._end_by_collective('it has failed')"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (1, "scalai: it has failed\n")
