@@ -235,6 +235,8 @@ def _start_probe(spec: JobSpec, agent: Participant, most: int) -> None:
             except Exception as error:  # our own slip: nobody would hear of devices any more
                 slots, probe.problem = None, repr(error)
             if slots is not None:
+                if probe.narrowed is not None:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = probe.narrowed
                 agent.set_slots(min(slots, most))
             elif probe.problem != problem:
                 problem = probe.problem

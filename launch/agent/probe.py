@@ -35,10 +35,13 @@ class DeviceProbe:
         """
         self._config = config
         self._visible = visible
-        self._has_seen_devices = False
+        self._seen: set[str] = set()
         self._commands = commands or Commands()
         self.problem: str | None = None
         """Why the last ``read`` gave None; None where it gave a number."""
+        self.narrowed: str | None = None
+        """What CUDA_VISIBLE_DEVICES has to be for workers, so that they take the devices that work:
+        their UUIDs, once one has not worked; None: as it is."""
 
     def read(self) -> int | None:
         """Return the number of working devices, or None where there is no answer (see ``problem``).
@@ -77,31 +80,43 @@ class DeviceProbe:
         code, output = self._commands.query(_FIELDS)
         if code and "not a valid field" in output.lower():
             code, output = self._commands.query(_FEWER_FIELDS)
-        count = count_working(output, self._visible)
-        if count:
-            self._has_seen_devices = True
-        elif not self._has_seen_devices:
+        devices = visible_devices(output, self._visible)
+        working = [uuid for uuid, works in devices.items() if works]
+        if not working and not self._seen:
             # A driver without devices under a job on CPUs: nothing was lost.
             raise NoAnswerError(f"nvidia-smi sees no working device: {output.strip()[-200:]}")
-        return count
+        self._seen.update(devices)
+        if len(working) < len(self._seen) or self.narrowed is not None:
+            self.narrowed = ",".join(working)
+        return len(working)
 
 
-def count_working(output: str, visible: Sequence[str] | None = None) -> int:
-    """Count the devices in nvidia-smi's answer: CSV, ``index, uuid, temperature, ...``.
+def visible_devices(output: str, visible: Sequence[str] | None = None) -> dict[str, bool]:
+    """Return whether each device works, by UUID, in the order of ``visible``, else of the answer.
 
-    Lines that are not a device (messages about lost ones) do not count, nor do devices whose
-    readings are errors.
+    Args:
+        output: nvidia-smi's answer: CSV, ``index, uuid, temperature, ...``. Lines that are no
+            device, as messages about lost ones, are left out.
+        visible: As CUDA_VISIBLE_DEVICES names devices; None: all are.
     """
-    return sum(_is_working(line.split(","), visible) for line in output.splitlines())
+    lines = [[value.strip() for value in line.split(",")] for line in output.splitlines()]
+    listed = {
+        uuid: (index, _is_working(readings))
+        for index, uuid, *readings in (line for line in lines if len(line) >= len(_FEWER_FIELDS))
+        if uuid.startswith("GPU-")
+    }
+    if visible is None:
+        return {uuid: works for uuid, (_, works) in listed.items()}
+    return {
+        uuid: works
+        for name in visible
+        for uuid, (index, works) in listed.items()
+        if _names(name, index, uuid)
+    }
 
 
-def _is_working(line: Sequence[str], visible: Sequence[str] | None) -> bool:
-    values = [value.strip() for value in line]
-    if len(values) < len(_FEWER_FIELDS) or not values[1].startswith("GPU-"):
-        return False
-    index, uuid, temperature, *health = values
-    if visible is not None and not any(_names(name, index, uuid) for name in visible):
-        return False
+def _is_working(readings: Sequence[str]) -> bool:
+    temperature, *health = readings
     has_failed_rows = bool(health) and health[0].lower() == "yes"
     action = health[1].lower() if len(health) > 1 else "none"
     # "[N/A]" where the device or the driver has no such thing.

@@ -31,6 +31,7 @@ OWN_MODULES = ("scalai.launch.agent.torch_elastic", "scalai.patches.worker")
 """What every forked process needs besides: where it begins, and what it runs."""
 LOOK_S = 2.0
 """How often the locks of extension builds are looked at."""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 """What torch does where its watchdog sees that a collective of NCCL's has failed (torch 2.11,
 ProcessGroupNCCL.cpp); the second name is of older releases. By default it ends the process a minute
@@ -153,6 +154,9 @@ class WorkerGroups:
 
     def _environment(self) -> dict[str, str]:
         environment = {"SCALAI_AGENT_PID": str(os.getpid())}
+        if (devices := os.environ.get(VISIBLE_DEVICES)) is not None:
+            # Of now: a fork server has those of its start.
+            environment[VISIBLE_DEVICES] = devices
         if self._spec.is_elastic:
             environment |= {"SCALAI_ELASTIC": "1", "SCALAI_AGENT": str(self._directory)}
             has_said = any(name in os.environ for name in NCCL_ERRORS)

@@ -29,7 +29,7 @@ from scalai.runtime.calls import Channel
 from scalai.runtime.emergency import COPIED_BYTES, Between, Copies
 from scalai.runtime.failpoints import reached
 from scalai.runtime.live import Slot, host_bits
-from scalai.runtime.staging import StagingRing
+from scalai.runtime.staging import StagingRing, use_device_of
 from scalai.runtime.writing import (
     MappedFile,
     copy_from_device,
@@ -237,6 +237,7 @@ class AsyncSnapshots:
     def _run(self, writing: Writing, then: Callable[[], None]) -> None:
         try:
             _give_way()
+            use_device_of(self._rings)
             if self._channel is None:
                 self._channel = call_agent(self._directory)
             self._copy(writing, self._channel)

@@ -32,8 +32,8 @@ from scalai.core.worker_messages import (
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.failpoints import reached
 from scalai.runtime.live import Slot
-from scalai.runtime.staging import StagingRing
-from scalai.runtime.writing import ordered_fingerprints, place_rows
+from scalai.runtime.staging import StagingRing, use_device_of
+from scalai.runtime.writing import MappedFile, file_fingerprints, place_rows
 
 Row = tuple[Slot, Piece]
 
@@ -282,6 +282,7 @@ class Emergency:
 
     def _watch(self) -> None:
         try:
+            use_device_of(self._rings)
             channel = call_agent(self._directory)
             channel.call(AwaitFreeze(self._rank, self._round))
             reached("freeze")
@@ -320,10 +321,12 @@ class Emergency:
         """Write what the agent ordered."""
         began = time.monotonic()
         reached("emergency")
+        mapped = MappedFile(order) if order.rows else None
         with self._copies.beside(self._rings):
-            place_rows(self._copies.rows, order, self._rings)
-            placed = time.monotonic()
-            fingerprints = ordered_fingerprints(self._copies.rows, order)
+            place_rows(self._copies.rows, order, self._rings, mapped)
+        placed = time.monotonic()
+        # Of the file: arithmetic on a device that hangs may wait for room, or for its turn.
+        fingerprints = file_fingerprints(self._copies.rows, order, mapped)
         return RankWritten(
             rank=self._rank,
             round=self._round,

@@ -74,6 +74,13 @@ def move(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
     at_once(lambda pair: pair[0].copy_(pair[1]), pairs, threads=parts)
 
 
+def use_device_of(rings: Iterable[torch.device]) -> None:
+    """Have this thread work on the device that has a ring. A new thread's device is the first one
+    of the host, where each process that touches it takes half a gigabyte."""
+    for device in rings:
+        torch.cuda.set_device(device)
+
+
 def rings_for(devices: Iterable[torch.device]) -> dict[torch.device, StagingRing]:
     """Make a ring for every device that is not the host. Call it before the first step: pinning is
     slow."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch.agent.probe import DeviceProbe, count_working
+from scalai.launch.agent.probe import DeviceProbe, visible_devices
 from scalai.launch.config.driver import Commands
 from scalai.launch.config.elastic_config import ProbeConfig
 from support.driver_script import Install, install_into
@@ -36,14 +36,43 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     ],
 )
 def test_only_devices_that_work_count(output: str, count: int) -> None:
-    assert count_working(output) == count
+    assert sum(visible_devices(output).values()) == count
 
 
-def test_only_visible_devices_count() -> None:
-    assert count_working(HEALTHY, ["1"]) == 1
-    assert count_working(HEALTHY, ["GPU-aa", "GPU-bb"]) == 2
-    assert count_working(HEALTHY, ["7"]) == 0
-    assert count_working(HEALTHY, [""]) == 0
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (["1"], ["GPU-bb"]),
+        (["GPU-bb", "GPU-aa"], ["GPU-bb", "GPU-aa"]),
+        (["1", "0"], ["GPU-bb", "GPU-aa"]),
+        (["7"], []),
+        ([""], []),
+        (None, ["GPU-aa", "GPU-bb"]),
+    ],
+)
+def test_only_visible_devices_count_in_their_order(
+    visible: list[str] | None, found: list[str]
+) -> None:
+    assert list(visible_devices(HEALTHY, visible)) == found
+
+
+@pytest.mark.parametrize("is_broken_at_first", [False, True])
+def test_workers_are_to_take_the_devices_that_work(
+    nvidia_smi: Install, is_broken_at_first: bool
+) -> None:
+    """A rank's device is that of its number: with the first one broken, all are others."""
+    broken = "0, GPU-aa, 34, Yes, None\n1, GPU-bb, 35, No, None\n"
+    lost = "Unable to determine the device handle: GPU is lost.\n1, GPU-bb, 35, No, None\n"
+    asked = DeviceProbe(ProbeConfig())
+    if not is_broken_at_first:
+        nvidia_smi(f"printf '{HEALTHY}'")
+        assert (asked.read(), asked.narrowed) == (2, None)
+        nvidia_smi(f"printf '{lost}'")
+        assert (asked.read(), asked.narrowed) == (1, "GPU-bb")
+    nvidia_smi(f"printf '{broken}'")
+    assert (asked.read(), asked.narrowed) == (1, "GPU-bb")
+    nvidia_smi(f"printf '{HEALTHY}'")
+    assert (asked.read(), asked.narrowed) == (2, "GPU-aa,GPU-bb"), "forks have the narrower ones"
 
 
 def test_nvidia_smi_is_asked(nvidia_smi: Install) -> None:

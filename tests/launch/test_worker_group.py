@@ -95,3 +95,20 @@ def test_workers_of_an_elastic_job_outlive_a_collective_that_fails(
     elastic, plain = (place.environment for place in workers.places)
     assert elastic.get(NCCL_ERRORS[0]) == ("0" if given is None else None)
     assert NCCL_ERRORS[0] not in plain, "nobody writes the state of a plain job"
+
+
+def test_forks_see_the_devices_that_their_agent_sees_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    workers = Workers()
+    monkeypatch.setattr(worker_group, "worker_arguments", lambda spec, command: [])
+    groups = WorkerGroups(job(), tmp_path, lambda: workers)  # type: ignore[arg-type, return-value]  # a stand-in
+    for number, devices in enumerate([None, "GPU-aa,GPU-bb", "GPU-bb"], 1):
+        if devices is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        else:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        groups.start(wanted(number))
+    found = [place.environment.get("CUDA_VISIBLE_DEVICES") for place in workers.places]
+    assert found == [None, "GPU-aa,GPU-bb", "GPU-bb"]

@@ -4,7 +4,7 @@ Adam corrects its bias by it. DeepSpeed keeps one number for all parameters of a
 base optimizer one for each parameter that it is given; so it is carried by the parameter's name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,27 @@ def take_steps(masters: Sequence[Master], names: Names) -> dict[str, float]:
         count = master.state.get(STEP)
         if isinstance(count, int):
             newest[id(master.group)] = max(count, newest.get(id(master.group), 0))
+    counts = _read(master.state[STEP] for master in masters if STEP in master.state)
     return {
-        name: float(newest.get(id(master.group), master.state[STEP]))
+        name: float(newest.get(id(master.group), counts[id(master.state[STEP])]))
         for name, master in vouched_parts(masters, names)
         if STEP in master.state
     }
+
+
+def _read(entries: Iterable[Any]) -> dict[int, float]:
+    """Return numbers and tensors of one element as numbers, by identity; those of this rank's
+    device by one question, because each waits for what is queued there."""
+    found = {id(entry): entry for entry in entries}
+    on_device = {
+        key: entry
+        for key, entry in found.items()
+        if isinstance(entry, torch.Tensor) and entry.device.type != "cpu"
+    }
+    if on_device:
+        values = torch.stack([entry.detach().double().reshape(()) for entry in on_device.values()])
+        found |= dict(zip(on_device, values.tolist(), strict=True))
+    return {key: float(entry) for key, entry in found.items()}
 
 
 def put_steps(steps: Mapping[str, float], masters: Sequence[Master], names: Names) -> None:
