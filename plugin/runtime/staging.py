@@ -30,8 +30,9 @@ class StagingRing:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # torch leaves these two constructors without annotations.
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Of high priority: with one connection to the device (CUDA_DEVICE_MAX_CONNECTIONS) streams
+        # of one priority wait behind each other. torch leaves both constructors unannotated.
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._buffers = [
             torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(RING_BUFFERS)
         ]

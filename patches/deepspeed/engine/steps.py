@@ -4,6 +4,7 @@ Adam corrects its bias by it. DeepSpeed keeps one number for all parameters of a
 base optimizer one for each parameter that it is given; so it is carried by the parameter's name.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,17 +34,15 @@ def take_steps(masters: Sequence[Master], names: Names) -> dict[str, float]:
 
 
 def _read(entries: Iterable[Any]) -> dict[int, float]:
-    """Return numbers and tensors of one element as numbers, by identity; those of this rank's
-    device by one question, because each waits for what is queued there."""
+    """Return numbers and tensors of one element as numbers, by identity. Each device is asked once,
+    because an answer waits for what is queued there."""
     found = {id(entry): entry for entry in entries}
-    on_device = {
-        key: entry
-        for key, entry in found.items()
-        if isinstance(entry, torch.Tensor) and entry.device.type != "cpu"
-    }
-    if on_device:
-        values = torch.stack([entry.detach().double().reshape(()) for entry in on_device.values()])
-        found |= dict(zip(on_device, values.tolist(), strict=True))
+    tensors = defaultdict[torch.device, dict[int, torch.Tensor]](dict)
+    for key, entry in found.items():
+        if isinstance(entry, torch.Tensor):
+            tensors[entry.device][key] = entry.detach().double().reshape(())
+    for of_device in tensors.values():
+        found |= dict(zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True))
     return {key: float(entry) for key, entry in found.items()}
 
 
