@@ -314,7 +314,7 @@ class Performer:
             and group.poll() is None
         ):
             time.sleep(0.01)
-        group.end()
+        group.end(self._hands.is_over)
         return events.GroupEnded(round, group.newest_step())
 
     def _poll(self, round: int) -> list[Event]:
@@ -344,7 +344,7 @@ class Performer:
     def close(self) -> None:
         """End all workers; whoever waits for an answer gets an error."""
         for group in self.groups.values():
-            group.end()
+            group.end(self._hands.is_over)
         self.groups.clear()
         for call in list(self._calls):
             self._refuse(call, "the agent ends.")

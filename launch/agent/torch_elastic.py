@@ -20,13 +20,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, get_context, resource_tracker
 from operator import attrgetter
 from pathlib import Path
-from select import POLLIN, poll
 from types import ModuleType
 from typing import Any
 
@@ -44,13 +43,12 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from scalai.core.errors import RefusedError
 from scalai.launch import host_signals
+from scalai.launch.agent.awaited_ends import awaited_ends
 
 WORKER_MODULE = "scalai.patches.worker"
 PRELOAD_MODULE = "scalai.patches.preload"
 STARTED_S = 1.0
 """How long the kernel may take to show the command line of a process that was started."""
-GONE_S, GONE_REPORT_S = 120.0, 5.0
-"""How long a killed worker is waited for before others start in spite of it; when it is said."""
 LOCK_S = 1.0
 """How long a worker may hold the lock of an event that takes it microseconds."""
 
@@ -69,8 +67,6 @@ _WAY_OUT = (
     "those or a newer scalai."
 )
 
-
-log = logging.getLogger(__name__)
 
 # The agent's own handlers drain: torch must not, and need not, register its own.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
@@ -299,13 +295,12 @@ class WorkerSet(LocalElasticAgent):
                     codes[rank] = 0
         return {rank: code for rank, code in codes.items() if code is not None}
 
-    def stop(self, timeout_s: int = 5) -> None:
+    def stop(self, timeout_s: int = 5, is_over: Callable[[], bool] = lambda: False) -> None:
         """End whatever workers live: SIGTERM, then SIGKILL after ``timeout_s``; those that outlive
-        signals at once. Blocks until they are gone."""
+        signals at once. Blocks until they are gone, ``GONE_S`` at most, or until ``is_over``."""
         if self._is_up and self._pcontext is not None:
-            watched = _watched(self._pcontext.pids().values())
-            self._pcontext.close(signal.SIGTERM, timeout_s)
-            _wait_until_gone(watched)
+            with awaited_ends(self._pcontext.pids().values(), is_over):
+                self._pcontext.close(signal.SIGTERM, timeout_s)
         self._is_up = False
         # Its queues hold named semaphores, which go with the last reference and not with _exit.
         self._pcontext = None
@@ -437,42 +432,6 @@ def _children() -> set[int]:
             if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
                 found.add(int(pid))
     return found
-
-
-def _watched(pids: Iterable[int]) -> dict[int, int]:
-    """Return descriptors by which the ends of processes are seen, with their numbers."""
-    found = {}
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            found[os.pidfd_open(pid)] = pid
-    return found
-
-
-def _wait_until_gone(watched: dict[int, int]) -> None:
-    """Wait until processes that were killed are gone, with the memory of their devices. Torch waits
-    for a moment (2.13 and newer): a kernel that hangs on a device, or much pinned memory, takes
-    longer. Closes the descriptors."""
-    waiter, began, next_report_s = poll(), time.monotonic(), GONE_REPORT_S
-    for descriptor in watched:
-        waiter.register(descriptor, POLLIN)
-    while watched:
-        for descriptor, _ in waiter.poll(1000.0):
-            waiter.unregister(descriptor)
-            os.close(descriptor)
-            del watched[descriptor]
-        since_s = time.monotonic() - began
-        if watched and since_s > next_report_s:
-            next_report_s *= 2
-            pids = ",".join(map(str, sorted(watched.values())))
-            log.warning(
-                "event=stuck pids=%s since_s=%.0f: the kernel has not ended these workers, which "
-                "hold the memory of their devices; the next round waits for it",
-                pids, since_s,
-            )  # fmt: skip
-        if since_s > GONE_S:
-            for descriptor in watched:
-                os.close(descriptor)
-            return
 
 
 def _kill_workers(children: Iterable[int]) -> None:

@@ -100,10 +100,11 @@ class WorkerGroup:
             if not has_stepped:
                 self._locks.tell_of_waits()
 
-    def end(self) -> None:
-        """End whatever workers live. Blocks until they are gone."""
+    def end(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """End whatever workers live. Blocks until they are gone; those that the kernel cannot end
+        are not waited for any more once ``is_over``."""
         self._locks.look(self._workers.pids().values())
-        self._workers.stop(1)
+        self._workers.stop(1, is_over)
         self._locks.remove_left()
         self._path.unlink(missing_ok=True)
 

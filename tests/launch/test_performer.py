@@ -57,7 +57,7 @@ class FakeGroup:
         self.page.written.append(("space", begin, every))
         return self.newest_step()
 
-    def end(self) -> None:
+    def end(self, is_over: object = None) -> None:
         self.is_ended = True
 
 

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from scalai.core.errors import RefusedError
 from scalai.core.worker_messages import Imports
-from scalai.launch.agent import torch_elastic
 from scalai.launch.agent.torch_elastic import (
     Outcome,
     Placement,
@@ -391,20 +389,3 @@ def test_a_torch_whose_agent_takes_no_time_to_shut_down_ends_workers_in_that_tim
 def test_stopping_nothing_is_nothing(workers: WorkerSet) -> None:
     workers.stop()
     assert workers.poll() is None and workers.pids() == {}
-
-
-@pytest.mark.parametrize("ends_s", [0.3, 60.0])
-def test_a_killed_worker_whose_memory_the_kernel_still_holds_is_waited_for(
-    ends_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where its device hangs; for ever it is not."""
-    monkeypatch.setattr(torch_elastic, "GONE_REPORT_S", 0.1)
-    monkeypatch.setattr(torch_elastic, "GONE_S", 1.5)
-    with subprocess.Popen(["sleep", str(ends_s)]) as process:
-        watched = torch_elastic._watched([process.pid, 1 << 22])
-        assert list(watched.values()) == [process.pid]
-        torch_elastic._wait_until_gone(watched)
-        has_ended = process.poll() is not None
-        process.kill()
-    assert has_ended == (ends_s < 1)
-    assert (f"event=stuck pids={process.pid}" in caplog.text) == (not has_ended)

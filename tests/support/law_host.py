@@ -34,8 +34,10 @@ class MadeSlot:
 class LawHost:
     """A host whose law is the real one. ``done`` are all actions so far."""
 
-    def __init__(self, *, is_elastic: bool = True, drain_timeout_s: float = 9.0) -> None:
-        settings = Settings("a", is_elastic, drain_timeout_s)
+    def __init__(
+        self, *, is_elastic: bool = True, drain_timeout_s: float = 9.0, hang_s: float = 0.0
+    ) -> None:
+        settings = Settings("a", is_elastic, drain_timeout_s, hang_s=hang_s)
         self.state = HostState(settings, 2, now=100.0)
         self.done: list[Action] = []
         self._calls = 0

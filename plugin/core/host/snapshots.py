@@ -23,7 +23,8 @@ from scalai.core.worker_messages import (
 )
 
 FILES_S = 20.0
-"""How long a snapshot on the way waits for its files: then the training goes on without it."""
+"""How long a snapshot on the way waits for its files at most: then the training goes on without
+it."""
 AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
 """How long after a vain try room for the next snapshot is made again: at first, and at most."""
 
@@ -93,8 +94,14 @@ def watch(step: Step) -> None:
     waited = step.now - under_way.since
     if current.is_draining:
         _give_up(step, f"there are no files for it before the stop at step {current.stop}")
-    elif waited > FILES_S:
+    elif waited > _patience_s(step.state.settings.hang_s):
         _give_up(step, f"there have been no files for it for {waited:.0f} s")
+
+
+def _patience_s(hang_s: float) -> float:
+    """Return how long a snapshot on the way waits for its files: never until that counts as a
+    hang, as where the coordinator dies between a commit and its replicas."""
+    return min(FILES_S, hang_s / 2) if hang_s else FILES_S
 
 
 def _give_up(step: Step, reason: str) -> None:

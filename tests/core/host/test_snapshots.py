@@ -98,9 +98,9 @@ def test_a_round_that_trains_goes_on_without_room_and_takes_it_when_it_is_there(
     assert host.state.round is not None and host.state.round.reserved is not None
 
 
-def without_files() -> LawHost:
+def without_files(hang_s: float = 0.0) -> LawHost:
     """Return a host that trains behind a snapshot, and has no room for the next one."""
-    host = LawHost()
+    host = LawHost(hang_s=hang_s)
     host.train()
     slot = snapshot(host).slot
     host.feed(Sealed(1, slot, b""))
@@ -172,6 +172,18 @@ def test_a_snapshot_on_the_way_that_has_no_files_is_done_without(how: str) -> No
     host.tick(snapshots.LONGEST_AGAIN_S)
     host.feed(Reserved(1, MadeSlot(range(2))))
     assert set(snapshot(host, 11).parts) == {0, 1}, "the next one is written"
+
+
+def test_nobody_waits_for_files_until_that_counts_as_a_hang() -> None:
+    """As where the coordinator dies between a commit and its replicas, and its successor would
+    start the round again."""
+    host = without_files(hang_s=3.0)
+    host.feed(Holds(frozenset({1, 2})))
+    first = host.ask(BeginSnapshot(0, 1, "snapshot", 9))
+    host.tick(1.4)
+    assert first not in host.answers(), "they may be made in time"
+    host.tick(0.2)
+    assert host.answers()[first] is None and "event=snapshot_skipped step=9" in host.log()
 
 
 def test_a_stop_waits_for_no_snapshot_on_the_way_that_has_no_files() -> None:

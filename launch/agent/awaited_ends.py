@@ -1,0 +1,57 @@
+"""Killed processes are waited for until they are gone, with the memory of their devices."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from select import POLLIN, poll
+
+GONE_S, GONE_REPORT_S = 120.0, 5.0
+"""How long a killed worker is waited for before others start in spite of it; when it is said."""
+LOOK_MS = 500.0
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def awaited_ends(pids: Iterable[int], is_over: Callable[[], bool]) -> Iterator[None]:
+    """Wait, at the end of this context, until processes that were killed in it are gone: ``GONE_S``
+    at most, or until ``is_over``.
+
+    Torch waits for a moment (2.13 and newer): a kernel that hangs on a device, or much pinned
+    memory, takes longer.
+    """
+    watched = dict[int, int]()
+    try:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                watched[os.pidfd_open(pid)] = pid
+        yield
+        _wait(watched, is_over)
+    finally:
+        for descriptor in watched:
+            os.close(descriptor)
+
+
+def _wait(watched: dict[int, int], is_over: Callable[[], bool]) -> None:
+    """Take out of ``watched``, processes by their descriptors, those that have ended."""
+    waiter, began, next_report_s = poll(), time.monotonic(), GONE_REPORT_S
+    for descriptor in watched:
+        waiter.register(descriptor, POLLIN)
+    while watched:
+        for descriptor, _ in waiter.poll(LOOK_MS):
+            waiter.unregister(descriptor)
+            os.close(descriptor)
+            del watched[descriptor]
+        since_s = time.monotonic() - began
+        if watched and since_s > next_report_s:
+            next_report_s *= 2
+            pids = ",".join(map(str, sorted(watched.values())))
+            log.warning(
+                "event=stuck pids=%s since_s=%.0f: the kernel has not ended these workers, which "
+                "hold the memory of their devices; the next round waits for it",
+                pids, since_s,
+            )  # fmt: skip
+        if since_s > GONE_S or is_over():
+            return
