@@ -60,13 +60,15 @@ def find_locks(root: Path) -> Iterator[Lock]:
 
 
 def _holder(path: Path) -> int | None:
-    """Return a process that has a file open."""
+    """Return a process that has a file open. What other processes have open is only read by name:
+    it may lie on a file system that answers nobody."""
     wanted = os.path.realpath(path)
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             for name in os.listdir(process / "fd"):
-                if os.path.realpath(process / "fd" / name) == wanted:
-                    return int(process.name)
+                with suppress(OSError):  # this one is closed meanwhile
+                    if os.readlink(process / "fd" / name) == wanted:
+                        return int(process.name)
     return None
 
 

@@ -18,6 +18,7 @@ import pytest
 from scalai.vfs.mounts import find_mount
 from support import megatron_lm_job
 from support.megatron_lm_job import Job, make_dataset
+from support.stopping import stop
 
 pytestmark = [
     pytest.mark.campaign,
@@ -158,7 +159,7 @@ def test_dp_changes_twice_and_the_samples_are_those_of_the_files(jobs: Jobs, fil
         change(job, 1, rounds=2)
         if way == MOUNT:
             with forgetting(jobs.data) as forget:
-                os.kill(process, signal.SIGSTOP)
+                stop(process)
                 forget()
                 wait_until_it_stands(job)
                 os.kill(process, signal.SIGCONT)
@@ -213,7 +214,7 @@ def test_a_mount_that_stands_still_for_ever_is_named_and_the_job_ends(
     job = jobs.start(MOUNT, "job", settings="stall_s = 2\nhang_s = 60")
     job.wait_for_step(5)
     with forgetting(jobs.data) as forget:
-        os.kill(process, signal.SIGSTOP)
+        stop(process)
         forget()
         assert job.exit_code() == 1, job.log[-6000:]
         os.kill(process, signal.SIGKILL)

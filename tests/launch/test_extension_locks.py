@@ -3,23 +3,32 @@
 import errno
 import logging
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from torch.utils.cpp_extension import _get_build_directory
 
+from scalai.launch.agent import extension_locks
 from scalai.launch.agent.extension_locks import (
     LOCK,
     PATIENCE_S,
+    Lock,
     WorkersLocks,
     extensions_root,
     find_locks,
 )
+from scalai.vfs.fuse import NAMES_S
+from support.stopping import stop
 
 DEADLINE_S = 60.0
 HOLD = """
@@ -57,6 +66,66 @@ def test_what_a_killed_worker_held_is_removed_and_nothing_else(tmp_path: Path) -
         locks.look([worker.pid])  # it is dead, and nobody has waited for it
         locks.remove_left()
         assert (mine.exists(), others.exists(), far.exists()) == (False, True, True)
+
+
+def test_a_lock_is_seen_beside_files_that_come_and_go(tmp_path: Path) -> None:
+    """Its holder closes another file after its files were listed, and before they are looked at."""
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            for descriptor in [os.open("/dev/null", os.O_RDONLY) for _ in range(50)]:
+                os.close(descriptor)
+
+    busy = threading.Thread(target=come_and_go, daemon=True)
+    busy.start()
+    try:
+        with open(tmp_path / LOCK, "w") as held:
+            os.dup2(held.fileno(), 500)  # behind those that are closed
+        assert all(extension_locks._holder(tmp_path / LOCK) for _ in range(30))
+    finally:
+        over.set()
+        busy.join(DEADLINE_S)
+        os.close(500)
+
+
+@pytest.mark.skipif(
+    not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None,
+    reason="no /dev/fuse here, or no fuse3",
+)
+def test_what_others_read_from_a_silent_file_system_holds_nobody_up(tmp_path: Path) -> None:
+    """A process of this host has a file open on a mount whose server has stopped."""
+    scalai, point = Path(sys.executable).with_name("scalai"), tmp_path / "point"
+    point.mkdir()
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    command = [str(scalai), "mount", "job", str(point), f"--source=x={tmp_path / 'x.jsonl'}"]
+    told = subprocess.run(
+        [*command, f"--log={tmp_path / 'log'}"], stdout=subprocess.PIPE, text=True, check=True,
+        timeout=DEADLINE_S,
+    )  # fmt: skip
+    found = re.search(r"by process (\d+)", told.stdout)
+    assert found is not None
+    root = tmp_path / "extensions"
+    killed = root / "killed" / LOCK
+    killed.parent.mkdir(parents=True)
+    killed.touch()
+    seen: list[Lock] = []
+    looking = threading.Thread(target=lambda: seen.extend(find_locks(root)), daemon=True)
+    server = int(found[1])
+    try:
+        descriptor = os.open(point / "dataset" / "x" / "source" / "x.jsonl", os.O_RDONLY)
+        stop(server)
+        time.sleep(1.5 * NAMES_S)  # until the kernel would ask for the names again
+        looking.start()
+        looking.join(DEADLINE_S)
+        has_ended = not looking.is_alive()
+        os.kill(server, signal.SIGKILL)  # it frees whoever waits for it
+        with suppress(ConnectionError):
+            os.close(descriptor)
+        assert has_ended
+        assert [(lock.path, lock.pid) for lock in seen] == [(killed, None)]
+    finally:
+        subprocess.run([scalai, "unmount", "--lazy", point], check=True, timeout=DEADLINE_S)
 
 
 def test_a_lock_that_its_file_system_does_not_give_up_is_left_with_a_warning(

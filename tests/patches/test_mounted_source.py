@@ -33,6 +33,7 @@ from scalai.patches.megatron.data_facts import facts_of
 from scalai.vfs import mounts
 from scalai.vfs.filesystem import ScalaiFileSystem
 from support.data_files import write_tokens
+from support.stopping import stop
 
 pytestmark = pytest.mark.skipif(
     not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None,
@@ -140,7 +141,7 @@ def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
     monkeypatch.setattr(mounted_source, "_WATCH", mounted_source._Watch())
     data = module.IndexedDataset(corpus.mounted)
     corpus.forget()
-    os.kill(corpus.process, signal.SIGSTOP)
+    stop(corpus.process)
     prefix, wanted = corpus.mounted, corpus.sequences[7]
     assert errno_of(lambda: module.IndexedDataset(prefix), "is stopped") == errno.ETIMEDOUT
 

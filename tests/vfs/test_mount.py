@@ -27,6 +27,7 @@ from scalai.vfs.mounts import find_mount
 from scalai.vfs.tree import Tree
 from support.data_files import lines, write_tokens
 from support.odd_names import HUGE, check_slice, names
+from support.stopping import stop
 from support.store_states import WEIGHT, generation, values_of
 
 pytestmark = pytest.mark.skipif(
@@ -326,8 +327,7 @@ def test_a_stopped_mount_is_told_of_in_words_and_frees_its_name(
     if find_mount(place.point) is not None:
         mounts.unmount(place.point, is_lazy=True)
     process = process_of(place, place.mount())
-    os.kill(process, signal.SIGSTOP)
-    wait_until_stopped(process)
+    stop(process)
     try:
         with pytest.raises(UsageError, match="does not answer: its process is stopped or hangs"):
             mounts.prepare(place.point)
@@ -341,17 +341,6 @@ def test_a_stopped_mount_is_told_of_in_words_and_frees_its_name(
         assert find_mount(place.point) is None
     finally:
         os.kill(process, signal.SIGKILL)
-
-
-def wait_until_stopped(process: int) -> None:
-    """Return once every thread stands still: until then one of them may answer."""
-    end = time.monotonic() + 20.0
-    while any(
-        stat.read_text().rpartition(")")[2].split()[0] != "T"
-        for stat in Path(f"/proc/{process}/task").glob("*/stat")
-    ):
-        assert time.monotonic() < end, "it does not stop"
-        time.sleep(0.01)
 
 
 def path_is_there(path: Path) -> bool:
