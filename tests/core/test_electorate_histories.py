@@ -78,6 +78,7 @@ def test_a_witness_that_grants_too_much_is_found(answer: Answer) -> None:
             lived(seed, answer)
 
 
+@pytest.mark.turns
 def test_a_witness_that_has_forgotten_and_still_votes_is_found() -> None:
     with pytest.raises(TwoHoldersError):
         for seed in range(AT_MOST):

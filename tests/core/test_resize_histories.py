@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -322,7 +323,7 @@ class Histories(RuleBasedStateMachine):
             assert known[-1] == covered[-1]
 
 
-TestHistories = Histories.TestCase
+TestHistories = pytest.mark.turns(Histories.TestCase)
 # The same histories for the same code, so that a run says something of the change that it tests;
 # SCALAI_HISTORIES=random looks for others.
 TestHistories.settings = settings(

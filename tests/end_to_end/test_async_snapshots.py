@@ -37,6 +37,7 @@ def test_a_job_goes_on_from_a_snapshot_that_was_written_beside_its_training(
         assert "stall_s=" in snapshots(agents)[-1] and "copy_s=" in snapshots(agents)[-1]
 
 
+@pytest.mark.turns
 def test_a_job_that_chooses_how_often_learns_it_and_keeps_it_through_a_failure(
     tmp_path: Path,
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_stop_that_comes_while_a_snapshot_is_written_loses_no_step(tmp_path: P
         assert steps == list(range(1, len(steps) + 1)), agents.logs()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("place", ["copying", pytest.param("written", marks=pytest.mark.campaign)])
 def test_a_worker_that_dies_or_hangs_while_it_writes_costs_no_step(

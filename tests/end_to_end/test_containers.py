@@ -51,6 +51,7 @@ def pods(folder: Path) -> PodAgents:
     )  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "shell",
     [

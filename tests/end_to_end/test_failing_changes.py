@@ -57,6 +57,7 @@ def test_a_host_whose_joining_fails_stays_idle_and_the_others_train_on(tmp_path:
         assert steps == list(range(1, len(steps) + 1)), "each step is made once"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("how", "is_forked"),
     [

@@ -13,6 +13,7 @@ from support.tiny_job import check_steps
 obstacle = NetworkHosts.obstacle()
 
 
+@pytest.mark.turns
 @pytest.mark.skipif(obstacle is not None, reason=str(obstacle))
 def test_a_host_joins_over_the_network_without_any_interface_being_named(tmp_path: Path) -> None:
     settings = {"resize": "standby = 'never'"}

@@ -174,6 +174,7 @@ def test_an_agent_that_comes_back_brings_what_it_had_sealed(tmp_path: Path) -> N
 # ------------------------------------------------------------------ in the middle of training
 
 
+@pytest.mark.turns
 def test_no_worker_outlives_its_agent_and_a_new_agent_finds_the_state(tmp_path: Path) -> None:
     with one_worker(tmp_path, settings={"store": "snapshot_every = 5"}) as agents:
         agents.start("a")
@@ -201,6 +202,7 @@ def test_a_second_signal_stops_now_and_the_state_stays(tmp_path: Path) -> None:
         assert "generation-1" in agents.generations("a")
 
 
+@pytest.mark.turns
 def test_workers_that_fail_in_training_go_back_to_the_newest_snapshot(tmp_path: Path) -> None:
     settings = {"store": "snapshot_every = 7"}
     with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", settings=settings, flags=FLAGS) as agents:

@@ -67,6 +67,7 @@ def test_a_worker_that_stands_still_in_training_is_reported_with_its_state(tmp_p
         assert steps == list(range(1, len(steps) + 1)), "each step is made once"
 
 
+@pytest.mark.turns
 def test_a_start_that_hangs_goes_back_to_the_degrees_that_ran(tmp_path: Path) -> None:
     settings = {"resize": f"{NEVER_STANDBY}start_timeout_s = 15"}
     with two_hosts(tmp_path, settings=settings) as agents:

@@ -27,6 +27,7 @@ def plain(folder: Path, how: str, *flags: str, nodes: str = "1:2") -> Agents:
     return Agents(folder, None, script, flags=flags, nodes=nodes)
 
 
+@pytest.mark.turns
 def test_a_script_that_ends_ends_the_job(tmp_path: Path) -> None:
     with plain(tmp_path, "ends", nodes="1") as agents:
         agents.start("a")
@@ -43,6 +44,7 @@ def test_a_script_that_fails_is_started_as_often_as_asked(tmp_path: Path) -> Non
         assert {line["step"] for line in agents.lines()} == {0, 1}
 
 
+@pytest.mark.turns
 def test_hosts_come_and_go_by_a_restart_of_the_workers(tmp_path: Path) -> None:
     """torchrun 2.13 hangs when a host joins, and leaves orphans when an agent is killed."""
     with plain(tmp_path, "stays", "--max-restarts", "3") as agents:

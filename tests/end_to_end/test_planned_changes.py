@@ -33,6 +33,7 @@ def test_hosts_drain_and_join_the_first_one_too_and_no_step_is_lost(tmp_path: Pa
         assert not agents.workers()
 
 
+@pytest.mark.turns
 def test_training_goes_on_while_the_next_workers_build(tmp_path: Path) -> None:
     with tiny_agents(tmp_path, DEGREES) as agents:
         agents.start("a")

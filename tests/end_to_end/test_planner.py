@@ -36,6 +36,7 @@ def planned(folder: Path, *seconds: float, planner: str) -> Iterator[Agents]:
         yield agents
 
 
+@pytest.mark.turns
 def test_degrees_are_computed_from_the_start_where_a_person_says_so(tmp_path: Path) -> None:
     with planned(tmp_path, 0.02, 0.02, planner='kind = "cost"') as agents:
         agents.start("a")

@@ -31,6 +31,7 @@ def log(agents: Agents, host: str) -> str:
     return (agents.folder / f"{host}.log").read_text()
 
 
+@pytest.mark.turns
 def test_what_only_a_host_holds_leaves_it_where_a_drain_takes_too_long(tmp_path: Path) -> None:
     """A worker of it hangs in the middle of an update, so that no drain can end; nobody keeps
     replicas before the notice comes."""

@@ -96,6 +96,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.turns
 def test_a_script_that_nothing_connects_is_told_so_once(tmp_path: Path) -> None:
     with agents_of(tmp_path, UNCONNECTED.format(steps=40, then=""), slots=2) as agents:
         agents.start("a")
@@ -115,6 +116,7 @@ def test_a_script_that_attaches_after_steps_on_dummy_data_is_connected(tmp_path:
         assert log.index("event=unhooked host=a") < log.index("event=hooked host=a")
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "builder", ["initialize", pytest.param("train", marks=pytest.mark.campaign)]
 )

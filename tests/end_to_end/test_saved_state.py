@@ -12,6 +12,7 @@ from support.tiny_job import check_steps
 SAVED = sorted((Path(__file__).parents[1] / "data").glob("*/durable/tiny"))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("saved", SAVED, ids=[folder.parents[1].name for folder in SAVED])
 def test_a_job_goes_on_from_a_saved_generation_at_other_degrees(
     saved: Path, tmp_path: Path

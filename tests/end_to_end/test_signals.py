@@ -32,6 +32,7 @@ def check_drained(agents: Agents, host: str = "a") -> None:
     assert "died" not in log, log
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("number", "is_warm"),
     [
@@ -57,6 +58,7 @@ def test_a_signal_to_every_process_of_the_last_host_saves_the_state(
         check_drained(agents)
 
 
+@pytest.mark.turns
 def test_a_signal_while_the_fork_server_starts_leaves_no_traceback(tmp_path: Path) -> None:
     with one_worker(tmp_path, flags=("--durable-dir", str(tmp_path / "disk"))) as agents:
         agents.start("a")
@@ -67,6 +69,7 @@ def test_a_signal_while_the_fork_server_starts_leaves_no_traceback(tmp_path: Pat
         check_drained(agents)
 
 
+@pytest.mark.turns
 def test_a_signal_while_the_first_workers_start_kills_none_of_them(tmp_path: Path) -> None:
     flags = ("--durable-dir", str(tmp_path / "disk"))
     with tiny_agents(tmp_path, DEGREES, nodes="1:2", flags=flags) as agents:
@@ -86,6 +89,7 @@ def start_and_fork(agents: Agents) -> None:
     agents.wait_for_world(1)
 
 
+@pytest.mark.turns
 def test_ctrl_c_at_a_terminal_reaches_the_agent_alone(tmp_path: Path) -> None:
     with tiny_agents(tmp_path, DEGREES, nodes="1") as agents:
         start_and_fork(agents)
@@ -96,6 +100,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_agent_alone(tmp_path: Path) -> None:
         assert {pid for pid in others if os.getpgid(pid) == group} <= trackers
 
 
+@pytest.mark.turns
 def test_workers_die_with_an_agent_that_is_killed(tmp_path: Path) -> None:
     with tiny_agents(tmp_path, DEGREES, nodes="1") as agents:
         start_and_fork(agents)
@@ -103,6 +108,7 @@ def test_workers_die_with_an_agent_that_is_killed(tmp_path: Path) -> None:
         agents.wait_until(lambda: not agents.workers(), "the workers are gone")
 
 
+@pytest.mark.turns
 def test_a_second_signal_ends_the_agent_and_its_workers_at_once(tmp_path: Path) -> None:
     with one_worker(tmp_path) as agents:
         agents.start("a")

@@ -80,6 +80,7 @@ def test_an_agent_whose_host_was_lost_joins_again(tmp_path: Path) -> None:
         assert "event=rejoined host=b" in agents.text()
 
 
+@pytest.mark.turns
 def test_a_host_is_lost_after_as_much_silence_as_the_command_line_says(tmp_path: Path) -> None:
     """Also where an agent has started the coordinator."""
     flags = ("--max-restarts", "5", "--silent-s", "3")
@@ -93,6 +94,7 @@ def test_a_host_is_lost_after_as_much_silence_as_the_command_line_says(tmp_path:
         assert int(silent_s) < 10, "by default it is 14"
 
 
+@pytest.mark.turns
 def test_workers_do_not_inherit_the_token_and_meet_on_one_interface(tmp_path: Path) -> None:
     token = "0123456789abcdef-a-secret"
     os.environ["SCALAI_JOB_TOKEN"] = token

@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from support.agents import SCALAI_RUN
 from support.tiny_job import check_steps
 
@@ -38,6 +40,7 @@ def steps(path: Path) -> list[dict[str, int]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
+@pytest.mark.turns
 def test_a_second_standalone_job_runs_beside_the_first_and_each_leaves_nothing_in_memory(
     tmp_path: Path,
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_job_that_grew_and_was_killed_goes_on_at_the_committed_step(tmp_path: 
         assert "not the written one" not in agents.text()
 
 
+@pytest.mark.turns
 def test_a_finished_job_begins_anew_only_where_a_person_says_so(tmp_path: Path) -> None:
     flags = durable(tmp_path)
     with one_worker(tmp_path, steps=40, flags=flags) as agents:
@@ -207,6 +208,7 @@ def test_a_durable_directory_that_cannot_be_written_is_refused_at_the_start(
         assert "cannot be written" in agents.text() and not agents.family()
 
 
+@pytest.mark.turns
 def test_a_state_that_cannot_be_saved_stays_in_memory_and_says_where(tmp_path: Path) -> None:
     with one_worker(tmp_path, flags=durable(tmp_path)) as agents:
         agents.start("a")

@@ -93,6 +93,7 @@ def test_what_stops_a_host_leaves_a_coordinator_alone_that_was_started_there(
                 adopted(agents)
 
 
+@pytest.mark.turns
 def test_a_host_that_dies_with_the_coordinator_costs_no_step(tmp_path: Path) -> None:
     with two_hosts(tmp_path, REPLICAS) as agents:
         train(agents)

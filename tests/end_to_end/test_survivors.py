@@ -131,6 +131,7 @@ def test_shards_of_two_steps_are_no_state(tmp_path: Path) -> None:
         assert all(each["why"] for each in passed_over), report
 
 
+@pytest.mark.turns
 def test_a_worker_in_the_middle_of_an_update_is_not_believed(tmp_path: Path) -> None:
     with started(tmp_path, SHARDS, flags=("--max-restarts", "2")) as agents:
         train(agents)
@@ -148,6 +149,7 @@ def test_a_worker_in_the_middle_of_an_update_is_not_believed(tmp_path: Path) -> 
         check_steps(agents.lines())
 
 
+@pytest.mark.turns
 def test_what_nobody_holds_any_more_is_lost_since_the_newest_generation(tmp_path: Path) -> None:
     settings = {"store": "snapshot_every = 7"}
     flags = ("--max-restarts", "2")

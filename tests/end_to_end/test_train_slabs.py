@@ -85,6 +85,7 @@ def test_a_batch_that_the_replicas_do_not_divide_is_refused(tmp_path: Path) -> N
     assert done.returncode and "DP3 does not divide --global-batch-size 2." in done.stderr
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("worlds", [(2, 1), pytest.param((3, 2, 3, 1), marks=pytest.mark.campaign)])
 def test_slabs_change_and_a_rank_dies_in_an_exchange_of_halos(
     tmp_path: Path, worlds: tuple[int, ...]

@@ -45,6 +45,7 @@ def estimate(world: int, config: dict[str, Any]) -> StepMemory:
     return step_memory(columns_of([(work, device_named("a100"), layout)]))
 
 
+@pytest.mark.turns
 def test_weights_gradients_and_optimizer_are_those_of_an_engine_in_every_stage() -> None:
     pytest.importorskip("deepspeed")
     total = SHAPE.total_parameters

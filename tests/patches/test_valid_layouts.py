@@ -50,6 +50,7 @@ def our_refusal(layout: dict[str, int]) -> str | None:
     return refusal(degrees, limits, layout["micro_batch"])
 
 
+@pytest.mark.turns
 def test_what_we_accept_megatron_accepts_and_what_we_refuse_it_refuses() -> None:
     pytest.importorskip("megatron.core")
     draw = random.Random(20)

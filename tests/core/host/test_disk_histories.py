@@ -58,7 +58,7 @@ class DiskHistories(Histories):
             self.world.disk.check()
 
 
-TestDiskHistories = DiskHistories.TestCase
+TestDiskHistories = pytest.mark.turns(DiskHistories.TestCase)
 TestDiskHistories.settings = settings(
     max_examples=8, stateful_step_count=20, deadline=None,
     derandomize=os.environ.get("SCALAI_HISTORIES") != "random",

@@ -118,6 +118,7 @@ def test_ranks_that_a_host_has_no_devices_for_are_refused() -> None:
         place_hosts(WORK, same, same, (("a", 2),), (("b", 2),), devices={"b": 1})
 
 
+@pytest.mark.turns
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(WAYS), st.permutations("abcdefgh"))
 def test_of_orders_that_are_as_good_the_one_is_taken_that_leaves_most_hosts(

@@ -116,6 +116,7 @@ def test_a_kept_time_of_a_change_is_read_whichever_release_kept_it() -> None:
             change_of_json(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.turns
 @settings(deadline=None, max_examples=15)
 @given(st.floats(0.01, 10), st.floats(0.01, 10), st.floats(1.0, 300.0))
 def test_at_no_residence_it_never_moves_and_at_an_endless_one_the_fastest_wins(
@@ -128,6 +129,7 @@ def test_at_no_residence_it_never_moves_and_at_an_endless_one_the_fastest_wins(
     assert first(ever, A, A, B) == (B if b * (1 + MARGIN) < a else A)
 
 
+@pytest.mark.turns
 @settings(deadline=None, max_examples=15)
 @given(st.floats(0.01, 10), st.floats(0.01, 10))
 def test_two_measured_layouts_do_not_take_turns(a: float, b: float) -> None:

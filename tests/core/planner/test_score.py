@@ -84,6 +84,7 @@ def test_what_a_row_leaves_open_is_what_fits_and_is_fastest() -> None:
     assert 24 % row.layout.degrees.vpp == 0
 
 
+@pytest.mark.turns
 @settings(deadline=None)
 @given(
     st.dictionaries(
