@@ -75,8 +75,11 @@ class Member:
         self._in_hand.discard(peer)
 
     def silence_s(self) -> float:
-        """Return how long ago its last call was answered: while one is not, it is not silent."""
-        return 0.0 if self._in_hand else time.monotonic() - self._heard_at
+        """Return how long ago its last call was answered: while one is not, it is not silent, nor
+        while one has arrived that this process had no time to read."""
+        if self._in_hand or any(peer.has_called() for peer in list(self._peers)):
+            return 0.0
+        return time.monotonic() - self._heard_at
 
     def is_doubtful(self, before: float) -> bool:
         """Whether it has no connection, has been silent since this moment, or was reported."""

@@ -112,6 +112,11 @@ class Peer:
             self._framed.expire_in(None)
             yield self._framed.receive()
 
+    def has_called(self) -> bool:
+        """Whether more of it has arrived than was read here: it calls, and waits for this process.
+        Any thread may ask."""
+        return self._framed.has_unread()
+
     def answer(self, content: bytes) -> None:
         """Send the answer of the latest request."""
         self._framed.expire_in(self._send_s)

@@ -6,9 +6,12 @@ under a key of its direction and its own number as nonce (NIST SP 800-38D, 8.2.1
 changed, left out, sent twice or moved ends the connection, and nobody on the way reads it.
 """
 
+import array
+import fcntl
 import os
 import socket
 import struct
+import termios
 import time
 from contextlib import suppress
 from typing import Protocol
@@ -38,6 +41,7 @@ class Stream(Protocol):
     def settimeout(self, value: float | None, /) -> None: ...
     def sendall(self, data: Buffer, /) -> None: ...
     def recv_into(self, buffer: memoryview, /) -> int: ...
+    def fileno(self) -> int: ...
     def shutdown(self, how: int, /) -> None: ...
     def close(self) -> None: ...
 
@@ -147,6 +151,15 @@ class FramedSocket:
                 f"a message from {self.peer} arrived damaged, or was changed on its way. Connect "
                 "again."
             ) from None
+
+    def has_unread(self) -> bool:
+        """Whether bytes have arrived that nobody here has read yet. Any thread may ask."""
+        count = array.array("i", [0])
+        try:
+            fcntl.ioctl(self._stream.fileno(), termios.FIONREAD, count)
+        except (OSError, ValueError):  # it is closed
+            return False
+        return count[0] > 0
 
     def _fill(self, view: memoryview) -> None:
         while view:

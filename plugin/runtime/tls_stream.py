@@ -77,6 +77,9 @@ class TlsStream:
         self._heard = True
         return count
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def shutdown(self, how: int, /) -> None:
         """End the connection under whoever uses it."""
         with self._mutex:

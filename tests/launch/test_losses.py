@@ -1,6 +1,7 @@
 """Which agents count as lost, whom the coordinator listens to, and what it survives itself."""
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -27,6 +28,7 @@ from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.refusals import Refusals
 from scalai.runtime.calls import Peer
 from scalai.runtime.codec import encode
+from scalai.runtime.framing import FramedSocket
 from scalai.runtime.listening import Listener
 from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
 from support.wire_words import call_raw
@@ -80,6 +82,31 @@ def test_a_silent_host_is_lost_where_others_can_go_on(short_line: Line) -> None:
     silent.go_on()
     wait_until(lambda: silent.error is not None, "b is told")
     assert "not in the job (any more)" in str(silent.error)
+
+
+def test_a_call_that_nobody_had_time_to_read_is_no_silence(
+    short_line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator's machine is busy: what an agent has sent lies there unread."""
+    short_line.join("a")
+    calls = short_line.join("b")
+    calls.wait_for("start")
+    peers = short_line.coordinator._live.members["b"]._peers
+    busy, has_time, receive = {p._framed for p in peers}, threading.Event(), FramedSocket.receive
+
+    def receive_late(framed: FramedSocket) -> bytes:
+        if framed in busy:
+            has_time.wait(DEADLINE_S)
+        return receive(framed)
+
+    monkeypatch.setattr(FramedSocket, "receive", receive_late)
+    wait_until(lambda: any(peer.has_called() for peer in peers), "b's call lies there")
+    time.sleep(3 * SHORT_S)
+    assert not has_logged(short_line, "event=lost host=b")
+    assert not has_logged(short_line, "event=host_silent host=b")
+    has_time.set()
+    note(short_line, "b")
+    calls.wait_for("save")
 
 
 def listens() -> Listener:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,23 @@ def test_a_write_into_the_void_ends(pair: tuple[FramedSocket, socket.socket]) ->
     with pytest.raises(PeerError, match=r"broke.*Is its host alive") as raised:
         framed.send(bytes(MEGABYTES << 20))
     assert not isinstance(raised.value, SilentError)  # the connection is of no use any more
+
+
+def test_what_has_arrived_and_was_not_read_is_seen(
+    pair: tuple[FramedSocket, socket.socket],
+) -> None:
+    framed, far = pair
+    assert not framed.has_unread()
+    FramedSocket(far, "near", None).send(b"word")
+    end = time.monotonic() + 20.0
+    while not framed.has_unread():
+        assert time.monotonic() < end
+    assert framed.receive() == b"word"
+    assert not framed.has_unread()
+    far.close()
+    assert not framed.has_unread(), "the end is no byte"
+    framed.close()
+    assert not framed.has_unread()
 
 
 def test_unacknowledged_bytes_and_unanswered_probes_end_a_connection_after_one_time(
@@ -132,7 +150,7 @@ def test_frames_go_over_any_stream() -> None:
     class Wrapped:
         def __init__(self, inner: socket.socket) -> None:
             self.settimeout, self.sendall = inner.settimeout, inner.sendall
-            self.shutdown, self.close = inner.shutdown, inner.close
+            self.shutdown, self.close, self.fileno = inner.shutdown, inner.close, inner.fileno
             self._inner = inner
 
         def recv_into(self, buffer: memoryview) -> int:

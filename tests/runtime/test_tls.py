@@ -7,6 +7,7 @@ import queue
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,37 @@ def test_what_goes_over_the_wire_is_tls(authority: Authority) -> None:
         thread.join(WAIT_S)
     record = heard.get()
     assert record[:2] == b"\x16\x03" and b"scalai" not in record
+
+
+def test_what_has_arrived_and_was_not_read_is_seen(authority: Authority) -> None:
+    """By the side that listens: it has heard all of the handshake."""
+    seen: list[bool] = []
+    has_sent, has_seen = threading.Event(), threading.Event()
+
+    def look(framed: FramedSocket) -> None:
+        seen.append(framed.has_unread())
+        has_seen.set()
+        has_sent.wait(WAIT_S)
+        end = time.monotonic() + WAIT_S
+        while not framed.has_unread() and time.monotonic() < end:
+            time.sleep(0.01)
+        seen.append(framed.has_unread())
+        framed.receive()
+        seen.append(framed.has_unread())
+        has_seen.set()
+
+    identity = authority.identity("a")
+    listener = Listener(("127.0.0.1", 0), TOKEN, look, tls=identity)
+    try:
+        with connect(listener.address, TOKEN, WAIT_S, tls=identity) as framed:
+            assert has_seen.wait(WAIT_S)
+            has_seen.clear()
+            framed.send(b"word")
+            has_sent.set()
+            assert has_seen.wait(WAIT_S)
+    finally:
+        listener.close()
+    assert seen == [False, True, False]
 
 
 def test_one_thread_sends_while_another_receives(authority: Authority) -> None:
