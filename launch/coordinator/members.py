@@ -76,10 +76,11 @@ class Member:
 
     def silence_s(self) -> float:
         """Return how long ago its last call was answered: while one is not, it is not silent, nor
-        while one has arrived that this process had no time to read."""
-        if self._in_hand or any(peer.has_called() for peer in list(self._peers)):
+        while one lies there unread or its answer has yet to be sent."""
+        if self._in_hand:
             return 0.0
-        return time.monotonic() - self._heard_at
+        silence_s = time.monotonic() - self._heard_at
+        return min([silence_s, *(peer.silence_s() for peer in list(self._peers))])
 
     def is_doubtful(self, before: float) -> bool:
         """Whether it has no connection, has been silent since this moment, or was reported."""

@@ -3,6 +3,7 @@ of the type that its class names (``Request``)."""
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from typing import Any, TypeVar, cast, get_args
@@ -105,22 +106,29 @@ class Peer:
     def __init__(self, framed: FramedSocket, send_s: float | None) -> None:
         self._framed, self._send_s = framed, send_s
         self.name: str | None = None
+        self._is_in_hand = False
+        self._answered_at = time.monotonic()
 
     def requests(self) -> Iterator[bytes]:
         """Yield requests, not read yet, until the peer goes away."""
         while True:
             self._framed.expire_in(None)
-            yield self._framed.receive()
-
-    def has_called(self) -> bool:
-        """Whether more of it has arrived than was read here: it calls, and waits for this process.
-        Any thread may ask."""
-        return self._framed.has_unread()
+            content = self._framed.receive()
+            self._is_in_hand = True
+            yield content
 
     def answer(self, content: bytes) -> None:
         """Send the answer of the latest request."""
         self._framed.expire_in(self._send_s)
         self._framed.send(content)
+        self._answered_at, self._is_in_hand = time.monotonic(), False
+
+    def silence_s(self) -> float:
+        """Return how long ago its last call was answered: 0 while it waits for this process, which
+        may not have had the time to read what it has sent. Any thread may ask."""
+        if self._is_in_hand or self._framed.has_unread():
+            return 0.0
+        return time.monotonic() - max(self._answered_at, self._framed.heard_at)
 
 
 class Server:

@@ -65,6 +65,8 @@ class FramedSocket:
         self._armed_s: float | None = _NEVER_ARMED
         self._sealing: _Direction | None = None
         self._opening: _Direction | None = None
+        self.heard_at = time.monotonic()
+        """When a frame began to arrive last, by the monotonic clock."""
 
     def seal(self, send_key: bytes, receive_key: bytes) -> None:
         """From now on seal what is sent, and take nothing that is not sealed. Keys of 32 bytes, of
@@ -131,6 +133,7 @@ class FramedSocket:
         """
         head = bytearray(_LENGTH.size)
         self._fill(memoryview(head))
+        self.heard_at = time.monotonic()
         (length,) = _LENGTH.unpack(head)
         extra = _TAG_BYTES if self._opening is not None else 0
         if not extra <= length <= most + extra:

@@ -100,7 +100,7 @@ def test_a_call_that_nobody_had_time_to_read_is_no_silence(
         return receive(framed)
 
     monkeypatch.setattr(FramedSocket, "receive", receive_late)
-    wait_until(lambda: any(peer.has_called() for peer in peers), "b's call lies there")
+    wait_until(lambda: any(framed.has_unread() for framed in busy), "b's call lies there")
     time.sleep(3 * SHORT_S)
     assert not has_logged(short_line, "event=lost host=b")
     assert not has_logged(short_line, "event=host_silent host=b")
