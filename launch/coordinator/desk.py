@@ -37,7 +37,7 @@ from scalai.launch.coordinator.calls import (
     Tell,
 )
 from scalai.launch.coordinator.live_job import LiveJob
-from scalai.launch.coordinator.losses import Losses, Patience
+from scalai.launch.coordinator.losses import Losses, Patience, tick_s
 from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
 from scalai.launch.coordinator.refusals import Refusals
@@ -47,8 +47,6 @@ from scalai.runtime.calls import Peer
 from scalai.store.manifest import HostManifest, manifest_of_bytes
 from scalai.store.places import check_host
 
-TICK_S = 0.1
-"""How often ``tick`` is called."""
 READS = (Status, ReadSpec, Farewell)
 """Calls that change nothing: where they fail the job is none the worse."""
 
@@ -96,13 +94,17 @@ class Desk:
         """Where the job's coordinator is, if a later one was elected elsewhere."""
         self._agent_events = AgentEvents(self._live)
         self._refusals = refusals
-        self._losses = Losses(self._live, patience, TICK_S, refusals)
+        self._losses = Losses(self._live, patience, refusals)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the coordinator knows of the round under way."""
         self._brief_joins = BriefJoins()
         self._host_lists: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._named: dict[tuple[Json, ...], list[Json]] = {}
         """Lists of hosts that parts name: all of a generation name the same, and one is kept."""
+
+    def tick_s(self) -> float:
+        """Return how long after a tick the next one is due."""
+        return tick_s(len(self._live.members))
 
     def tick(self) -> None:
         """Time passes: lose agents that are gone, and let the law look at its deadlines. Whoever

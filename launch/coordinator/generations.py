@@ -1,7 +1,7 @@
 """What the coordinator knows of the generations: every host's manifests, what they cover together,
 and the proof."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,8 +69,9 @@ class Generations:
     def __init__(self) -> None:
         self._committed: dict[int, HeldParts] = {}
         self._snapshots: dict[str, HeldParts] = {}
-        self._sealed: dict[str, tuple[int, frozenset[str]]] = {}
-        """By snapshot its step and all of its hosts, also when they have gone with their parts."""
+        self._sealed: dict[str, tuple[int, frozenset[str], Collection[str]]] = {}
+        """By snapshot its step and all of its hosts, also when they have gone with their parts, and
+        which hosts the part named that came last."""
         self._refused: dict[str, Refused] = {}
         self._unread: dict[str, str] = {}
         """By host why it cannot read what it had sealed."""
@@ -94,8 +95,11 @@ class Generations:
         name = snapshot_name(part)
         parts = self._snapshots.setdefault(name, HeldParts())
         parts[part.host] = part
-        _, hosts = self._sealed.get(name, (part.step, frozenset[str]()))
-        self._sealed[name] = part.step, hosts | {part.host, *part.about.get("hosts", ())}
+        _, hosts, before = self._sealed.get(name, (part.step, frozenset[str](), None))
+        named = part.about.get("hosts", ())
+        if part.host not in hosts or named is not before:  # usually all parts share one list
+            hosts |= {part.host, *named}
+        self._sealed[name] = part.step, hosts, named
         return parts
 
     def sealed_parts(self, name: str, hosts: Iterable[str]) -> dict[str, HostManifest]:
@@ -192,7 +196,7 @@ class Generations:
         """Return the snapshots that are sealed in part and that hosts beside the ``present`` ones
         may make whole, the furthest first; also those whose parts have gone with their hosts."""
         here, found = frozenset(present), list[Unfinished]()
-        for name, (step, hosts) in self._sealed.items():
+        for name, (step, hosts, _) in self._sealed.items():
             missing = tuple(sorted(hosts - here))
             if missing:
                 found.append(Unfinished(step, tuple(sorted(self._snapshots[name])), missing))
@@ -401,7 +405,7 @@ class Generations:
         from a disk only is older than all else: another run may have left it there."""
         whole = []
         for number, held in self._committed.items():
-            parts = frozenset(held) - {without}
+            parts = held.holders() if without is None else held.holders() - {without}
             is_whole = held.is_whole() if without is None else held.is_whole_without(without)
             if not parts or not is_whole:
                 continue

@@ -10,6 +10,11 @@ from scalai.launch.coordinator.refusals import Refusals
 
 GRACE_S = 2.0
 """How long an agent whose connections have ended may take to come back."""
+TICK_S = 0.1
+"""How long after a look at all agents and at the deadlines of the law the next one comes."""
+MOST_TICK_S = 0.4
+AGENTS_A_TICK = 512
+"""Where more take part, looks come less often, so that they take no greater share of the time."""
 POLL_S = 1.0
 """How long a poll for commands is kept waiting."""
 POLLS_PER_S = 200
@@ -34,6 +39,11 @@ KEPT_S = 2.0
 STALL_S = 0.5
 """A look that comes so much too late tells of a stall of the coordinator itself: it was paused, or
 its lock was held."""
+
+
+def tick_s(agents: int) -> float:
+    """Return how long after a look the next one comes where so many agents take part."""
+    return min(TICK_S * max(1.0, agents / AGENTS_A_TICK), MOST_TICK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +94,6 @@ class Losses:
     Args:
         live: The job.
         patience: How long agents may be away.
-        every_s: How often ``look`` is called.
         refusals: Says whose process is gone: nobody waits for its return. None: all are waited for.
     """
 
@@ -92,16 +101,16 @@ class Losses:
         self,
         live: LiveJob,
         patience: Patience,
-        every_s: float,
         refusals: Refusals | None = None,
     ) -> None:
-        self._live, self._patience, self._every_s = live, patience, every_s
+        self._live, self._patience = live, patience
         self._refusals = refusals
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
-        """Lose who is gone. The time that the coordinator itself stood still counts for nobody."""
-        late_s = time.monotonic() - self._looked_at - self._every_s
+        """Lose who is gone. The time that the coordinator itself stood still counts for nobody.
+        Called every ``tick_s``."""
+        late_s = time.monotonic() - self._looked_at - tick_s(len(self._live.members))
         self._looked_at = time.monotonic()
         live, patience = self._live, self._patience
         grace_s = patience.to_grace_s(len(live.members))

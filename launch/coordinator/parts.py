@@ -4,7 +4,7 @@ committed of it, with which every proof compares.
 ``HeldParts`` keeps what follows from all parts up to date as hosts come and go.
 """
 
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
@@ -144,6 +144,9 @@ class HeldParts(UserDict[str, HostManifest]):
         """Those that all parts name as who wrote."""
         self._prints: dict[str, int] | None = {}
         """What all parts state; None: to be gathered anew, with ``_hosts``."""
+        self._steps = Counter[int]()
+        """How many parts are of each step."""
+        self._holders: frozenset[str] | None = None
         super().__init__()
 
     def __setitem__(self, host: str, part: HostManifest) -> None:
@@ -152,14 +155,19 @@ class HeldParts(UserDict[str, HostManifest]):
             # A part that does not say how many there are is of no whole state.
             self._cover.put(host, part.collection, int(part.about.get("tensors", -1)))
         self.data[host] = part
+        self._steps[part.step] += 1
         if known is not None:
-            self._prints = None
-        elif self._prints is not None:
+            self._forget_step(known)
+            self._known = self._prints = None
+            return
+        self._holders = None
+        if self._prints is not None:
             self._gather(part)
-        self._known = None if known is not None else self._with(self._known, part)
+        self._known = self._with(self._known, part)
 
     def __delitem__(self, host: str) -> None:
-        del self.data[host]
+        self._forget_step(self.data.pop(host))
+        self._holders = None
         self._cover.remove(host)
         self._known = self._prints = None
 
@@ -173,7 +181,18 @@ class HeldParts(UserDict[str, HostManifest]):
         return self._is_of_one_step() and self._cover.is_whole_without(host)
 
     def _is_of_one_step(self) -> bool:
-        return len({part.step for part in self.data.values()}) == 1
+        return len(self._steps) == 1
+
+    def _forget_step(self, part: HostManifest) -> None:
+        self._steps[part.step] -= 1
+        if not self._steps[part.step]:
+            del self._steps[part.step]
+
+    def holders(self) -> frozenset[str]:
+        """Return the hosts."""
+        if self._holders is None:
+            self._holders = frozenset(self.data)
+        return self._holders
 
     def contradiction(self, part: HostManifest) -> str | None:
         """Say which of the parts was committed with other fingerprints than this one; None: none

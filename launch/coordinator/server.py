@@ -11,7 +11,7 @@ from pathlib import Path
 from scalai.core.errors import PeerError
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest, Moved
-from scalai.launch.coordinator.desk import TICK_S, Desk
+from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.electing import Electing
 from scalai.launch.coordinator.leases import Lease
 from scalai.launch.coordinator.losses import Patience
@@ -96,7 +96,7 @@ class Coordinator(Desk):
         live = self._live
         alone_since, ended_at = time.monotonic(), None
         while True:
-            time.sleep(TICK_S)
+            time.sleep(self.tick_s())
             with self._lock:
                 if self.moved is not None:
                     self.forward(self.moved)

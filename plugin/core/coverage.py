@@ -184,12 +184,15 @@ class Cover:
             for held, _ in self._hosts.values():
                 self._count(held)
             return
+        left: dict[str, npt.NDArray[np.int64]] = {}
         for _, name, key, size in _boxes(pieces):
             self._boxes[name][key] -= 1
             if not self._boxes[name][key]:
                 del self._boxes[name][key]
                 self._held[name] -= size
-                if instead is None or not _lies_within(key, _boxes_of(instead, name)):
+                if instead is not None and name not in left:
+                    left[name] = _boxes_of(instead, name)
+                if instead is None or not _lies_within(key, left[name]):
                     self._missing.pop(name, None)
                     self._unknown.add(name)
         for tensor in pieces.tensors:
@@ -232,7 +235,9 @@ def _boxes_of(pieces: Collection, name: str) -> npt.NDArray[np.int64]:
     """Return the boxes of a tensor, [boxes, 2, MAX_NDIM]: offset and shape."""
     number = next((n for n, tensor in enumerate(pieces.tensors) if tensor.name == name), -1)
     rows = np.flatnonzero(pieces.tensor == number)
-    return np.stack([pieces.offset[rows], pieces.shape[rows]], axis=1)
+    boxes = np.empty((len(rows), 2, MAX_NDIM), dtype=np.int64)
+    boxes[:, 0], boxes[:, 1] = pieces.offset[rows], pieces.shape[rows]
+    return boxes
 
 
 def _lies_within(key: bytes, boxes: npt.NDArray[np.int64]) -> bool:

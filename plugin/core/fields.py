@@ -16,6 +16,7 @@ from scalai.core.collection import MAX_NDIM, Collection, Columns
 from scalai.core.jsonable import Json
 
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
+_DIGITS = re.compile("[0-9a-f]*")
 
 
 def parsed(content: str) -> Json:
@@ -118,8 +119,10 @@ def fingerprint(value: Json, name: str) -> int:
 def fingerprints(value: Json, name: str) -> npt.NDArray[np.uint64]:
     """Return a list of fingerprints, [rows]."""
     values = listed(value, name)
-    for each in values:
-        fingerprint(each, f"a value of {name}")
+    are_texts = not set(map(type, values)) - {str} and not set(map(len, values)) - {16}
+    if not are_texts or not _DIGITS.fullmatch("".join(values)):  # of thousands none is read alone
+        for each in values:
+            fingerprint(each, f"a value of {name}")
     return np.frombuffer(bytes.fromhex("".join(values)), dtype=">u8").astype(np.uint64)
 
 
@@ -140,8 +143,10 @@ def about(value: Json) -> dict[str, Json]:
     mapped(table.get("dataset", {}), "about.dataset")
     attached = mapped(table.get("attached", {}), "about.attached")
     for hosts in (table.get("hosts", []), attached.get("hosts", [])):
-        for host in listed(hosts, "hosts in about"):
-            text(host, "a host in about")
+        named = listed(hosts, "hosts in about")
+        if set(map(type, named)) - {str} or not all(named):  # of thousands none is looked at alone
+            for host in named:
+                text(host, "a host in about")
     return table
 
 

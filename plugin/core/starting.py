@@ -21,7 +21,7 @@ def progressed(event: events.Progressed, job: Job) -> Result:
 def published(event: events.Published, job: Job) -> Result:
     """A script that nothing hooked at first publishes late, while the job runs."""
     start, hosts = job.start, active(job)
-    if event.round != job.round or event.host not in hosts - start.published:
+    if event.round != job.round or event.host not in hosts or event.host in start.published:
         return job, ()
     start = replace(start, published=start.published | {event.host})
     job, _ = progressed(
@@ -32,7 +32,9 @@ def published(event: events.Published, job: Job) -> Result:
 
 def restored(event: events.Restored, job: Job) -> Result:
     start, source, hosts = job.start, job.start.source, active(job)
-    if event.round != job.round or source is None or event.host not in hosts - start.restored:
+    if event.round != job.round or source is None or event.host not in hosts:
+        return job, ()
+    if event.host in start.restored:
         return job, ()
     start = replace(start, restored=start.restored | {event.host})
     job, _ = progressed(

@@ -108,9 +108,9 @@ def changed(job: Job, at: float) -> Result:
     """Something changed that settles: at once where nobody else can come, else at the first tick
     after it."""
     job = replace(job, changed_at=at)
-    if job.phase in RESIZABLE and len(staying(job)) >= job.max_hosts:
-        return consider(job)
-    return job, ()
+    if job.phase not in RESIZABLE or len(job.hosts) < job.max_hosts:
+        return job, ()
+    return consider(job) if len(staying(job)) >= job.max_hosts else (job, ())
 
 
 def _stay(job: Job, reason: str) -> Result:

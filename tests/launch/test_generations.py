@@ -10,7 +10,7 @@ from scalai.core.errors import ProofError
 from scalai.core.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
 from scalai.core.region import Box
 from scalai.launch.coordinator.generations import Generations
-from scalai.launch.coordinator.parts import committed_fingerprints
+from scalai.launch.coordinator.parts import HeldParts, committed_fingerprints
 from scalai.store.files import slices
 from scalai.store.manifest import HostManifest, StoredFile
 
@@ -43,6 +43,33 @@ def committed() -> tuple[Generations, HostManifest]:
     generations.add_sealed(part("a", {"rank-0.safetensors": [WRITTEN]}))
     generations.commit(4, "r-1-9")
     return generations, generations.parts(4)["a"]
+
+
+def test_parts_of_two_steps_are_no_state_until_one_is_written_again() -> None:
+    halves = [Box((0, 0), (32, 8)), Box((32, 0), (32, 8))]
+    one, two = (part(host, {"x": [half]}) for host, half in zip("ab", halves, strict=True))
+    held = HeldParts()
+    held["a"], held["b"] = one, replace(two, step=8)
+    assert not held.is_whole()
+    held["b"] = two
+    assert held.is_whole() and held.holders() == {"a", "b"}
+    held["c"] = replace(part("c", {"x": [WRITTEN]}), step=8)
+    assert not held.is_whole() and held.holders() == {"a", "b", "c"}
+    del held["c"]
+    assert held.is_whole() and held.holders() == {"a", "b"}
+    del held["b"]
+    assert not held.is_whole() and held.holders() == {"a"}
+
+
+def test_a_snapshot_awaits_all_hosts_that_any_of_its_parts_names() -> None:
+    """Also where they name others, in lists of their own or in one that they share."""
+    generations, both = Generations(), ["a", "b"]
+    for host, named in (("a", both), ("b", both), ("c", ["c", "d"]), ("e", both)):
+        sealed = part(host, {"x": [WRITTEN]})
+        generations.add_sealed(replace(sealed, about={**sealed.about, "hosts": named}))
+    (unfinished,) = generations.unfinished(())
+    assert unfinished.missing == ("a", "b", "c", "d", "e")
+    assert unfinished.present == ("a", "b", "c", "e")
 
 
 FETCHED = [Box((39, 4), (1, 4)), Box((40, 0), (24, 8))]

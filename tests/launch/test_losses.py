@@ -22,8 +22,7 @@ from scalai.launch import cli
 from scalai.launch.agent.link import LONGEST_KEPT_S
 from scalai.launch.commands import questions
 from scalai.launch.coordinator.calls import Bye, Tell
-from scalai.launch.coordinator.desk import TICK_S
-from scalai.launch.coordinator.losses import MOST_POLL_S, Patience
+from scalai.launch.coordinator.losses import LOOK_S, MOST_POLL_S, TICK_S, Patience, tick_s
 from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.refusals import Refusals
 from scalai.runtime.calls import Peer
@@ -432,6 +431,7 @@ def test_the_poll_that_is_kept_counts_as_silence_too(silent_s: float) -> None:
     """The last sign of life may lie as long before the silence as a poll is kept."""
     patience = Patience(lost_after_s=silent_s)
     for agents in (1, 64, 200):
-        assert patience.to_keep_s(agents) + patience.to_lose_s(agents) + TICK_S < silent_s
+        assert patience.to_keep_s(agents) + patience.to_lose_s(agents) + tick_s(agents) < silent_s
     most = 1 << 20
+    assert tick_s(1) == TICK_S <= tick_s(most) < LOOK_S
     assert patience.to_keep_s(most) <= silent_s * 2 / 3 <= patience.to_lose_s(most)

@@ -32,6 +32,12 @@ def test_a_manifest_survives_its_way_through_json(store: HostStore) -> None:
     assert read_manifest(store.generation_directory(1)).digest() == manifest.digest()
 
 
+@pytest.mark.parametrize("message", [b"[]", b"\xff", b"{}", b'{"format": 1, "format": 2}'])
+def test_what_travels_and_is_no_manifest_is_refused_by_its_host(message: bytes) -> None:
+    with pytest.raises(StoreError, match="node-7 is"):
+        manifest_of_bytes(message, "node-7")
+
+
 def test_what_an_older_release_saved_is_read_and_stays_of_its_version(store: HostStore) -> None:
     generation(store, 1, step=1)
     new = store.manifest(1)

@@ -3,6 +3,7 @@
 A state is four tensors, whole on whoever holds them; the fingerprint of one tells its step.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,10 @@ class SimulatedHost:
     @property
     def clock_s(self) -> float:
         return Clock.now + self.ahead_s
+
+    def silence_s(self) -> float:
+        """As that of its connection: nothing that it sends lies there unread."""
+        return math.inf
 
     def begin(self) -> None:
         """A new agent process on this host, with what its store holds."""
