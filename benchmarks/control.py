@@ -148,7 +148,7 @@ def _be_hosts(
             asked = line.recv()
             try:
                 line.send(hosts[asked].plan())
-            except Exception as error:
+            except Exception as error:  # told to who waits for the plan, and ends the run there
                 line.send(repr(error))
 
     for work in (join, plan):

@@ -138,7 +138,7 @@ class Recorder:
             return begin(run, *rest)
 
         _thread.start_new_thread = start_new_thread
-        if "threading" in sys.modules:
+        if "threading" in sys.modules:  # it has taken the function under a name of its own
             sys.modules["threading"]._start_new_thread = start_new_thread  # type: ignore[attr-defined]
         os.register_at_fork(after_in_child=self._forked)
         sys.setprofile(self.look)

@@ -6,31 +6,55 @@ from pathlib import Path
 
 CONFTEST = """
 from support.last_resort import LastResort
+from support.spread import Spreading
 
 def pytest_configure(config):
     config.pluginmanager.register(LastResort(patience_s=1.0))
+    config.pluginmanager.register(Spreading())
 """
-TESTS = """
+DEAF = """
 import signal, time
+import pytest
 
-def test_before(): pass
-
-def test_deaf():
+def hang():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     time.sleep(600)
 
+def test_before(): pass
+
+def test_deaf(): hang()
+
 def test_behind(): time.sleep(0.2)
+
+@pytest.fixture
+def deaf_at_its_end():
+    yield
+    hang()
+
+def test_that_fails(deaf_at_its_end): assert False
+
+def test_last(): pass
 """
+ALONE = "def test_one(): pass\n\ndef test_two(): pass\n"
 
 
 def test_a_test_that_no_signal_reaches_has_failed_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Each once, whatever else its process was to run: tests of a file, and single ones."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_it.py").write_text(TESTS)
+    folder = tmp_path / "tests" / "end_to_end"  # where each test is a unit of its own
+    folder.mkdir(parents=True)
+    (tmp_path / "test_deaf.py").write_text(DEAF)
+    for number in range(3):
+        (folder / f"test_{number}.py").write_text(ALONE)
+    (folder / "test_deaf_alone.py").write_text(DEAF)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "1", "--timeout=1", "-p", "no:cacheprovider", "."],
+        [sys.executable, "-m", "pytest", "-n", "2", "--timeout=1", "-p", "no:cacheprovider",
+         f"--rootdir={tmp_path}", "."],
         cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 2 passed" in done.stdout, done.stdout
-    assert "crashed while running 'test_it.py::test_deaf'" in done.stdout
+    for name in ("test_deaf", "test_that_fails"):
+        for file in ("test_deaf.py", "tests/end_to_end/test_deaf_alone.py"):
+            assert done.stdout.count(f"crashed while running '{file}::{name}'\n") == 1, done.stdout
+    assert "6 failed, 12 passed" in done.stdout, done.stdout
     assert "in test_deaf" in done.stderr, "the stacks say where it stood"

@@ -62,6 +62,7 @@ def ask(
 
 
 def _answer(connection: socket.socket, end: float, method: str) -> Answer:
+    # All that it asks of a socket is ``makefile``.
     response = HTTPResponse(_Within(connection, end), method=method)  # type: ignore[arg-type]
     try:
         response.begin()

@@ -323,6 +323,7 @@ class WorkerSet(LocalElasticAgent):
                     os.killpg(pid, signal.SIGKILL)
             close(context, signal.SIGKILL, timeout)
 
+        # Where one worker fails torch ends the others by SIGTERM, and takes no other signal for it.
         context._close = kill  # type: ignore[method-assign]
 
     def pids(self) -> dict[int, int]:

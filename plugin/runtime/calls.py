@@ -120,8 +120,9 @@ class Peer:
     def answer(self, content: bytes) -> None:
         """Send the answer of the latest request."""
         self._framed.expire_in(self._send_s)
+        self._answered_at, self._is_in_hand = time.monotonic(), False  # who does not read is silent
         self._framed.send(content)
-        self._answered_at, self._is_in_hand = time.monotonic(), False
+        self._answered_at = time.monotonic()
 
     def silence_s(self) -> float:
         """Return how long ago its last call was answered: 0 while it waits for this process, which

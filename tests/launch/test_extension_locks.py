@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fcntl import F_DUPFD, fcntl
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,12 +82,12 @@ def test_a_lock_is_seen_beside_files_that_come_and_go(tmp_path: Path) -> None:
     busy.start()
     try:
         with open(tmp_path / LOCK, "w") as held:
-            os.dup2(held.fileno(), 500)  # behind those that are closed
+            descriptor = fcntl(held.fileno(), F_DUPFD, 500)  # behind those that are closed
         assert all(extension_locks._holder(tmp_path / LOCK) for _ in range(30))
     finally:
         over.set()
         busy.join(DEADLINE_S)
-        os.close(500)
+    os.close(descriptor)
 
 
 @pytest.mark.skipif(
@@ -125,6 +126,8 @@ def test_what_others_read_from_a_silent_file_system_holds_nobody_up(tmp_path: Pa
         assert has_ended
         assert [(lock.path, lock.pid) for lock in seen] == [(killed, None)]
     finally:
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
         subprocess.run([scalai, "unmount", "--lazy", point], check=True, timeout=DEADLINE_S)
 
 

@@ -340,3 +340,26 @@ def test_a_path_that_no_socket_takes_is_refused_with_the_way_out(tmp_path: Path)
     long = tmp_path / ("x" * 120)
     with pytest.raises(UsageError, match=r"the kernel takes 107. Use a shorter --store-dir"):
         Echo(str(long))
+
+
+def test_who_waits_for_this_process_is_not_silent_and_who_does_not_read_is() -> None:
+    near, far = socket.socketpair()
+    framed, other = framing.FramedSocket(near, "the peer", None), framing.FramedSocket(far, "", 30)
+    peer = Peer(framed, 30.0)
+    with contextlib.closing(framed), contextlib.closing(other):
+        requests = peer.requests()
+        other.send(b"one")
+        assert peer.silence_s() == 0.0, "what it has sent lies there"
+        assert next(requests) == b"one"
+        time.sleep(0.01)
+        assert peer.silence_s() == 0.0, "it waits for its answer"
+        answering = threading.Thread(target=peer.answer, args=(bytes(64 << 20),))
+        answering.start()
+        end = time.monotonic() + 30.0
+        while peer.silence_s() < 0.1:  # it reads nothing of it
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert len(other.receive()) == 64 << 20
+        answering.join(30)
+        other.send(b"two")
+        assert next(requests) == b"two" and peer.silence_s() == 0.0

@@ -4,6 +4,7 @@ from pathlib import PurePosixPath
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 ALONE = ("tests/end_to_end",)
 """Folders whose tests mostly wait for jobs of their own: each goes wherever there is room."""
@@ -22,10 +23,29 @@ def unit_of(nodeid: str) -> str:
 
 
 class Spread(LoadScopeScheduling):
-    """Gives each process another unit of tests when it has hardly any left."""
+    """Gives each process another unit of tests when it has hardly any left. Where a process dies,
+    the test that it ran has failed, and another one goes on behind that."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        work = self.assigned_work[node]
+        left = [name for unit in work.values() for name, is_done in unit.items() if not is_done]
+        for unit in work.values():
+            if left and left[0] in unit:
+                unit[left[0]] = True  # else every process that follows dies of it
+        for scope in [scope for scope, unit in work.items() if all(unit.values())]:
+            del work[scope]
+        super().remove_node(node)
+        return left[0] if left else None
+
+    def _reschedule(self, node: WorkerController) -> None:
+        if node not in self.registered_collections:
+            return  # it has just begun, and is given work once it knows all tests
+        super()._reschedule(node)
+        if not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)  # a process keeps its last test until it knows what follows
 
 
 class Spreading:
