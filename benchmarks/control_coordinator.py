@@ -17,7 +17,7 @@ from pathlib import Path
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest, Poll, Tell
 from scalai.launch.coordinator.process import expect_many_threads
-from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.launch.coordinator.rendezvous_store import RendezvousStores, Then
 from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Peer
 from scalai.runtime.framing import Buffer, FramedSocket
@@ -45,8 +45,8 @@ class NoStores(RendezvousStores):
 
     def wait_ready(self) -> None: ...
 
-    def open(self) -> int:
-        return next(self._ports)
+    def open(self, then: Then) -> None:
+        then(next(self._ports))
 
     def close(self, port: int) -> None: ...
 

@@ -12,7 +12,7 @@ from scalai.core import actions, commands, events
 from scalai.core import membership as m
 from scalai.core.assigning import next_assignment
 from scalai.core.endings import kind_of, rank_of
-from scalai.core.errors import PeerError, ProofError
+from scalai.core.errors import ProofError
 from scalai.core.jsonable import Json
 from scalai.core.messages import Shared
 from scalai.core.planner.preference import Preference
@@ -95,7 +95,7 @@ class LiveJob:
         self.is_alone: Callable[[], bool] = lambda: True
         """Whether no other machine can have the job's next coordinator."""
         self.interface = interface
-        self._starter = Starter(self, interface, stores)
+        self._starter = Starter(self, interface, stores, lock)
         took_over_at = time.monotonic() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
 
@@ -384,11 +384,7 @@ class LiveJob:
         standby = action.standby
         self.log(f"event=build {standby.assignment.reason!r} standby_round={standby.round}")
         newest = self.state.newest_generation
-        try:
-            self._starter.build(action, newest.number if newest else None)
-        except PeerError as error:  # nothing depends on what is on standby
-            host = standby.assignment.active[0]
-            self.feed(events.NotBuilt(host, standby.round, str(error)))
+        self._starter.build(action, newest.number if newest else None)
 
     def _start(self, action: actions.StartRound) -> None:
         number = action.generation

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,11 @@ from scalai.core.jsonable import Json
 from scalai.launch import host_signals
 from scalai.runtime.imports import without_collections
 
+Then = Callable[[int | PeerError], object]
+"""Gets the port of a store that was opened, or why it could not be."""
 OPEN_S = 30.0
+SAID_S = 2.0
+"""A wait for the process is said after so long."""
 ENDED_S = 1.0
 """How long a process that was killed may take to be gone."""
 READY = "ready"
@@ -37,29 +41,51 @@ _ESTABLISHED = "01"
 
 
 class RendezvousStores:
-    """The coordinator's end: has stores opened and closed. Any thread may call it.
+    """The coordinator's end: has stores opened and closed. Any thread may call it, and none waits:
+    the process imports torch first, and may be stopped or die at any time.
 
     Args:
         interface: The address at which workers meet.
+        say: Takes log lines.
         linger_s: How long the process stays without a coordinator and without clients: workers may
             be about to connect.
     """
 
-    def __init__(self, interface: str, linger_s: float = LINGER_S) -> None:
-        self._interface, self._linger_s = interface, linger_s
-        self._mutex = threading.Lock()
+    def __init__(
+        self, interface: str, say: Callable[[str], None], linger_s: float = LINGER_S
+    ) -> None:
+        self._interface, self._say, self._linger_s = interface, say, linger_s
+        self._requests = queue.SimpleQueue[Then | int | None]()
+        """Who is told of a store that is to be opened, the port of one to be closed, or None: the
+        job has ended."""
         self._begin()
+        self._thread = threading.Thread(target=self._serve, name="stores", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Return once a store can be opened at once, or cannot be opened at all."""
+        self._ready.wait(STORE_READY_S)
+
+    def open(self, then: Then) -> None:
+        """Open a store; ``then`` gets its port, or why there is none. It is called without locks,
+        by a thread of its own, and must not raise. Where the process has died, or does not answer,
+        another one is asked, once."""
+        self._requests.put(then)
+
+    def close(self, port: int) -> None:
+        """Close a store that no worker needs any more."""
+        self._requests.put(port)
+
+    def end(self) -> None:
+        """The job has ended: close all."""
+        self._requests.put(None)
+        self._thread.join(ENDED_S)  # where it takes longer the process ends by itself
 
     def _begin(self) -> None:
+        module = "scalai.launch.coordinator.rendezvous_store"
         with host_signals.blocked():
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "scalai.launch.coordinator.rendezvous_store",
-                    self._interface,
-                    str(self._linger_s),
-                ],
+                [sys.executable, "-m", module, self._interface, str(self._linger_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -70,38 +96,26 @@ class RendezvousStores:
             target=_read, args=(self._process, self._ready, self._answers), daemon=True
         ).start()
 
-    def wait_ready(self) -> None:
-        """Return once a store can be opened at once, or cannot be opened at all."""
-        self._ready.wait(STORE_READY_S)
+    def _serve(self) -> None:
+        while (request := self._requests.get()) is not None:
+            if isinstance(request, int):
+                self._tell({"do": "close", "port": request})
+            else:
+                request(self._opened())
+        self._tell({"do": "end"})
 
-    def open(self) -> int:
-        """Open a store and return its port. Where the process has died, or does not answer, another
-        one is asked, once.
-
-        Raises:
-            PeerError: That cannot be done; says why.
-        """
-        with self._mutex:
-            answer = self._ask({"do": "open"}) if self._process.poll() is None else {}
-            if "port" not in answer and self._process.poll() is not None:
-                self._begin()
-                answer = self._ask({"do": "open"})
-        if "port" not in answer:
-            raise PeerError(
-                f"the workers' rendezvous store cannot be opened at {self._interface}: "
-                f"{answer['error']}"
-            )
-        return int(answer["port"])
-
-    def close(self, port: int) -> None:
-        """Close a store that no worker needs any more."""
-        with self._mutex:
-            self._tell({"do": "close", "port": port})
-
-    def end(self) -> None:
-        """The job has ended: close all."""
-        with self._mutex:
-            self._tell({"do": "end"})
+    def _opened(self) -> int | PeerError:
+        answer = self._ask({"do": "open"}) if self._process.poll() is None else {}
+        if "port" not in answer and self._process.poll() is not None:
+            self._say(f"event=store_restarted: {answer.get('error', 'its process had ended')}")
+            self._begin()
+            answer = self._ask({"do": "open"})
+        if "port" in answer:
+            return int(answer["port"])
+        return PeerError(
+            f"the workers' rendezvous store cannot be opened at {self._interface}: "
+            f"{answer['error']}"
+        )
 
     def _tell(self, request: Json) -> None:
         assert self._process.stdin is not None
@@ -112,7 +126,12 @@ class RendezvousStores:
             pass  # it has died: ``open`` begins another
 
     def _ask(self, request: Json) -> Json:
-        self._ready.wait(STORE_READY_S)
+        if not self._ready.wait(SAID_S):
+            self._say(
+                f"event=waiting for process {self._process.pid}, the workers' rendezvous store: it "
+                "imports torch. The next workers start once it has"
+            )
+            self._ready.wait(STORE_READY_S)
         self._tell(request)
         try:
             return self._answers.get(timeout=OPEN_S)

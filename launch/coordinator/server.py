@@ -55,7 +55,7 @@ class Coordinator(Desk):
         is_successor: bool = False,
         refusals: Refusals | None = None,
     ) -> None:
-        stores = stores or RendezvousStores(address[0])
+        stores = stores or RendezvousStores(address[0], say)
         super().__init__(
             spec, address[0], stores, say, patience, term,
             is_successor=is_successor, refusals=refusals,

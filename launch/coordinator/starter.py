@@ -1,11 +1,16 @@
 """How the workers of a round are started: where they meet, and what they begin from."""
 
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
-from scalai.core import actions, commands
+from scalai.core import actions, commands, events
 from scalai.core import membership as m
 from scalai.core.assignment import place_ranks
 from scalai.core.dataset.ledger import of_run
+from scalai.core.errors import PeerError
 from scalai.core.messages import JsonText, Shared
 from scalai.core.replicas import leaving_ring, ring_of
 from scalai.core.source_list import Listed, SourceList, source_list
@@ -15,14 +20,24 @@ from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.store.generation import unite
 from scalai.store.parts import ATTACHED, reference_of
 
+Beginning = actions.Build | actions.StartRound
+Workers = dict[str, commands.Workers]
+"""Those of each host."""
+CommandOf = Callable[[commands.Workers], commands.Command]
+
 
 class Run(Protocol):
     """What a starter needs of the job: the name of its present run, the agents and the commands
-    that wait for them, and what workers may begin from."""
+    that wait for them, what workers may begin from, and its law."""
 
     run: str
     members: Members
     generations: Generations
+    state: m.Job
+
+    def feed(self, event: events.Event) -> None: ...
+
+    def crash(self, error: Exception) -> None: ...
 
 
 class Starter:
@@ -32,45 +47,98 @@ class Starter:
         run: What is started.
         interface: The address at which workers meet.
         stores: What they meet at there.
+        lock: Of the job; held by whoever calls.
     """
 
-    def __init__(self, run: Run, interface: str, stores: RendezvousStores) -> None:
+    def __init__(
+        self, run: Run, interface: str, stores: RendezvousStores, lock: threading.RLock
+    ) -> None:
         self._run = run
         self._interface = interface
         self._roster, self._generations = run.members, run.generations
-        self._stores = stores
+        self._stores, self._lock = stores, lock
         self._port: int | None = None
         self._standby_port: int | None = None
+        self._opening: Beginning | None = None
+        """What waits for where its workers are to meet."""
 
     def build(self, action: actions.Build, newest: int | None) -> None:
         """Start the next round's workers beside the present ones, which will go on to a later
         generation than the ``newest``."""
         standby = action.standby
         self.give_up()
-        self._standby_port = self._stores.open()
-        port = self._standby_port
-        workers = self._workers(standby.round, standby.assignment, port, newest, action.every)
-        for host, each in workers.items():
-            self._roster.command([host], commands.Build(each))
+        workers = self._workers(standby.round, standby.assignment, newest, action.every)
+        self._open(action, workers, commands.Build)
 
     def give_up(self) -> None:
         """The workers that were on standby will not be needed."""
         self._close(self._standby_port)
         self._standby_port = None
+        if isinstance(self._opening, actions.Build):
+            self._opening = None
 
     def start(self, action: actions.StartRound) -> None:
         """Start the workers of a round, or let those that were on standby begin."""
         self._close(self._port)
-        self._port, self._standby_port = self._standby_port or self._stores.open(), None
+        self._port = None
         sources = None
         if action.generation is not None:
             sources = Shared(self._sources(action.generation, action.assignment))
-        workers = self._workers(
-            action.round, action.assignment, self._port, action.generation, action.every
-        )
         lost = tuple(of_run(self._run.run, each) for each in action.lost)
+        workers = self._workers(action.round, action.assignment, action.generation, action.every)
+
+        def command(each: commands.Workers) -> commands.Start:
+            return commands.Start(each, sources, action.is_built, lost)
+
+        port, self._standby_port = self._standby_port, None
+        if port is None:
+            self._open(action, workers, command)
+        else:
+            self._opening = None
+            self._begin(action, workers, command, port)
+
+    def _open(self, action: Beginning, workers: Workers, command: CommandOf) -> None:
+        """Begin something once there is a store for it. The lock is not held until then: agents are
+        heard meanwhile, and the law may want something else."""
+        self._opening = action
+        self._stores.open(partial(self._opened, action, workers, command))
+
+    def _opened(
+        self, action: Beginning, workers: Workers, command: CommandOf, port: int | PeerError
+    ) -> None:
+        with self._lock:
+            try:
+                if not self._is_meant(action):
+                    self._close(port if isinstance(port, int) else None)
+                    return
+                self._opening = None
+                if isinstance(port, int):
+                    self._begin(action, workers, command, port)
+                elif isinstance(action, actions.Build):  # nothing depends on it
+                    standby = action.standby
+                    host = standby.assignment.active[0]
+                    self._run.feed(events.NotBuilt(host, standby.round, str(port)))
+                else:
+                    raise port
+            except Exception as error:  # as where ``LiveJob.feed`` carries an action out
+                self._run.crash(error)
+
+    def _begin(self, action: Beginning, workers: Workers, command: CommandOf, port: int) -> None:
+        if isinstance(action, actions.Build):
+            self._standby_port = port
+        else:
+            self._port = port
         for host, each in workers.items():
-            self._roster.command([host], commands.Start(each, sources, action.is_built, lost))
+            self._roster.command([host], command(replace(each, master_port=port)))
+
+    def _is_meant(self, action: Beginning) -> bool:
+        """Whether the law still wants what had to wait."""
+        job = self._run.state
+        if action is not self._opening:
+            return False
+        if isinstance(action, actions.Build):
+            return job.standby is not None and job.standby.round == action.standby.round
+        return job.phase is m.Phase.STARTING and job.round == action.round
 
     def replicate(self, action: actions.Replicate) -> None:
         """Have hosts keep replicas for each other; each hears of those that share parameters with
@@ -123,15 +191,10 @@ class Starter:
             self._stores.close(port)
 
     def _workers(
-        self,
-        round: int,
-        assignment: m.Assignment,
-        port: int,
-        generation: int | None,
-        every: int,
-    ) -> dict[str, commands.Workers]:
+        self, round: int, assignment: m.Assignment, generation: int | None, every: int
+    ) -> Workers:
         """Return which workers each host of an assignment runs, with what is known of the newest
-        generation."""
+        generation; the port at which they meet has yet to be found."""
         step = None if generation is None else self._generations.step(generation)
         facts = {} if generation is None else self._generations.facts(generation)
         return {
@@ -142,7 +205,7 @@ class Starter:
                 degrees=assignment.degrees.to_json(),
                 micro_batch_size=assignment.micro_batch_size,
                 master_addr=self._interface,
-                master_port=port,
+                master_port=0,
                 generation=generation,
                 restorable_step=step,
                 facts=JsonText.of(facts),

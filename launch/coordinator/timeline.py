@@ -1,14 +1,12 @@
 """When a resize's phases began and ended: one log line a phase, one JSON report a resize."""
 
-import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from scalai.core.membership import Assignment, Phase
-from scalai.store.atomic import replace_file
+from scalai.launch.coordinator.report_folder import ReportFolder
 
 PHASES = (
     "detect", "build", "drain", "snapshot", "commit", "relaunch",
@@ -20,18 +18,12 @@ class Timeline:
     """Seconds of each phase of the resize under way. Phases may be set by whoever measured them;
     the rest stays 0."""
 
-    def __init__(self, folder: Path | None, say: "Any") -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
+        self._folder = None if folder is None else ReportFolder(folder, say)
         self._say = say
         self.reports: list[dict[str, Any]] = []
         self._ran: Assignment | None = None
         self._begin("start")
-        found = obstacle(folder) if folder is not None else None
-        if found is not None:
-            say(
-                f"event=report_failed --report-dir {folder} cannot be written ({found}): there "
-                "will be no reports"
-            )
 
     def _begin(self, reason: str) -> None:
         self._reason = reason
@@ -138,27 +130,6 @@ class Timeline:
         }
         self.reports.append(report)
         self._marks = {}
-        self._write(report)
+        if self._folder is not None:
+            self._folder.write(f"resize-{report.get('round', 0):04d}.json", report)
         return report
-
-    def _write(self, report: Mapping[str, Any]) -> None:
-        """Leave the report in the folder. Where that cannot be, the log says so: no job ends by
-        it."""
-        if self._folder is None:
-            return
-        path = self._folder / f"resize-{report.get('round', 0):04d}.json"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, (json.dumps(report, indent=1) + "\n").encode(), is_durable=False)
-        except OSError as error:
-            self._say(f"event=report_failed path={path} {error}: the job goes on without it")
-
-
-def obstacle(folder: Path) -> str | None:
-    """Return why nothing can be written to a folder, None where something can. Makes it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except OSError as error:
-        return str(error)

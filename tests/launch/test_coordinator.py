@@ -10,8 +10,11 @@ from scalai.core.errors import PeerError
 from scalai.core.membership import Phase
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.person_calls import Scale, Status
+from scalai.launch.coordinator.rendezvous_store import Then
+from scalai.runtime.calls import Channel
 from support.committed_parts import half, part
-from support.coordinator_line import DEADLINE_S, Line, wait_until
+from support.coordinator_line import DEADLINE_S, TOKEN, Line, NoStores, wait_until
 
 
 @pytest.fixture
@@ -118,6 +121,60 @@ def test_a_coordinator_that_nobody_needs_ends(tmp_path: Path) -> None:
     assert line.code == [1]
 
 
+def stores_of(line: Line) -> NoStores:
+    found = line.coordinator._stores
+    assert isinstance(found, NoStores)
+    return found
+
+
+def running(line: Line) -> None:
+    wait_until(lambda: line.coordinator._live.state.phase is Phase.RUNNING, "it runs")
+
+
+def test_nobody_waits_for_where_the_next_workers_will_meet(line: Line) -> None:
+    """What opens it imports torch first (behind a change of the coordinator, say), or is stopped;
+    agents and persons are answered meanwhile, and none takes the coordinator for one that hangs."""
+    agent = line.join("a")
+    running(line)
+    late = stores_of(line).late = []
+    person = Channel(line.coordinator.address, TOKEN, call_s=DEADLINE_S, connect_s=DEADLINE_S)
+    answer = person.call(Scale(1, None, None, dry_run=False)).value()
+    assert answer["workers"] == {"a": 1}
+    wait_until(lambda: len(late) == 1, "a store is asked for")
+    assert person.call(Status()).value()["phase"] == "building"
+    agent.tell("moved", round=1, bytes=1)
+    assert not agent.heard("build")
+    late[0](17)
+    assert agent.wait_for("build")["master_port"] == 17
+    person.close()
+
+
+def test_what_was_given_up_before_its_workers_could_meet_is_not_begun(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host is lost, say, before the store is open: the round is another one then."""
+    stores, closed = stores_of(line), list[int]()
+    monkeypatch.setattr(stores, "close", closed.append)
+    late = stores.late = []
+    agent, lost = line.join("a"), line.join("b")
+    wait_until(lambda: len(late) == 1, "a store is asked for")
+    lost.leave()
+    wait_until(lambda: len(late) == 2, "one is asked for that round 2 needs")
+    late[0](17)
+    assert closed == [17] and not agent.heard("start")
+    late[1](18)
+    begun = agent.wait_for("start")
+    assert (begun["round"], begun["master_port"], begun["group"]) == (2, 18, ["a"])
+
+
+def test_workers_that_can_meet_nowhere_at_all_end_the_job_with_the_reason(line: Line) -> None:
+    late = stores_of(line).late = []
+    agent = line.join("a")
+    wait_until(lambda: len(late) == 1, "a store is asked for")
+    late[0](PeerError("the workers' rendezvous store cannot be opened"))
+    assert "cannot be opened" in agent.wait_for("exit")["reason"]
+
+
 def test_workers_that_can_meet_nowhere_are_not_on_standby_and_the_job_goes_on(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,8 +182,8 @@ def test_workers_that_can_meet_nowhere_are_not_on_standby_and_the_job_goes_on(
     first.wait_for("start")
     wait_until(lambda: line.coordinator._live.state.phase is Phase.RUNNING, "it runs")
 
-    def nowhere() -> int:
-        raise PeerError("the workers' rendezvous store cannot be opened")
+    def nowhere(then: Then) -> None:
+        then(PeerError("the workers' rendezvous store cannot be opened"))
 
     monkeypatch.setattr(line.coordinator._stores, "open", nowhere)
     line.join("b")

@@ -1,6 +1,7 @@
 """Where workers meet: on one interface, and for as long as they need it."""
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -12,8 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from scalai.core.errors import PeerError
 from scalai.launch.coordinator import rendezvous_store
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores, _Stores, connections
+from support.stopping import stop
 
 DEADLINE_S = 120.0
 LINGER_S = 1.0
@@ -21,10 +24,19 @@ LINGER_S = 1.0
 
 @pytest.fixture(scope="module")
 def stores() -> Iterator[RendezvousStores]:
-    stores = RendezvousStores("127.0.0.1", LINGER_S)
+    stores = RendezvousStores("127.0.0.1", print, LINGER_S)
     yield stores
     stores.end()
     assert stores._process.wait(DEADLINE_S) == 0
+
+
+def opened(stores: RendezvousStores) -> int:
+    """Open a store and return its port."""
+    answers = queue.SimpleQueue[int | PeerError]()
+    stores.open(answers.put)
+    answer = answers.get(timeout=DEADLINE_S)
+    assert isinstance(answer, int), answer
+    return answer
 
 
 def is_open(host: str, port: int) -> bool:
@@ -36,7 +48,7 @@ def is_open(host: str, port: int) -> bool:
 
 
 def test_a_store_listens_on_one_interface_alone(stores: RendezvousStores) -> None:
-    ports = {stores.open() for _ in range(3)}
+    ports = {opened(stores) for _ in range(3)}
     assert len(ports) == 3
     for port in ports:
         assert is_open("127.0.0.1", port) and not is_open("127.0.0.2", port)
@@ -45,7 +57,7 @@ def test_a_store_listens_on_one_interface_alone(stores: RendezvousStores) -> Non
 def test_workers_meet_there(stores: RendezvousStores) -> None:
     from torch.distributed import TCPStore  # not in its __all__
 
-    port = stores.open()
+    port = opened(stores)
     first, second = (TCPStore("127.0.0.1", port, is_master=False) for _ in range(2))
     first.set("key", "value")
     assert second.get("key") == b"value"
@@ -57,7 +69,7 @@ def test_workers_meet_there(stores: RendezvousStores) -> None:
 
 
 def test_a_store_that_is_not_needed_any_more_is_closed(stores: RendezvousStores) -> None:
-    port = stores.open()
+    port = opened(stores)
     stores.close(port)
     end = time.monotonic() + DEADLINE_S
     while is_open("127.0.0.1", port):
@@ -68,7 +80,7 @@ def test_a_store_that_is_not_needed_any_more_is_closed(stores: RendezvousStores)
 def test_it_outlives_its_coordinator_while_workers_are_connected_and_no_longer(
     stores: RendezvousStores,
 ) -> None:
-    port = stores.open()
+    port = opened(stores)
     with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S):
         process = stores._process
         assert process.stdin is not None
@@ -77,7 +89,7 @@ def test_it_outlives_its_coordinator_while_workers_are_connected_and_no_longer(
         assert process.poll() is None and is_open("127.0.0.1", port)
     assert process.wait(DEADLINE_S) == 0
     # Whoever still opens one gets it, from another process.
-    assert is_open("127.0.0.1", stores.open())
+    assert is_open("127.0.0.1", opened(stores))
 
 
 def test_where_its_process_is_stopped_another_one_opens_the_store(
@@ -90,12 +102,16 @@ def test_where_its_process_is_stopped_another_one_opens_the_store(
         monkeypatch.setattr(rendezvous_store, "OPEN_S", DEADLINE_S)
         begin()
 
-    stores.open()
+    opened(stores)
     monkeypatch.setattr(stores, "_begin", begin_another)
     monkeypatch.setattr(rendezvous_store, "OPEN_S", 0.5)
-    stopped = stores._process
-    stopped.send_signal(signal.SIGSTOP)
-    assert is_open("127.0.0.1", stores.open())
+    stopped, answers = stores._process, queue.SimpleQueue[int | PeerError]()
+    stop(stopped.pid)
+    stores.open(answers.put)
+    stores.close(1)
+    assert answers.empty(), "nobody has waited for it"
+    port = answers.get(timeout=DEADLINE_S)
+    assert isinstance(port, int) and is_open("127.0.0.1", port)
     assert stopped.wait(DEADLINE_S) == -signal.SIGKILL
 
 
@@ -111,7 +127,7 @@ def test_where_its_process_dies_of_the_question_another_one_opens_the_store(
         tell(request)
 
     monkeypatch.setattr(stores, "_tell", killed)
-    assert is_open("127.0.0.1", stores.open())
+    assert is_open("127.0.0.1", opened(stores))
     assert stores._process is not dies
 
 
@@ -120,9 +136,9 @@ def test_what_others_write_to_its_output_is_no_answer(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('welcome to the cluster')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    stores = RendezvousStores("127.0.0.1", LINGER_S)
+    stores = RendezvousStores("127.0.0.1", print, LINGER_S)
     try:
-        assert is_open("127.0.0.1", stores.open())
+        assert is_open("127.0.0.1", opened(stores))
     finally:
         stores.end()
         assert stores._process.wait(DEADLINE_S) == 0

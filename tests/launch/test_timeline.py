@@ -2,9 +2,15 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from scalai.launch.coordinator import report_folder
 from scalai.launch.coordinator.timeline import Timeline
+from support.coordinator_line import DEADLINE_S, wait_until
 
 
 def finish_start(timeline: Timeline) -> None:
@@ -56,3 +62,35 @@ def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     assert "event=report_failed" in logged[-1] and "the job goes on" in logged[-1]
     Timeline(folder / "below", logged.append)
     assert "there will be no reports" in logged[-1]
+
+
+def test_a_folder_that_answers_nobody_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system that hangs, say: the coordinator would stand still with it."""
+    answers, write = threading.Event(), report_folder.replace_file
+
+    def hang(*given: Any, **how: Any) -> None:
+        assert answers.wait(DEADLINE_S)
+        write(*given, **how)
+
+    logged: list[str] = []
+    timeline = Timeline(tmp_path, logged.append)
+    monkeypatch.setattr(report_folder, "replace_file", hang)
+    monkeypatch.setattr(report_folder, "ANSWER_S", 0.2)
+    finish_start(timeline)
+    assert "event=report_late" in logged[-1] and str(tmp_path) in logged[-1]
+    monkeypatch.setattr(report_folder, "ANSWER_S", DEADLINE_S)  # nobody waits a second time
+    timeline.begin("scale")
+    timeline.note(round=2)
+    timeline.close()
+    assert len(timeline.reports) == 2 and not list(tmp_path.iterdir())
+    answers.set()
+    wait_until(lambda: "event=report_back" in logged[-1], "it answers again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "resize-0001.json", "resize-0002.json",
+    ]  # fmt: skip
+    timeline.begin("scale")
+    timeline.note(round=3)
+    timeline.close()
+    assert (tmp_path / "resize-0003.json").exists(), "it is waited for again"

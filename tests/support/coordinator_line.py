@@ -21,7 +21,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, Poll, Tell
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.refusals import Refusals
-from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.launch.coordinator.rendezvous_store import RendezvousStores, Then
 from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
@@ -35,15 +35,22 @@ their poll is answered."""
 
 
 class NoStores(RendezvousStores):
-    """What no worker ever meets at: a process a coordinator would take its time."""
+    """What no worker ever meets at: a process a coordinator would take its time.
+
+    ``late``: who waits for a store, where the test opens them itself; None: each is there at once.
+    """
 
     def __init__(self) -> None:
         self._ports = itertools.count(1)
+        self.late: list[Then] | None = None
 
     def wait_ready(self) -> None: ...
 
-    def open(self) -> int:
-        return next(self._ports)
+    def open(self, then: Then) -> None:
+        if self.late is None:
+            then(next(self._ports))
+        else:
+            self.late.append(then)
 
     def close(self, port: int) -> None: ...
 

@@ -140,6 +140,11 @@ class Histories(RuleBasedStateMachine):
         """Snapshots come at other steps; workers may hear of it too late, and of different ones."""
         self.world.space(every, ahead)
 
+    @rule(is_late=st.booleans())
+    def delay_stores(self, is_late: bool) -> None:
+        """Where the next workers are to meet cannot be opened yet, or can again."""
+        self.world.delay_stores(is_late=is_late)
+
     @rule(begins=st.booleans())
     def save(self, begins: bool) -> None:
         """A save of the training's own begins or ends."""

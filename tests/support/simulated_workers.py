@@ -20,6 +20,7 @@ from scalai.launch.coordinator import (
     requests,
     timeline,
 )
+from scalai.launch.coordinator.rendezvous_store import Then
 
 TENSORS = tuple(Tensor(f"param/t{number}", (4,), "F32") for number in range(4))
 
@@ -61,17 +62,28 @@ def print_of(tensor: Tensor, step: int) -> int:
     return 1 + step * len(TENSORS) + TENSORS.index(tensor)
 
 
-class NoStores:
-    """Workers meet nowhere."""
+class SimulatedStores:
+    """Workers meet nowhere, but as with real stores the job may have to wait for them."""
 
     def __init__(self) -> None:
         self._port = 0
+        self._waiting: list[Then] = []
+        self.is_late = False
+        """Its process imports torch, or is stopped: what is opened is there once ``come``."""
 
     def wait_ready(self) -> None: ...
 
-    def open(self) -> int:
-        self._port += 1
-        return self._port
+    def open(self, then: Then) -> None:
+        self._waiting.append(then)
+        if not self.is_late:
+            self.come()
+
+    def come(self) -> None:
+        """What was to be opened is open."""
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            self._port += 1
+            then(self._port)
 
     def close(self, port: int) -> None: ...
 

@@ -21,7 +21,7 @@ from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Scale
 from support.simulated_disk import SimulatedDisk
 from support.simulated_host import SimulatedHost
-from support.simulated_workers import TENSORS, Clock, Group, NoStores, Worker
+from support.simulated_workers import TENSORS, Clock, Group, SimulatedStores, Worker
 
 TICK_S = 5.0
 LOOK_S = 0.5
@@ -61,6 +61,8 @@ class World:
     """Counts how often hosts have come."""
     term: int = 1
     """Counts the coordinators."""
+    stores: Any = field(init=False)
+    """What workers would meet at."""
     spec: JobSpec = field(init=False)
     desk: Desk = field(init=False)
 
@@ -82,9 +84,9 @@ class World:
         """A coordinator begins, and knows nothing."""
         self.term = self.term + 1 if is_successor else 1
         patience = Patience(poll_s=0.0, kept_s=0.0)
-        stores: Any = NoStores()
+        self.stores = SimulatedStores()
         self.desk = Desk(
-            self.spec, "127.0.0.1", stores, self.log.append, patience, self.term,
+            self.spec, "127.0.0.1", self.stores, self.log.append, patience, self.term,
             is_successor=is_successor,
         )  # fmt: skip
         live = self.live
@@ -235,6 +237,12 @@ class World:
         person: Any = None
         with contextlib.suppress(ScalaiError):
             self.desk.handle(person, Scale(nproc, None, None, dry_run=False))
+
+    def delay_stores(self, *, is_late: bool) -> None:
+        """What workers are to meet at is not there yet, and the job waits for it; or it comes."""
+        self.stores.is_late = is_late
+        if not is_late:
+            self.stores.come()
 
     def space(self, every: int, ahead: int) -> None:
         """The hosts are told, each when it hears of it, that snapshots lie so many steps apart from
@@ -435,6 +443,7 @@ class World:
         """Faults stop: what hung goes on, who was silent speaks, who had no room has."""
         self._end_ghosts([ghost.name for ghost in self.ghosts])
         self.save, self.disk.is_full = None, False
+        self.delay_stores(is_late=False)
         for host in self.hosts.values():
             host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False
             host.is_sick = False

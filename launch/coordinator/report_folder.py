@@ -1,0 +1,76 @@
+"""The folder that takes a job's reports (``--report-dir``). It may be full or on a file system that
+answers nobody: no job ends or stands still by it."""
+
+import json
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from scalai.store.atomic import replace_file
+
+ANSWER_S = 2.0
+"""How long a report is waited for; behind one that takes longer, none is until the folder answers
+again."""
+
+
+class ReportFolder:
+    """Writes reports in a thread of its own.
+
+    Args:
+        folder: Where they go; made if it is not there.
+        say: Takes log lines; any thread calls it.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder, self._say = folder, say
+        self._work = queue.SimpleQueue[tuple[Callable[[], None], threading.Event]]()
+        self._is_late = False
+        threading.Thread(target=self._serve, name="reports", daemon=True).start()
+        self._do(self._try)
+
+    def write(self, name: str, report: Mapping[str, Any]) -> None:
+        """Leave a report in a file. It is there on return, unless the log says otherwise."""
+        self._do(partial(self._write, name, (json.dumps(report, indent=1) + "\n").encode()))
+
+    def _do(self, work: Callable[[], None]) -> None:
+        done = threading.Event()
+        self._work.put((work, done))
+        if not self._is_late and not done.wait(ANSWER_S):
+            self._is_late = True
+            self._say(
+                f"event=report_late --report-dir {self._folder} has not answered for "
+                f"{ANSWER_S:.0f} s: the job goes on, and its reports are written once it does"
+            )
+
+    def _serve(self) -> None:
+        while True:
+            work, done = self._work.get()
+            work()
+            done.set()
+            if self._is_late and self._work.empty():
+                self._is_late = False
+                self._say(f"event=report_back --report-dir {self._folder} answers again")
+
+    def _try(self) -> None:
+        """Say early that nothing can be written there."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+        except OSError as error:
+            self._say(
+                f"event=report_failed --report-dir {self._folder} cannot be written ({error}): "
+                "there will be no reports"
+            )
+
+    def _write(self, name: str, content: bytes) -> None:
+        path = self._folder / name
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content, is_durable=False)
+        except OSError as error:
+            self._say(f"event=report_failed path={path} {error}: the job goes on without it")
