@@ -1,13 +1,57 @@
 """One log line a change of state, on standard error: ``2026-01-31 12:00:00,123 INFO [scalai <who>]
-generation=12 event=move took_s=0.2``."""
+generation=12 event=move took_s=0.2``.
+
+Whoever reads that may stop to (a terminal that is halted, a pipe to a disk that hangs): the job
+does not stand still with it.
+"""
 
 import logging
+import os
+import select
 import sys
+from functools import partial
+
+from scalai.launch.patient_writer import PatientWriter
+
+READ_S = 1.0
+"""How long a line may take to be taken; behind one that takes longer, none is waited for."""
+
+
+class PatientHandler(logging.Handler):
+    """Writes lines to a descriptor, and holds nobody up for long."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines = PatientWriter("log", READ_S, late=lambda: None, back=self._say_back)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # a slip in a line of the log: the library says which, and goes on
+            self.handleError(record)
+            return
+        self._lines.do(partial(self._write, line))
+
+    def _say_back(self, left_out: int) -> None:
+        text = f"event=log_back {left_out} lines are left out: nobody took them for a while"
+        where = (logging.WARNING, __file__, 0, text, (), None)
+        self._write(self.format(logging.LogRecord("scalai.launch.logs", *where)))
+
+    def _write(self, line: str) -> None:
+        rest = memoryview((line + "\n").encode(errors="backslashreplace"))
+        while rest:
+            try:
+                rest = rest[os.write(self._descriptor, rest) :]
+            except BlockingIOError:  # another process that shares it has said that it may not wait
+                select.select([], [self._descriptor], [])
+            except OSError:
+                return  # nobody reads it any more, or its disk is full: the job goes on
 
 
 def configure(who: str) -> None:
     """Send this process's log lines of Scalai to standard error, marked with who says them."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = PatientHandler(sys.stderr.fileno())
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [scalai {who}] %(message)s"))
     logger = logging.getLogger("scalai")
     logger.setLevel(logging.INFO)

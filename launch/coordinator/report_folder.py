@@ -2,14 +2,13 @@
 answers nobody: no job ends or stands still by it."""
 
 import json
-import queue
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scalai.launch.patient_writer import PatientWriter
 from scalai.store.atomic import replace_file
 
 ANSWER_S = 2.0
@@ -27,33 +26,25 @@ class ReportFolder:
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
-        self._work = queue.SimpleQueue[tuple[Callable[[], None], threading.Event]]()
-        self._is_late = False
-        threading.Thread(target=self._serve, name="reports", daemon=True).start()
-        self._do(self._try)
+        self._files = PatientWriter("reports", ANSWER_S, self._say_late, self._say_back)
+        self._files.do(self._try)
 
     def write(self, name: str, report: Mapping[str, Any]) -> None:
         """Leave a report in a file. It is there on return, unless the log says otherwise."""
-        self._do(partial(self._write, name, (json.dumps(report, indent=1) + "\n").encode()))
+        content = (json.dumps(report, indent=1) + "\n").encode()
+        self._files.do(partial(self._write, name, content))
 
-    def _do(self, work: Callable[[], None]) -> None:
-        done = threading.Event()
-        self._work.put((work, done))
-        if not self._is_late and not done.wait(ANSWER_S):
-            self._is_late = True
-            self._say(
-                f"event=report_late --report-dir {self._folder} has not answered for "
-                f"{ANSWER_S:.0f} s: the job goes on, and its reports are written once it does"
-            )
+    def _say_late(self) -> None:
+        self._say(
+            f"event=report_late --report-dir {self._folder} has not answered for {ANSWER_S:.0f} s: "
+            "the job goes on, and its reports are written once it does"
+        )
 
-    def _serve(self) -> None:
-        while True:
-            work, done = self._work.get()
-            work()
-            done.set()
-            if self._is_late and self._work.empty():
-                self._is_late = False
-                self._say(f"event=report_back --report-dir {self._folder} answers again")
+    def _say_back(self, left_out: int) -> None:
+        self._say(
+            f"event=report_back --report-dir {self._folder} answers again; {left_out} reports are "
+            "left out"
+        )
 
     def _try(self) -> None:
         """Say early that nothing can be written there."""

@@ -1,5 +1,6 @@
 """Processes that stand still: the job goes on, or says what it waits for; signals are obeyed."""
 
+import fcntl
 import os
 import re
 import signal
@@ -112,3 +113,22 @@ def test_workers_do_not_inherit_the_token_and_meet_on_one_interface(tmp_path: Pa
             assert token not in agents.text()
     finally:
         del os.environ["SCALAI_JOB_TOKEN"]
+
+
+@pytest.mark.turns
+def test_a_terminal_that_is_halted_holds_up_no_job(tmp_path: Path) -> None:
+    """Nobody takes what the agent and the coordinator say; workers write to files."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    logs = ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]
+    with tiny_agents(tmp_path, '2 = "tp2"\n1 = "tp1"', slots=2, flags=logs) as agents:
+        agents.start("a", output=writing)
+        os.close(writing)
+        agents.wait_for_step(5, world=2)
+        agents.scale(nproc=1)
+        agents.wait_for_step(agents.wait_for_world(1) + 3)
+        agents.let_end()
+        assert agents.exit_code("a") == 0
+        said = os.read(reading, 1 << 20)
+    os.close(reading)
+    assert 0 < len(said) <= 4096 and b"event=exit" not in said, "it was halted all the time"

@@ -102,8 +102,9 @@ class Agents:
 
     # ------------------------------------------------------------------ what to do
 
-    def start(self, host: str, *more: str) -> None:
-        """Start the agent of a host, with more flags of its own."""
+    def start(self, host: str, *more: str, output: int | None = None) -> None:
+        """Start the agent of a host, with more flags of its own. ``output``: takes what it says,
+        in place of its log."""
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", MARK: str(self.store),
             VARIABLE: str(self.folder / "failpoint"), **self._environment,
@@ -111,7 +112,7 @@ class Agents:
         with (self.folder / f"{host}.log").open("ab") as log:
             process = subprocess.Popen(
                 self._on(host, [*self._command, "--host-id", host, *more, *self._script]),
-                stdout=log, stderr=subprocess.STDOUT, env=environment,
+                stdout=log if output is None else output, stderr=subprocess.STDOUT, env=environment,
             )  # fmt: skip
         self._processes[host] = process
         self._all.append(process)
