@@ -13,8 +13,8 @@ from functools import partial
 
 from scalai.launch.patient_writer import PatientWriter
 
-READ_S = 1.0
-"""How long a line may take to be taken; behind one that takes longer, none is waited for."""
+READ_S = 0.2
+"""How long a line is waited for; behind one that takes longer, none is."""
 
 
 class PatientHandler(logging.Handler):
@@ -34,23 +34,28 @@ class PatientHandler(logging.Handler):
         self._lines.do(partial(self._write, line))
 
     def _say_back(self, left_out: int) -> None:
-        text = f"event=log_back {left_out} lines are left out: nobody took them for a while"
-        where = (logging.WARNING, __file__, 0, text, (), None)
-        self._write(self.format(logging.LogRecord("scalai.launch.logs", *where)))
+        if left_out:
+            text = f"event=log_back {left_out} lines are left out: nobody took them for a while"
+            where = (logging.WARNING, __file__, 0, text, (), None)
+            self._write(self.format(logging.LogRecord("scalai.launch.logs", *where)))
 
     def _write(self, line: str) -> None:
         rest = memoryview((line + "\n").encode(errors="backslashreplace"))
-        while rest:
-            try:
-                rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:  # another process that shares it has said that it may not wait
-                select.select([], [self._descriptor], [])
-            except OSError:
-                return  # nobody reads it any more, or its disk is full: the job goes on
+        try:
+            while rest:
+                try:
+                    rest = rest[os.write(self._descriptor, rest) :]
+                except BlockingIOError:  # another process that shares it has said that none waits
+                    select.select([], [self._descriptor], [])
+        except (OSError, ValueError):
+            pass  # nobody reads it any more, or its disk is full: the job goes on
 
 
 def configure(who: str) -> None:
     """Send this process's log lines of Scalai to standard error, marked with who says them."""
+    if sys.stderr is None:  # closed before this process began (``2>&-``)
+        logging.getLogger("scalai").addHandler(logging.NullHandler())
+        return
     handler = PatientHandler(sys.stderr.fileno())
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [scalai {who}] %(message)s"))
     logger = logging.getLogger("scalai")

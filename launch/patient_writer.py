@@ -1,8 +1,19 @@
 """Writing to what may answer nobody: a file system that hangs, a pipe that is read no more."""
 
+import logging
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
+from functools import partial
+
+MOST = 10_000
+"""So many writes may lie behind a late one; more are left out."""
+DRAIN_S = 5.0
+"""How long a process that ends waits for what is not written yet."""
+
+log = logging.getLogger(__name__)
 
 
 class PatientWriter:
@@ -13,8 +24,8 @@ class PatientWriter:
         name: Of its thread.
         answer_s: How long a write is waited for, in seconds.
         late: Called once a write takes longer, by whoever waits for it.
-        back: Called once all is written again, by the thread.
-        most: How many writes may lie behind a late one; more are left out.
+        back: Called with how many were left out once all is written again, by the thread.
+        most: How many writes may lie behind a late one.
     """
 
     def __init__(
@@ -23,23 +34,26 @@ class PatientWriter:
         answer_s: float,
         late: Callable[[], object],
         back: Callable[[int], object],
-        most: int = 10_000,
+        most: int = MOST,
     ) -> None:
-        self._answer_s, self._late, self._back = answer_s, late, back
-        self._work = queue.Queue[tuple[Callable[[], object], threading.Event]](most)
-        self._lock = threading.Lock()
+        self._answer_s, self._late, self._back, self._most = answer_s, late, back, most
+        self._work = queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]()
+        self._lock = threading.RLock()  # a finalizer may log while this thread holds it
         self._is_late, self._left_out = False, 0
+        self._newest = threading.Event()
+        self._newest.set()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
+        _writers.add(self)
 
     def do(self, write: Callable[[], object]) -> None:
-        """Have something written, which must not raise. It is on return, unless it is late."""
+        """Have something written. It is on return, unless it is late."""
         done = threading.Event()
         with self._lock:
-            is_late = self._is_late
-            try:
-                self._work.put_nowait((write, done))
-            except queue.Full:
+            if self._work.qsize() >= self._most:
                 self._left_out += 1
+                return
+            is_late, self._newest = self._is_late, done
+            self._work.put((write, done))
         if is_late or done.wait(self._answer_s):
             return
         with self._lock:
@@ -48,10 +62,14 @@ class PatientWriter:
         if is_first:
             self._late()
 
+    def drain(self, within_s: float) -> bool:
+        """Wait until all is written. Returns whether it is."""
+        return self._newest.wait(within_s)
+
     def _serve(self) -> None:
         while True:
             write, done = self._work.get()
-            write()
+            self._safely(write)
             with self._lock:
                 done.set()
                 is_back = self._is_late and self._work.empty()
@@ -59,4 +77,20 @@ class PatientWriter:
                 if is_back:
                     self._is_late, self._left_out = False, 0
             if is_back:
-                self._back(left_out)
+                self._safely(partial(self._back, left_out))
+
+    def _safely(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except Exception:  # a slip of whoever has this written: others' writes follow
+            log.exception("event=not_written")
+
+
+_writers = weakref.WeakSet[PatientWriter]()
+
+
+def drain(within_s: float = DRAIN_S) -> None:
+    """This process ends: give what is not written yet so much time."""
+    end = time.monotonic() + within_s
+    for writer in list(_writers):
+        writer.drain(max(0.0, end - time.monotonic()))

@@ -34,6 +34,8 @@ from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.discovery import Place, find_coordinator, has_moved
 from scalai.launch.logs import configure
+from scalai.launch.long_waits import said
+from scalai.launch.patient_writer import drain
 from scalai.launch.program import exit_code_of, worker_count
 from scalai.store.places import check_host
 
@@ -51,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     resumable."""
     given = sys.argv[1:] if argv is None else argv
     code = exit_code_of("scalai-run", lambda: _run(given))
+    drain()
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of torch's log tailing and of our servers must not keep a finished agent alive.
@@ -119,9 +122,10 @@ def run_agent(spec: JobSpec) -> int:
     if options.is_standalone:
         log.info("event=standalone: --job %s goes on with the state of this job", spec.job)
     if spec.durable_dir is not None and spec.is_elastic:
-        check_writable(spec.durable_dir)
-        if not spec.is_fresh:
-            refuse_finished(spec.durable_dir / spec.job)
+        with said(f"--durable-dir {spec.durable_dir}"):
+            check_writable(spec.durable_dir)
+            if not spec.is_fresh:
+                refuse_finished(spec.durable_dir / spec.job)
     logs = DefaultLogsSpecs(
         log_dir=options.log_dir,
         redirects=Std.from_str(options.redirects),

@@ -15,6 +15,7 @@ from scalai.launch.agent.durable import attach_durable, numbers, set_aside, writ
 from scalai.launch.agent.leftovers import left_by_others
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Joined
+from scalai.launch.long_waits import said
 from scalai.store.archive import repair
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED
@@ -84,8 +85,9 @@ class Holdings:
     def _attach(self) -> dict[int, str]:
         found = {}
         if self._folder is not None:
-            repair(self._folder, self._store.host)
-            found = attach_durable(self._store, self._folder)
+            with said(f"{self._folder}, which may hold the job's state"):
+                repair(self._folder, self._store.host)
+                found = attach_durable(self._store, self._folder)
         return {**self._store.damaged, **found}
 
     def _parts(self) -> tuple[bytes, ...]:

@@ -82,7 +82,6 @@ class LiveJob:
         self.memory = Memory(self.members, self.sizing, self._ahead.begin)
         self.generations = Generations()
         self.recoveries = Recoveries(self.generations)
-        self.timeline = Timeline(spec.report_dir, self.log)
         self.answers = Answers()
         """What hosts have told about the present round."""
         self.last_failure: Mapping[str, Json] | None = None
@@ -98,6 +97,7 @@ class LiveJob:
         self._starter = Starter(self, interface, stores, lock)
         took_over_at = time.monotonic() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
+        self.timeline = Timeline(spec.report_dir, self.log)
 
     @property
     def has_ended(self) -> bool:

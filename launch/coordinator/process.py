@@ -35,6 +35,7 @@ from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
 from scalai.launch.coordinator.vote_file import forget_electorate, known_of_json
 from scalai.launch.logs import configure
+from scalai.launch.patient_writer import drain
 
 ALONE_S = 60.0
 """How long a coordinator waits for a first or another agent before it ends."""
@@ -166,6 +167,7 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
         return code
     finally:
         clear_away(folder, address, is_last=spec.options.is_standalone)
+        drain()
 
 
 def main() -> int:

@@ -33,7 +33,7 @@ SAID_S = 2.0
 """A wait for the process is said after so long."""
 ENDED_S = 1.0
 """How long a process that was killed may take to be gone."""
-READY = "ready"
+READY, ANSWER = "ready", "rendezvous store: "
 LINGER_S = 10.0
 LINGER_MOST_S = 7 * 86400.0
 """Connections of a host that is gone without a word hold a process for no longer than this."""
@@ -105,16 +105,29 @@ class RendezvousStores:
         self._tell({"do": "end"})
 
     def _opened(self) -> int | PeerError:
+        try:
+            return self._port()
+        except PeerError as error:
+            return error
+        except Exception as error:  # no process can be started (memory, ``ulimit``), say
+            return self._refused(repr(error))
+
+    def _port(self) -> int:
         answer = self._ask({"do": "open"}) if self._process.poll() is None else {}
         if "port" not in answer and self._process.poll() is not None:
             self._say(f"event=store_restarted: {answer.get('error', 'its process had ended')}")
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):  # what it was told last is told to nobody
+                self._process.stdin.close()
             self._begin()
             answer = self._ask({"do": "open"})
         if "port" in answer:
             return int(answer["port"])
+        raise self._refused(answer["error"])
+
+    def _refused(self, why: str) -> PeerError:
         return PeerError(
-            f"the workers' rendezvous store cannot be opened at {self._interface}: "
-            f"{answer['error']}"
+            f"the workers' rendezvous store cannot be opened at {self._interface}: {why}"
         )
 
     def _tell(self, request: Json) -> None:
@@ -148,11 +161,12 @@ def _read(
     """Pass the process's answers on until it ends; the first one says that it is ready. What else
     is written there (by a ``sitecustomize``, say) is none."""
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):
-            answers.put(json.loads(line))
-        elif line.strip() == READY:
-            ready.set()
+    with process.stdout:
+        for line in process.stdout:
+            if line.startswith(ANSWER):
+                answers.put(json.loads(line.removeprefix(ANSWER)))
+            elif line.strip() == READY:
+                ready.set()
     code = process.wait()
     ready.set()
     answers.put({"error": f"its process has ended with exit code {code}"})
@@ -234,7 +248,7 @@ def main() -> None:
                 answer: Json = {"port": stores.open()}
             except (OSError, RuntimeError) as error:
                 answer = {"error": str(error)}
-            _say(json.dumps(answer))
+            _say(ANSWER + json.dumps(answer))
             stores.prepare()
     _linger(stores, float(sys.argv[2]))
     os._exit(0)

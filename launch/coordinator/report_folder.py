@@ -41,10 +41,8 @@ class ReportFolder:
         )
 
     def _say_back(self, left_out: int) -> None:
-        self._say(
-            f"event=report_back --report-dir {self._folder} answers again; {left_out} reports are "
-            "left out"
-        )
+        lost = f"; {left_out} reports are left out" if left_out else ""
+        self._say(f"event=report_back --report-dir {self._folder} answers again{lost}")
 
     def _try(self) -> None:
         """Say early that nothing can be written there."""

@@ -86,11 +86,13 @@ class Starter:
             sources = Shared(self._sources(action.generation, action.assignment))
         lost = tuple(of_run(self._run.run, each) for each in action.lost)
         workers = self._workers(action.round, action.assignment, action.generation, action.every)
+        port, self._standby_port = self._standby_port, None
+        # Without a port no host was told yet to have workers on standby.
+        is_built = action.is_built and port is not None
 
         def command(each: commands.Workers) -> commands.Start:
-            return commands.Start(each, sources, action.is_built, lost)
+            return commands.Start(each, sources, is_built, lost)
 
-        port, self._standby_port = self._standby_port, None
         if port is None:
             self._open(action, workers, command)
         else:
@@ -134,7 +136,7 @@ class Starter:
     def _is_meant(self, action: Beginning) -> bool:
         """Whether the law still wants what had to wait."""
         job = self._run.state
-        if action is not self._opening:
+        if action is not self._opening or job.phase is m.Phase.ENDED:
             return False
         if isinstance(action, actions.Build):
             return job.standby is not None and job.standby.round == action.standby.round

@@ -167,6 +167,28 @@ def test_what_was_given_up_before_its_workers_could_meet_is_not_begun(
     assert (begun["round"], begun["master_port"], begun["group"]) == (2, 18, ["a"])
 
 
+def test_a_job_that_has_ended_builds_nothing(line: Line) -> None:
+    """The script comes to its end while the next workers wait for where they will meet."""
+    agent = line.join("a")
+    running(line)
+    late = stores_of(line).late = []
+    line.join("b")
+    wait_until(lambda: len(late) == 1, "a store is asked for")
+    agent.tell("finished", round=1)
+    agent.wait_for("exit")
+    late[0](17)
+    assert not agent.heard("build") and not line.agents[1].heard("build")
+
+
+def test_a_report_folder_that_cannot_be_made_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    line = Line(tmp_path, "--nnodes", "1:3", "--report-dir", str(tmp_path / "file" / "below"))
+    line.join("a")
+    running(line)
+    assert any("event=report_failed" in text for text in line.log)
+    line.end()
+
+
 def test_workers_that_can_meet_nowhere_at_all_end_the_job_with_the_reason(line: Line) -> None:
     late = stores_of(line).late = []
     agent = line.join("a")

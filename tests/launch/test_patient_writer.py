@@ -3,6 +3,8 @@
 import fcntl
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +36,7 @@ def test_a_late_one_is_waited_for_once_until_all_is_written() -> None:
     writer.do(lambda: goes_on.wait(PATIENCE_S))
     assert late == [True]
     writer._answer_s = PATIENCE_S
+    assert not writer.drain(0.0)
     began = time.monotonic()
     for name in ("a", "b", "left out", "left out"):
         writer.do(lambda name=name: written.append(name))  # type: ignore[misc]
@@ -41,8 +44,46 @@ def test_a_late_one_is_waited_for_once_until_all_is_written() -> None:
     goes_on.set()
     wait_until(lambda: bool(back), "all is written")
     assert (written, back, late) == (["a", "b"], [2], [True])
+    assert writer.drain(0.0)
     writer.do(lambda: written.append("c"))
     assert written[-1] == "c", "it is waited for again"
+
+
+def test_what_raises_is_said_and_others_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    writer = PatientWriter("test", PATIENCE_S, lambda: None, lambda left_out: None)
+
+    def fail() -> None:
+        raise KeyError("a slip")
+
+    writer.do(fail)
+    written = list[int]()
+    writer.do(lambda: written.append(1))
+    assert written == [1] and "event=not_written" in caplog.text and "a slip" in caplog.text
+
+
+LINES = """
+import logging
+from scalai.launch.logs import configure
+from scalai.launch.patient_writer import drain
+configure("test")
+for number in range(2000):
+    logging.getLogger("scalai").info("line %d", number)
+drain(60.0)
+"""
+
+
+def test_a_process_that_ends_leaves_its_last_lines_to_a_slow_reader() -> None:
+    with subprocess.Popen([sys.executable, "-c", LINES], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        time.sleep(3.0)  # 2,000 lines are more than a pipe takes
+        said = process.stderr.read().decode()
+        assert process.wait(PATIENCE_S) == 0
+    assert said.count("line ") == 2000 and "left out" not in said
+
+
+def test_a_process_whose_standard_error_is_closed_logs_nowhere() -> None:
+    command = f"exec {sys.executable} -c '{LINES}' 2>&-"
+    assert subprocess.run(["sh", "-c", command], timeout=PATIENCE_S, check=False).returncode == 0
 
 
 @pytest.fixture
@@ -73,8 +114,23 @@ def test_a_log_that_nobody_reads_holds_nobody_up(
     for number in range(50):
         logger.info("line %d", number)
     text = os.read(reading, size).decode()
-    while "event=log_back" not in text:
+    while "line 49\n" not in text:
         text += os.read(reading, size).decode()
-    lines = text.strip().splitlines()
-    assert lines[:-1] == [f"line {number}" for number in range(50)]
-    assert lines[-1].startswith("event=log_back 0 lines are left out")
+    assert text.strip().splitlines() == [f"line {number}" for number in range(50)]
+
+
+def test_how_many_lines_were_left_out_is_said(
+    halted: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "READ_S", 0.1)
+    reading, writing = halted
+    logger, handler = logging.Logger("test"), PatientHandler(writing)
+    handler._lines._most = 10
+    logger.addHandler(handler)
+    for number in range(50):
+        logger.info("line %d", number)
+    text = ""
+    while "event=log_back" not in text:
+        text += os.read(reading, 1 << 20).decode()
+    left_out = 50 - text.count("line ")
+    assert left_out >= 39 and f"event=log_back {left_out} lines are left out" in text

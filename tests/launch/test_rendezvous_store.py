@@ -131,10 +131,30 @@ def test_where_its_process_dies_of_the_question_another_one_opens_the_store(
     assert stores._process is not dies
 
 
+def test_where_no_process_can_begin_that_is_the_answer_and_the_next_try_may_succeed(
+    stores: RendezvousStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory, or no room for another process, for a while."""
+
+    def refuse(*given: object, **how: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    answers = queue.SimpleQueue[int | PeerError]()
+    stores._process.kill()
+    stores._process.wait(DEADLINE_S)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", refuse)
+        stores.open(answers.put)
+        answer = answers.get(timeout=DEADLINE_S)
+    assert isinstance(answer, PeerError) and "temporarily unavailable" in str(answer)
+    assert is_open("127.0.0.1", opened(stores))
+
+
 def test_what_others_write_to_its_output_is_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('welcome to the cluster')\n")
+    noise = ["welcome to the cluster", '{"level": "info"}', "{"]
+    (tmp_path / "sitecustomize.py").write_text(f"print(*{noise!r}, sep='\\n')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     stores = RendezvousStores("127.0.0.1", print, LINGER_S)
     try:

@@ -334,6 +334,19 @@ def test_a_commit_that_found_no_room_in_time_takes_none_for_ever(tmp_path: Path)
         assert min(host.store, default=newest.number) >= newest.number - 1, sorted(host.store)
 
 
+def test_workers_that_nobody_was_told_to_build_begin_with_their_round(tmp_path: Path) -> None:
+    """A host leaves, and waits for no standby: the round begins before there was a store for it."""
+    world = two_hosts(tmp_path)
+    number, _ = world.furthest()
+    world.delay_stores(is_late=True)
+    world.leave("b")
+    world.go_on(60.0)
+    assert world.phase is Phase.STARTING, world.log
+    world.delay_stores(is_late=False)
+    world.go_on(60.0)
+    assert world.is_training() and world.furthest()[0] == number + 1, world.log
+
+
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
     max_examples=16, stateful_step_count=20, deadline=None,
