@@ -51,12 +51,16 @@ class PatientHandler(logging.Handler):
             pass  # nobody reads it any more, or its disk is full: the job goes on
 
 
+def _handler() -> logging.Handler:
+    try:
+        return PatientHandler(sys.stderr.fileno())
+    except (AttributeError, OSError):  # it was closed before (``2>&-``), or lies in memory
+        return logging.StreamHandler()
+
+
 def configure(who: str) -> None:
     """Send this process's log lines of Scalai to standard error, marked with who says them."""
-    if sys.stderr is None:  # closed before this process began (``2>&-``)
-        logging.getLogger("scalai").addHandler(logging.NullHandler())
-        return
-    handler = PatientHandler(sys.stderr.fileno())
+    handler = _handler()
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [scalai {who}] %(message)s"))
     logger = logging.getLogger("scalai")
     logger.setLevel(logging.INFO)

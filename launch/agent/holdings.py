@@ -105,7 +105,8 @@ class Holdings:
         directory makes way."""
         if self._folder is not None and answer.sets_aside:
             self._is_fresh = False  # from now on what is there is the job's own
-            moved = set_aside(self._folder)
+            with said(f"{self._folder}, which is to make way"):
+                moved = set_aside(self._folder)
             if moved is not None:
                 log.info("event=set_aside directory=%s now=%s", self._folder, moved)
 
@@ -174,7 +175,8 @@ class Holdings:
             return
         step = max(self.last_step, ending.step)
         try:
-            write_finished(self._folder, step, ending.generation)
+            with said(f"{self._folder}, which is to say that the job has finished"):
+                write_finished(self._folder, step, ending.generation)
         except OSError as error:
             log.error("event=not_marked %s: the job has finished; %s", self._folder, error)
 

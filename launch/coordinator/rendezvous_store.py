@@ -135,8 +135,8 @@ class RendezvousStores:
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-        except OSError:
-            pass  # it has died: ``open`` begins another
+        except (OSError, ValueError):
+            pass  # it has died, or was closed: ``open`` begins another
 
     def _ask(self, request: Json) -> Json:
         if not self._ready.wait(SAID_S):

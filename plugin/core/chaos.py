@@ -42,6 +42,11 @@ class Loss(Enum):
 
     NONE = "none"
     SNAPSHOT = "those since the newest snapshot that outlives the fault: two intervals at most"
+    SNAPSHOT_AND_STEP = (
+        "those since the newest snapshot that outlives the fault: two intervals and a step at most"
+    )
+    """Workers whose agent hangs get no order for a snapshot, and wait in the update behind it,
+    which others have made."""
     DISK = "those since the newest generation in the durable directory"
 
 
@@ -104,7 +109,7 @@ _ROWS = (
     Kind("kill-in-commit", "an agent is killed between a snapshot and its commit",
          A, ROUND, Loss.SNAPSHOT, Heard.PROCESS, r"event=lost host=", "sealed"),
     Kind("stop-agent", "an agent hangs (SIGSTOP), its workers train on",
-         A, ROUND, Loss.SNAPSHOT, Heard.SILENCE, r"event=lost host=\S+ silent for"),
+         A, ROUND, Loss.SNAPSHOT_AND_STEP, Heard.SILENCE, r"event=lost host=\S+ silent for"),
     Kind("term-agent", "an agent is told to end (SIGTERM): its host drains",
          A, ROUND, Loss.NONE, Heard.WORD, r"event=signal SIGTERM"),
     Kind("int-agent", "an agent is interrupted (SIGINT): its host drains",
@@ -329,4 +334,6 @@ def most_steps_lost(
     room = 2 * snapshot_every if snapshot_every else since_generation + 1
     if kind.loss is Loss.SNAPSHOT:
         return room
+    if kind.loss is Loss.SNAPSHOT_AND_STEP:
+        return room + bool(snapshot_every)
     return None if since_disk is None else since_disk + room

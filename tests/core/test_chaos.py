@@ -115,6 +115,8 @@ def test_every_station_and_signal_is_of_a_kind() -> None:
 def test_what_may_be_lost_follows_from_what_outlives_the_fault() -> None:
     assert most_steps_lost(KINDS["term-agent"], 7, 3, 40) == 0
     assert most_steps_lost(KINDS["kill-worker"], 7, 3, 40) == 14
+    assert most_steps_lost(KINDS["stop-agent"], 7, 3, 40) == 15
+    assert most_steps_lost(KINDS["stop-agent"], None, 30, None) == 31
     assert most_steps_lost(KINDS["kill-worker"], None, 30, None) == 31
     assert most_steps_lost(KINDS["kill-more-hosts"], 7, 3, 40) == 54
     assert most_steps_lost(KINDS["kill-more-hosts"], 7, 3, None) is None

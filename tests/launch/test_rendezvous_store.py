@@ -147,6 +147,7 @@ def test_where_no_process_can_begin_that_is_the_answer_and_the_next_try_may_succ
         stores.open(answers.put)
         answer = answers.get(timeout=DEADLINE_S)
     assert isinstance(answer, PeerError) and "temporarily unavailable" in str(answer)
+    stores.close(1)
     assert is_open("127.0.0.1", opened(stores))
 
 
