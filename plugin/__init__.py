@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StaleError,
         StoreError,
         TlsError,
+        UnprovenError,
         UsageError,
         VersionError,
     )
@@ -71,6 +72,7 @@ __all__ = [
     "StaleError",
     "StoreError",
     "TlsError",
+    "UnprovenError",
     "UsageError",
     "VersionError",
     "current",

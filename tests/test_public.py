@@ -14,8 +14,8 @@ from scalai.core import errors
 ERRORS = {
     "AbsentError", "AnswerError", "DamageError", "EndedError", "LayoutError", "MemoryShortError",
     "MessageError", "MismatchError", "PeerError", "ProofError", "RefusedError", "ReplacedError",
-    "RoomError", "ScalaiError", "SilentError", "StaleError", "StoreError", "TlsError", "UsageError",
-    "VersionError",
+    "RoomError", "ScalaiError", "SilentError", "StaleError", "StoreError", "TlsError",
+    "UnprovenError", "UsageError", "VersionError",
 }  # fmt: skip
 PLACES = {
     "current": "scalai.runtime.session",

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from select import POLLIN, poll
 
-GONE_S, GONE_REPORT_S = 120.0, 5.0
-"""How long a killed worker is waited for before others start in spite of it; when it is said."""
+from scalai.core.deadlines import GONE_S
+
+GONE_REPORT_S = 5.0
+"""After how long it is said that a killed worker has not ended."""
 LOOK_MS = 500.0
 
 log = logging.getLogger(__name__)

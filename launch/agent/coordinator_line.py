@@ -14,7 +14,6 @@ from scalai.core.errors import (
     MessageError,
     PeerError,
     SilentError,
-    VersionError,
 )
 from scalai.core.messages import Request
 from scalai.launch.coordinator.discovery import Place
@@ -77,8 +76,9 @@ class Health:
 
     def failed(self, error: PeerError, tries: int) -> None:
         """A call has failed so often. Raises ``error`` where the coordinator counts as gone. One
-        failure says nothing: it may have been this agent that stood still meanwhile."""
-        if isinstance(error, (VersionError, MessageError)):
+        failure says nothing: it may have been this agent that stood still meanwhile. Nor does who
+        answers and has proven nothing: that is silence of the coordinator."""
+        if isinstance(error, MessageError):
             raise error  # the next try would end alike
         with self._mutex:
             now = time.monotonic()

@@ -14,6 +14,7 @@ from scalai.core.errors import (
     PeerError,
     SilentError,
     TlsError,
+    UnprovenError,
     UsageError,
     VersionError,
 )
@@ -124,9 +125,11 @@ def _answers(
             return True
         except AbsentError:
             return False
-        except PeerError as error:
+        except UnprovenError as error:
             if isinstance(error, VersionError | TlsError):
                 raise
+            return False
+        except PeerError as error:
             if isinstance(error, SilentError) or attempt == ATTEMPTS - 1:
                 raise PeerError(
                     f"the job's coordinator at {address[0]}:{address[1]} does not answer ({error}) "

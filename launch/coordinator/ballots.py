@@ -17,6 +17,7 @@ ASK_S = 2.0
 """How long a witness may take to answer."""
 CONNECT_S = ASK_S / 2
 """How long to take a connection, and how long to prove itself."""
+ANSWER_BYTES = 1 << 20
 
 
 class _Line:
@@ -45,7 +46,7 @@ class _Line:
         try:
             framed.expire_in(ASK_S)
             framed.send(encode(Named(request)))
-            return decode(framed.receive(), Named[Told]).message
+            return decode(framed.receive(ANSWER_BYTES), Named[Told]).message
         except PeerError:
             self.close()
             raise

@@ -1,5 +1,5 @@
 """Whether the process of an agent whose connections have ended is gone: where it listened, nobody
-of the job answers any more. Then nothing is to be waited for."""
+listens any more. Then nothing is to be waited for."""
 
 import logging
 import queue
@@ -23,10 +23,11 @@ class Refusals:
     """Knocks at the data planes of agents, in a thread of its own. Any thread may ask.
 
     A host that says that nobody listens there has lost its agent, and with it its workers, if it
-    could be reached before: else a wall on the way may say so. Silence says nothing.
+    could be reached before: else a wall on the way may say so. Silence says nothing, nor does who
+    cannot prove that it knows the token: it may be the agent, and somebody on the way.
 
     Args:
-        token: The job's secret; another process that listens there by now does not know it.
+        token: The job's secret.
     """
 
     def __init__(self, token: bytes) -> None:
@@ -39,8 +40,8 @@ class Refusals:
         self._thread: threading.Thread | None = None
 
     def is_gone(self, agent: Member) -> bool:
-        """Whether it was seen, since the agent has no connection, that nobody of the job listens
-        where it did. Blocks for nothing: the first question has somebody look."""
+        """Whether it was seen, since the agent has no connection, that nobody listens where it
+        did. Blocks for nothing: the first question has somebody look."""
         knock = agent.address, agent.unlinked_at
         with self._mutex:
             if knock in self._found or agent.address not in self._reached:

@@ -22,9 +22,8 @@ from scalai.core.errors import (
     AbsentError,
     PeerError,
     ScalaiError,
-    TlsError,
+    UnprovenError,
     UsageError,
-    VersionError,
 )
 from scalai.core.witness import Known
 from scalai.launch.config.endpoint import join_endpoint, read_card, read_holder, split_endpoint
@@ -136,7 +135,7 @@ class Succession:
                     found = self._here(place, term) if place.is_here else _there(place)
                 if found is not None:
                     return found
-            except (OverError, VersionError, TlsError):
+            except OverError:
                 raise
             except (ScalaiError, OSError) as error:
                 problem = str(error)
@@ -252,11 +251,19 @@ class Succession:
                 raise OverError("it has ended, and has left no card: the job is over.")
             if holder.term <= term:
                 _end_silent(folder, holder.pid, place)
-            card = read_card(folder)
-            if card is not None:
-                return Place(*card, is_here=is_here(card[0][0]))
+            with suppress(UnprovenError):  # a stranger has its port
+                card = read_card(folder)
+                if card is not None:
+                    return Place(*card, is_here=is_here(card[0][0]))
             log.warning("event=succession term=%d: the coordinator has died", holder.term + 1)
             endpoint, token = self._spec.options.coordinator, place.token.decode()
+            if endpoint is not None and _is_taken(split_endpoint(endpoint), place.token):
+                log.warning(
+                    "event=address_taken %s: a process that does not have this job's token listens "
+                    "there, so the next coordinator takes another port. Agents of this machine "
+                    "find it; free the address for those of others", endpoint,
+                )  # fmt: skip
+                endpoint = join_endpoint(split_endpoint(endpoint)[0], 0)
             return start_coordinator(self._spec, folder, endpoint, token, succeeds=True)
 
 
@@ -281,11 +288,20 @@ def _there(place: Place) -> Place:
 def _answers(address: tuple[str, int], token: bytes) -> bool:
     try:
         Channel(address, token).close()
-    except PeerError as error:
-        if isinstance(error, VersionError | TlsError):
-            raise
+    except PeerError:
         return False
     return True
+
+
+def _is_taken(address: tuple[str, int], token: bytes) -> bool:
+    """Whether a stranger listens there."""
+    try:
+        Channel(address, token).close()
+    except UnprovenError:
+        return True
+    except PeerError:
+        pass
+    return False
 
 
 def _is_absent(place: Place) -> bool:

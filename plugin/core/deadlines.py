@@ -12,6 +12,9 @@ REPORT_S = 60.0
 """A wait is said after so long; then after twice as long each time, but in WAITING every time."""
 ANSWER_S = 60.0
 """How long a host may take for what takes it a moment."""
+GONE_S = 120.0
+"""How long a host waits for killed workers until they are gone with the memory of their devices;
+then others start in spite of them."""
 TELL_S = ANSWER_S / 3
 """How long an agent waits for the coordinator to take an event before it tells it again: an event
 that was lost on its way arrives well before its host counts as lost."""
@@ -122,8 +125,8 @@ TABLE = (
         lambda job: ANSWER_S,
     ),
     Deadline(
-        Phase.STOPPING, "a host answered last", "60 s", "the hosts awaited count as lost",
-        lambda job: ANSWER_S,
+        Phase.STOPPING, "a host answered last", "180 s: a host waits 120 s for killed workers",
+        "the hosts awaited count as lost", lambda job: GONE_S + ANSWER_S,
     ),
     Deadline(
         Phase.SAVING, "a host answered last", "none: the leaving hosts' drain timeout",

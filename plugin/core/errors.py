@@ -74,15 +74,20 @@ class SilentError(PeerError):
 
 
 class AbsentError(PeerError):
-    """Nobody of this job listens at an address: nobody at all, or someone with another token."""
+    """Nobody listens at an address: the host itself refuses the connection."""
 
 
-class VersionError(PeerError):
+class UnprovenError(PeerError):
+    """Who listens at an address has not proven that it knows the job's token: another program, an
+    agent of another job, or somebody on the way. What it says is worth no more than its silence."""
+
+
+class VersionError(UnprovenError):
     """A process of another release listens at an address: it speaks no version of the protocol
     that this one does."""
 
 
-class TlsError(PeerError):
+class TlsError(UnprovenError):
     """Two processes do not agree on TLS: one speaks none, or does not take the other's
     certificate."""
 

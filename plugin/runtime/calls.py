@@ -41,9 +41,8 @@ class Channel:
         tls: Another identity than the process's; over TCP.
 
     Raises:
-        AbsentError: Nobody listens there, or the token is wrong.
-        VersionError: Another release listens there.
-        TlsError: Both sides do not agree on TLS.
+        AbsentError: Nobody listens there.
+        UnprovenError: Someone does who has not proven to know the token.
         SilentError: Nobody answers in time.
         AnswerError: The answer is an error.
         MessageError: The request cannot be sent, or the answer is none: to ask again would end

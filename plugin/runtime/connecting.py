@@ -29,9 +29,9 @@ def connect(
         tls: Another identity than the process's.
 
     Raises:
-        AbsentError: Nobody listens there, or someone who does not know the token.
-        VersionError: Someone of another release does.
-        TlsError: Both sides do not agree on TLS.
+        AbsentError: Nobody listens there.
+        UnprovenError: Someone does who does not know the token, or is of another release
+            (``VersionError``), or does not agree on TLS (``TlsError``).
         SilentError: Who listens there, or the host itself, does not answer.
         PeerError: The host cannot be reached, or the connection breaks.
     """

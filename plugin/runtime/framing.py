@@ -19,7 +19,7 @@ from typing import Protocol
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from scalai.core.errors import MessageError, PeerError, SilentError, TlsError
+from scalai.core.errors import MessageError, PeerError, SilentError, TlsError, UnprovenError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -129,6 +129,7 @@ class FramedSocket:
 
         Raises:
             PeerError: The connection has ended, or what came is no frame of the other side's.
+            UnprovenError: It is none, and the other side has not proven anything yet.
             SilentError: Nothing came in time.
         """
         head = bytearray(_LENGTH.size)
@@ -139,12 +140,12 @@ class FramedSocket:
         if not extra <= length <= most + extra:
             if head[1] == _TLS_VERSION and head[0] in (_TLS_ALERT, _TLS_HANDSHAKE):
                 raise self._in_tls(is_greeting=head[0] == _TLS_HANDSHAKE)
-            raise PeerError(
+            kind = UnprovenError if self._opening is None else PeerError
+            raise kind(
                 f"{self.peer} announces a message of {length - extra} bytes; 0 to {most} are "
                 "expected. Is something else listening on that port?"
             )
-        data = bytearray(length)
-        self._fill(memoryview(data))
+        data = self._read(length)
         if self._opening is None:
             return bytes(data)
         try:
@@ -163,6 +164,19 @@ class FramedSocket:
         except (OSError, ValueError):  # it is closed
             return False
         return count[0] > 0
+
+    def _read(self, length: int) -> bytearray:
+        """Receive so many bytes, in memory that grows as they come: what is only announced takes
+        none."""
+        data = bytearray(min(length, _TAKEN_BYTES))
+        begin = 0
+        while True:
+            with memoryview(data) as view:
+                self._fill(view[begin:])
+            begin = len(data)
+            if begin == length:
+                return data
+            data.extend(bytes(min(begin, length - begin)))
 
     def _fill(self, view: memoryview) -> None:
         while view:
@@ -217,6 +231,8 @@ NO_TLS = bytes((_TLS_ALERT, _TLS_VERSION, 3, 0, 2, 2, 70))
 """The alert ``protocol_version``, which is fatal (RFC 8446, 6)."""
 
 _NEVER_ARMED = -1.0
+_TAKEN_BYTES = 2 << 20
+"""So much room for a frame is taken before its bytes have come; then as much again as has come."""
 _JOINED_BYTES = 1 << 16
 """Frames up to so long go with their length in one call."""
 

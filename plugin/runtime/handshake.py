@@ -13,7 +13,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-from scalai.core.errors import AbsentError, VersionError
+from scalai.core.errors import UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
 
 VERSIONS = range(2, 3)
@@ -45,7 +45,7 @@ class _Hello:
         if data.startswith(_FIRST_GREETING):
             raise _other_version(framed, "version 1")
         if len(data) != _HELLO.size or not data.startswith(_MAGIC):
-            raise AbsentError(f"{framed.peer} is no process of Scalai. Is the address right?")
+            raise UnprovenError(f"{framed.peer} is no process of Scalai. Is the address right?")
         _, oldest, newest, number = _HELLO.unpack(data)
         return cls(oldest, newest, number)
 
@@ -58,7 +58,7 @@ def offer(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> int
         The version that both speak.
 
     Raises:
-        AbsentError: The other side's token is another one, or it is no process of Scalai.
+        UnprovenError: The other side's token is another one, or it is no process of Scalai.
         VersionError: The releases have no version in common.
         PeerError: It is silent or goes away.
     """
@@ -101,8 +101,8 @@ def _derive(token: bytes, role: bytes, seen: bytes) -> bytes:
     return hmac.digest(token, role + b"\0" + seen, "sha256")
 
 
-def _stranger(framed: FramedSocket) -> AbsentError:
-    return AbsentError(
+def _stranger(framed: FramedSocket) -> UnprovenError:
+    return UnprovenError(
         f"{framed.peer} does not have this job's token. Is it an agent of another job? Give all "
         "agents of a job the same token."
     )

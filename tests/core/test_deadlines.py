@@ -6,13 +6,15 @@ import pytest
 
 from scalai.core import actions, events
 from scalai.core import membership as m
-from scalai.core.deadlines import ANSWER_S, JOIN_S, LIMITS, STORE_READY_S, TABLE, TELL_S
+from scalai.core.deadlines import ANSWER_S, GONE_S, JOIN_S, LIMITS, STORE_READY_S, TABLE, TELL_S
+from scalai.core.host.state import Settings
 from scalai.core.membership import active
 from scalai.core.resize import advance
 from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
 from support.membership_simulation import Simulation, job
 
+EXIT_GRACE_S = Settings("a", is_elastic=True, drain_timeout_s=120.0).exit_grace_s
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
@@ -30,8 +32,22 @@ def test_every_phase_has_its_line_and_the_docs_repeat_it() -> None:
 
 def test_limits_that_hang_together_end_one_after_the_other() -> None:
     """What was lost on its way is told again before its host counts as lost; a join outlasts what
-    it waits for."""
+    it waits for; who waits for killed workers is waited for."""
     assert 2 * TELL_S < ANSWER_S and STORE_READY_S < JOIN_S
+    stopping = LIMITS[m.Phase.STOPPING].seconds(job())
+    assert stopping is not None and GONE_S + EXIT_GRACE_S < stopping
+
+
+def test_workers_that_the_kernel_cannot_end_do_not_cost_their_host() -> None:
+    """The host waits for the memory of their devices, and answers once others may start."""
+    simulation = two_hosts()
+    simulation.feed(events.Rescaled(assign_all(allowed=(2,)), simulation.now))
+    until(simulation, m.Phase.STOPPING)
+    simulation.hosts["b"].is_silent = True
+    while "a" in simulation.waiting():
+        simulation.answer("a")
+    simulation.pass_time(GONE_S + EXIT_GRACE_S, 5.0)
+    assert simulation.job.phase is m.Phase.STOPPING and "b" in simulation.job.hosts
 
 
 def test_a_stop_that_a_rank_does_not_come_to_is_taken_back_and_tried_again_later() -> None:

@@ -15,13 +15,14 @@ from scalai.core.errors import PeerError, SilentError
 from scalai.core.membership import Phase
 from scalai.core.messages import JsonText, Named
 from scalai.core.reports import Leaving, Moved
-from scalai.launch.agent.coordinator_line import Health, Waits
+from scalai.launch.agent.coordinator_line import RETRY_S, Health, Waits
 from scalai.launch.agent.coordinator_line import Line as CoordinatorLine
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.coordinator.calls import Bye, Commands, Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.runtime.calls import Server
 from support.coordinator_line import QUICK, TOKEN, Line, Relay, wait_until
+from support.stranger import HTTP, TLS_ALERT, Stranger, other_release
 
 BYE = Bye("j", "a", "i")
 IMPATIENT = Waits(connect_s=1.0, poll_s=0.5, dead_s=0.5)
@@ -362,6 +363,28 @@ def test_an_answer_that_takes_longer_than_expected_arrives_all_the_same() -> Non
     assert line._wait_s == 0.1  # of the next one
     line.cut()
     server.close()
+
+
+@pytest.mark.parametrize("answer", [other_release(), TLS_ALERT, HTTP], ids=["v9", "tls", "http"])
+def test_what_a_stranger_says_is_silence_of_the_coordinator(answer: bytes) -> None:
+    with Stranger(answer) as stranger:
+        place, is_over, ended = Place(stranger.address, TOKEN), threading.Event(), list[object]()
+        health = Health(60.0, 0.0)
+        line = CoordinatorLine(place, 4.0, 4.0, health, is_over)
+
+        def call() -> None:
+            with pytest.raises(PeerError):
+                line.call(BYE)
+            ended.append(health.silence_s())
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        wait_until(lambda: health.silence_s() is not None, "it counts as silent")
+        time.sleep(4 * RETRY_S)
+        assert not ended, "a stranger has ended it"
+        is_over.set()
+        caller.join(60.0)
+        assert ended
 
 
 def test_an_agent_that_stood_still_itself_asks_again_before_it_gives_up() -> None:

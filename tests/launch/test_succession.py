@@ -9,7 +9,7 @@ import pytest
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.witness import Known
-from scalai.launch.config.endpoint import read_holder, write_card
+from scalai.launch.config.endpoint import join_endpoint, read_holder, write_card
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import discovery, succession
@@ -19,6 +19,7 @@ from scalai.launch.coordinator.process import serve
 from scalai.launch.coordinator.succession import OverError, Succession
 from scalai.runtime.calls import Server
 from support.ports import free_port
+from support.stranger import Stranger, other_release
 
 TOKEN = b"a token of the job"
 
@@ -49,6 +50,30 @@ def test_who_has_taken_over_on_this_machine_is_followed(tmp_path: Path) -> None:
         assert place.address == address
     finally:
         server.close()
+
+
+def test_a_stranger_on_the_port_of_a_dead_coordinator_holds_up_nobody_of_this_machine(
+    tmp_path: Path,
+) -> None:
+    """Whatever it says before it has proven to know the token."""
+    with Stranger(other_release()) as stranger:
+        spec = spec_of(tmp_path, "--coordinator", join_endpoint(*stranger.address))
+        write_card(job_directory(spec), stranger.address, TOKEN, 1)
+        gone = Place(stranger.address, TOKEN, is_here=True)
+        place = Succession(spec, "127.0.0.1").find(gone, 1, threading.Event())
+        assert place.started is not None and place.address[1] != stranger.address[1]
+        place.started.kill()
+        place.started.wait(30)
+
+
+def test_what_a_stranger_says_does_not_end_the_search_for_a_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "SEARCH_S", 1.0)
+    with Stranger(other_release()) as stranger:
+        place = Place(stranger.address, TOKEN, is_here=False)
+        with pytest.raises(PeerError, match=r"nobody takes its place within 1 s.*versions up to 9"):
+            Succession(spec_of(tmp_path), "127.0.0.1").find(place, 1, threading.Event())
 
 
 def test_who_waits_for_another_hosts_coordinator_starts_none(

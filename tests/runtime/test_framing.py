@@ -2,7 +2,9 @@
 
 import os
 import socket
+import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -142,6 +144,40 @@ def test_a_frame_that_is_too_long_is_neither_taken_nor_sent(
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 1000)
     with pytest.raises(PeerError, match="a message of 985 bytes is too long"):
         ends.near.send(bytes(985))
+
+
+def test_what_is_only_announced_takes_no_memory() -> None:
+    """Of who knows the token, too: what has come is held, and as much again."""
+    ends, come = Sealed(), 5 << 20
+    ends._inlet.settimeout(30)
+
+    def announce() -> None:
+        ends._inlet.sendall((framing.MAX_FRAME_BYTES + 16).to_bytes(4, "big") + bytes(come))
+        ends._inlet.close()
+
+    sender = threading.Thread(target=announce)
+    tracemalloc.start()
+    try:
+        sender.start()
+        with pytest.raises(PeerError, match="closed the connection"):
+            ends.far.receive()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        sender.join(30)
+    assert peak < 5 * come
+
+
+def test_frames_of_any_length_arrive_whole() -> None:
+    near, far = (FramedSocket(end, "the other", 30) for end in socket.socketpair())
+    for size in (0, framing._TAKEN_BYTES, framing._TAKEN_BYTES + 1, 5 * framing._TAKEN_BYTES + 3):
+        sent = os.urandom(size)
+        sender = threading.Thread(target=near.send, args=(sent,))
+        sender.start()
+        assert far.receive() == sent
+        sender.join(30)
+    near.close()
+    far.close()
 
 
 def test_frames_go_over_any_stream() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scalai.core.errors import AbsentError, PeerError, VersionError
+from scalai.core.errors import PeerError, UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import VERSIONS, accept, offer
 
@@ -68,12 +68,12 @@ def test_what_is_no_process_of_the_job_is_no_peer(noise: bytes) -> None:
         framed.receive()
 
     error, _ = meet(lambda f: offer(f, TOKEN), other)
-    assert isinstance(error, AbsentError)
+    assert isinstance(error, UnprovenError)
 
 
 def test_neither_side_is_taken_in_without_the_token() -> None:
     client, server = meet(lambda f: offer(f, b"guessed"), lambda f: accept(f, TOKEN))
-    assert isinstance(client, AbsentError) and isinstance(server, AbsentError)
+    assert isinstance(client, UnprovenError) and isinstance(server, UnprovenError)
 
 
 def test_a_version_that_somebody_on_the_way_has_lowered_is_no_version() -> None:
@@ -108,7 +108,7 @@ def test_a_version_that_somebody_on_the_way_has_lowered_is_no_version() -> None:
     with FramedSocket(near, "server", 5) as framed, pytest.raises(PeerError):
         offer(framed, TOKEN, range(2, 4))
     server.join(30)
-    assert isinstance(found[0], AbsentError)
+    assert isinstance(found[0], UnprovenError)
 
 
 def test_the_proofs_and_the_keys_are_what_the_module_says() -> None:

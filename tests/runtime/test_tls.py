@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.errors import AbsentError, PeerError, SilentError, TlsError
+from scalai.core.errors import PeerError, SilentError, TlsError, UnprovenError
 from scalai.runtime import listening, tls
 from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
@@ -54,7 +54,7 @@ def test_two_hosts_of_one_authority_hear_each_other_whatever_their_names(
 
 
 def test_the_token_is_needed_inside_of_it_as_well(authority: Authority) -> None:
-    with listening_as(authority.identity("a")) as echo, pytest.raises(AbsentError, match="token"):
+    with listening_as(authority.identity("a")) as echo, pytest.raises(UnprovenError, match="token"):
         connect(echo.address, b"another", WAIT_S, tls=authority.identity("b"))
 
 
