@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
+from scalai.core.actions import RESUMABLE
 from scalai.core.errors import AnswerError, EndedError, PeerError, RefusedError
 from scalai.core.planner.devices import custom_device
 from scalai.launch import host_signals
@@ -37,6 +38,7 @@ from scalai.launch.logs import configure
 from scalai.launch.long_waits import said
 from scalai.launch.patient_writer import drain
 from scalai.launch.program import exit_code_of, worker_count
+from scalai.runtime.agent_signals import NOTICE
 from scalai.store.places import check_host
 
 POLL_S = 0.5
@@ -131,7 +133,16 @@ def run_agent(spec: JobSpec) -> int:
         redirects=Std.from_str(options.redirects),
         tee=Std.from_str(options.tee),
     )
-    place, agent = _joined(spec, host, slots, lambda: WorkerSet(spec.job, options.role, logs))
+    host_signals.name(options.signals_to_handle)
+    host_signals.end_at_the_first()
+    try:
+        place, agent = _joined(spec, host, slots, lambda: WorkerSet(spec.job, options.role, logs))
+    except host_signals.StoppedError as signalled:
+        log.info(
+            "event=exit host=%s code=%d reason='%s before this host had joined: the same command "
+            "begins anew'", host, RESUMABLE, signalled,
+        )  # fmt: skip
+        return RESUMABLE
     if place.started is not None:
         say_ahead(spec)
     heard = host_signals.Heard()
@@ -168,18 +179,19 @@ def _wait(
     *,
     hears_notice: bool = True,
 ) -> None:
-    """Drain at the first signal, stop at the second; a notice (SIGUSR1) drains and is neither.
-    Return once the agent's loop has ended, or has not for long although it must.
+    """Drain at the first signal, stop at the second; a notice (SIGUSR1) and SIGHUP drain and are
+    neither. Return once the agent's loop has ended, or has not for long although it must.
 
     The workers end with this process, in any case.
     """
     is_leaving, stopped_at = False, None
     while loop.is_alive():
         number = heard.next(POLL_S)
-        if number == host_signals.NOTICE:
-            what = "draining" if hears_notice else "not heeded, --preemption does not name signal"
-            log.info("event=signal SIGUSR1: %s", what)
-            if hears_notice:
+        if number in host_signals.NEVER_SECOND:
+            is_heeded = hears_notice or number != NOTICE
+            what = "draining" if is_heeded else "not heeded, --preemption does not name signal"
+            log.info("event=signal %s: %s", signal.Signals(number).name, what)
+            if is_heeded:
                 agent.leave()
         elif number is not None and is_leaving:
             agent.stop_now(128 + number)

@@ -1,14 +1,17 @@
 """Signals that mean the agent.
 
-A scheduler sends SIGTERM to every process of a host, a terminal SIGINT to every process before it.
-Both ask the agent to drain, as SIGUSR1 does, by which schedulers tell that a job's time is nearly
-over. For that its workers must live on: they ignore these unless the script installs a handler of
-its own. The agent ends its workers by SIGKILL.
+A scheduler sends SIGTERM to every process of a host, a terminal SIGINT to every process before it,
+and SIGHUP as it closes. All ask the agent to drain, as SIGUSR1 does, by which schedulers tell that
+a job's time is nearly over. For that its workers must live on: they ignore these unless the script
+installs a handler of its own. The agent ends its workers by SIGKILL.
 """
 
+import errno
+import io
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -18,7 +21,7 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-MEANT_FOR_THE_AGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from scalai.runtime.agent_signals import meant_for_the_agent
 
 
 def leave_signals_to_the_agent() -> None:
@@ -29,9 +32,36 @@ def leave_signals_to_the_agent() -> None:
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
-    for number in MEANT_FOR_THE_AGENT:
+    for number in meant_for_the_agent():
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_AGENT)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, meant_for_the_agent())
+    _outlive_the_terminal()
+
+
+class _Terminal(io.FileIO):
+    """A terminal, which may close: then what is printed is lost, and nobody fails by it."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
+
+
+def _outlive_the_terminal() -> None:
+    """Let the script print to a terminal that has closed: its host drains then, and that takes
+    steps."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream.isatty():
+            buffer = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            patient = io.TextIOWrapper(
+                buffer, stream.encoding, stream.errors, line_buffering=True,
+                write_through=name == "stderr",
+            )  # fmt: skip
+            setattr(sys, name, patient)
 
 
 def keep_ending_children() -> None:

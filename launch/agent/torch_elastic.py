@@ -369,7 +369,8 @@ def warm_up(preload_file: str) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     server = forkserver.ForkServer()
     server.set_forkserver_preload([PRELOAD_MODULE])
-    resource_tracker.ensure_running()  # which would unblock the signals
+    with host_signals.blocked():  # some it ignores, and unblocks; it begins with the others blocked
+        resource_tracker.ensure_running()
     with host_signals.blocked():
         server.ensure_running()
     # The context's processes go through this module's singleton (CPython 3.11 to 3.13,

@@ -19,6 +19,7 @@ from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.identity import tls_files
 from scalai.launch.config.notice_source import parse_source
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
+from scalai.runtime.agent_signals import parse_signals
 from scalai.store.places import check_host, check_job
 
 DEFAULT_JOB = "default"
@@ -163,6 +164,8 @@ def _add_changes(add: Callable[..., None]) -> None:
         "change")  # fmt: skip
     add("--drain-timeout", "--drain-timeout-s", dest="drain_timeout", type=float, metavar="S",
         help="most seconds between SIGTERM and exit")  # fmt: skip
+    add("--drained-exit-code", type=_exit_code, default=0, metavar="N",
+        help="exit code of a host that drains while the others go on (default: 0)")  # fmt: skip
     add("--silent-s", type=float, metavar="S",
         help="a host whose agent is silent for so long counts as lost (default: 15)")  # fmt: skip
     add("--allowed-sizes", type=_sizes, metavar="N,N,...",
@@ -260,6 +263,10 @@ def _check(flags: argparse.Namespace) -> None:
             f"--rdzv-backend {flags.rdzv_backend}: the coordinator is the rendezvous. Leave the "
             "flag out and name the coordinator by --coordinator HOST:PORT."
         )
+    try:
+        parse_signals(flags.signals_to_handle)
+    except ValueError as error:
+        raise UsageError(f"--signals-to-handle {flags.signals_to_handle}: {error}.") from error
     if flags.max_restarts is not None and flags.max_restarts < 0:
         raise UsageError(f"--max-restarts {flags.max_restarts} is negative; use 0 or more.")
 
@@ -305,6 +312,12 @@ def _every(text: str) -> int | str:
     if text == AUTO or text.isdecimal():
         return text if text == AUTO else int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps nor {AUTO}")
+
+
+def _exit_code(text: str) -> int:
+    if text.isdecimal() and int(text) < 256:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no exit code (0 to 255)")
 
 
 def _notice_sources(text: str) -> tuple[str, ...]:

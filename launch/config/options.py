@@ -55,6 +55,8 @@ class Options:
     """What this host may fail together with, such as its rack; None: nothing."""
     tls: str | None = None
     """``CERT,KEY,CA`` by their full paths; None: no TLS."""
+    drained_exit_code: int = 0
+    """Exit code of a host that drains while the others go on."""
     report_dir: str | None = None
     is_check: bool = False
     is_fresh: bool = False

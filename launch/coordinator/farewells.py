@@ -4,12 +4,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from scalai.core import actions, commands
+from scalai.core.actions import RESUMABLE
 
 if TYPE_CHECKING:
     from scalai.launch.coordinator.live_job import LiveJob
-
-RESUMABLE = 75
-"""Exit code: the state lies in the durable directory."""
 
 
 def end_job(live: "LiveJob", action: actions.Exit) -> None:
@@ -31,7 +29,7 @@ def let_go(live: "LiveJob", leaving: Collection[str]) -> None:
     for host in leaving:
         is_its = live.members[host].address[0] == live.interface
         reason = f"drained: the job goes on without this host{behind if is_its else ''}"
-        live.command([host], commands.Exit(0, reason, _keeps_state(live, 0)))
+        live.command([host], commands.Exit(live.drained_code, reason, _keeps_state(live, 0)))
         live.members.release(host)
         live.generations.forget(host, is_released=True)
 
@@ -39,7 +37,7 @@ def let_go(live: "LiveJob", leaving: Collection[str]) -> None:
 def _keeps_state(live: "LiveJob", code: int) -> bool:
     """Whether an agent that exits leaves its store as it is: a job that has not begun has made
     nothing of what is there, and one that failed may be resumed."""
-    return live.state.round == 0 if code == 0 else code != RESUMABLE
+    return live.state.round == 0 or code not in (0, RESUMABLE)
 
 
 def _left_behind(live: "LiveJob", leaving: frozenset[str]) -> str:

@@ -70,6 +70,8 @@ class LiveJob:
         self.is_fresh = spec.is_fresh and not is_successor
         """The job begins anew: what hosts hold from before is set aside."""
         self.are_replicas_asked = spec.are_replicas_asked
+        self.drained_code = spec.options.drained_exit_code
+        """Exit code of a host that drains while others go on."""
         self.finished_step: int | None = None
         """The step at which the job came to its end."""
         self.run = secrets.token_hex(4)  # so that snapshots of two runs have different names

@@ -63,7 +63,7 @@ def serve(
         PeerError: The address cannot be listened on, the lease cannot be read, or somebody who
             looks for this job's coordinator here stands still.
     """
-    host_signals.ignore()
+    heard = _heard(spec)
     secure_process(spec.options.tls)
     register = open_register(spec.options.coordinator_lease, spec.job)
     if register is not None:
@@ -88,7 +88,16 @@ def serve(
         )
         address = _leave_card(coordinator, folder, host, token)
     _forward(coordinator, spec, folder, address, token)
+    coordinator.heard = heard
     return _run(coordinator, spec, folder, address)
+
+
+def _heard(spec: JobSpec) -> host_signals.Heard:
+    """Hear the signals that a host is sent from here on."""
+    host_signals.name(spec.options.signals_to_handle)
+    heard = host_signals.Heard()
+    heard.listen()
+    return heard
 
 
 def _held(spec: JobSpec, holder: Place) -> UsageError:
@@ -180,7 +189,7 @@ def main() -> int:
     token = str(order["token"]).encode()
     try:
         spec = JobSpec.from_json(order["job"])
-        host_signals.ignore()
+        heard = _heard(spec)
         secure_process(spec.options.tls)
         known = known_of_json(order["vote"])
         coordinator = _open(
@@ -194,6 +203,7 @@ def main() -> int:
     # The agent that has started this process holds the lock until the card is there.
     address = _leave_card(coordinator, folder, host, token)
     _forward(coordinator, spec, folder, address, token)
+    coordinator.heard = heard
     return _run(coordinator, spec, folder, address)
 
 

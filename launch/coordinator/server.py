@@ -4,10 +4,12 @@ It holds no tensor. What it answers is in ``launch.coordinator.desk``. Where it 
 takes its place (``launch.coordinator.discovery``); any agent may drain, the first one too.
 """
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from scalai.core.actions import RESUMABLE
 from scalai.core.errors import PeerError
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest, Moved
@@ -17,6 +19,7 @@ from scalai.launch.coordinator.leases import Lease
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.launch.host_signals import Heard
 from scalai.runtime.calls import Address, Server
 
 FAREWELL_S = 30.0
@@ -66,6 +69,10 @@ class Coordinator(Desk):
         """Has who looks for the coordinator on this machine find a later one."""
         self.lease: Lease | None = None
         """Says whether this is the job's coordinator; None: no other can be."""
+        self.heard: Heard | None = None
+        """Signals that this process was sent."""
+        self._told = ""
+        """The signal by which it was told to end: it does once it has no agents."""
         self._live.is_alone = lambda: self.lease is None or self.lease.is_alone
         try:
             self._server = Server(
@@ -109,6 +116,7 @@ class Coordinator(Desk):
                     if self.electing is not None:
                         self.electing.hurry(self.lease)
                 self.tick()
+                self._hear()
                 now = time.monotonic()
                 if live.has_ended:
                     ended_at = ended_at or now
@@ -116,15 +124,35 @@ class Coordinator(Desk):
                         break
                 if live.members.hosts():
                     alone_since = now
+                elif self._told and not live.has_ended:
+                    self._leave(RESUMABLE, f"{self._told}, and no agent is in the job")
+                    break
                 elif now - alone_since > self._alone_s:
-                    live.exit_code = 1
-                    live.log(f"event=exit code=1 reason='no agent for {self._alone_s:.0f} s'")
+                    self._leave(1, f"no agent for {self._alone_s:.0f} s")
                     break
         self._server.close()
         self._stores.end()
         if self.lease is not None:
             self.lease.end(is_over=live.has_ended)
         return live.exit_code
+
+    def _hear(self) -> None:
+        """Take note of a signal. Agents keep the coordinator: theirs are drains, and end the job,
+        or leave it to the others."""
+        number = None if self.heard is None else self.heard.next(0.0)
+        if number is None:
+            return
+        self._told, hosts = signal.Signals(number).name, len(self._live.members.hosts())
+        if hosts and not self._live.has_ended:
+            self._live.log(
+                f"event=signal {self._told}: the coordinator stays for {hosts} hosts, and ends "
+                "with the last of them. Signal their agents to drain them"
+            )
+
+    def _leave(self, code: int, reason: str) -> None:
+        self._live.exit_code = code
+        stays = "what the stores hold stays there: start the same job again"
+        self._live.log(f"event=exit code={code} reason='{reason}; {stays}'")
 
     def _stand_down(self, why: str) -> int:
         """End without a word to the agents: another coordinator may have taken this one's place, or

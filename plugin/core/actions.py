@@ -285,6 +285,10 @@ class Look:
     hosts: tuple[str, ...]
 
 
+RESUMABLE = 75
+"""Exit code: stopped, and the same command goes on, or begins what never began."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exit:
     """These agents end with this code."""

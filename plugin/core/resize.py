@@ -23,7 +23,16 @@ from scalai.core import (
     starting,
     succession,
 )
-from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
+from scalai.core.actions import (
+    RESUMABLE,
+    Action,
+    Commit,
+    Drop,
+    Release,
+    Report,
+    Say,
+    Withdraw,
+)
 from scalai.core.deadlines import clock_of
 from scalai.core.failures import excuse_loss, fail
 from scalai.core.membership import (
@@ -42,6 +51,7 @@ from scalai.core.membership import (
 from scalai.core.overdue import overdue
 from scalai.core.quarantine import joined_anew, pardon, strike
 from scalai.core.transitions import (
+    NOT_BEGUN,
     UNHOOKED,
     Result,
     answered,
@@ -163,7 +173,7 @@ def _leave_while_waiting(job: Job, host: str) -> Result:
     if not job.has_state:
         hosts = {name: kept for name, kept in job.hosts.items() if name != host}
         if not hosts:
-            return end(job, 0, "the last host left before the job had begun")
+            return end(job, RESUMABLE, NOT_BEGUN)
         return replace(job, hosts=hosts), (Release(job.round, None, (host,)),)
     return consider(job)
 

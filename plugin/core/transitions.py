@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from scalai.core import respacing
 from scalai.core.actions import (
+    RESUMABLE,
     Action,
     Agree,
     Build,
@@ -57,6 +58,12 @@ UNHOOKED = (
 _NOT_WHOLE = (
     "for the hosts whose stores hold the newest generation (if their memory is lost: stop the "
     "job, run scalai clean on every host, and start it again from the script's own checkpoint)"
+)
+
+
+NOT_BEGUN = (
+    "the last host leaves before the job has begun; what the stores hold stays there: start the "
+    "same job again"
 )
 
 
@@ -325,13 +332,15 @@ def missing(job: Job) -> str:
 
 def save(job: Job) -> Result:
     """Nobody can go on: the newest generation goes to the durable directory, and the job ends
-    resumable."""
+    resumable. Where no host has asked to leave, the last one was lost: the job waits for others."""
     source = None if job.is_held_back else job.newest_generation
-    if source is None or not job.has_durable_dir:
-        if staying(job) or _unfit(job):
+    if not job.hosts or source is None or not job.has_durable_dir:
+        if staying(job) or _unfit(job) or not leaving(job):
             job, looked = _look(job)
             job = replace(job, phase=Phase.WAITING, awaited=frozenset())
             return job, (Say("waiting for more hosts"), *looked)
+        if not job.round or _has_made_nothing(job):
+            return end(job, RESUMABLE, NOT_BEGUN)
         missing = (
             "no whole generation is there"
             if source is None
@@ -346,6 +355,11 @@ def save(job: Job) -> Result:
     hosts = source.hosts & frozenset(job.hosts)
     job = replace(job, phase=Phase.SAVING, awaited=hosts)
     return job, (SaveDurable(tuple(sorted(hosts)), source.number),)
+
+
+def _has_made_nothing(job: Job) -> bool:
+    """Whether no step was made that anybody has kept: to begin anew loses nothing."""
+    return job.is_elastic and job.is_hooked and not (job.has_state or job.newest)
 
 
 def end(job: Job, code: int, reason: str) -> Result:
@@ -408,7 +422,8 @@ def next_phase(job: Job) -> Result:
     if job.phase is Phase.STOPPING:
         return _start_round(job)
     if job.phase is Phase.SAVING:
-        return end(job, 75, "saved to the durable directory; the same command resumes from there")
+        saved = "saved to the durable directory; the same command resumes from there"
+        return end(job, RESUMABLE, saved)
     assert job.phase is Phase.STARTING, job.phase
     running = replace(
         job, phase=Phase.RUNNING, ran=job.current, tries=0, withdrawn=0, stepped_at=None,

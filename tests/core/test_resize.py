@@ -125,7 +125,7 @@ def test_a_host_may_leave_a_job_that_has_not_begun() -> None:
     simulation.feed(events.HostLeaving("a", simulation.now))
     assert simulation.logged[-1] == actions.Release(0, None, ("a",))
     simulation.feed(events.HostLeaving("b", simulation.now))
-    assert [(e.hosts, e.code) for e in simulation.exits] == [(("b",), 0)]
+    assert [(e.hosts, e.code) for e in simulation.exits] == [(("b",), 75)]
 
 
 def test_where_no_world_fits_without_a_leaving_host_the_job_goes_on_with_it() -> None:

@@ -10,6 +10,7 @@ from scalai.core.membership import active
 from scalai.core.resize import advance
 from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
+from support.membership_simulation import Simulation, job
 
 PHASES = [
     m.Phase.STARTING, m.Phase.PREPARING, m.Phase.DRAINING, m.Phase.COMMITTING, m.Phase.STOPPING
@@ -177,3 +178,48 @@ def test_a_host_that_comes_back_brings_the_state_that_the_job_waits_for() -> Non
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING
     assert rounds(simulation)[-1].generation == max(lost.parts)
+
+
+def test_the_last_host_that_is_lost_is_waited_for_with_its_state_and_the_restarts() -> None:
+    simulation = two_hosts(failures_left=2, is_loss_free=True, has_durable_dir=True)
+    simulation.train(5)
+    newest = simulation.job.newest_generation
+    assert newest is not None
+    kept = [simulation.lose(name).parts for name in ("a", "b")]
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.WAITING and not simulation.exits
+    for name, parts in zip(("a", "b"), kept, strict=True):
+        simulation.join(name, 2, dict(parts))
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING
+    assert rounds(simulation)[-1].generation == newest.number
+    assert simulation.job.failures_left == 2
+
+
+def test_the_last_host_that_is_lost_while_it_drains_is_waited_for_too() -> None:
+    simulation = two_hosts(has_durable_dir=True)
+    simulation.feed(events.HostLeaving("a", simulation.now))
+    simulation.feed(events.HostLeaving("b", simulation.now))
+    for name in ("a", "b"):
+        simulation.lose(name)
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.WAITING and not simulation.exits
+
+
+def test_a_last_host_that_leaves_before_any_step_begins_anew_by_the_same_command() -> None:
+    simulation = Simulation(job())
+    simulation.join("a", 2)
+    simulation.tick()
+    assert simulation.job.phase is m.Phase.STARTING
+    simulation.feed(events.HostLeaving("a", simulation.now))
+    simulation.settle()
+    assert [each.code for each in simulation.exits] == [actions.RESUMABLE]
+
+
+def test_a_last_host_whose_steps_are_not_saved_has_failed() -> None:
+    simulation = two_hosts(has_durable_dir=False)
+    simulation.train(5)
+    simulation.feed(events.HostLeaving("a", simulation.now))
+    simulation.feed(events.HostLeaving("b", simulation.now))
+    simulation.settle()
+    assert [each.code for each in simulation.exits] == [1]

@@ -38,6 +38,7 @@ def check_drained(agents: Agents, host: str = "a") -> None:
     [
         pytest.param(signal.SIGTERM, True, id="SIGTERM-warm"),
         pytest.param(signal.SIGINT, False, id="SIGINT-cold"),
+        pytest.param(signal.SIGHUP, True, id="SIGHUP-warm"),
         pytest.param(signal.SIGTERM, False, id="SIGTERM-cold", marks=pytest.mark.campaign),
         pytest.param(signal.SIGINT, True, id="SIGINT-warm", marks=pytest.mark.campaign),
     ],

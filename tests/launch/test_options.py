@@ -210,3 +210,16 @@ def test_a_torchrun_of_an_older_torch_is_read_as_one_of_todays(
     monkeypatch.setattr(flags_module, "get_args_parser", older)
     assert parse("--nproc-per-node", "2", "t.py") == expected and expected.coordinator is None
     assert parse("--master-port", "29500", "t.py").coordinator == "127.0.0.1:29500"
+
+
+@pytest.mark.parametrize("names", ["SIGTERM,SIGNOTHING", "SIGTERM,SIGKILL"])
+def test_signals_that_no_process_can_handle_are_refused(names: str) -> None:
+    with pytest.raises(UsageError, match="no signal that a process can handle"):
+        parse("--signals-to-handle", names, "t.py")
+
+
+def test_a_host_that_drains_may_have_an_exit_code_of_its_own() -> None:
+    assert parse("t.py").drained_exit_code == 0
+    assert parse("--drained-exit-code", "76", "t.py").drained_exit_code == 76
+    with pytest.raises(SystemExit):
+        parse("--drained-exit-code", "256", "t.py")

@@ -1,8 +1,10 @@
 """What the launcher does beside its agent."""
 
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,3 +102,40 @@ def test_a_second_signal_in_the_middle_of_the_first_is_heard() -> None:
     """A handler that took a lock of the agent would wait for the thread that it interrupts."""
     done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL_AT_THE_FIRST], timeout=120)
     assert done.returncode == 128 + 15
+
+
+def test_a_terminal_that_closes_drains_and_never_stops(caplog: pytest.LogCaptureFixture) -> None:
+    """A shell that is hung up on sends SIGHUP to its jobs again, and systemd SIGTERM with it."""
+    caplog.set_level("INFO", "scalai")
+    reported: list[object] = []
+    agent: Any = SimpleNamespace(leave=lambda: reported.append("leave"), stop_now=reported.append)
+    over = threading.Event()
+    loop = threading.Thread(target=over.wait, daemon=True)
+    loop.start()
+    heard = Heard()
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        heard._hear(number, None)
+    waiting = threading.Thread(target=run._wait, args=(loop, agent, heard))
+    waiting.start()
+    while caplog.text.count("event=signal") < 3:
+        time.sleep(0.01)
+    over.set()
+    waiting.join()
+    assert reported == ["leave"] * 3 and heard.count == 1
+
+
+IGNORED = """
+import os, signal
+from scalai.launch import host_signals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+heard = host_signals.Heard()
+heard.listen()
+os.kill(os.getpid(), signal.SIGHUP)
+assert heard.next(0.1) is None
+os.kill(os.getpid(), signal.SIGQUIT)
+assert heard.next(10) == signal.SIGQUIT
+"""
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    subprocess.run([sys.executable, "-c", IGNORED], timeout=120, check=True)

@@ -1,5 +1,6 @@
 """What a worker and its children do at signals that mean the agent."""
 
+import os
 import subprocess
 import sys
 
@@ -26,13 +27,44 @@ def run(script: str) -> str:
 
 def test_a_worker_lives_on_and_a_handler_of_the_script_gets_the_signal() -> None:
     logged = run("""
-for number in (signal.SIGTERM, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     os.kill(os.getpid(), number)
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
 os.kill(os.getpid(), signal.SIGTERM)
 print("alive")
 """)
     assert logged.split() == ["handled", "alive"]
+
+
+def test_a_worker_lives_on_at_a_signal_that_torchruns_flag_names() -> None:
+    script = "os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
+    named = 'import os; os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"\n'
+    done = subprocess.run(
+        [sys.executable, "-c", named + PROLOGUE + script],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split()) == (0, ["alive"]), done.stderr
+
+
+def test_a_script_prints_on_where_its_terminal_has_closed() -> None:
+    script = """
+print("ready", flush=True)
+sys.stdin.read()
+print("lost")
+print("lost", file=sys.stderr)
+os._exit(7)
+"""
+    here, there = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", PROLOGUE + script], stdin=subprocess.PIPE, stdout=there, stderr=there
+    ) as worker:
+        os.close(there)
+        said = b""
+        while b"ready" not in said:
+            said += os.read(here, 1000)
+        os.close(here)
+        worker.communicate(timeout=DEADLINE_S)
+    assert worker.returncode == 7
 
 
 def test_a_data_loader_lives_on_and_ends_with_its_iterator_or_its_worker() -> None:
