@@ -11,6 +11,7 @@ from types import FrameType
 _LIBRARIES = ("site-packages", "dist-packages")
 _STANDARD = sysconfig.get_path("stdlib")
 _OURS = "scalai"
+_FRAMEWORKS = frozenset(("accelerate", "deepspeed", "scalai", "torch", "transformers"))
 
 
 def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -20,6 +21,11 @@ def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
         if module != _OURS and is_own_file(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
+
+
+def is_of_framework(frame: FrameType) -> bool:
+    """Whether a frame's code belongs to a framework or to the hooks, and not to a script."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _FRAMEWORKS
 
 
 def script_place() -> str:

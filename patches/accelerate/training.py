@@ -8,6 +8,7 @@ Source: accelerate/accelerator.py, 1.15.
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,8 +24,10 @@ from scalai.patches.accelerate import schedules
 from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.accelerate.loaders import put_in_order
 from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.deepspeed.accumulation import told_accumulation
 from scalai.patches.deepspeed.auxiliary import OURS
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
+from scalai.patches.script_frames import is_of_framework
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +73,11 @@ class LoopHooks:
         self._accelerator: Any = None
         self._saved: Mapping[str, Any] | None = None
         """What the last round has left; None: nothing."""
-        self._restored_step = 0
-        self._stepping: dict[int, int] = {}
-        """How many ranks step a schedule, by the identity of Accelerate's wrapper."""
         self._accumulates = False
         engines.auxiliary.schedules.stepped_elsewhere.append(self._schedules)
 
     def hook_accelerator(self, module: Any) -> None:
+        self._tell_script(module.Accelerator)
         wrapt.wrap_function_wrapper(module, "Accelerator.prepare", self.notice_other_loops)
         wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", self.prepare)
         wrapt.wrap_function_wrapper(module, "Accelerator.prepare_data_loader", self.prepare_loader)
@@ -87,6 +88,37 @@ class LoopHooks:
         wrapt.wrap_function_wrapper(module, "Accelerator.save_model", self.save_model)
         name = "Accelerator.register_for_checkpointing"
         wrapt.wrap_function_wrapper(module, name, self.notice_objects)
+
+    def _tell_script(self, kind: Any) -> None:
+        """Have accelerators tell scripts the number of ranks and of micro-batches that belong to
+        the length of their loaders: the first round's, until the round draws its first batch."""
+        ranks, micro_batches = kind.num_processes.fget, kind.gradient_accumulation_steps
+        feed = self._engines.feed
+
+        def num_processes(accelerator: Any) -> int:
+            now = int(ranks(accelerator))
+            has_engine = getattr(accelerator.state, "deepspeed_plugin", None) is not None
+            is_now = feed.has_drawn or not has_engine or self.is_another()
+            if is_now or is_of_framework(sys._getframe(1)):
+                return now
+            then = int(self._get_session().facts.get("first_dp", now))
+            if then != now:
+                self._engines.auxiliary.say(
+                    "ranks_then",
+                    f"until its first batch the script is told the {then} ranks of the first round,"
+                    f" from which its schedules follow; this round has {now}. Where it counts the "
+                    "ranks of now (means, logs), ask accelerator.num_processes within the loop",
+                )
+            return then
+
+        def accumulation(accelerator: Any) -> int:
+            now = int(micro_batches.fget(accelerator))
+            if accelerator is not self._accelerator:
+                return now
+            return told_accumulation(now, feed, sys._getframe(1))
+
+        kind.num_processes = property(num_processes)
+        kind.gradient_accumulation_steps = property(accumulation, micro_batches.fset)
 
     def hook_scheduler(self, module: Any) -> None:
         wrapt.wrap_function_wrapper(module, "AcceleratedScheduler.step", self.step_schedule)
@@ -136,7 +168,6 @@ class LoopHooks:
             )
         instance.gradient_accumulation_steps = batches.num_micro_batches
         if self._saved is not None:
-            self._restored_step = session.step
             self._put_schedules(self._saved)
         return result
 
@@ -180,18 +211,20 @@ class LoopHooks:
         return wrapped(*args, **kwargs)
 
     def step_schedule(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Step a schedule as often as the script has meant it to be."""
-        ranks = self._stepping.get(id(instance))
+        """Step a schedule as often as the script has meant it to be; not again in epochs that are
+        over."""
+        if self._accelerator is not None and self._engines.auxiliary.is_behind():
+            return None
+        ranks = self._get_session().facts.get("first_dp")
         if ranks is None or self._accelerator is None or ranks == self._accelerator.num_processes:
             return wrapped(*args, **kwargs)
         return schedules.step(instance, wrapped, ranks, *args, **kwargs)
 
     def load_state(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Of a checkpoint that is older than the generation nothing is taken."""
+        """Of a checkpoint that the engine has not taken nothing is taken."""
         result = wrapped(*args, **kwargs)
-        is_older = self._get_session().step == self._restored_step
         if instance is self._accelerator and self._saved is not None:
-            if is_older:
+            if self._engines.auxiliary.is_resuming:
                 self._put_schedules(self._saved)
                 for loader in filter(_is_ordered, instance._dataloaders):
                     loader.batch_sampler.count_on()
@@ -239,23 +272,18 @@ class LoopHooks:
 
     def _take(self) -> Json:
         """Return where the schedules stand."""
-        ranks = self._accelerator.num_processes
         return {
-            "schedules": [
-                schedules.taken(wrapper, self._stepping.get(id(wrapper), ranks))
-                for wrapper in self._accelerator._schedulers
-            ]
+            "schedules": [schedules.taken(wrapper) for wrapper in self._accelerator._schedulers]
         }
 
     def _put(self, saved: Mapping[str, Any]) -> None:
         self._saved = saved
 
     def _put_schedules(self, saved: Mapping[str, Any]) -> None:
-        ranks, wrappers = self._accelerator.num_processes, self._accelerator._schedulers
         # Before the first step there were none: those of the script begin.
-        for stored, wrapper in zip(saved["schedules"], wrappers, strict=False):
+        for stored, wrapper in zip(saved["schedules"], self._accelerator._schedulers, strict=False):
             if stored is not None:
-                self._stepping[id(wrapper)] = schedules.put(stored, wrapper, ranks)
+                schedules.put(stored, wrapper)
 
 
 def _is_ordered(loader: Any) -> bool:

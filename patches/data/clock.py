@@ -32,6 +32,7 @@ class Clock:
         glanced: Passes that the script has only looked into, as for the shape of a batch.
         size, length: Samples of the data set, and places of a pass over it with what fills its last
             batch; None: none was begun yet.
+        has_begun: Whether this process has begun a pass.
     """
 
     name: str = ""
@@ -42,6 +43,7 @@ class Clock:
     glanced: list[Number] = field(default_factory=list)
     size: int | None = None
     length: int | None = None
+    has_begun: bool = False
     _newest: Number | None = None
     """The pass that this process has begun last."""
 
@@ -57,6 +59,7 @@ class Clock:
     def begin(self, epoch: int) -> tuple[Number, int | None]:
         """Begin the next pass, and return what ``next_pass`` does."""
         number, consumed = self.next_pass(epoch)
+        self.has_begun = True
         if self._newest is not None and self._newest != self.over:
             self.drawn.clear()  # the script has broken off the pass before, and leaves its rest
             if (self._newest, 0) >= (self.current, self.consumed):
@@ -145,6 +148,11 @@ class Clocks:
     def is_replaying(self) -> bool:
         """Whether the script has not yet come to where the training is."""
         return any(clock.is_replaying for clock in (*self._clocks, *self._to_come))
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether the script has begun a pass in this round."""
+        return any(clock.has_begun for clock in self._clocks)
 
     @property
     def have_drawn(self) -> bool:

@@ -43,6 +43,11 @@ class FirstBatches:
     micro_batch_size: int
     dp: int
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each replica ran for one optimizer step."""
+        return max(1, self.global_batch_size // (self.micro_batch_size * self.dp))
+
 
 class Feed:
     """The loaders of one process and how far each is.
@@ -52,6 +57,7 @@ class Feed:
     drawn now is not trained on; ``first_dp`` the number of replicas of the first round, None while
     that is this one. ``on_other_pass`` is called where a pass begins that is not trained on,
     ``on_pass``, with a data set's name and what its order follows from, where one begins that is.
+    ``has_drawn`` says whether this round has drawn its first batch of the training.
     """
 
     def __init__(self) -> None:
@@ -60,6 +66,7 @@ class Feed:
         self.first: FirstBatches | None = None
         self._batch_sizes: frozenset[int] = frozenset()
         self.is_counting = True
+        self.has_drawn = False
         self.is_evaluating: Callable[[], bool] = lambda: False
         self.first_dp: Callable[[], int | None] = lambda: None
         self.on_other_pass: Callable[[], None] = lambda: None
@@ -124,11 +131,13 @@ class Feed:
         )
 
     def length(self, samples: int, *, drop_last: bool) -> int:
-        """Return the micro-batches of a pass over so many samples as the first round counted them:
-        schedules that a script computes from them stay as they are. After ``start``."""
-        assert self.first is not None
-        length = pass_length(samples, self.first.global_batch_size, drop_last=drop_last)
-        return length // (self.first.micro_batch_size * self.first.dp)
+        """Return the micro-batches of a pass over so many samples, until the round draws its first
+        batch as the first round counted them: schedules that a script computes from them stay as
+        they are. After ``start``."""
+        layout = self.batches if self.has_drawn else self.first
+        assert layout is not None
+        length = pass_length(samples, layout.global_batch_size, drop_last=drop_last)
+        return length // (layout.micro_batch_size * layout.dp)
 
     def _make_sampler(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
@@ -195,6 +204,7 @@ class Feed:
             clock.over = source.number or clock.over
             raise
         if self.is_counting and source.number is not None and self.is_training(clock):
+            self.has_drawn = True
             clock.drawn.append(source.number)
         return drawn
 
@@ -299,7 +309,7 @@ class ElasticBatchSampler(BatchSampler):
         seed = sampler.seed if sampler.shuffle else None
         self.feed.on_pass(self.clock.name, {"size": self.clock.size, "seed": seed})
         for begin in range(consumed, len(order), batches.global_batch_size):
-            for places in batches.dealt_samples(begin, sampler.rank):
+            for places in batches.dealt_samples(begin, sampler.rank, self.feed.first):
                 # Beyond the end only where a person has changed the global batch within a pass.
                 yield order[places % len(order)].tolist()
 

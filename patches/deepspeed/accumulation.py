@@ -1,22 +1,102 @@
-"""Gradients that a script accumulates by a number of its own.
+"""Gradients that a script accumulates: the number of micro-batches that it is told, and one of its
+own.
 
-DeepSpeed then does not count micro-batches: a step has those that the script gave it, whatever the
-configuration says. As long as both say the same, a step has the samples that it is known by; in a
-round with other replicas a number of the script's own is wrong.
+What it is told belongs together with the length of its loaders: until a round draws its first batch
+both are the first round's, so that schedules computed from them stay; behind it both are the
+round's.
+
+With a number of the script's own DeepSpeed does not count micro-batches: a step has those that the
+script gave it, whatever the configuration says. As long as both say the same, a step has the
+samples that it is known by; in a round with other replicas a number of the script's own is wrong.
 
 Source: ``set_gradient_accumulation_boundary`` and ``no_sync`` of deepspeed/runtime/engine.py,
 0.19.8.
 """
 
 import functools
+import operator
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from scalai.core.errors import RefusedError
 from scalai.patches.calls import Call
+from scalai.patches.data.loaders import Feed
+from scalai.patches.script_frames import is_of_framework
 
 _DECIDES = ("set_gradient_accumulation_boundary", "no_sync")
-_NOT_THE_SCRIPT = frozenset(("accelerate", "deepspeed", "scalai", "transformers"))
+
+
+class AsThen(int):
+    """A number of this round, which a script may store. Computed with before the round's first
+    batch it is the first round's; behind it, and where it is counted to, the round's.
+
+    Args:
+        now: Of this round.
+        then: Of the first round.
+        has_drawn: Whether this round has drawn its first batch.
+    """
+
+    def __new__(cls, now: int, then: int, has_drawn: Callable[[], bool]) -> "AsThen":
+        made = super().__new__(cls, now)
+        made._then, made._has_drawn = then, has_drawn
+        return made
+
+    _then: int
+    _has_drawn: Callable[[], bool]
+
+    @property
+    def value(self) -> int:
+        return int(self) if self._has_drawn() else self._then
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __reduce__(self) -> Any:
+        return int, (self.value,)
+
+
+def _computing(name: str, *, is_reflected: bool) -> Callable[[AsThen, Any], Any]:
+    compute = getattr(operator, name)
+
+    def computed(self: AsThen, other: Any) -> Any:
+        return compute(other, self.value) if is_reflected else compute(self.value, other)
+
+    return computed
+
+
+for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
+    setattr(AsThen, f"__{_name}__", _computing(_name, is_reflected=False))
+    setattr(AsThen, f"__r{_name}__", _computing(_name, is_reflected=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(AsThen, f"__{_name}__", _computing(_name, is_reflected=False))
+
+
+def told_accumulation(now: int, feed: Feed, asking: Any) -> int:
+    """Return the micro-batches of a step as a script is told them.
+
+    Args:
+        now: Those of this round.
+        asking: The frame that asks: frameworks are told those of the round.
+    """
+    if feed.first is None or feed.has_drawn or is_of_framework(asking):
+        return now
+    then = feed.first.num_micro_batches
+    return now if then == now else AsThen(now, then, lambda: feed.has_drawn)
+
+
+def tell(engine: Any, feed: Feed) -> None:
+    """Have an engine tell the script of how many micro-batches a step is made."""
+    plain = engine.gradient_accumulation_steps
+
+    @functools.wraps(plain)
+    def told() -> int:
+        return told_accumulation(plain(), feed, sys._getframe(1))
+
+    engine.gradient_accumulation_steps = told
 
 
 class Accumulation:
@@ -55,8 +135,7 @@ class Accumulation:
     def _noting(self, method: Call) -> Call:
         @functools.wraps(method)
         def decide(*args: Any, **kwargs: Any) -> Any:
-            caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-            self._is_the_scripts |= caller not in _NOT_THE_SCRIPT
+            self._is_the_scripts |= not is_of_framework(sys._getframe(1))
             return method(*args, **kwargs)
 
         return decide

@@ -33,7 +33,7 @@ _RESIZED = {
 """An engine's methods that set a size, and those that tell it."""
 REMEMBERED = 100
 """How many names of checkpoints are known again."""
-OURS = frozenset(("data", "loaded", "beside", "steps", "accelerate", "trainer"))
+OURS = frozenset(("data", "loaded", "beside", "record", "steps", "accelerate", "trainer"))
 """What the hooks register, under names that a script's variables may have, too."""
 _SAVES = ("save_16bit_model", "save_fp16_model")
 _PLANNED = ("total_num_steps", "total_steps")
@@ -60,10 +60,13 @@ class Auxiliary:
 
     Attributes:
         schedules: Those of learning rates that the script keeps itself.
+        has_stepped: Whether this round has made a step of its own. What holds for a round's
+            beginning (resuming, going through what is over) ends there.
     """
 
     def __init__(self, clocks: Clocks, replay: Replay) -> None:
         self._clocks, self._replay = clocks, replay
+        self.has_stepped = False
         self.schedules = OwnSchedules(self.is_behind)
         self._engine: Any = None
         self._session: Told | None = None
@@ -77,7 +80,12 @@ class Auxiliary:
     def is_behind(self) -> bool:
         """Whether what the script does now was done in an earlier round."""
         is_behind = self._clocks.is_replaying or self._replay.is_behind
-        return self._engine is not None and is_behind
+        return self._engine is not None and not self.has_stepped and is_behind
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the state is that of an earlier round, as it was restored."""
+        return self._restored_step is not None and not self.has_stepped
 
     def install(self) -> None:
         """Hook what scripts do beside the engine, in torch."""
@@ -105,7 +113,7 @@ class Auxiliary:
         self.schedules.restored()
 
     def loaded(self) -> None:
-        """The engine has loaded a checkpoint that is newer."""
+        """The engine has loaded a checkpoint."""
         self._restored_step = None
         self.schedules.forget()
 
@@ -118,8 +126,12 @@ class Auxiliary:
         self.schedules.put(saved["schedules"])
         self._saved = dict(saved["saved"])
 
-    def end_step(self) -> None:
-        """An optimizer step has ended, in code that the script has called."""
+    def stepped(self) -> None:
+        """An optimizer step has ended."""
+        self.has_stepped = True
+
+    def look(self) -> None:
+        """Look behind an optimizer step, in code that the script has called."""
         step = self._engine.global_steps
         if not self._own.is_done and _rank() == 0:
             self._look(step)

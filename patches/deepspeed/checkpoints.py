@@ -1,7 +1,9 @@
-"""DeepSpeed's own checkpoints in an elastic job: the newer of generation and checkpoint wins.
+"""DeepSpeed's own checkpoints in an elastic job.
 
-A script of a later round runs from its beginning, so ``load_checkpoint`` tells it what it told the
-first round: it then goes through the same epochs, of which the consumed ones yield nothing.
+A script of a later round runs from its beginning. What it loads there is its resume: the newer of
+generation and checkpoint wins, and ``load_checkpoint`` tells it what it told the first round: it
+then goes through the same epochs, of which the consumed ones yield nothing. What it loads behind
+those was loaded in an earlier round. From the round's first step on it is really loaded.
 """
 
 import functools
@@ -57,23 +59,23 @@ class Checkpoints:
         clocks: How far the data is.
         replay: How far a pipeline's script is.
         beside: What the script keeps and does beside the engine.
+        on_load: Called once a checkpoint is loaded.
     """
 
     def __init__(
-        self, engine: Any, session: Renewable, clocks: Clocks, replay: Replay, beside: Auxiliary
-    ) -> None:
+        self, engine: Any, session: Renewable, clocks: Clocks, replay: Replay, beside: Auxiliary,
+        on_load: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._engine, self._session = engine, session
         self._clocks, self._replay, self._auxiliary = clocks, replay, beside
-        self._restored_step: int | None = None
+        self._on_load = on_load
         self._reported: Json = None
         """Path and client state that the first round was told; None: it did not ask."""
         self._over: dict[str, Json] = {}
         """By directory of a checkpoint that was saved the passes that were over then."""
 
-    def install(self, *, is_restored: bool) -> None:
+    def install(self) -> None:
         """Hook the engine, once it has what it goes on from."""
-        if is_restored:
-            self._restored_step = self._session.step
         loading.install(self._engine, self._session.settings.get("cuts"))
         for name, hook in (("load_checkpoint", self._load), ("save_checkpoint", self._save)):
             method = getattr(self._engine, name)
@@ -86,22 +88,31 @@ class Checkpoints:
         self._reported, self._over = saved["told"], dict(saved["over"])
 
     def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Loaded:
-        """Load a checkpoint that is newer than the restored generation; else leave it."""
+        """Load, but at the script's beginning what is newer than the restored generation alone."""
         from scalai.patches.deepspeed.state import DeepSpeedState
 
-        if self._restored_step is not None:
+        auxiliary = self._auxiliary
+        if auxiliary.is_resuming:
             request = Request.of(method, args, kwargs)
             directory = request.directory()
+            if self._clocks.have_begun:
+                log.warning("event=load skipped='it was loaded in an earlier round' load=%s",
+                            request.load_dir)  # fmt: skip
+                return (None, {}) if directory is None else _told_by(directory)
             if self._is_generation_newer(request, directory):
                 return self._as_the_first_round(directory)
+        is_beginning = not auxiliary.has_stepped
         self._session.begin_update()
         path, client = method(*args, **kwargs)
-        self._reported = [path, plain_client_state(client or {})]
+        if is_beginning:
+            self._reported = [path, plain_client_state(client or {})]
         if path is not None:
-            engine, self._restored_step = self._engine, None
-            self._clocks.put([])
-            self._replay.restart()
-            self._auxiliary.loaded()
+            engine = self._engine
+            if is_beginning:  # later it moves neither the script nor its data
+                self._clocks.put([])
+                self._replay.restart()
+            auxiliary.loaded()
+            self._on_load()
             self._session.renew(
                 DeepSpeedState(engine), step=engine.global_steps, samples=engine.global_samples
             )
@@ -113,9 +124,10 @@ class Checkpoints:
         # Weights alone are where a training began, not where it is.
         whole = directory if request.is_whole else None
         step = json.loads(ranks.from_first(lambda: json.dumps(_step_of(whole)).encode()))
-        source = choose_source(self._restored_step, step)
+        restored = self._session.step
+        source = choose_source(restored, step)
         if ranks.rank == 0:
-            log.warning(describe_source(source, self._restored_step, step, request.load_dir))
+            log.warning(describe_source(source, restored, step, request.load_dir))
         return source == "generation"
 
     def _as_the_first_round(self, directory: Path | None) -> Loaded:
@@ -129,7 +141,7 @@ class Checkpoints:
         # The script goes on behind the epochs and steps that were over, and not with its first.
         self._clocks.begin_after(self._over.get(_name(directory), []))
         self._replay.begin_at(checkpoint_step(directory))
-        return str(directory), client_state(directory)
+        return _told_by(directory)
 
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save, but not while the script goes through epochs or steps that are over: what it would
@@ -146,6 +158,10 @@ class Checkpoints:
         for name in list(self._over)[:-REMEMBERED]:
             del self._over[name]
         return result
+
+
+def _told_by(directory: Path) -> Loaded:
+    return str(directory), client_state(directory)
 
 
 def _name(directory: Path) -> str:

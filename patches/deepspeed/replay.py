@@ -19,11 +19,10 @@ import torch
 from scalai.core.jsonable import Json
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
+from scalai.patches.script_frames import is_of_framework
 
 FETCHED_TOGETHER = 100
 """Losses that wait on the device for being kept: fetching one waits for its whole step."""
-
-_NOT_THE_SCRIPT = frozenset(("deepspeed", "scalai"))
 
 
 class Replay:
@@ -92,7 +91,7 @@ class Replay:
         self._losses = array("f", base64.b64decode(saved["losses"]))
 
     def restart(self) -> None:
-        """The engine has loaded a checkpoint, and the script was told so: it begins there."""
+        """The engine has loaded a checkpoint that the script begins at."""
         self._begun, self._has_begun, self._was_asked = None, False, False
         self._losses, self._newest = array("f"), []
 
@@ -115,11 +114,12 @@ class Replay:
         if self._begun is None:
             self._begun = done
             return
-        begun = self._begun if self._resumed is None else self._resumed
-        if done > begun:
+        # There is a loss of each of its calls, also where it has gone back on the way.
+        left = len(self._losses) if self._resumed is None else done - self._resumed
+        if left > 0:
             finds_its_place = np.array([self._was_asked or self._clocks.have_drawn])
             if not ranks_of(self._engine).any_of(finds_its_place)[0]:
-                self._left = done - begun
+                self._left = left
 
     def _fetch(self) -> None:
         if self._newest:
@@ -146,8 +146,7 @@ class _ShownCounter:
             value = vars(engine)[self._name]
         except KeyError:
             raise AttributeError(self._name) from None
-        asking = sys._getframe(1).f_globals.get("__name__", "")
-        if asking.partition(".")[0] in _NOT_THE_SCRIPT:
+        if is_of_framework(sys._getframe(1)):
             return value
         each = 1 if self._name == "global_steps" else engine.train_batch_size()
         return value - self._replay.behind(engine) * each

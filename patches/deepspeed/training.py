@@ -28,9 +28,10 @@ from scalai.core.release import numbers_of
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed import loaders, offloading, workarounds
-from scalai.patches.deepspeed.accumulation import Accumulation
+from scalai.patches.deepspeed.accumulation import Accumulation, tell
 from scalai.patches.deepspeed.auxiliary import Auxiliary
 from scalai.patches.deepspeed.engine import randomness
+from scalai.patches.deepspeed.record import Record
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
     RoundOrder,
@@ -119,6 +120,7 @@ class EngineHooks:
         feed: The process's data loaders.
         replay: The steps that a pipeline's script counts.
         auxiliary: What the script keeps and does beside the engine.
+        record: What the rounds have seen of the script.
         engine: The engine that takes part; None before it is built.
         keeps_order: Whether the samples of a step are counted here; else a framework around the
             engine does.
@@ -136,6 +138,7 @@ class EngineHooks:
         self.feed = Feed()
         self.replay = Replay(self.feed.clocks)
         self.auxiliary = Auxiliary(self.feed.clocks, self.replay)
+        self.record = Record()
         self._accumulation = Accumulation()
         self.engine: Any = None
         self.keeps_order = True
@@ -143,7 +146,6 @@ class EngineHooks:
         self.rng_state: Json = None
         self.drawn_elsewhere: Callable[[int], Sequence[Draw]] | None = None
         self.settle_config: Callable[[dict[str, Any]], None] = lambda config: None
-        self._has_train_mode = False
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
@@ -250,8 +252,9 @@ class EngineHooks:
         engine, each = self.engine, self.engine.gradient_accumulation_steps()
         engine.micro_steps = -(-engine.micro_steps // each) * each
         self.is_due = True
+        self.auxiliary.stepped()
         if self.keeps_order:
-            self.auxiliary.end_step()
+            self.auxiliary.look()
 
     def end_step(self) -> None:
         """The script has done what it does after a step: leave where the job stops here."""
@@ -261,16 +264,28 @@ class EngineHooks:
         if self._session.boundary(self.engine.global_steps, samples=samples):
             _leave(self.engine)
 
+    def _loaded(self) -> None:
+        """A checkpoint stands in the place of the newest step: the job hears of that no more."""
+        self.is_due = False
+
     @property
     def _session(self) -> ElasticSession:
         return self._get_session()
 
     def _is_evaluating(self) -> bool:
-        """Whether the script has turned ``train()`` off; where it never was on, as in a model that
-        ``from_pretrained`` has made, it says nothing."""
+        """Whether the script has turned ``train()`` off."""
         is_training = self.engine is None or self.engine.module.training
-        self._has_train_mode |= self.engine is not None and is_training
-        return self._has_train_mode and not is_training
+        return self.record.uses_modes and not is_training
+
+    def _noting_modes(self, train: Call) -> Call:
+        """``engine.eval()`` calls it, too."""
+
+        @functools.wraps(train)
+        def note(mode: bool = True) -> Any:
+            self.record.uses_modes = True
+            return train(mode)
+
+        return note
 
     def _first(self) -> FirstBatches | None:
         facts = self._session.facts
@@ -314,7 +329,9 @@ class EngineHooks:
                 f"DP{session.dp} (TP{session.tp}, PP{session.pp}). Build mpu and mesh from "
                 "scalai.elastic().tp and .pp."
             )
-        checkpoints = Checkpoints(engine, session, self.feed.clocks, self.replay, self.auxiliary)
+        checkpoints = Checkpoints(
+            engine, session, self.feed.clocks, self.replay, self.auxiliary, self._loaded
+        )
         session.report_facts(
             global_batch_size=first.global_batch_size,
             first_micro_batch_size=first.micro_batch_size,
@@ -324,6 +341,9 @@ class EngineHooks:
         session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
         session.register_state("loaded", checkpoints.take, checkpoints.put)
         session.register_state("beside", self.auxiliary.take, self.auxiliary.put)
+        session.register_state("record", self.record.take, self.record.put)
+        self.record.uses_modes = engine.module.training
+        engine.train = self._noting_modes(engine.train)
         is_pipeline = _is_pipeline(engine)
         if is_pipeline:
             session.report_facts(pipeline_layers=engine.module._num_layers)
@@ -337,8 +357,9 @@ class EngineHooks:
             self.auxiliary.restored(session.step)
             self.rng_state = randomness.state(engine)
             loaders.draw_anew(engine)
-        checkpoints.install(is_restored=is_restored)
+        checkpoints.install()
         offloading.install(engine, session)
+        tell(engine, self.feed)
         if not is_pipeline:
             self._accumulation.install(engine)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
@@ -357,6 +378,7 @@ class EngineHooks:
             if not self._is_evaluating() and torch.is_grad_enabled():
                 if self.is_due:
                     self.end_step()
+                self.record.uses_modes |= self.engine.module.training
                 self.auxiliary.schedules.begin()
                 self._continue_rng_state()
                 self._session.begin_step()

@@ -6,12 +6,23 @@ offsets, batch-size ramp and learning-rate schedule are functions of it.
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from scalai.core.errors import RefusedError
 from scalai.core.mixing import mix
+
+
+class Layout(Protocol):
+    """How a layout cuts samples: micro-batches of so many, to so many replicas."""
+
+    @property
+    def micro_batch_size(self) -> int: ...
+
+    @property
+    def dp(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +65,26 @@ class Batches:
         shape = (self.num_micro_batches, self.dp, self.micro_batch_size)
         return self._block(consumed_samples, dp_rank).reshape(shape)[:, dp_rank]
 
-    def dealt_samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
-        """Return what ``samples`` does, where a block is dealt out sample by sample.
+    def dealt_samples(
+        self, consumed_samples: int, dp_rank: int, first: "Layout | None" = None
+    ) -> npt.NDArray[np.int64]:
+        """Return what ``samples`` does, where the first layout dealt a block out sample by sample.
+
+        Its micro-batches are dealt whole, one a replica, so that a step has the same ones wherever
+        their size is the same.
+
+        Args:
+            first: The first layout; None, or one that does not divide the global batch: this one.
 
         Source: DistributedSampler, torch/utils/data/distributed.py (2.13): rank r takes every
         ``dp``-th sample from the r-th on.
         """
-        shape = (self.num_micro_batches, self.micro_batch_size, self.dp)
-        return self._block(consumed_samples, dp_rank).reshape(shape)[:, :, dp_rank]
+        if first is None or self.global_batch_size % (first.micro_batch_size * first.dp):
+            first = self
+        block = self._block(consumed_samples, dp_rank)
+        dealt = block.reshape(-1, first.micro_batch_size, first.dp).transpose(0, 2, 1)
+        shape = (self.num_micro_batches, self.dp, self.micro_batch_size)
+        return dealt.reshape(shape)[:, dp_rank]
 
     def contiguous_samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
         """Return what ``samples`` does, where a replica has one share of the global batch, in one

@@ -109,6 +109,19 @@ def test_dealt_samples_are_those_of_torchs_distributed_sampler(
         assert dealt.ravel().tolist() == block[dp_rank::dp]
 
 
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_dealt_micro_batches_of_one_size_are_the_first_layouts_in_any_other(
+    first_dp: int, dp: int
+) -> None:
+    """A mean over the valid places of a micro-batch is one of its own."""
+    first, batches = Batches(24, 2, first_dp), Batches(24, 2, dp)
+    made = [
+        {tuple(row) for rank in range(of.dp) for row in of.dealt_samples(48, rank, first).tolist()}
+        for of in (first, batches)
+    ]
+    assert made[1] == made[0] and len(made[0]) == 12
+
+
 def test_micro_batches_are_the_largest_that_fit() -> None:
     assert fit_batches(24, 2, 4).micro_batch_size == 4
     assert fit_batches(24, 4, 4).micro_batch_size == 3

@@ -1,5 +1,6 @@
 """A script that counts the micro-batches of a step itself has to count those of the round."""
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.accumulation import Accumulation
+from scalai.patches.data.loaders import Feed, FirstBatches
+from scalai.patches.deepspeed.accumulation import Accumulation, AsThen, tell
 
 
 @contextmanager
@@ -72,3 +74,28 @@ def test_what_deepspeed_or_a_trainer_counts_is_left_to_it() -> None:
     exec("engine.set_gradient_accumulation_boundary(is_boundary=True)", trainer)
     by_deepspeed(engine, 4)
     accumulation.end_step(2)
+
+
+def test_a_number_that_is_stored_follows_what_the_round_has_drawn() -> None:
+    has_drawn = False
+    stored = AsThen(6, 3, lambda: has_drawn)
+    assert (24 // stored, 24 / stored, 5 * stored, stored + 1, str(stored)) == (8, 8.0, 15, 4, "3")
+    assert stored == 3 and stored < 4 and hash(stored) == hash(3) and 7 % stored == 1
+    has_drawn = True
+    assert (24 // stored, 5 * stored, stored + 1, f"{stored}") == (4, 30, 7, "6")
+    assert stored == 6 and 7 % stored == 1 and list(range(stored)) == [0, 1, 2, 3, 4, 5]
+    assert type(pickle.loads(pickle.dumps(stored))) is int
+
+
+def test_a_script_is_told_the_accumulation_that_belongs_to_the_length_of_its_loaders() -> None:
+    engine, feed = engine_of(6), Feed()
+    feed.first = FirstBatches(24, 2, 4)
+    tell(engine, feed)
+    asks = "def ask(engine): return engine.gradient_accumulation_steps() + 0"
+    script: dict[str, Any] = {"__name__": "__main__"}
+    framework: dict[str, Any] = {"__name__": "deepspeed.runtime.engine"}
+    for code in (script, framework):
+        exec(asks, code)
+    assert (script["ask"](engine), framework["ask"](engine)) == (3, 6)
+    feed.has_drawn = True
+    assert script["ask"](engine) == 6

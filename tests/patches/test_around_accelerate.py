@@ -19,19 +19,24 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("samples", "micro_batch"), [(17, 4), pytest.param(45, 2, marks=pytest.mark.campaign)]
+)
 def test_metrics_are_over_every_sample_of_an_evaluation_set(
-    rounds_pool: WorkerPool, tmp_path: Path
+    rounds_pool: WorkerPool, tmp_path: Path, samples: int, micro_batch: int
 ) -> None:
-    """Also of one that the ranks do not divide, on any number of ranks."""
+    """Also of one that the ranks do not divide, on any number of ranks; and behind epochs that are
+    over, in batches like those of the training."""
     made = play(
         rounds_pool, tmp_path, "evaluates", [(3, 5), (2, 9), (3, None)],
-        samples=17, micro_batch=4, epochs=3, config=CONFIG,
+        samples=samples, micro_batch=micro_batch, epochs=4, config=CONFIG,
     )  # fmt: skip
     assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
     reported = notes(made)
-    assert {line["epoch"] for line in reported} == {0, 1, 2}
+    assert [line["epoch"] for line in reported] == [0, 0, 1, 0, 1, 2, 3]
     for line in reported:
-        assert line["seen"] == list(range(17)), line
+        assert line["seen"] == list(range(samples)), line
+    assert [text for text in log(made[1:]) if text.startswith("event=evaluated_again ")]
 
 
 @pytest.mark.parametrize("device_specific", [True, False])
@@ -47,6 +52,35 @@ def test_ranks_that_shuffle_by_different_seeds_are_refused_at_once(
             assert "loader-0 has seed 5 on rank 0, and others elsewhere: [6]" in seen.ending
         else:
             assert seen.ending == "finished"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "epoch",
+        "ratio",
+        pytest.param("times ranks", marks=pytest.mark.campaign),
+        pytest.param("plateau", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_prepared_schedule_is_that_of_the_first_round_on_any_number_of_ranks(
+    rounds_pool: WorkerPool, tmp_path: Path, kind: str
+) -> None:
+    """Stepped by epoch it is not stepped again in epochs that are over; made from the number of
+    ranks, it is made from the first round's."""
+    given: dict[str, Any] = {"kind": kind, "epochs": 4, "config": CONFIG}
+    alone = play(rounds_pool, tmp_path / "alone", "prepares_schedule", [(2, None)], **given)
+    made = play(
+        rounds_pool, tmp_path / "job", "prepares_schedule", [(2, 7), (1, 13), (2, 20), (1, None)],
+        **given,
+    )  # fmt: skip
+    assert made[-1][0].ending == "finished"
+    reported, expected = notes(made), notes(alone)
+    assert reported.pop() == {"ranks": 1, "length": 12}  # and behind its first batch, of now
+    assert expected.pop() == {"ranks": 2, "length": 6}
+    for mine, other in zip(reported, expected, strict=True):
+        assert mine == {**other, "rate": pytest.approx(other["rate"], rel=1e-12)}
+    assert len({line["rate"] for line in expected}) > 3
 
 
 PLAN = {

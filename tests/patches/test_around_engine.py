@@ -10,6 +10,7 @@ from support.training import rounds
 from support.training.rounds import Seen, log, notes, play
 from support.training.worker_pool import WorkerPool
 
+CAMPAIGN = pytest.mark.campaign
 SCHEDULES = [
     ("StepLR", True, False),
     pytest.param("LambdaLR", False, True, marks=pytest.mark.campaign),
@@ -38,6 +39,56 @@ def test_a_schedule_that_the_script_steps_itself_goes_on_where_it_was(
     expected = notes([alone])
     assert len({line["rate"] for line in expected}) > 2
     assert notes(made) == expected
+
+
+def test_a_checkpoint_that_is_loaded_behind_steps_is_loaded_in_any_round(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """The best one at the end; and what is saved behind that is there."""
+    given: dict[str, Any] = {"epochs": 3, "output": str(tmp_path), "best_at": 3, "back_at": 0}
+    made = play(rounds_pool, tmp_path / "job", "keeps_best", [(2, 5), (1, 9), (2, None)], **given)
+    assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
+    reported = notes(made)
+    best = next(line["best"] for line in reported if "best" in line)
+    loaded = next(line for line in reported if "loaded" in line)
+    assert loaded["loaded"] == pytest.approx(best, rel=1e-6) and loaded["step"] == 3
+    at_end = next(line["at_end"] for line in reported if "at_end" in line)
+    assert at_end != pytest.approx(best, rel=1e-2)
+    assert (tmp_path / "final").is_dir() and (tmp_path / "final.bin").is_file()
+    assert [line["step"] for line in reported if "drawn" in line] == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "best_at", "back_at"),
+    [([(2, 2), (1, None)], 1, 2), pytest.param([(2, 4), (1, 8), (2, None)], 3, 6, marks=CAMPAIGN)],
+    ids=["first-round", "later-round"],
+)
+def test_a_job_that_goes_back_to_a_checkpoint_goes_on_in_its_data(
+    rounds_pool: WorkerPool,
+    tmp_path: Path,
+    rounds: list[tuple[int, int | None]],
+    best_at: int,
+    back_at: int,
+) -> None:
+    """Weights and step go back, what is drawn does not; in a change behind that, too."""
+    samples: list[list[set[int]]] = []
+    for name, played in (("alone", [(2, None)]), ("job", rounds)):
+        (tmp_path / name).mkdir()
+        given: dict[str, Any] = {
+            "epochs": 2, "output": str(tmp_path / name), "best_at": best_at, "back_at": back_at,
+        }  # fmt: skip
+        made = play(rounds_pool, tmp_path / name / "state", "keeps_best", played, **given)
+        assert made[-1][0].ending == "finished"
+        reported = notes(made)
+        best = next(line["best"] for line in reported if "best" in line)
+        back = next(line for line in reported if "gone_back" in line)
+        assert back == {"gone_back": pytest.approx(best, rel=1e-6), "to": best_at}
+        samples.append([
+            set().union(*(ranks["drawn"] for ranks in step))
+            for part in made
+            for step in zip(*(_drawn(seen) for seen in part), strict=True)
+        ])  # fmt: skip
+    assert samples[1] == samples[0] and len(samples[0]) == 8
 
 
 @pytest.mark.campaign
@@ -74,6 +125,10 @@ def test_a_script_that_accumulates_as_on_other_ranks_is_refused(
     for seen in made[1]:
         assert seen.ending.startswith("RefusedError")
         assert "accumulated 2 micro-batches" in seen.ending and not seen.notes
+
+
+def _drawn(seen: Seen) -> list[dict[str, Any]]:
+    return [line for line in seen.notes if "drawn" in line]
 
 
 def line(of: str) -> str:

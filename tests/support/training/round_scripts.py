@@ -2,6 +2,7 @@
 tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -147,6 +148,50 @@ def keeps_schedule(kind: str, is_before: bool, is_each_step: bool, epochs: int) 
                 schedule.step(*reported)
         if not is_each_step:
             schedule.step(*reported)
+
+
+def score_of(engine: Any) -> float:
+    """Evaluate on some rows, as scripts do between steps."""
+    rows = Rows(8)
+    engine.eval()
+    with torch.no_grad():
+        score = float(loss_of(engine, rows.rows, rows.classes))
+    engine.train()
+    return score
+
+
+def keeps_best(epochs: int, output: str, best_at: int, back_at: int) -> None:
+    """Keeps its best checkpoint and ends with it; where its loss jumps, here once at a step, it
+    goes back to it. Then it saves what it has come to."""
+    deepspeed.init_distributed()
+    engine = build_engine(build_model())
+    loader, sampler = loaders()
+    jumped = Path(output, "jumped")
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        drawn: list[int] = []
+        for rows, classes, numbers in loader:
+            engine.backward(loss_of(engine, rows, classes))
+            is_whole = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            drawn += numbers.tolist()
+            if not is_whole:
+                continue
+            note(step=engine.global_steps, drawn=drawn)
+            drawn = []
+            if engine.global_steps == best_at and not jumped.exists():
+                engine.save_checkpoint(output, tag="best")
+                note(best=score_of(engine))
+            if engine.global_steps == back_at and not jumped.exists():
+                torch.distributed.barrier()
+                engine.load_checkpoint(output, tag="best")
+                jumped.touch()
+                note(gone_back=score_of(engine), to=engine.global_steps)
+    note(at_end=score_of(engine))
+    path, _ = engine.load_checkpoint(output, tag="best")
+    note(loaded=score_of(engine), step=engine.global_steps, path=path)
+    engine.save_checkpoint(output, tag="final")
+    engine.save_16bit_model(output, "final.bin")
 
 
 def resizes_batch(size: int) -> None:
@@ -371,6 +416,46 @@ def seeds(device_specific: bool, config: dict[str, Any]) -> None:
         accelerator.backward(loss_of(model, rows, classes))
         optimizer.step()
         optimizer.zero_grad()
+
+
+def prepares_schedule(kind: str, epochs: int, config: dict[str, Any]) -> None:
+    """A loop on Accelerate that prepares its schedule, as people write it: by epoch, or by step
+    and the number of ranks."""
+    accelerator = accelerator_of(config)
+    model: Any = build_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader: Any = DataLoader(Rows(), 2, shuffle=True)
+    ranks = accelerator.num_processes
+    steps = epochs * len(Rows()) // 4
+    warm, total = {
+        "ratio": (int(0.1 * (steps + 1) * ranks), (steps + 1) * ranks),
+        "times ranks": (3 * ranks, epochs * len(loader)),
+    }.get(kind, (1, 1))
+    makers: dict[str, Any] = {
+        "epoch": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    }
+    scheduler = makers.get(
+        kind,
+        lambda: torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda at: at / warm if at < warm else max(0.0, (total - at) / (total - warm)),
+        ),
+    )()
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for _ in range(epochs):
+        for rows, classes, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, rows, classes))
+                optimizer.step()
+                if kind not in makers:
+                    scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                note(step=model.global_steps, rate=optimizer.param_groups[0]["lr"])
+        if kind in makers:
+            scheduler.step(*((3.0,) if kind == "plateau" else ()))
+    note(ranks=accelerator.num_processes, length=len(loader))
 
 
 def plans(epochs: int, config: dict[str, Any]) -> None:
