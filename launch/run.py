@@ -47,6 +47,11 @@ STOP_S = 30.0
 ENDING_S = 60.0
 """How long the coordinator of a job that has ended may take to end itself."""
 
+NO_SNAPSHOTS = (
+    "event=no_snapshots snapshots are off (snapshot_every = 0): where no other host holds what a "
+    "lost host held, its loss costs all steps since the last change. Set --snapshot-every auto"
+)
+
 log = logging.getLogger("scalai.launch.run")  # also where it is run by ``python -m``
 
 
@@ -71,6 +76,13 @@ def _run(argv: list[str]) -> int:
     slots = worker_count(spec.options.nproc_per_node)
     print(check_elastic(spec.options, spec.config, slots, spec.deepspeed))
     return 0
+
+
+def _say_configuration(spec: JobSpec) -> None:
+    for line in spec.config.describe().splitlines():
+        log.info("event=config %s", line)
+    if not spec.spacing.every:
+        log.warning(NO_SNAPSHOTS)
 
 
 def _with_device(spec: JobSpec) -> JobSpec:
@@ -119,8 +131,8 @@ def run_agent(spec: JobSpec) -> int:
     slots = worker_count(options.nproc_per_node)
     if slots > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
-    for line in spec.config.describe().splitlines() if spec.is_elastic else ():
-        log.info("event=config %s", line)
+    if spec.is_elastic:
+        _say_configuration(spec)
     if options.is_standalone:
         log.info("event=standalone: --job %s goes on with the state of this job", spec.job)
     if spec.durable_dir is not None and spec.is_elastic:

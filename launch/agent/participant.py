@@ -319,7 +319,6 @@ def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> 
         host,
         spec.is_elastic,
         spec.config.resize.drain_timeout_s,
-        has_replicas=bool(spec.replicas),
         hang_s=spec.config.resize.hang_s,
     )
     return HostState(settings, slots, time.monotonic(), performer.generations())

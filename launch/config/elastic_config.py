@@ -49,7 +49,7 @@ class StoreConfig:
 
     dir: str | None = None
     budget_gb: float | None = None
-    snapshot_every: int | str = 0
+    snapshot_every: int | str = AUTO
     mtbf_hours_per_worker: float = MTBF_HOURS
     async_snapshots: bool = True
     replicas: int = 1

@@ -137,6 +137,8 @@ class JobSpec:
     @property
     def spacing(self) -> Spacing:
         """How many steps lie between snapshots on the way, at first."""
+        if not self.is_elastic:
+            return Spacing()
         store, lead_s = self.config.store, 2.0 * self.config.resize.silent_s
         every, is_auto = store.snapshot_every, store.snapshot_every == AUTO
         steps = FIRST_STEPS if isinstance(every, str) else every

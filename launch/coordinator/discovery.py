@@ -39,6 +39,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.elected import NOBODY, find_elected
 from scalai.launch.coordinator.leases import LEASE_S, Register, Watch, open_register
 from scalai.launch.coordinator.vote_file import ELECTORATE, kept_electorate, known_to_json
+from scalai.launch.long_waits import said
 from scalai.runtime.calls import Channel
 from scalai.store.places import default_store_dir
 from scalai.store.secure import open_below
@@ -52,6 +53,8 @@ LOCK_TIMEOUT_S = 2 * JOIN_TIMEOUT_S
 """Who holds the lock waits at most so long for the coordinator that it starts, and then some."""
 LOCK_QUIET_S = 5.0
 LOOK_S = 0.5
+WAITING_S = 2.0
+"""After how long it is said that a coordinator is waited for."""
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +104,8 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
     """Return where the job's coordinator is; start one beside this agent where there is none.
 
     Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT`` it
-    is started on that host by the first agent there; other hosts wait for it.
+    is started on that host by the first agent there, unless one answers there already; other hosts
+    wait for it.
 
     Args:
         token: The job's secret, where a person gave one.
@@ -118,7 +122,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
         found = lease_holder(register, endpoint, token)
         if found is not None:
             return found
-    if endpoint is None or is_here(split_endpoint(endpoint)[0]):
+    if endpoint is None or _is_named_here(endpoint):
         with one_at_a_time(folder):
             card = read_card(folder)
             if card is not None and spec.options.is_standalone:
@@ -130,6 +134,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
                 _refuse_other_tls(spec, folder)
                 return Place(*card, is_here=is_here(card[0][0]))
             found, known = elected_from(spec, folder, token)
+            found = found or _answering(endpoint, token)
             if found is not None:
                 return found
             return _start_first(spec, folder, endpoint, token, known)
@@ -139,6 +144,42 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
             f"secret on all hosts, "
             "for example to the output of: openssl rand -hex 32"
         )
+    with said(f"the coordinator at {endpoint}", WAITING_S):
+        return _awaited(endpoint, token, register)
+
+
+def _is_named_here(endpoint: str) -> bool:
+    """Whether the coordinator's address is this machine's. A name that nobody knows yet is waited
+    for: that of a pod may come up with it."""
+    host, deadline = split_endpoint(endpoint)[0], time.monotonic() + JOIN_TIMEOUT_S
+    with said(f"the name {host} of the coordinator {endpoint}, which is unknown", WAITING_S):
+        while True:
+            try:
+                return is_here(host)
+            except UsageError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(LOOK_S)
+
+
+def _answering(endpoint: str | None, token: str | None) -> Place | None:
+    """Return where the coordinator is, if one of this job's listens at the named address already:
+    another container of this machine may share its address, and not its memory. Only who has that
+    can start the next one."""
+    if endpoint is None or token is None:
+        return None
+    address = split_endpoint(endpoint)
+    try:
+        Channel(address, token.encode()).close()
+    except PeerError as error:
+        if isinstance(error, VersionError | TlsError):
+            raise
+        return None
+    return Place(address, token.encode())
+
+
+def _awaited(endpoint: str, token: str, register: Register | None) -> Place:
+    """Return where the coordinator is, once it answers at the address on another host."""
     address = split_endpoint(endpoint)
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
@@ -181,7 +222,9 @@ def _start_first(
                 is_lost = now is not None and now.term > (before.term if before else 0)
                 found = lease_holder(register, endpoint, token) if is_lost else None
             if not is_lost and found is None:
-                raise
+                found = _answering(endpoint, token)  # another container of this machine was first
+                if found is None:
+                    raise
             log.info("event=waiting another coordinator has claimed the term: %s", error)
         if found is not None:
             return found

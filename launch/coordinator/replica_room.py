@@ -54,11 +54,11 @@ def _say_short(live: "LiveJob", reason: str) -> None:
 
 
 def _weigh(live: "LiveJob") -> tuple[Memory, ...]:
-    """Say what replicas take on each host, once a round; nothing where that is not known."""
+    """Say what generations take on each host, once a round; nothing where that is not known."""
     answers, hosts = live.answers, live.active()
     told = {host: answers.holding[host] for host in hosts & answers.holding.keys()}
     kept_by = keepers(live.state) & frozenset(live.members.hosts())
-    if answers.is_weighed or not told.keys() >= hosts or len(kept_by) < 2:
+    if answers.is_weighed or not told.keys() >= hosts:
         return ()
     answers.is_weighed = True
     ring = ring_of({host: live.members[host].domain for host in kept_by}, live.state.replicas)
@@ -66,21 +66,21 @@ def _weigh(live: "LiveJob") -> tuple[Memory, ...]:
     room = {host: report.room_bytes for host, report in told.items()}
     answers.holding.clear()
     if (rows := sum(map(len, held.values()))) > MOST_ROWS:
-        live.log(f"event=note the memory of replicas is not known: {rows} pieces are too many")
+        live.log(f"event=note the memory of generations is not known: {rows} pieces are too many")
         return ()
     try:
         found = memory_of(ring, held, room)
     except LayoutError as error:  # the snapshot will say more
-        live.log(f"event=note the memory of replicas is not known: {error}")
+        live.log(f"event=note the memory of generations is not known: {error}")
         return ()
     for memory in sorted(found, key=_spare)[:NAMED]:
-        free = "unknown" if memory.room is None else max(0, memory.room - 2 * memory.own)
+        has = "unknown" if memory.room is None else memory.room
         live.log(
-            f"event=replica_memory host={memory.host} bytes={memory.replicas} free_bytes={free} "
-            f"own_bytes={2 * memory.own}"
+            f"event=store_memory host={memory.host} needed_bytes={memory.needed} "
+            f"replica_bytes={memory.replicas} room_bytes={has} lacks_bytes={memory.lacks}"
         )
     if len(found) > NAMED:
-        live.log(f"event=replica_memory hosts={len(found)}: of the others each has more to spare")
+        live.log(f"event=store_memory hosts={len(found)}: of the others each has more to spare")
     return found
 
 

@@ -41,6 +41,11 @@ class Memory:
         return GENERATIONS * (self.own + self.kept)
 
     @property
+    def lacks(self) -> int:
+        """Bytes of it that its store has no room for, as far as that is known."""
+        return 0 if self.room is None else max(0, self.needed - self.room)
+
+    @property
     def is_short(self) -> bool:
         """Whether replicas are what does not fit: the generations themselves would."""
         if self.room is None or not self.kept:

@@ -98,7 +98,7 @@ def test_without_room_for_replicas_the_training_goes_on_and_says_so(tmp_path: Pa
         train(agents)
         agents.wait_until(lambda: "event=no_replica" in agents.text(), "it is said")
         for host in "abc":
-            assert f"event=replica_memory host={host} bytes=" in agents.text()
+            assert f"event=store_memory host={host} needed_bytes=" in agents.text()
         newest = agents.lines()[-1]["step"]
         agents.wait_for_step(newest + 10)
         check_steps(agents.lines())

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,9 @@ from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import discovery as places
 from scalai.launch.coordinator import process as coordinator_process
+from scalai.launch.coordinator.elected import NOBODY
 from scalai.launch.coordinator.server import Coordinator
+from scalai.runtime.calls import Server
 from support.coordinator_line import wait_until
 
 HOLD = """
@@ -153,7 +155,7 @@ def test_a_coordinator_by_hand_listens_nowhere_while_an_agent_starts_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(places, "LOCK_QUIET_S", 0.1)
-    monkeypatch.setattr(host_signals, "ignore", lambda: None)
+    monkeypatch.setattr(host_signals.Heard, "listen", lambda heard: None)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     spec = JobSpec.read(parse_options(["--job", folder.name, "script.py"]))
@@ -190,3 +192,90 @@ def test_a_coordinator_that_ends_at_once_is_heard(
     spec = JobSpec.read(parse_options(["--job", "job", "script.py", "x" * size]))
     with pytest.raises(UsageError, match="no such job, says the coordinator"):
         places.start_coordinator(spec, folder, None, None)
+
+
+TOKEN = "a token of the job"
+
+
+@pytest.fixture
+def other_container() -> Iterator[str]:
+    """The endpoint of a coordinator that has left no card in this machine's shared memory."""
+    server = Server(("127.0.0.1", 0), TOKEN.encode(), object, lambda peer, request: None)
+    yield f"127.0.0.1:{server.address[1]}"
+    server.close()
+
+
+def job_at(folder: Path, endpoint: str) -> JobSpec:
+    flags = ["--job", "j", "--store-dir", str(folder), "--coordinator", endpoint, "script.py"]
+    return JobSpec.read(parse_options(flags))
+
+
+def test_who_answers_at_the_named_address_is_joined_whoever_owns_the_address(
+    other_container: str, tmp_path: Path
+) -> None:
+    """Two containers with the host's network, each with a shared memory of its own."""
+    place = places.find_coordinator(job_at(tmp_path, other_container), TOKEN)
+    assert f"{place.address[0]}:{place.address[1]}" == other_container
+    assert place.started is None and not place.is_here, "it has no card here to follow it by"
+
+
+def test_of_two_containers_that_start_at_once_the_later_one_joins(
+    other_container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(*given: object, **named: object) -> None:
+        raise PeerError("cannot listen: Address already in use")
+
+    monkeypatch.setattr(places, "start_coordinator", taken)
+    spec = job_at(tmp_path, other_container)
+    place = places._start_first(spec, tmp_path, other_container, TOKEN, NOBODY)
+    assert not place.is_here
+    with pytest.raises(PeerError, match="already in use"):  # by somebody without the token
+        places._start_first(spec, tmp_path, other_container, "another token", NOBODY)
+
+
+def test_a_name_that_nobody_knows_yet_is_waited_for_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    resolve, asked = socket.getaddrinfo, list[str]()
+
+    def late(host: str, *more: Any, **named: Any) -> Any:
+        asked.append(host)
+        if len(asked) < 4:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1", *more, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    monkeypatch.setattr(places, "WAITING_S", 0.01)
+    monkeypatch.setattr(places, "LOOK_S", 0.1)
+    assert places._is_named_here("head-0:29400")
+    assert "event=waiting for the name head-0" in caplog.text
+    monkeypatch.setattr(places, "JOIN_TIMEOUT_S", 0.0)
+    asked.clear()
+    with pytest.raises(UsageError, match="which is unknown"):
+        places._is_named_here("head-0:29400")
+
+
+WAITS_IN_VAIN = ("--coordinator", "192.0.2.1:29400", "--nproc-per-node", "1", "script.py")
+
+
+def test_an_agent_says_that_it_waits_for_a_coordinator_and_a_signal_ends_it_with_75(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "a.log"
+    command = [str(Path(sys.executable).with_name("scalai-run")), "--store-dir", str(tmp_path)]
+    (tmp_path / "script.py").touch()
+    environment = {**os.environ, "SCALAI_JOB_TOKEN": "ab" * 16}
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [*command, *WAITS_IN_VAIN], env=environment, cwd=tmp_path, stdout=output, stderr=output
+        ) as agent,
+    ):
+        try:
+            waiting = "event=waiting for the coordinator at 192.0.2.1:29400"
+            wait_until(lambda: waiting in log.read_text(), "it says so")
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait(60) == 75
+        finally:
+            agent.kill()
+    assert "event=exit" in log.read_text()

@@ -50,8 +50,8 @@ def test_what_replicas_take_is_said_for_each_host_before_the_first_step(
     for agent in job.agents.values():
         agent.wait_for("expect")
     for host in "ab":
-        (line,) = job.logged(f"event=replica_memory host={host}")
-        assert f"bytes=64 free_bytes={ENOUGH - 64}" in line
+        (line,) = job.logged(f"event=store_memory host={host}")
+        assert f"needed_bytes={ENOUGH} replica_bytes=64 room_bytes={ENOUGH} lacks_bytes=0" in line
     assert not job.logged("event=no_replica_room") and job.line.coordinator._live.exit_code == 0
 
 
@@ -74,6 +74,17 @@ def test_too_little_room_for_those_of_the_default_is_said_and_the_job_goes_on(
     for agent in job.agents.values():
         agent.wait_for("expect")
     assert len(job.logged("event=no_replica_room")) == 1
+    assert all("lacks_bytes=1" in line for line in job.logged("event=store_memory"))
+
+
+def test_what_generations_take_is_said_without_replicas_too(
+    made: list[Job], tmp_path: Path
+) -> None:
+    made.append(job := Job(tmp_path, "--replicas", "0"))
+    job.publish(room=63)
+    job.agents["a"].wait_for("expect")
+    (line,) = job.logged("event=store_memory host=a")
+    assert "needed_bytes=64 replica_bytes=0 room_bytes=63 lacks_bytes=1" in line
 
 
 def test_a_job_that_runs_is_not_ended_for_want_of_room(made: list[Job], tmp_path: Path) -> None:
@@ -104,4 +115,4 @@ def test_an_agent_that_says_nothing_of_its_room_keeps_nobody_waiting(
     wait_until(lambda: agent.round == 1, "the round begins")
     agent.tell("published", round=1, tensors=(MASTER.name,))
     agent.wait_for("expect")
-    assert not job.logged("event=replica_memory")
+    assert not job.logged("event=store_memory")

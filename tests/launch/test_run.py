@@ -62,6 +62,15 @@ def test_the_log_has_what_the_driver_says_of_its_device(
     assert line in caplog.text
 
 
+def test_snapshots_that_are_off_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run._say_configuration(elastic_job(tmp_path))
+    assert "event=no_snapshots" not in caplog.text
+    run._say_configuration(elastic_job(tmp_path, "--snapshot-every", "0"))
+    assert [r.levelname for r in caplog.records if "no_snapshots" in r.message] == ["WARNING"]
+
+
 def test_the_driver_is_not_asked_where_a_person_has_said_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -78,7 +78,10 @@ class Agents:
     def _configure(self, degrees: str, settings: Mapping[str, str]) -> Path:
         """Write the elastic configuration and return where."""
         model = "global_batch_size = 12\nmicro_batch_size = 1\nnum_attention_heads = 12"
-        tables = {**settings, "model": f"{model}\n{settings.get('model', '')}"}
+        store = settings.get("store", "")
+        if "snapshot_every" not in store:  # what comes at which step is the test's to say
+            store += "\nsnapshot_every = 0"
+        tables = {**settings, "store": store, "model": f"{model}\n{settings.get('model', '')}"}
         text = "".join(f"[{name}]\n{lines}\n" for name, lines in tables.items())
         path = self.folder / "elastic.toml"
         path.write_text(f"[degrees]\n{degrees}\n{text}")

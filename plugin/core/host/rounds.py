@@ -206,9 +206,8 @@ def _begin_restore(step: Step) -> None:
     current = step.present()
     tables = [entry.held.tensors for entry in current.published.values()]
     names = sorted({tensor.name for table in tables for tensor in table})
-    if step.state.settings.has_replicas:
-        held = held_together(list(current.held().values()))
-        step.do(actions.TellHeld(current.number, held))  # before the coordinator counts it
+    held = held_together(list(current.held().values()))
+    step.do(actions.TellHeld(current.number, held))  # before the coordinator counts it
     step.tell(reports.Published(current.number, tuple(names)))
     if current.is_restoring:
         assert isinstance(current.command, commands.Start)

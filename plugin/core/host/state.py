@@ -270,14 +270,13 @@ class HeldStop:
 class Settings:
     """What does not change while the agent lives. ``drain_timeout_s`` is how long workers may take
     to write once they may, and the host to leave; ``exit_grace_s`` how long workers that have
-    written may take to leave by themselves; ``has_replicas`` whether hosts keep replicas for each
-    other; ``hang_s`` after how long without a step workers count as hanging, 0: never."""
+    written may take to leave by themselves; ``hang_s`` after how long without a step workers count
+    as hanging, 0: never."""
 
     host: str
     is_elastic: bool
     drain_timeout_s: float
     exit_grace_s: float = 10.0
-    has_replicas: bool = True
     hang_s: float = 0.0
 
 
