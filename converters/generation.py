@@ -7,7 +7,7 @@ Source: own.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,6 @@ FILE_BYTES = 4 << 30
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """What megatron matches parameter groups by, without ``is_expert_parallel``, as live state does."""
-_GROUP_VALUES = ("lr", "weight_decay", "step")
-
 
 PARTS = "generation"
 """The key of ``Values.extra`` under which a ``Stored`` lies."""
@@ -236,12 +234,7 @@ def _values(generation: Generation, numbers: tuple[int, ...]) -> Values:
         grad_scaler=_live(megatron.get("grad_scaler")),
         is_split=offline.get("is_split"),
         param_groups=tuple(
-            _live(offline["param_groups"])
-            if "param_groups" in offline
-            else (
-                {**json.loads(identity), **_live(values)}
-                for identity, values in megatron.get("param_groups", {}).items()
-            )
+            _live(offline["param_groups"]) if "param_groups" in offline else _groups(megatron)
         ),
         arguments=_live(offline.get("arguments")),
         counters=counters,
@@ -257,11 +250,6 @@ def _scalars(values: Values, notes: list[str]) -> dict[str, Any]:
     """
     if "scalars" in values.extra:
         return dict(values.extra["scalars"])
-    groups: dict[str, dict[str, Any]] = {}
-    for group in values.param_groups:
-        identity = {key: group.get(key, group.get(f"pre_{key}")) for key in _IDENTITY}
-        kept = {key: _plain(group[key]) for key in _GROUP_VALUES if group.get(key) is not None}
-        groups.setdefault(json.dumps(identity, sort_keys=True), {}).update(kept)
     names = "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"
     progress = {
         "iteration": values.step,
@@ -281,7 +269,7 @@ def _scalars(values: Values, notes: list[str]) -> dict[str, Any]:
         "megatron": {
             "scheduler": _plain(values.scheduler),
             "grad_scaler": _plain(values.grad_scaler),
-            "param_groups": groups,
+            "param_groups": _by_identity(values.param_groups, notes),
         },
         "fixed_degrees": {"cp": values.degrees.get("cp", 1)},
         "user": {"megatron_training": {"progress": progress}},
@@ -291,6 +279,42 @@ def _scalars(values: Values, notes: list[str]) -> dict[str, Any]:
             "is_split": values.is_split,
         },
     }
+
+
+def _groups(megatron: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parameter groups of a live state: by their parameters, or, where it was converted
+    or an older release wrote it, by those keys by which Megatron-LM's checkpoints match them."""
+    if "groups" in megatron:
+        yield from (_live(values) for values in megatron["groups"]["values"].values())
+    for identity, values in megatron.get("param_groups", {}).items():
+        yield {**json.loads(identity), **_live(values)}
+
+
+def _by_identity(
+    param_groups: Iterable[Mapping[str, Any]], notes: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Return what groups say by what they are known by: that in which those of one identity
+    agree. Of the rest a live job has what its flags say."""
+    groups: dict[str, dict[str, Any]] = {}
+    differing: set[str] = set()
+    for group in param_groups:
+        identity = {key: group.get(key, group.get(f"pre_{key}")) for key in _IDENTITY}
+        known = {"params", "is_expert_parallel", *_IDENTITY, *(f"pre_{key}" for key in _IDENTITY)}
+        kept = {
+            key: _plain(value)
+            for key, value in group.items()
+            if key not in known and value is not None and _is_plain(value)
+        }
+        of = groups.setdefault(json.dumps(identity, sort_keys=True), kept)
+        for key in {key for key in of.keys() | kept.keys() if of.get(key) != kept.get(key)}:
+            differing.add(key)
+            of.pop(key, None)
+    if differing:
+        notes.append(
+            f"parameter groups that {', '.join(_IDENTITY)} do not tell apart differ in "
+            f"{', '.join(sorted(differing))}: a job that goes on from this has those by its flags"
+        )
+    return groups
 
 
 def _is_plain(value: Any) -> bool:

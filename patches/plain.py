@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 
 from scalai.core.errors import RefusedError
@@ -22,6 +24,15 @@ def all_plain(values: Mapping[str, Any], owner: str) -> dict[str, Json]:
     return {key: plain(value, f"{owner}'s {key}") for key, value in values.items()}
 
 
+def only_plain(values: Mapping[str, Any]) -> dict[str, Json]:
+    """Return those of ``values`` that JSON can hold, as ``all_plain`` does."""
+    found = {}
+    for key, value in values.items():
+        with suppress(RefusedError):
+            found[key] = plain(value, key)
+    return found
+
+
 def all_live(values: Mapping[str, Json]) -> dict[str, Any]:
     """Return the values that ``all_plain`` made JSON of."""
     return {key: live(value) for key, value in values.items()}
@@ -36,6 +47,8 @@ def plain(value: Any, what: str) -> Json:
     if isinstance(value, Mapping):
         pairs = [[plain(key, what), plain(entry, what)] for key, entry in value.items()]
         return {"pairs": pairs, "is_counter": isinstance(value, Counter)}
+    if isinstance(value, np.generic):
+        return plain(value.item(), what)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise RefusedError(

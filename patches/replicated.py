@@ -13,10 +13,8 @@ from scalai.core.exact_json import from_json, to_json
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.patches.first_step import torch_state
+from scalai.patches.param_groups import Group, put_groups, take_groups
 from scalai.runtime.live import Slot, whole_slot
-
-_PLAIN = (bool, int, float, str, type(None), list, tuple)
-"""What a parameter group may hold beside its parameters."""
 
 
 class ReplicatedState:
@@ -66,15 +64,15 @@ class ReplicatedState:
 
     def scalars(self) -> Mapping[str, Json]:
         schedule = _schedule(self._scheduler) if self._scheduler is not None else None
-        return {"groups": self._groups(), "scheduler": schedule}
+        return {"groups": take_groups(self._groups()), "scheduler": schedule}
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
-        for group, kept in zip(self._optimizer.param_groups, scalars["groups"], strict=True):
-            for key, value in kept.items():
-                group[key] = tuple(value) if isinstance(value, list) else value
         if self._scheduler is not None and scalars["scheduler"] is not None:
             like = self._scheduler.state_dict()
             self._scheduler.load_state_dict(from_json(scalars["scheduler"], like))
+        # Last: a schedule may set some of it while it is loaded.
+        groups = self._groups()
+        put_groups(_by_name(scalars["groups"], groups), groups)
 
     def rank_state(self) -> Json:
         return None
@@ -99,19 +97,19 @@ class ReplicatedState:
         if made:
             self._optimizer.state[parameter] = made
 
-    def _groups(self) -> Json:
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
+    def _groups(self) -> list[Group]:
+        return [
+            (group, [self._names[id(parameter)] for parameter in group["params"]])
             for group in self._optimizer.param_groups
         ]
-        for group in groups:
-            for key, value in group.items():
-                if not isinstance(value, _PLAIN):
-                    raise RefusedError(
-                        f"{key} of the optimizer is a {type(value).__name__}, which is not "
-                        "carried. Use a number."
-                    )
-        return groups
+
+
+def _by_name(saved: Json, groups: Sequence[Group]) -> Any:
+    """Return saved groups by the parameters in them: older releases have listed them by number."""
+    if not isinstance(saved, list):
+        return saved
+    of = {name: str(k) for k, (_, names) in enumerate(groups) for name in names}
+    return {"values": {str(k): kept for k, kept in enumerate(saved)}, "of": of}
 
 
 def _schedule(scheduler: LRScheduler) -> dict[str, Json]:

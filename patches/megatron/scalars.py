@@ -1,22 +1,37 @@
-"""The small part of the training state: schedule, loss scale, parameter groups. As JSON."""
+"""The small part of the training state: schedule, loss scale, parameter groups. As JSON.
+
+A later round builds them by the flags alone, though the first one may have built them by flags and
+a checkpoint (``--load``), and a script may have set some since. So every value is carried, and has
+the last word. Only flags that a person has changed since the state was written are asked again, by
+Megatron-LM's own rule (``asked_of``).
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.megatron.optimizer import leaf_optimizers
-from scalai.patches.plain import all_live, all_plain, live, plain
+from scalai.patches.param_groups import Group, check_schedule, put_groups, take_groups
+from scalai.patches.plain import all_live, all_plain, only_plain, plain
 
-_GROUP_VALUES = ("lr", "weight_decay", "step")
-"""What changes in a parameter group while it trains; FusedAdam keeps its step there."""
+log = logging.getLogger(__name__)
+
+Names = Mapping[int, Sequence[str]]
+"""Of a tensor that the optimizer updates, by its ``id``: the names of what it is a part of."""
+
+_LAW = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""What ``OptimizerParamScheduler`` reads of a group; the group's own value wins over its own."""
+_FLAGS = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
 
 
-def take_scalars(optimizer: Any, scheduler: Any) -> Mapping[str, Json]:
-    """Return the scalars of this rank: all parameter groups, filled where it owns parameters.
+def take_scalars(optimizer: Any, scheduler: Any, names: Names, asked: Json) -> Mapping[str, Json]:
+    """Return the scalars of this rank: the groups are those in which it owns parameters.
+
+    Args:
+        asked: What ``asked_of`` returned.
 
     Raises:
         RefusedError: The scheduler keeps something that JSON cannot hold.
@@ -25,68 +40,166 @@ def take_scalars(optimizer: Any, scheduler: Any) -> Mapping[str, Json]:
     scalers = [leaf.grad_scaler for leaf in leaves if getattr(leaf, "grad_scaler", None)]
     return {
         "scheduler": all_plain(scheduler.state_dict(), "scheduler") if scheduler else None,
+        "schedule": _attributes(scheduler) if _is_megatrons(scheduler) else None,
         "grad_scaler": all_plain(scalers[0].state_dict(), "grad scaler") if scalers else None,
-        "param_groups": _all_groups(leaves),
+        "groups": take_groups(_groups(leaves, names)),
+        "asked": asked,
     }
 
 
-def put_scalars(scalars: Mapping[str, Json], optimizer: Any, scheduler: Any) -> None:
+def put_scalars(
+    scalars: Mapping[str, Any], optimizer: Any, scheduler: Any, names: Names, asked: Json
+) -> None:
     """Put back what ``take_scalars`` returned, united over all ranks.
 
     Raises:
-        RefusedError: A parameter group of this job was not there when the scalars were taken.
+        RefusedError: A parameter group of this job was not there when the scalars were taken, or is
+            not told from others; groups or scheduler do not keep what they are given; or a person
+            has changed flags of the schedule, and has not said whether they count.
     """
-    for leaf in leaf_optimizers(optimizer):
-        for group in leaf.optimizer.param_groups:
-            _put_group(scalars["param_groups"], group)
+    leaves = list(leaf_optimizers(optimizer))
+    groups = list(_groups(leaves, names))
+    built = [{key: group[key] for key in _LAW if key in group} for group, _ in groups]
+    for leaf in leaves:
         scaler = getattr(leaf, "grad_scaler", None)
         if scaler and scalars["grad_scaler"] is not None:
             scaler.load_state_dict(all_live(scalars["grad_scaler"]))
+    is_complete = "groups" in scalars
+    if not is_complete:
+        _put_stated(scalars["param_groups"], groups, may_be_alike=_is_megatrons(scheduler))
     if scheduler and scalars["scheduler"] is not None:
-        if hasattr(scheduler, "num_steps"):
-            scheduler.num_steps = 0  # OptimizerParamScheduler.load_state_dict() adds the saved ones
-        scheduler.load_state_dict(all_live(scalars["scheduler"]))
+        _put_scheduler(scalars, scheduler)
+    if is_complete:  # last: a schedule sets some of it while it is loaded
+        put_groups(scalars["groups"], groups)
+    if scheduler and scalars["scheduler"] is not None and not _is_megatrons(scheduler):
+        check_schedule(scalars["scheduler"], scheduler)
+    if asked and scalars["scheduler"] is not None:
+        then = scalars.get("asked") or {"schedule": scalars["scheduler"]}
+        _follow_flags(then, asked, scheduler, groups, built)
 
 
-def _all_groups(leaves: Sequence[Any]) -> Json:
-    groups: dict[str, dict[str, Json]] = {}
+def asked_of(optimizer: Any, scheduler: Any) -> Json:
+    """Return what a job's flags make of Megatron-LM's scheduler and the groups that it sets. Call
+    it before a checkpoint is loaded into them. None of another scheduler."""
+    if not _is_megatrons(scheduler):
+        return None
+    laws = {
+        json.dumps({key: plain(group[key], key) for key in _LAW if key in group}, sort_keys=True)
+        for leaf in leaf_optimizers(optimizer)
+        for group in leaf.optimizer.param_groups
+    }
+    schedule = {key: value for key, value in _attributes(scheduler).items() if key != "num_steps"}
+    return {"schedule": schedule, "groups": [json.loads(law) for law in sorted(laws)]}
+
+
+def _groups(leaves: Sequence[Any], names: Names) -> Iterator[Group]:
     for leaf in leaves:
         for group in leaf.optimizer.param_groups:
-            values = groups.setdefault(_identity(group), {})
-            if group["params"]:  # FusedAdam counts no steps without any: another rank knows better
-                for key in _GROUP_VALUES:
-                    if key in group:
-                        values[key] = plain(group[key], f"parameter group's {key}")
-    return groups
+            members = (names.get(id(parameter), ()) for parameter in group["params"])
+            yield group, [name for of in members for name in of]
 
 
-def _put_group(groups: Mapping[str, Mapping[str, Json]], group: dict[str, Any]) -> None:
-    saved = groups.get(_identity(group))
-    if saved is None:
-        raise RefusedError(
-            f"no parameter group of the saved state is {_identity(group)}; it has "
-            f"{sorted(groups)}. Resume with the optimizer flags that the job had."
-        )
-    for key, value in saved.items():
-        if isinstance(group.get(key), torch.Tensor):
-            group[key].copy_(live(value))  # captured in a CUDA graph: keep its place
-        else:
-            group[key] = live(value)
+def _is_megatrons(scheduler: Any) -> bool:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return isinstance(scheduler, OptimizerParamScheduler)
 
 
-def _identity(group: Mapping[str, Any]) -> str:
-    """Name a parameter group by the keys that megatron's own checkpoints match groups by.
+def _attributes(scheduler: Any) -> dict[str, Json]:
+    """Return all numbers of Megatron-LM's scheduler: its ``state_dict`` leaves some to the
+    flags."""
+    return only_plain({k: v for k, v in vars(scheduler).items() if k not in _FLAGS})
 
-    But not by ``is_expert_parallel``: with another EP degree the same experts may be in a common
-    group.
+
+def _put_scheduler(scalars: Mapping[str, Any], scheduler: Any) -> None:
+    state = all_live(scalars["scheduler"])
+    if not _is_megatrons(scheduler):
+        scheduler.load_state_dict(state)
+        return
+    if scalars.get("schedule"):
+        kept = all_live(scalars["schedule"])
+        vars(scheduler).update({k: v for k, v in kept.items() if k in vars(scheduler)})
+        return
+    # Of a checkpoint: its names of the values differ by release, and Megatron-LM knows them.
+    flags = {key: getattr(scheduler, key) for key in _FLAGS}
+    vars(scheduler).update(dict(zip(_FLAGS, (True, False), strict=True)))
+    scheduler.num_steps = 0  # load_state_dict() adds the saved ones
+    scheduler.load_state_dict(state)
+    vars(scheduler).update(flags)
+    scheduler.step(0)  # load_state_dict() has set the groups before it knew all
+
+
+def _follow_flags(
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    scheduler: Any,
+    groups: Sequence[Group],
+    built: Sequence[Mapping[str, Any]],
+) -> None:
+    """Go by flags that a person has changed since the state was written, where they say so.
+
+    Within a run they are the same, and nothing happens.
+
+    Args:
+        then, now: What the flags made, by ``asked_of``.
+        built: What they have made of each group.
     """
-    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+    changed = [
+        f"{key} {value!r} (the state's flags: {then['schedule'][key]!r})"
+        for key, value in now["schedule"].items()
+        if key in then["schedule"] and then["schedule"][key] != value
+    ]
+    if "groups" in then and then["groups"] != now["groups"]:
+        changed.append(f"groups {now['groups']} (the state's flags: {then['groups']})")
+    if not changed:
+        return
+    takes_state, takes_flags = (getattr(scheduler, key) for key in _FLAGS)
+    if not takes_state and not takes_flags:
+        raise RefusedError(
+            f"flags of the schedule are others than those by which the state was trained: "
+            f"{'; '.join(changed)}. Give --override-opt_param-scheduler to go on by the flags, or "
+            "--use-checkpoint-opt_param-scheduler to go on as the state was trained."
+        )
+    which = "by the flags" if takes_flags else "as it was trained"
+    log.warning("event=schedule detail=%r", f"{'; '.join(changed)}: the job goes on {which}")
+    if takes_flags:
+        schedule = all_live(now["schedule"])
+        vars(scheduler).update({k: v for k, v in schedule.items() if k in vars(scheduler)})
+        for (group, _), law in zip(groups, built, strict=True):
+            group.update(law)
+        scheduler.step(0)
 
-    return json.dumps(
-        {
-            key: group.get(key, group.get(f"pre_{key}"))
-            for key in param_group_identifier_keys
-            if key != "is_expert_parallel"
-        },
-        sort_keys=True,
-    )
+
+def _put_stated(
+    stated: Mapping[str, Mapping[str, Json]], groups: Sequence[Group], *, may_be_alike: bool
+) -> None:
+    """Put values of groups that are known by those keys alone by which Megatron-LM's checkpoints
+    match them: of a converted checkpoint, or a state of an older release.
+
+    Args:
+        may_be_alike: Two groups may have one identity: the scheduler tells them apart itself.
+    """
+    laws: dict[str, tuple[Sequence[str], Json]] = {}
+    for group, names in groups:
+        known = [key for key in stated if _is_of(group, json.loads(key))]
+        if len(known) != 1:
+            raise RefusedError(
+                f"the group of {', '.join(names[:3]) or 'no parameters'} is {len(known)} of the "
+                f"saved state's parameter groups, {sorted(stated)}; expected one. Resume with the "
+                "optimizer flags that the job had."
+            )
+        (identity,) = known
+        law = [group.get(key) for key in _LAW]
+        others, its = laws.setdefault(identity, (names, law)) if names else (names, law)
+        if its != law and not may_be_alike:
+            raise RefusedError(
+                f"the state says of the group of {names[0]} and of that of {others[0]} the same, "
+                f"{identity}, though their learning rates are not the same. Resume with "
+                "Megatron-LM's scheduler, or with groups that differ in wd_mult or lr_mult."
+            )
+        of = {"values": {identity: stated[identity]}, "of": dict.fromkeys(names, identity)}
+        put_groups(of, [(group, names)])
+
+
+def _is_of(group: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+    return all(group.get(key, group.get(f"pre_{key}")) == v for key, v in identity.items())

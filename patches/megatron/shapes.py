@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -84,7 +85,9 @@ def _shards_of_chunk(model: Any) -> Iterator[Shard]:
                 "with gaps, so that a restore would not reach the model. Keep this module out of "
                 "an elastic job."
             )
-        yield Shard(item.data, tuple(parts_of(item)))
+        parts = tuple(parts_of(item))
+        _refuse_uncut(item.key, item.data, parts)
+        yield Shard(item.data, parts)
     if missing:
         raise RefusedError(
             f"sharded_state_dict does not describe these parameters: {sorted(missing.values())}. "
@@ -170,6 +173,29 @@ def _affine(positions: torch.Tensor, key: str) -> tuple[int, tuple[int, ...]]:
             "parameter. Keep this module out of an elastic job."
         )
     return start, stride
+
+
+def _refuse_uncut(key: str, data: torch.Tensor, parts: Sequence[Part]) -> None:
+    """Refuse a parameter that says tensor parallelism cuts it, where its sharded state says that
+    all tensor-parallel ranks have the same: one rank's part would be taken for all."""
+    from megatron.core import parallel_state
+
+    is_expert = ".experts." in key or not getattr(data, "allreduce", True)
+    tp = (
+        parallel_state.get_expert_tensor_parallel_world_size()
+        if is_expert
+        else parallel_state.get_tensor_model_parallel_world_size()
+    )
+    is_whole = sum(prod(part.shape) for part in parts) == data.numel()
+    if getattr(data, "tensor_model_parallel", False) and tp > 1 and is_whole and data.numel():
+        raise RefusedError(
+            f"{key} {list(data.shape)}: the parameter says that tensor parallelism cuts it along "
+            f"axis {getattr(data, 'partition_dim', '?')} (tensor_model_parallel), its "
+            "sharded_state_dict that all tensor-parallel ranks have the same. Give its module a "
+            "sharded_state_dict that cuts it (make_sharded_tensors_for_checkpoint, with the axis "
+            "by the parameter's name), as megatron's checkpoints need it too; or, where all ranks "
+            "do have the same, leave the attribute out."
+        )
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

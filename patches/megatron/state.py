@@ -6,6 +6,7 @@ the collection, also where the distributed optimizer owns flat ranges; nothing i
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from scalai.patches.megatron.optimizer import (
     leaf_optimizers,
     owned_parameters,
 )
-from scalai.patches.megatron.scalars import put_scalars, take_scalars
+from scalai.patches.megatron.scalars import Names, put_scalars, take_scalars
 from scalai.patches.megatron.shapes import Part, Shard, shards_of
 from scalai.runtime.live import Slot
 from scalai.runtime.torch_dtypes import dtype_name
@@ -43,6 +44,8 @@ class MegatronState:
         seed: The job's seed. Where the degrees change, new RNG states begin from it and the
             step.
         fixed: Axes whose degree has to stay what it is, beside those that the optimizer shows.
+        asked: What the flags have made of the scheduler (``scalars.asked_of``), where a person may
+            change them before a restart; None: the state's values win.
 
     Raises:
         RefusedError: The job uses something that cannot change its layout; the message names it.
@@ -56,11 +59,12 @@ class MegatronState:
         *,
         seed: int = 1234,
         fixed: Iterable[str] = (),
+        asked: Json = None,
     ) -> None:
         self._chunks = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._seed = seed
+        self._seed, self._asked = seed, asked
         refusals.refuse_unsupported(self._chunks, optimizer)
         self._fixed = frozenset((*fixed, *refusals.fixed_axes(optimizer)))
 
@@ -90,14 +94,27 @@ class MegatronState:
         """Return schedule, loss scale, parameter groups, and the degrees that may not change."""
         degrees = grid.degrees()
         return {
-            "megatron": dict(take_scalars(self._optimizer, self._scheduler)),
+            "megatron": dict(take_scalars(*self._small, self._asked)),
             "fixed_degrees": {axis: degrees[axis] for axis in sorted(self._fixed)},
         }
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
         """Put back what ``scalars`` returned. ``RefusedError`` where a fixed degree changed."""
         refuse_changed_axes(scalars["fixed_degrees"], grid.degrees())
-        put_scalars(scalars["megatron"], self._optimizer, self._scheduler)
+        put_scalars(scalars["megatron"], *self._small, self._asked)
+
+    @property
+    def _small(self) -> tuple[Any, Any, Names]:
+        return self._optimizer, self._scheduler, self._names
+
+    @cached_property
+    def _names(self) -> Names:
+        """The names of what the optimizer updates."""
+        of = {
+            id(shard.data): [part.name for part in shard.parts] for shard in shards_of(self._chunks)
+        }
+        owned = owned_parameters(self._optimizer)
+        return {id(each.main): of[id(each.parameter)] for each in owned}
 
     def rank_state(self) -> Json:
         """Return the random number generators of this rank."""

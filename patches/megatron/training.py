@@ -128,6 +128,7 @@ class TrainingHooks:
         self._iteration = 0
         self._flops = 0.0
         self._wandb_run_id = ""
+        self._asked: Json = None
         self._start_wandb: Call | None = None
         self._saves = AsyncSaves()
         self.draws = TrainingDraws()
@@ -137,6 +138,7 @@ class TrainingHooks:
         self._decide_signature = inspect.signature(training.checkpoint_and_decide_exit)
         for name, hook in (
             ("setup_model_and_optimizer", self.setup_model_and_optimizer),
+            ("get_optimizer_param_scheduler", self.build_scheduler),
             ("build_train_valid_test_data_iterators", self.build_data_iterators),
             ("train_step", self.train_step),
             ("checkpoint_and_decide_exit", self.checkpoint_and_decide_exit),
@@ -176,13 +178,23 @@ class TrainingHooks:
         session.register_state("megatron_training", self._take, self._put)
         fixed = dict(fixed_axes(vars(job)))
         session.attach(
-            MegatronState(model, optimizer, scheduler, seed=job.seed, fixed=fixed),
+            MegatronState(
+                model, optimizer, scheduler, seed=job.seed, fixed=fixed, asked=self._asked
+            ),
             step=job.iteration,
             samples=job.consumed_train_samples,
             restore=is_restoring,
         )
         self._continue_writers(job)
         return built
+
+    def build_scheduler(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Note what the flags say of the schedule, before a checkpoint is loaded into it."""
+        from scalai.patches.megatron.scalars import asked_of
+
+        scheduler = wrapped(*args, **kwargs)
+        self._asked = asked_of(scheduler.optimizer, scheduler)
+        return scheduler
 
     def build_data_iterators(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         job = self._training.get_args()

@@ -175,11 +175,17 @@ class Planner:
         for tensor, number in zip(wanted.tensors, numbers.tolist(), strict=True):
             known = self.sources.tensors[number] if number >= 0 else tensor
             if known != tensor:
+                way = (
+                    "Keep its precision."
+                    if known.shape == tensor.shape
+                    else "The size of a whole tensor may not follow the degrees: keep the model's "
+                    "sizes, the padded vocabulary among them, and describe a parameter that ranks "
+                    "have cut as cut, not as the same on all."
+                )
                 raise LayoutError(
                     f"{tensor.name!r} is held as {known.dtype}{list(known.shape)}, but rank "
                     f"{holder.rank} on host {holder.host!r} wants "
-                    f"{tensor.dtype}{list(tensor.shape)}. Keep the padded vocabulary, the "
-                    "model's sizes and its precision across the resize."
+                    f"{tensor.dtype}{list(tensor.shape)}. {way}"
                 )
         return numbers
 

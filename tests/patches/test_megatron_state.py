@@ -34,10 +34,63 @@ def test_random_streams_go_on_from_their_json_or_begin_anew_alike_on_all_ranks(
 
 def test_parameter_groups_of_another_optimizer_are_refused(pool: WorkerPool) -> None:
     (message,) = pool.run("state_checks:another_schedule", [()])
-    assert "wd_mult" in message and "flags" in message
+    assert "in several before" in message and "'wd_mult': 0.0" in message
 
 
 def test_steps_are_told_by_ranks_that_own_parameters(pool: WorkerPool) -> None:
-    ((silent, owner),) = pool.run("state_checks:owner_of_a_group", [()])
-    assert silent == {}
-    assert owner == {"lr": 0.5, "step": 7}
+    ((steps, _),) = pool.run("state_checks:owner_of_a_group", [()])
+    assert steps == [7]
+
+
+LOADED = {"max_lr": 1e-3, "min_lr": 1e-4, "start_wd": 0.2, "end_wd": 0.4}
+"""What a checkpoint said, whatever the flags."""
+SET = {"betas": (0.9, 0.99), "eps": 1e-6}
+"""What a script has set."""
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("wins", ["", "use_checkpoint", "override"])
+def test_groups_go_on_with_every_value_that_a_checkpoint_or_the_script_gave_them(
+    pool: WorkerPool, wins: str, distributed: bool
+) -> None:
+    job = Job(distributed=distributed)
+    (found,) = pool.run("state_checks:moved_groups", [(job, {**LOADED, **SET}, {}, wins)])
+    before, after, moved, moved_after = found
+    assert moved == before and moved_after == after
+    assert all(values["max_lr"] == 1e-3 and values["lr"] < 1e-3 for values in moved)
+    assert max(values["weight_decay"] for values in moved) > 0.2
+
+
+FLAGS = {"max_lr": 5e-2, "lr_decay_steps": 160}
+"""What a person has changed before a restart."""
+
+
+def test_flags_that_a_person_has_changed_are_refused_by_name_where_nothing_says_whether_they_count(
+    pool: WorkerPool,
+) -> None:
+    (message,) = pool.run("state_checks:moved_groups", [(Job(), SET, FLAGS, "")])
+    for text in ("max_lr 0.05", "0.01", "lr_decay_steps 160", "--override-opt_param-scheduler"):
+        assert text in message
+
+
+def test_flags_that_a_person_has_changed_count_where_they_override(pool: WorkerPool) -> None:
+    (found,) = pool.run("state_checks:moved_groups", [(Job(), SET, FLAGS, "override")])
+    before, _, moved, _ = found
+    for then, now in zip(before, moved, strict=True):
+        assert now["max_lr"] == 5e-2 and now["lr"] > 4 * then["lr"]
+        assert now["betas"] == (0.9, 0.99) and now["weight_decay"] == then["weight_decay"]
+
+
+def test_flags_that_a_person_has_changed_do_not_count_where_the_state_is_used(
+    pool: WorkerPool,
+) -> None:
+    (found,) = pool.run("state_checks:moved_groups", [(Job(), SET, FLAGS, "use_checkpoint")])
+    before, after, moved, moved_after = found
+    assert moved == before and moved_after == after
+
+
+def test_groups_that_say_the_same_of_themselves_keep_their_own_rates_under_a_schedule_of_ones_own(
+    pool: WorkerPool,
+) -> None:
+    (((length, rates), (its, moved)),) = pool.run("state_checks:moved_rates", [()])
+    assert (its, moved) == (length, rates) and rates[0] == 2 * rates[1] > 0

@@ -55,11 +55,54 @@ def test_memory_that_is_not_contiguous_is_refused() -> None:
         ReplicatedState(model, torch.optim.SGD(model.parameters())).slots()
 
 
-def test_a_learning_rate_that_is_a_tensor_is_refused() -> None:
+def test_a_learning_rate_that_is_a_tensor_keeps_its_place_and_is_carried() -> None:
+    states, rates = [], []
+    for rate in (torch.tensor(0.1), torch.tensor(0.7)):
+        model = network()
+        states.append(ReplicatedState(model, torch.optim.Adam(model.parameters(), rate)))
+        rates.append(rate)
+    states[1].load_scalars(JsonText.of(states[0].scalars()).value())
+    assert rates[1] == rates[0]
+
+
+def test_groups_come_back_by_their_parameters_whatever_their_order_and_the_scheduler_says() -> None:
+    """A scheduler that sets the rates while it is loaded has not the last word."""
+    states, optimizers = [], []
+    for order in (1, -1):
+        model = network()
+        groups = [{"params": [p]} for p in model.parameters()][::order]
+        optimizer = torch.optim.AdamW(groups, 0.1)
+        states.append(ReplicatedState(model, optimizer, Anew(optimizer)))
+        optimizers.append(optimizer)
+    for number, group in enumerate(optimizers[0].param_groups):
+        group.update(lr=0.1 * number, betas=(0.5, 0.6), weight_decay=0.2)
+    states[1].load_scalars(JsonText.of(states[0].scalars()).value())
+    kept, back = (
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    )
+    assert back[::-1] == kept
+
+
+def test_groups_that_an_older_release_listed_by_number_come_back() -> None:
     model = network()
-    state = ReplicatedState(model, torch.optim.Adam(model.parameters(), torch.tensor(0.1)))
-    with pytest.raises(RefusedError, match="lr of the optimizer is a Tensor"):
-        state.scalars()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    state = ReplicatedState(model, optimizer)
+    state.load_scalars({"groups": [{"lr": 0.3, "betas": [0.5, 0.6]}], "scheduler": None})
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)
+
+
+class Anew(schedulers.StepLR):
+    """A scheduler that sets the rates anew while it is loaded."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, 2)
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        super().load_state_dict(state)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 9.0
 
 
 class Keeping(schedulers.StepLR):

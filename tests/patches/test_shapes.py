@@ -35,3 +35,13 @@ def test_names_do_not_depend_on_how_megatron_counts_layers(pool: WorkerPool) -> 
         "decoder.layers.3.mlp.experts.experts.1.linear_fc1.weight",
         "decoder.layers.3.mlp.experts.experts.1.linear_fc1.weight",
     ]
+
+
+def test_a_parameter_that_ranks_have_cut_and_that_is_said_to_be_whole_is_refused_by_name(
+    pool: WorkerPool,
+) -> None:
+    """One rank's part would be kept for all."""
+    for message in pool.run("state_checks:adapter", [(2, False)] * 2):
+        assert "decoder.layers.1.self_attention.lora.b [8, 2]" in message and "axis 0" in message
+    assert pool.run("state_checks:adapter", [(2, True)] * 2) == ["taken"] * 2
+    assert pool.run("state_checks:adapter", [(1, False)] * 2) == ["taken"] * 2

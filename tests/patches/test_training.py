@@ -114,6 +114,9 @@ class FakeTraining:
         self.job.num_floating_point_operations_so_far = 0
         return "model", "optimizer", "scheduler"
 
+    def get_optimizer_param_scheduler(self, optimizer: Any) -> Any:
+        return "scheduler"
+
     def build_train_valid_test_data_iterators(self, provider: Any) -> Any:
         return None, None, None
 

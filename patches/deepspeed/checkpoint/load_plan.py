@@ -19,10 +19,10 @@ from scalai.patches.deepspeed.checkpoint.fitting import fitted, listed, origins,
 from scalai.patches.deepspeed.checkpoint.native import Request
 from scalai.patches.deepspeed.checkpoint.saved import Saved
 from scalai.patches.deepspeed.checkpoint.values import own_file, read_values
-from scalai.patches.deepspeed.engine.groups import put_groups
 from scalai.patches.deepspeed.engine.loss_scale import put_loss_scale
-from scalai.patches.deepspeed.engine.masters import Master, masters_of
+from scalai.patches.deepspeed.engine.masters import Master, groups_of, masters_of
 from scalai.patches.deepspeed.engine.steps import STEP, put_steps
+from scalai.patches.param_groups import put_groups
 from scalai.runtime.live import Slot, collection_of, wanted_rows
 
 _WAY_OUT = (
@@ -120,6 +120,8 @@ class LoadPlan:
     def put_scalars(self) -> None:
         """Set steps, parameter groups, loss scale, schedule and counters, as they were saved."""
         engine, values, request = self.engine, self.values, self.request
+        if not request.load_module_only and self._has_schedule():
+            engine.lr_scheduler.load_state_dict(values["lr_scheduler"])
         if request.is_whole:
             self._put_groups(self.masters)
             if _is_scaled_dynamically(engine.optimizer):
@@ -129,8 +131,6 @@ class LoadPlan:
         engine.loaded_checkpoint_dp_world_size = values["dp_world_size"]
         if request.load_module_only:
             return
-        if self._has_schedule():
-            engine.lr_scheduler.load_state_dict(values["lr_scheduler"])
         engine.global_steps = values["global_steps"]
         samples = engine.global_steps * engine.train_batch_size()
         engine.global_samples = values.get("global_samples", samples)
@@ -159,7 +159,8 @@ class LoadPlan:
     def _put_groups(self, masters: Sequence[Master]) -> None:
         put_steps(self.saved.steps, masters, self.engine.param_names)
         if self.saved.groups["of"]:  # elastic_checkpoint keeps none
-            put_groups(self.saved.groups, masters, self.engine.param_names)
+            groups = groups_of(masters, self.engine.param_names, vouched=False)
+            put_groups(self.saved.groups, groups)
 
 
 def _is_scaled_dynamically(optimizer: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from scalai.core.errors import LayoutError, RefusedError
 from scalai.patches.deepspeed.engine.first_step import ensure_state
 from scalai.patches.deepspeed.engine.flat import Fragment, offset_in, partitioned
+from scalai.patches.param_groups import Group
 
 Names = Mapping[torch.Tensor, str]
 """An engine's names of its parameters."""
@@ -58,6 +59,23 @@ def masters_of(engine: Any) -> list[Master]:
         ensure_state(base, values, group)
         masters.append(Master(values, base.state[values], group, tuple(fragments)))
     return masters
+
+
+def groups_of(masters: Sequence[Master], names: Names, *, vouched: bool) -> list[Group]:
+    """List the parameter groups of this rank, with the names of the parameters in them.
+
+    Args:
+        vouched: Of those alone of which this rank has elements that it may vouch for.
+    """
+    members: dict[int, tuple[dict[str, Any], list[str]]] = {}
+    for master in masters:
+        members.setdefault(id(master.group), (master.group, []))
+        if not vouched:
+            of = [names[fragment.parameter] for fragment in master.fragments]
+            members[id(master.group)][1].extend(of)
+    for name, master in vouched_parts(masters, names) if vouched else ():
+        members[id(master.group)][1].append(name)
+    return list(members.values())
 
 
 def vouched_parts(masters: Sequence[Master], names: Names) -> Iterator[tuple[str, Master]]:
