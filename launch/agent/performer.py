@@ -28,6 +28,7 @@ from scalai.launch.agent.background import Background
 from scalai.launch.agent.fetch import prepare_restore
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.knocking import begin_to_knock
 from scalai.launch.agent.moving import Moving
 from scalai.launch.agent.oom_kills import describe_rise, oom_kills
 from scalai.launch.agent.replicas import Replicas
@@ -228,6 +229,9 @@ class Performer:
             case actions.CheckHealth(order, reason):
                 assert self._hands.health is not None
                 self._hands.health.begin(order, reason)
+            case actions.Knock(order, peers):
+                feed = self._hands.feed
+                begin_to_knock(peers, lambda unheard: feed(events.Knocked(order, unheard)))
             case actions.WarmUp(imports):
                 self._hands.groups.warm_up(imports, self._hands.background.submit)
             case _:

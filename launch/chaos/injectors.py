@@ -282,6 +282,7 @@ TABLE: dict[str, Injector] = {
     "clock-forward": Injector(_shift_clock, _no_clock),
     "clock-back": Injector(_shift_clock, _no_clock),
     "drop-link": Injector(links.drop, links.no_link),
+    "cut-pair": Injector(links.cut_pair, links.no_pair),
     "reset-link": Injector(links.reset, links.no_link),
     "slow-link": Injector(links.slow, links.no_link),
     **dict.fromkeys(COORDINATOR_SIGNALS, Injector(_signal_coordinator, _no_coordinator)),

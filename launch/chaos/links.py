@@ -55,6 +55,42 @@ def drop(scene: Scene) -> Injected:
     return Injected()
 
 
+def no_pair(scene: Scene) -> str:
+    """Say why no link between two hosts could be cut that leaves the coordinator heard."""
+    missing = "needs a second host with a network of its own, beside that of this command"
+    return no_link(scene) or ("" if _other(scene) is not None else missing)
+
+
+def _other(scene: Scene) -> int | None:
+    """Return the agent of another host that has a network of its own."""
+    taken = {processes.namespace(pid, "net") for pid in ("self", 1, scene.agent())}
+    agents = processes.agents(scene.folder)
+    return next(
+        (agents[h] for h in sorted(agents) if processes.namespace(agents[h], "net") not in taken),
+        None,
+    )
+
+
+def _address(pid: int) -> tuple[str, str]:
+    """Return the device of a host's link and its address."""
+    found = run("nsenter", "-t", str(pid), "-n", "ip", "-j", "-4", "addr") or "[]"
+    device = next(each for each in json.loads(found) if each["ifname"] != "lo")
+    return device["ifname"], device["addr_info"][0]["local"]
+
+
+def cut_pair(scene: Scene) -> Injected:
+    """Have two hosts send each other to an address of Ethernet that nobody has."""
+    one, other = scene.agent(), _other(scene)
+    assert other is not None
+    for near, far in ((one, other), (other, one)):
+        (device, _), (_, address) = _address(near), _address(far)
+        words = ("nsenter", "-t", str(near), "-n", "ip", "neigh")
+        scene.undo.callback(run, *words, "del", address, "dev", device)
+        run(*words, "replace", address, "lladdr", "02:00:00:00:00:99", "nud", "permanent",
+            "dev", device)  # fmt: skip
+    return Injected()
+
+
 def reset(scene: Scene) -> Injected:
     """Reset every TCP connection of the host."""
     found = _inside(scene, "ss", "-K", "-t", "-n") or ""

@@ -356,6 +356,8 @@ class LiveJob:
                 self._start(action)
             case actions.Replicate():
                 self._starter.replicate(action)
+            case actions.Knock(hosts, order):
+                self._knock(hosts, order)
             case actions.Expect(hosts):
                 self._expect(hosts)
             case actions.Prove(generation):
@@ -406,6 +408,12 @@ class LiveJob:
                 f"event=note host {part.host} gives up what it had sealed at step {part.step}: it "
                 "is no whole state with what the others brought"
             )
+
+    def _knock(self, hosts: Iterable[str], order: int) -> None:
+        there = [(host, self.members[host].address) for host in hosts if host in self.members]
+        for host, _ in there:
+            others = tuple(entry for entry in there if entry[0] != host)
+            self.command([host], commands.Knock(order, others))
 
     def _expect(self, hosts: Iterable[str]) -> None:
         count = len(self.answers.names())

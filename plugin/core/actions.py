@@ -308,6 +308,14 @@ class CheckHealth:
 
 
 @dataclass(frozen=True, slots=True)
+class Knock:
+    """These hosts knock at each other's data planes: ``Knocked``."""
+
+    hosts: tuple[str, ...]
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """One line for the log."""
 
@@ -319,5 +327,5 @@ Action = (
     | Commit
     | Replicate | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack
     | StartRound | Expect | Prove | Proceed | Examine | Doubt | Drop | Release | SaveDurable
-    | Archive | FinishArchive | Retire | Look | CheckHealth | Exit | Say | EndWorkers
+    | Archive | FinishArchive | Retire | Look | CheckHealth | Knock | Exit | Say | EndWorkers
 )  # fmt: skip

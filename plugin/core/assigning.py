@@ -3,6 +3,7 @@ host where it holds most of what it needs."""
 
 from dataclasses import replace
 
+from scalai.core.links import all_hear
 from scalai.core.membership import (
     LOST,
     Assignment,
@@ -78,8 +79,8 @@ def _fewer(
 
 
 def _is_possible(job: Job, assignment: Assignment) -> bool:
-    """Whether its hosts are all there, with their devices."""
-    return all(
+    """Whether its hosts are all there, with their devices, and hear each other."""
+    return all_hear(assignment.active, job.links.unheard) and all(
         name in job.hosts and job.hosts[name].slots >= count and name not in job.checks
         for name, count in assignment.workers
         if count

@@ -151,6 +151,8 @@ _ROWS = (
          H, ROUND, Loss.SNAPSHOT, Heard.PROCESS, r"event=lost host="),
     Kind("drop-link", "a host's link swallows all that is sent",
          Target.LINK, ROUND, Loss.SNAPSHOT, Heard.SILENCE, r"event=lost host="),
+    Kind("cut-pair", "two hosts lose what they send each other; the others hear both",
+         Target.LINK, ROUND, Loss.SNAPSHOT, Heard.HANG, r"event=unheard "),
     Kind("reset-link", "all connections of a host are reset",
          Target.LINK, ROUND, Loss.SNAPSHOT, Heard.PROCESS, ""),
     Kind("slow-link", "a host's link gives 256 kbit/s",

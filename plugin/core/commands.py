@@ -300,6 +300,14 @@ class CheckHealth:
 
 
 @dataclass(frozen=True, slots=True)
+class Knock:
+    """Knock at the data planes of these hosts; ``order`` goes back with the answer."""
+
+    order: int
+    peers: tuple[tuple[str, tuple[str, int]], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """The job has come to its end, at this step and with this newest generation."""
 
@@ -321,5 +329,5 @@ Command = (
     Remember | Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw
     | TakeSnapshot | Report | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop
     | Drop | Save | Archive | FinishArchive | Retire | Replicate | Examine | Doubt | Look
-    | CheckHealth | Exit
+    | CheckHealth | Knock | Exit
 )  # fmt: skip

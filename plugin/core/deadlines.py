@@ -78,8 +78,8 @@ TABLE = (
     Deadline(
         Phase.STARTING, "a host's workers published, restored or stepped last, or bytes came to it",
         "1800 s (`start_timeout_s`)",
-        "reports after 60 s; then back to the degrees that ran, or a failure that counts where "
-        "there are none", lambda job: job.start_timeout_s,
+        "reports after 60 s, and its hosts knock at each other; then back to the degrees that ran, "
+        "or a failure that counts where there are none", lambda job: job.start_timeout_s,
     ),
     Deadline(
         Phase.EXAMINING, "a host answered last", "1800 s (`start_timeout_s`)",
@@ -94,7 +94,8 @@ TABLE = (
     ),
     Deadline(
         Phase.BUILDING, "the phase began", "300 s (`build_timeout_s`)",
-        "what is built is given up; the next workers start after the stop",
+        "the hosts knock at each other after 60 s; then what is built is given up, and the next "
+        "workers start after the stop",
         lambda job: job.build_timeout_s,
     ),
     Deadline(

@@ -432,11 +432,20 @@ class HealthChecked:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Knocked:
+    """A host has knocked at others, as ``order`` asked, and does not hear these."""
+
+    host: str
+    order: int
+    unheard: tuple[str, ...]
+
+
 Event = (
     HostJoined | HostLeaving | HostStaying | HostLost | SlotsChanged | Rescaled | Ticked | Built
     | NotBuilt | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued
     | RescueJudged | Sealed | Skipped | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
     | NotSaved | Archived | Looked | Replicated | Published | Restored | Proven | ProofFailed
-    | Resumed | HealthChecked | Examined | Suspected
+    | Resumed | HealthChecked | Knocked | Examined | Suspected
 )  # fmt: skip

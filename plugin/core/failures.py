@@ -37,6 +37,8 @@ def fail(
     is_loss: bool = False,
     is_chance: bool = False,
     is_refusal: bool = False,
+    is_standstill: bool = False,
+    is_free: bool = False,
 ) -> Result:
     """The workers cannot go on: start again from what those that live write, or else from the
     newest generation.
@@ -44,23 +46,25 @@ def fail(
     A change whose workers fail before all have stepped goes back to what ran, and costs nothing;
     what may have been chance (a signal, or something of what was on standby) is tried once more
     first. The loss of a host costs nothing where it is a change; every other failure counts against
-    the restart budget, and a refusal outside of a change ends the job.
+    the restart budget but one that ``is_free``, and a refusal outside of a change ends the job.
+    What stands still a second time is not tried again where there is something else.
 
     What was on standby expected the state of the stop that does not come now.
     """
     is_starting = job.phase is Phase.STARTING
-    is_change = is_starting and not is_loss and _is_change(job)
+    is_tried = _is_change(job) or (is_standstill and job.tries > 0)
+    is_changing = is_starting and not is_loss and is_tried
     was_built = job.was_standby and is_starting
-    if is_refusal and not is_change:
+    if is_refusal and not is_changing:
         return end(job, 3, reason)
     job, respaced = respacing.failed(job) if job.phase in STEPPING else (job, ())
     job, given_up = without_standby(job)
     message: tuple[Action, ...] = ()
-    if is_change and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
+    if is_changing and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
         job, message, is_free = _blame(job, reason)
     else:
-        is_free = was_built or is_change or (is_loss and job.is_loss_free)
-        job = replace(job, tries=job.tries + is_change)
+        is_free = is_free or was_built or is_changing or (is_loss and job.is_loss_free)
+        job = replace(job, tries=job.tries + (is_changing or is_standstill))
     if job.failures_left <= 0 and not is_free:
         ending = f"{reason}; the restart budget (--max-restarts) is used up"
         job, actions = _freeze(job, reason, ending=ending)
@@ -125,13 +129,13 @@ def _is_change(job: Job) -> bool:
 def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
     """The present assignment has failed and is not chosen again. Returns the job, what is said, and
     whether there is another one to go on with."""
-    current, ran = job.current, job.ran
-    assert current is not None and ran is not None
+    current = job.current
+    assert current is not None
     failed = FailedChange(current, members_of(job, current), reason)
     # What hosts that went have failed at says nothing of those that come.
     kept = tuple(f for f in job.failed if f.members <= {(h.name, h.order) for h in _hosts(job)})
     job = replace(job, failed=(*kept, failed), tries=0)
-    newcomers = set(current.active) - set(ran.active)
+    newcomers = set(current.active) - set(job.ran.active) if job.ran else set[str]()
     job, message = strike(job, newcomers & set(job.hosts))
     target = next_assignment(job)
     is_free = target is not None and failure_of(job, target) is None

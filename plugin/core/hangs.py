@@ -9,6 +9,7 @@ from scalai.core.deadlines import HANG_STEPS, LEAST_HANG_S, PAUSES
 from scalai.core.events import Stalled
 from scalai.core.failures import fail
 from scalai.core.health import ask
+from scalai.core.hearing import knock
 from scalai.core.membership import TRAINING, Job, active
 from scalai.core.quarantine import bar_who_hangs
 from scalai.core.transitions import Result
@@ -56,10 +57,12 @@ def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
         f"the training hangs: no worker has made a step for {waited:.0f} s (limit {limit:.0f}) at "
         f"step {step}"
     )
+    job, knocked = knock(job, hosts)
     late = behind(stalls)
     if not late or late.keys() == hosts:
         named = f"; behind are {_names(late, stalls)}" if late else ""
-        return fail(job, where + named, is_chance=True)
+        job, actions = fail(job, where + named, is_chance=True)
+        return job, (*knocked, *actions)
     # Where most are behind, it may as well be the few that are not.
     job, lines = bar_who_hangs(job, late if 2 * len(late) <= len(hosts) else (), waited)
     target = next_assignment(job)
@@ -67,7 +70,7 @@ def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
     reason = f"{where}; behind are {_names(late, stalls)}"
     job, asked = ask(job, late, "the others have waited for its workers in vain")
     job, actions = fail(job, reason, is_chance=True, is_loss=is_without)
-    return job, (*lines, *asked, *actions)
+    return job, (*knocked, *lines, *asked, *actions)
 
 
 def _names(late: Ranks, stalls: Mapping[str, Stalled]) -> str:

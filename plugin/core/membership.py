@@ -28,6 +28,7 @@ from scalai.core.checks import Check
 from scalai.core.copies import Archiving, Replication
 from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees import Degrees
+from scalai.core.links import NOTHING_KNOWN, Links, largest_hearing
 from scalai.core.pace import Pace
 from scalai.core.passes import Passes, Recompute
 from scalai.core.remembered import Remembered
@@ -326,6 +327,8 @@ class Job:
     checks: Mapping[str, Check] = field(default_factory=dict)
     """Of hosts that run no workers: their health check is under way, or has failed (``health``)."""
     last_check: int = 0
+    links: Links = NOTHING_KNOWN
+    """Which hosts do not hear each other (``hearing``)."""
     gone: frozenset[str] = frozenset()
     """Hosts that were lost since the present round began: one that joins anew has no workers of
     it."""
@@ -398,8 +401,8 @@ def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool, loss: str =
 
 def staying(job: Job) -> tuple[tuple[str, int], ...]:
     """Hosts that take part in the next round, with their slots: those of the current round keep
-    their order. One that is barred does not, unless nothing fits without it; one that has yet to
-    pass its health check does not at all."""
+    their order. One that is barred does not, unless nothing fits without it, nor do those that do
+    not hear the others; one that has yet to pass its health check does not at all."""
     current = [name for name, _ in job.current.workers] if job.current else []
     there = [host for host in job.hosts.values() if not host.is_leaving]
     hosts = [host for host in there if host.name not in job.checks]
@@ -408,6 +411,10 @@ def staying(job: Job) -> tuple[tuple[str, int], ...]:
     if place:
         hosts.sort(key=lambda host: place.get(host.name, len(place)))  # else in that order
     free = tuple([(host.name, host.slots) for host in hosts if host.name not in job.barred])
+    if job.links.unheard:
+        heard = largest_hearing(free, job.links.unheard)
+        if heard and job.assign(heard, present(job)) is not None:
+            return heard
     if len(free) == len(hosts) or (free and job.assign(free, present(job)) is not None):
         return free
     return tuple((host.name, host.slots) for host in hosts)

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from scalai.core.actions import Lose, Report
+from scalai.core.actions import Action, Lose, Report
 from scalai.core.deadlines import LIMITS, REPORT_S
 from scalai.core.examining import go_on
 from scalai.core.failures import fail
+from scalai.core.hearing import broken, knock
 from scalai.core.membership import Job, Phase, Wait, active
 from scalai.core.transitions import Result, missing, next_phase, stop_unbuilt, withdraw
 
@@ -15,6 +16,8 @@ _REPORTED = (
     Phase.FREEZING, Phase.RESCUING, Phase.EXAMINING,
     Phase.COMMITTING, Phase.STOPPING, Phase.SAVING,
 )  # fmt: skip
+_MEETING = (Phase.STARTING, Phase.BUILDING)
+"""Phases in which workers of all hosts meet, and wait for each other."""
 
 
 def overdue(job: Job) -> Result:
@@ -25,14 +28,28 @@ def overdue(job: Job) -> Result:
     limit = LIMITS[job.phase].seconds(job)
     if limit is not None and waited > limit:
         return _CONSEQUENCES[job.phase](job, waited)
-    is_due = waited >= _report_at(job.phase, job.wait.reports)
-    return report(job, waited) if is_due and job.phase in _REPORTED else (job, ())
+    if waited < _report_at(job):
+        return job, ()
+    said: tuple[Action, ...] = ()
+    if job.phase is Phase.BUILDING:  # the present workers, which would say where they are, train
+        job = replace(job, wait=replace(job.wait, reports=job.wait.reports + 1))
+    elif job.phase in _REPORTED:
+        job, said = report(job, waited)
+    if job.phase not in _MEETING:
+        return job, said
+    meeting = job.standby.assignment.active if job.standby is not None else active(job)
+    job, asked = knock(job, meeting)
+    return job, (*said, *asked)
 
 
-def _report_at(phase: Phase, reports: int) -> float:
-    if phase is Phase.WAITING:
+def _report_at(job: Job) -> float:
+    reports = job.wait.reports
+    if job.phase is Phase.WAITING:
         return REPORT_S * (reports + 1)
-    return REPORT_S * float(2**reports)
+    first_s = REPORT_S
+    if job.phase is Phase.STARTING:  # before its time is over
+        first_s = min(first_s, job.start_timeout_s / 2)
+    return first_s * float(2**reports)
 
 
 def report(job: Job, waited: float) -> Result:
@@ -57,7 +74,8 @@ def _with_progress(job: Job, host: str) -> str:
 
 def _not_started(job: Job, waited: float) -> Result:
     job, reported = report(job, waited)
-    job, actions = fail(job, f"no progress of the start within {waited:.0f} s, {_awaited(job)}")
+    reason = f"no progress of the start within {waited:.0f} s, {_awaited(job)}{broken(job)}"
+    job, actions = fail(job, reason, is_standstill=True)
     return job, (*reported, *actions)
 
 
@@ -87,7 +105,7 @@ def _silent(job: Job, waited: float) -> Result:
     silent = job.awaited - job.held.keys() or job.awaited
     others = set(job.hosts) - silent
     if not others:
-        is_due = waited >= _report_at(job.phase, job.wait.reports)
+        is_due = waited >= _report_at(job)
         return report(job, waited) if is_due else (job, ())
     reason = f"no answer within {waited:.0f} s in phase {job.phase.value}"
     job = replace(job, wait=Wait(job.now))  # said again for those that cannot be done without

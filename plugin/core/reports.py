@@ -163,6 +163,7 @@ HostEvent = (
     | events.Frozen | events.Rescued | events.Stopped | events.Stepped | events.Unhooked
     | events.Hooked | events.Finished | events.Committed | events.Replicated | events.Saved
     | events.NotSaved | events.Archived | events.Skipped | events.HealthChecked
+    | events.Knocked
 )  # fmt: skip
 """What the law of the job takes as a host reports it."""
 

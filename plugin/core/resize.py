@@ -17,6 +17,7 @@ from scalai.core import (
     failures,
     hangs,
     health,
+    hearing,
     preemption,
     replicating,
     respacing,
@@ -92,7 +93,7 @@ def _host_joined(event: events.HostJoined, job: Job) -> Result:
     before, is_replaced = job, event.host in job.hosts
     host = Host(event.host, event.slots, job.joined, has_check=event.has_check)
     job = replace(
-        joined_anew(job, event.host),
+        hearing.forget(joined_anew(job, event.host), event.host),
         hosts={**job.hosts, event.host: host},
         joined=job.joined + 1,
         generations=event.covered,
@@ -190,7 +191,7 @@ def _host_lost(event: events.HostLost, job: Job) -> Result:
 def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
     """A host's agent is gone, and its workers with it."""
     job = replace(job, gone=job.gone | {host}, uncommitted=job.uncommitted - {host}, now=at)
-    job, lines = strike(job, [host])
+    job, lines = strike(hearing.forget(job, host), [host])
     job, excused = excuse_loss(job, host)
     lines, job = (*lines, *excused), archiving.lose(replicating.give_up(job), [host])
     given_up: tuple[Action, ...] = ()
@@ -268,6 +269,8 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
     if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):
         job, actions = consider(job)
         return job, (*asked, *actions)
+    job, heard = hearing.ticked(job)
+    asked = (*asked, *heard)
     if stuck := hangs.hung(job, event.stalled):
         return stuck[0], (*asked, *stuck[1])
     job, spaced = respacing.ticked(job)
@@ -397,7 +400,7 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
 for _rule in (commits.judged, commits.sealed, commits.skipped, commits.snapshot_judged,
               commits.committed,
               commits.rescue_judged, replicating.replicated, archiving.archived,
-              failures.frozen, failures.rescued, health.checked,
+              failures.frozen, failures.rescued, health.checked, hearing.knocked,
               starting.progressed, starting.published, starting.restored, starting.proven,
               examining.proof_failed, examining.examined, examining.suspected):  # fmt: skip
     _on.register(_rule)

@@ -156,6 +156,15 @@ class Histories(RuleBasedStateMachine):
             host.is_done = True
             simulation.feed(events.Finished(name, host.round))
 
+    @rule(name=NAMES, other=NAMES)
+    def cut_a_link(self, name: str, other: str) -> None:
+        """Two hosts do not hear each other, or hear each other again."""
+        pair = frozenset((name, other))
+        if pair in self.simulation.cut:
+            self.simulation.join_links(name, other)
+        elif len(pair) == 2:
+            self.simulation.cut.add(pair)
+
     @rule(name=NAMES)
     def fall_ill(self, name: str) -> None:
         """It fails its health check when it is asked next, or passes it again."""
@@ -204,7 +213,7 @@ class Histories(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.6, 5.0, 61.0, 700.0]))
     def tick(self, seconds: float) -> None:
         before, hosts = self.simulation.job, self.simulation.hosts
-        hangs = any(host.is_hung for host in hosts.values())
+        hangs = any(host.is_hung for host in hosts.values()) or self.simulation.are_cut(hosts)
         self.simulation.tick(seconds)
         is_overdue = before.phase in (m.Phase.STARTING, m.Phase.EXAMINING, *LOSING)
         is_overdue = is_overdue or bool(before.hang_s and hangs)

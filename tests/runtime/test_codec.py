@@ -66,6 +66,7 @@ PARTS: list[Any] = [
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
     *(kind(3) for kind in (commands.Drop, commands.Save, commands.Doubt, commands.Retire)),
     commands.Examine(3),
+    *(commands.Knock(4, (("b", ("10.0.0.2", 5)),)), events.Knocked("a", 4, ("b",))),
     commands.DropSnapshot("r-1-8"),
     *(commands.Archive(1, 3, True), commands.FinishArchive(2, 3), events.Archived("a", 1, 9, "no")),
     commands.Replicate(4, SOURCES, Shared(Ring(("a", "b"), ("x", "y"), 1, True, ("b",)))),

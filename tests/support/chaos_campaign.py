@@ -84,6 +84,7 @@ PARTS = (
         for kind in ("kill-worker", "kill-agent")
         for station, trigger in TRIGGERS.items() if trigger == "kill-worker"
     )),
+    Part("between", ("cut-pair",), has_links=True),
     Part("links", ("reset-link", "drop-link", "slow-link"), hosts="ab", has_links=True),
 )  # fmt: skip
 SHORT = {

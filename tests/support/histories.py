@@ -82,6 +82,12 @@ class Histories(RuleBasedStateMachine):
     def cut(self, name: str) -> None:
         self.world.cut(name)
 
+    @rule(name=NAMES, other=NAMES)
+    def break_link(self, name: str, other: str) -> None:
+        """Two hosts do not hear each other, or do again."""
+        if name != other:
+            self.world.broken ^= {frozenset((name, other))}
+
     @rule(name=NAMES)
     def leave(self, name: str) -> None:
         self.world.leave(name)

@@ -1,6 +1,6 @@
 """A host as the rules of membership see it, and what is known and true of all hosts of a job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from scalai.core import actions, events
@@ -73,6 +73,10 @@ class Known:
         """Hosts whose workers hang in every round behind their first step."""
         self.has_check: set[str] = set()
         """Hosts with a health check."""
+        self.cut: set[frozenset[str]] = set()
+        """Pairs of hosts that do not hear each other."""
+        self.cannot_meet: set[int] = set()
+        """Worlds whose workers wait for each other for ever, and nobody knows why."""
         self.sick: set[str] = set()
         """Those that fail it."""
         self.cannot_run: set[int] = set()
@@ -104,8 +108,17 @@ class Known:
         return {
             name
             for name, host in self.hosts.items()
-            if host.is_silent or host.is_hung or host.is_done or host.held is not None
+            if host.is_silent
+            or host.is_hung
+            or host.is_done
+            or host.held is not None
+            or self.are_cut(self.hosts)
         }
+
+    def are_cut(self, names: Iterable[str]) -> bool:
+        """Whether workers of these hosts cannot meet."""
+        present = frozenset(names)
+        return any(pair <= present for pair in self.cut)
 
     def forget(self, name: str) -> None:
         for parts in self.known.values():

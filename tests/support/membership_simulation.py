@@ -8,6 +8,7 @@ from typing import Any
 from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.behind import SILENT
+from scalai.core.links import Links
 from scalai.core.membership import TRAINING, active
 from scalai.core.resize import advance
 from support.membership_choice import assign_all
@@ -19,7 +20,7 @@ def _at_rest(job: m.Job) -> m.Job:
     spacing = replace(job.spacing, worker_s=0.0, counted_at=None)
     return replace(
         job, newest=0, now=0.0, wait=m.Wait(), stepped_at=None, trained_s=0.0, barred={},
-        spacing=spacing,
+        spacing=spacing, links=Links(),
     )  # fmt: skip
 
 
@@ -79,7 +80,8 @@ class Simulation(Known):
     def stalled(self) -> dict[str, events.Stalled]:
         """Return who makes no step in training: all, where some hang. Each host has one rank."""
         names = sorted(active(self.job))
-        if self.job.phase not in TRAINING or not any(self.hosts[n].is_hung for n in names):
+        is_still = self.are_cut(names) or any(self.hosts[name].is_hung for name in names)
+        if self.job.phase not in TRAINING or not is_still:
             self.still_since = None
             return {}
         self.still_since = self.now if self.still_since is None else self.still_since
@@ -95,7 +97,7 @@ class Simulation(Known):
     def train(self, steps: int) -> None:
         """Make steps, where the workers run freely."""
         if self.job.phase in TRAINING:
-            if not any(
+            if not self.are_cut(active(self.job)) and not any(
                 self.hosts[name].is_hung or self.hosts[name].is_done for name in active(self.job)
             ):
                 for name in active(self.job):
@@ -147,6 +149,7 @@ class Simulation(Known):
     def heal(self) -> None:
         """Faults stop: what hung goes on."""
         self.end_save()
+        self.join_links()
         self.cannot_run.clear()
         self.sick.clear()
         self.spoilt.clear()
@@ -155,6 +158,16 @@ class Simulation(Known):
             if host is not None:
                 host.is_silent = False
                 self.wake(host)
+
+    def join_links(self, *names: str) -> None:
+        """Hosts hear each other again; of none: all do."""
+        self.cut = {pair for pair in self.cut if names and pair != frozenset(names)}
+        for host in self.hosts.values():
+            if host.todo is not None and not host.is_hung:
+                self.commands[host.name].append(host.todo)
+                host.todo = None
+            elif host.stop is not None and not host.stands and not host.is_hung:
+                self.commands[host.name].append(lambda h=host: self.arrive(h, h.round))  # type: ignore[misc]
 
     def wake(self, host: SimulatedHost) -> None:
         """Workers that hung go on with what they had to do."""
@@ -234,6 +247,8 @@ class Simulation(Known):
                 self.tell(hosts, lambda host: events.Saved(host.name))
             case actions.CheckHealth(hosts, order):
                 self.tell(hosts, lambda host: self.check_health(host, order))
+            case actions.Knock(hosts, order):
+                self.tell(hosts, lambda host: self.knock(host, order, hosts))
             case actions.Exit():
                 self.exits.append(action)
 
@@ -253,11 +268,18 @@ class Simulation(Known):
         is_sick = host.name in self.sick
         return events.HealthChecked(host.name, order, not is_sick, "no device" if is_sick else "")
 
-    def build(self, host: SimulatedHost, round: int) -> events.Event:
+    def knock(self, host: SimulatedHost, order: int, hosts: tuple[str, ...]) -> events.Event:
+        unheard = tuple(name for name in hosts if frozenset((name, host.name)) in self.cut)
+        return events.Knocked(host.name, order, unheard)
+
+    def build(self, host: SimulatedHost, round: int) -> events.Event | None:
         assert host.built is None, "two rounds are on standby"
         if host.name in self.cannot_build:
             return events.NotBuilt(host.name, round, "no room")
         host.built = round
+        standby = self.job.standby
+        if standby is not None and self.are_cut(standby.assignment.active):
+            return None
         return events.Built(host.name, round)
 
     @staticmethod
@@ -278,6 +300,8 @@ class Simulation(Known):
     def arrive(self, host: SimulatedHost, round: int | None) -> events.Event | None:
         """The workers come to the stop, where there is one and they can."""
         if host.is_hung or host.is_done or host.stop is None or round is None:
+            return None
+        if self.are_cut(active(self.job)):
             return None
         host.step, host.stands = host.stop, True
         if self.is_saving:
@@ -387,7 +411,8 @@ class Simulation(Known):
                 return events.WorkersFailed(host.name, round, "what was built is gone")
         if host.round != round:
             return None
-        if host.is_hung:
+        is_met = start.assignment.degrees.world_size not in self.cannot_meet
+        if host.is_hung or not is_met or self.are_cut(start.assignment.active):
             host.todo = lambda: self.in_start(host, round, work)
             return None
         return work(host, start)

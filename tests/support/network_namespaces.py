@@ -110,6 +110,17 @@ class NetworkHosts:
         state = "up" if up else "down"
         _ip("-n", self.space(name), "link", "set", self.devices[name], state)
 
+    def sever(self, one: str, other: str, *, is_cut: bool = True) -> None:
+        """Have what two hosts send each other get lost, or arrive again; others hear both."""
+        for near, far in ((one, other), (other, one)):
+            words = ["-n", self.space(near), "neigh"]
+            address, device = self.addresses[far], self.devices[near]
+            if is_cut:
+                nowhere = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+                _ip(*words, "replace", address, *nowhere, "dev", device)
+            else:
+                _ip(*words, "del", address, "dev", device)
+
     def space(self, name: str) -> str:
         """Return the name of a host's network namespace."""
         return f"{self._mark}-{name}"

@@ -159,6 +159,11 @@ class SimulatedHands:
                 host.work.append(lambda: host.world.disk.obey(host, order))
             case actions.CheckHealth(asked):
                 host.work.append(lambda: events.HealthChecked(asked, not host.is_sick, "no device"))
+            case actions.Knock(asked, peers):
+                names = [name for name, _ in peers]
+                host.work.append(
+                    lambda: events.Knocked(asked, host.world.unheard(host.name, names))
+                )
             case actions.Look():
                 host.unsent.append(reports.Attached(host.found(), ()))
         return ()

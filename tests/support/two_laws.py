@@ -44,6 +44,8 @@ class World:
     """How often generations come to the disk that all hosts share; 0: it stays empty."""
     has_checks: bool = False
     """Whether hosts have a health check, which they pass before they run workers."""
+    broken: set[frozenset[str]] = field(default_factory=set)
+    """Pairs of hosts that do not hear each other."""
     disk: SimulatedDisk = field(default_factory=SimulatedDisk)
     hosts: dict[str, SimulatedHost] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
@@ -138,6 +140,18 @@ class World:
         """Whether a host's data plane gives out a generation."""
         host = self.hosts.get(name)
         return host is not None and not host.is_silent and generation in host.store
+
+    def unheard(self, name: str, others: Iterable[str]) -> tuple[str, ...]:
+        """Return which of the others a host does not hear."""
+        return tuple(other for other in others if frozenset((name, other)) in self.broken)
+
+    def can_meet(self, number: int) -> bool:
+        """Whether the workers of a round reach each other."""
+        state = self.live.state
+        standby = state.standby.assignment if state.standby is not None else None
+        assignment = state.current if number == state.round else standby
+        members = frozenset() if assignment is None else assignment.members
+        return not any(pair <= members for pair in self.broken)
 
     def is_training(self) -> bool:
         """Whether every worker of the present round trains."""
@@ -293,7 +307,8 @@ class World:
                     host.hands.ask_copy(number, worker)
                 if host.agent.state.exit is not None:
                     return
-                if not is_gone and not worker.is_hung and worker.call is None:
+                is_hung = worker.is_hung or not self.can_meet(number)
+                if not is_gone and not is_hung and worker.call is None:
                     if worker.doing != "train":
                         self.happened += 1
                         host.hands.ask(number, worker)
@@ -312,7 +327,7 @@ class World:
     def train(self) -> None:
         """Make one step, if all ranks of the job can: as a collective does."""
         state = self.live.state
-        if not state.current:
+        if not state.current or not self.can_meet(state.round):
             return
         workers = self._workers()
         for group, worker in workers:
@@ -443,6 +458,7 @@ class World:
         """Faults stop: what hung goes on, who was silent speaks, who had no room has."""
         self._end_ghosts([ghost.name for ghost in self.ghosts])
         self.save, self.disk.is_full = None, False
+        self.broken.clear()
         self.delay_stores(is_late=False)
         for host in self.hosts.values():
             host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False

@@ -293,6 +293,14 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class Knock:
+    """Knock at the data planes of these hosts, beside the loop: ``Knocked``."""
+
+    order: int
+    peers: tuple[tuple[str, tuple[str, int]], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckHealth:
     """Run the health check beside the loop, for this reason: ``HealthChecked``."""
 
@@ -318,5 +326,6 @@ Action = (
     Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
     | Propose | Agree | Space | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
     | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | DropSnapshot | Drop | Save
-    | Archive | Replicate | TellHeld | Examine | Doubt | Look | CheckHealth | LeaveState | Rejoin
+    | Archive | Replicate | TellHeld | Examine | Doubt | Look | CheckHealth | Knock
+    | LeaveState | Rejoin
 )  # fmt: skip

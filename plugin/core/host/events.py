@@ -263,6 +263,14 @@ class SlotsChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Knocked:
+    """Of the hosts at which ``order`` had this one knock it does not hear these."""
+
+    order: int
+    unheard: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HealthChecked:
     """The health check that ``order`` asked for has ended; ``reason``: why it has failed."""
 
@@ -314,6 +322,7 @@ Event = (
     | GroupOver | Proposed | Agreed | Spaced | Reserved | NoRoom | Sealed | Fetched | NotProven
     | Moved
     | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | Replicated | LeaveAsked
-    | Noticed | NoticeWithdrawn | SlotsChanged | HealthChecked | Expelled | Rejoined | NotRejoined
+    | Noticed | NoticeWithdrawn | SlotsChanged | HealthChecked | Knocked | Expelled | Rejoined
+    | NotRejoined
     | CoordinatorLost | CoordinatorReplaced | ActionFailed
 )  # fmt: skip

@@ -153,6 +153,8 @@ def _of_the_host(step: Step, event: events.Event) -> None:
                 step.tell(reports.Slots(slots))
         case events.HealthChecked(order, is_healthy, reason):
             step.tell(job_events.HealthChecked(step.state.host, order, is_healthy, reason))
+        case events.Knocked(order, unheard):
+            step.tell(job_events.Knocked(step.state.host, order, unheard))
         case events.Expelled(reason):
             _expelled(step, reason)
         case events.Rejoined():
@@ -239,6 +241,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             step.do(actions.Look())
         case commands.CheckHealth(order, reason):
             step.do(actions.CheckHealth(order, reason))
+        case commands.Knock(order, peers):
+            step.do(actions.Knock(order, peers))
         case commands.Report():
             if step.round is not None and step.round.has_group:
                 step.do(actions.ShowStacks(step.round.number))

@@ -139,6 +139,22 @@ def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path
     assert world.is_training() and world.furthest() > (number + 1, step), world.log
 
 
+def test_two_hosts_that_do_not_hear_each_other_do_not_stop_the_others(tmp_path: Path) -> None:
+    """Each hears the coordinator; the round that ran cannot be made again."""
+    world = two_hosts(tmp_path)
+    world.add("c")
+    world.go_on(120.0)
+    number, step = world.furthest()
+    world.broken.add(frozenset("bc"))
+    world.go_on(900.0)
+    assert logged(world, "event=unheard b and c do not hear each other"), world.log
+    assert world.is_training() and len(world.live.state.current.active) == 2, world.log
+    assert world.furthest() > (number, step) and world.live.state.failures_left >= 8, world.log
+    world.broken.clear()
+    world.go_on(900.0)
+    assert world.is_training() and len(world.live.state.current.active) == 3, world.log
+
+
 def three_with_shards(folder: Path, **settings: Any) -> World:
     """Return a job that trains on hosts a, b and c, each of which alone has written some of it."""
     world = two_hosts(folder, is_replicated=False, **settings)

@@ -1,0 +1,72 @@
+"""Which hosts this one reaches at their data planes, found out beside the agent's loop."""
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+TRIES = 3
+"""One packet that is lost is no broken link."""
+KNOCK_S, PAUSE_S = 5.0, 1.0
+"""How long the others may take, each time, and the time between two tries."""
+AT_ONCE = 256
+
+Address = tuple[str, int]
+Peers = tuple[tuple[str, Address], ...]
+
+log = logging.getLogger(__name__)
+
+
+def begin_to_knock(peers: Peers, then: Callable[[tuple[str, ...]], object]) -> None:
+    """Knock in a thread of its own, and hand on which of the hosts are not heard. Where that cannot
+    be found out all count as heard."""
+
+    def work() -> None:
+        try:
+            unheard = knock(peers)
+        except (OSError, RuntimeError) as error:  # no descriptors, or no threads
+            log.warning("event=not_knocked %s", error)
+            unheard = ()
+        then(unheard)
+
+    threading.Thread(target=work, name="knocking", daemon=True).start()
+
+
+def knock(peers: Peers) -> tuple[str, ...]:
+    """Return those of the hosts of which none takes a connection in ``TRIES``: a kernel does that
+    by itself, however busy its agent is, and a wall that refuses it would refuse the workers'."""
+    left = dict(peers)
+    for number in range(TRIES):
+        if number:
+            time.sleep(PAUSE_S)
+        waiting = list(left.items())
+        for begin in range(0, len(waiting), AT_ONCE):
+            for host in _taken(dict(waiting[begin : begin + AT_ONCE])):
+                del left[host]
+        if not left:
+            break
+    return tuple(sorted(left))
+
+
+def _taken(peers: Mapping[str, Address]) -> list[str]:
+    """Return the hosts that have taken a connection, which is ended at once."""
+    with ExitStack() as closing:
+        poll, waiting, taken = select.poll(), dict[int, str](), list[str]()
+        for host, (name, port) in peers.items():
+            family, kind, *_, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+            line = closing.enter_context(socket.socket(family, kind))
+            line.setblocking(False)
+            line.connect_ex(address)
+            waiting[line.fileno()] = host
+            poll.register(line, select.POLLOUT)
+        deadline = time.monotonic() + KNOCK_S
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for descriptor, event in poll.poll(1000 * left_s):
+                poll.unregister(descriptor)
+                host = waiting.pop(descriptor)
+                if event & select.POLLOUT and not event & (select.POLLERR | select.POLLHUP):
+                    taken.append(host)
+    return taken

@@ -1,0 +1,80 @@
+"""Hosts find out which others they reach."""
+
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from scalai.launch.agent import knocking
+from scalai.launch.agent.knocking import begin_to_knock, knock
+from support.network_namespaces import NetworkHosts
+from support.ports import free_port
+
+obstacle = NetworkHosts.obstacle()
+
+
+def test_who_takes_a_connection_is_heard_however_busy_its_agent_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(knocking, "PAUSE_S", 0.01)
+    monkeypatch.setattr(knocking, "AT_ONCE", 2)
+    with socket.create_server(("127.0.0.1", 0)) as busy:  # nobody accepts
+        there, gone = busy.getsockname(), ("127.0.0.1", free_port("127.0.0.1"))
+        peers = (("a", there), ("b", gone), ("c", there), ("d", gone), ("e", there))
+        assert knock(peers) == ("b", "d")
+    assert knock(()) == ()
+
+
+def test_where_it_cannot_be_found_out_nobody_counts_as_unheard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, has_come = list[tuple[str, ...]](), threading.Event()
+
+    def take(unheard: tuple[str, ...]) -> None:
+        found.append(unheard)
+        has_come.set()
+
+    def full(peers: object) -> tuple[str, ...]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(knocking, "knock", full)
+    begin_to_knock((("a", ("127.0.0.1", 1)),), take)
+    assert has_come.wait(30) and found == [()]
+
+
+@pytest.mark.skipif(obstacle is not None, reason=str(obstacle))
+def test_a_pair_that_loses_what_it_sends_each_other_is_found_by_both_sides(tmp_path: Path) -> None:
+    """On a network; the third host hears both."""
+    listen = (
+        "import socket, sys; s = socket.create_server((sys.argv[1], 9)); print(flush=True);"
+        "sys.stdin.read()"
+    )
+    ask = (
+        "import sys; from scalai.launch.agent import knocking; knocking.KNOCK_S = 2.0;"
+        "names = sys.argv[1::2]; places = [(a, 9) for a in sys.argv[2::2]];"
+        "print(*knocking.knock(tuple(zip(names, places))))"
+    )
+    with NetworkHosts(("h1", "h2", "h3")) as hosts:
+        servers = [
+            subprocess.Popen(
+                hosts.on(name, [sys.executable, "-c", listen, address]),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )
+            for name, address in hosts.addresses.items()
+        ]  # fmt: skip
+        try:
+            for server in servers:
+                assert server.stdout is not None and server.stdout.readline()
+            hosts.sever("h2", "h3")
+            found = {}
+            for name in hosts.addresses:
+                words = [w for n, a in hosts.addresses.items() if n != name for w in (n, a)]
+                asked = hosts.on(name, [sys.executable, "-c", ask, *words])
+                found[name] = subprocess.check_output(asked, text=True, timeout=120).split()
+            assert found == {"h1": [], "h2": ["h3"], "h3": ["h2"]}
+        finally:
+            for server in servers:
+                server.communicate(timeout=60)
