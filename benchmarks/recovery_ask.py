@@ -12,13 +12,15 @@ from scalai.launch.config.endpoint import TOKEN_VARIABLE
 from scalai.launch.coordinator.leases import FolderRegister
 from scalai.launch.coordinator.person_calls import Scale, Status
 from scalai.runtime.calls import Channel
+from scalai.runtime.handshake import job_key
 
 WAIT_S = 300.0
 
 
 def main() -> None:
     root, job, term, nproc = sys.argv[1:]
-    register, token = FolderRegister(Path(root), job), os.environ[TOKEN_VARIABLE].encode()
+    register = FolderRegister(Path(root), job)
+    token = job_key(os.environ[TOKEN_VARIABLE], job).encode()
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         try:

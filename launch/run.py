@@ -227,7 +227,7 @@ def _joined(
     A coordinator of this machine whose job has just failed is waited for, and followed by a new
     one.
     """
-    token, deadline = take_token(), time.monotonic() + ENDING_S
+    token, deadline = take_token(spec.job), time.monotonic() + ENDING_S
     while True:
         place = find_coordinator(spec, token)
         interface = spec.options.local_addr or address_towards(place.address)

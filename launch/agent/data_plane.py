@@ -31,6 +31,7 @@ from scalai.launch.agent.vote_desk import VoteDesk
 from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
+from scalai.runtime.handshake import DATA_PLANE, service_key
 from scalai.runtime.listening import Listener
 from scalai.store.files import contiguous_chunks, write_at
 from scalai.store.host import HostStore
@@ -136,8 +137,9 @@ class DataPlaneServer:
         self._store, self.votes = store, VoteDesk()
         self._mutex, self._giving = threading.Lock(), 0
         self._listener = Listener(
-            (interface, port), token, self._talk, timeout_s=DEFAULT_TIMEOUT_S, name="data-plane"
-        )
+            (interface, port), service_key(token, DATA_PLANE, store.host), self._talk,
+            timeout_s=DEFAULT_TIMEOUT_S, name="data-plane",
+        )  # fmt: skip
         address = self._listener.address
         assert not isinstance(address, str)
         self.address: Address = address
@@ -243,6 +245,10 @@ class Peer:
     host: str
     timeout_s: float = DEFAULT_TIMEOUT_S
 
+    def _connect(self) -> FramedSocket:
+        key = service_key(self.token, DATA_PLANE, self.host)
+        return connect(self.address, key, self.timeout_s)
+
     def pieces(self, generation: int, reference: Reference) -> PiecesHeld:
         """Ask which pieces of a committed generation the host has.
 
@@ -250,7 +256,7 @@ class Peer:
             StoreError: It is not committed there, or others than the ``reference`` names are.
             PeerError: The peer is dead or not of this job.
         """
-        with connect(self.address, self.token, self.timeout_s) as framed:
+        with self._connect() as framed:
             request = ReadPieces(self.host, generation, reference.rows)
             held = _ask(framed, request, PiecesHeld)
         if held.pieces.digest().hex() != reference.digest:
@@ -267,7 +273,7 @@ class Peer:
             StoreError: The generation is not committed there.
             PeerError: The peer is dead or not of this job, or sends something else.
         """
-        with connect(self.address, self.token, self.timeout_s) as framed:
+        with self._connect() as framed:
             request = ReadRankStates(self.host, generation, tuple(coordinates))
             states = _ask(framed, request, RankStates).states
         try:
@@ -305,7 +311,7 @@ class Peer:
             PeerError: The peer is dead, silent, not of this job, or a block arrives damaged. What
                 is in the file is undefined then; fetch again, or from another host.
         """
-        with connect(self.address, self.token, self.timeout_s) as framed:
+        with self._connect() as framed:
             asked = Fetch(self.host, generation, row, pieces.offset, pieces.shape, is_checked)
             _ask(framed, asked, Parts)
             try:

@@ -3,14 +3,19 @@
 import argparse
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.messages import JsonText, Request
-from scalai.launch.config.endpoint import TOKEN_VARIABLE, read_card, read_identity, split_endpoint
+from scalai.launch.config.endpoint import (
+    TOKEN_VARIABLE,
+    read_card,
+    read_identity,
+    split_endpoint,
+    take_token,
+)
 from scalai.launch.config.identity import secure_process, tls_files
 from scalai.launch.coordinator import person_calls as calls
 from scalai.runtime.calls import Channel
@@ -46,7 +51,7 @@ def _ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
     """Ask the job's coordinator."""
     secure_process(tls_files(arguments.tls))
     if arguments.coordinator is not None:
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = take_token(check_job(arguments.job))
         if token is None:
             raise UsageError(f"set {TOKEN_VARIABLE} to the secret that the job was started with.")
         return _answer(split_endpoint(arguments.coordinator), token.encode(), request)

@@ -32,6 +32,7 @@ def _coordinator(arguments: argparse.Namespace) -> int:
     from scalai.launch.coordinator.discovery import job_directory
     from scalai.launch.coordinator.process import serve
     from scalai.launch.logs import configure
+    from scalai.runtime.handshake import job_key
 
     configure("coordinator")
     given = arguments.job_arguments
@@ -45,9 +46,10 @@ def _coordinator(arguments: argparse.Namespace) -> int:
             "a --hostfile of several hosts."
         )
     host, port = split_endpoint(endpoint)
-    token = take_token()
+    token = take_token(spec.job)
     if token is None:
-        token = secrets.token_hex(32)
-        print(f"export {TOKEN_VARIABLE}={token}   # on every host, before scalai-run", flush=True)
+        secret = secrets.token_hex(32)
+        print(f"export {TOKEN_VARIABLE}={secret}   # on every host, before scalai-run", flush=True)
+        token = job_key(secret, spec.job)
     # Started by hand, before its agents: it waits for them as long as it takes.
     return serve(spec, job_directory(spec), host, port, token.encode(), math.inf)

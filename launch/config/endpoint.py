@@ -1,6 +1,7 @@
 """The coordinator's card: how agents and commands on one machine find a job's coordinator."""
 
 import contextlib
+import ctypes
 import json
 import os
 import time
@@ -20,6 +21,7 @@ from scalai.core.errors import (
 )
 from scalai.launch.config.identity import files_of_this_process
 from scalai.runtime.calls import CONNECT_S, Channel
+from scalai.runtime.handshake import job_key
 from scalai.runtime.tls import Tls, TlsFiles, of_this_process
 from scalai.store.secure import open_below
 
@@ -33,20 +35,34 @@ TOKEN_CHARACTERS = 16
 """A shorter secret is soon guessed by whoever has heard one handshake."""
 
 
-def take_token() -> str | None:
-    """Return the job's secret from the environment, None where there is none, and take it out of
-    there: what this process starts does not inherit it.
+def take_token(job: str) -> str | None:
+    """Return the key that follows from the job's secret in the environment (``job_key``), None
+    where there is none, and take the secret out of there: what this process starts does not inherit
+    it, and nobody reads it in ``/proc``.
 
     Raises:
         UsageError: It is too short.
     """
-    token = os.environ.pop(TOKEN_VARIABLE, None)
-    if token is not None and len(token) < TOKEN_CHARACTERS:
+    secret = os.environ.get(TOKEN_VARIABLE)
+    if secret is None:
+        return None
+    _wipe(TOKEN_VARIABLE, len(os.fsencode(secret)))
+    del os.environ[TOKEN_VARIABLE]
+    if len(secret) < TOKEN_CHARACTERS:
         raise UsageError(
-            f"{TOKEN_VARIABLE} has {len(token)} characters; at least {TOKEN_CHARACTERS} are needed "
-            "so that nobody guesses it. Take the output of: openssl rand -hex 32"
+            f"{TOKEN_VARIABLE} has {len(secret)} characters; at least {TOKEN_CHARACTERS} are "
+            "needed so that nobody guesses it. Take the output of: openssl rand -hex 32"
         )
-    return token
+    return job_key(secret, job)
+
+
+def _wipe(variable: str, size_bytes: int) -> None:
+    """Overwrite the value that the process was started with: the kernel shows it for ever."""
+    find = ctypes.CDLL(None).getenv
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    place = find(variable.encode())
+    if place is not None:
+        ctypes.memset(place, ord("*"), size_bytes)
 
 
 def read_card(

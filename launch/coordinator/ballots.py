@@ -12,6 +12,7 @@ from scalai.core.witness import Told, VoteRequest
 from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
+from scalai.runtime.handshake import DATA_PLANE, service_key
 
 ASK_S = 2.0
 """How long a witness may take to answer."""
@@ -25,7 +26,7 @@ class _Line:
     no other."""
 
     def __init__(self, witness: Witness, token: bytes) -> None:
-        self._witness, self._token = witness, token
+        self._witness, self._token = witness, service_key(token, DATA_PLANE, witness.host)
         self.mutex = threading.Lock()
         self._framed: FramedSocket | None = None
 

@@ -247,7 +247,7 @@ class Desk:
         answer = self._admission.join(peer, join, manifests, spec, replaces=replaces)
         members.name(host, join.incarnation, join.store)
         if self._refusals is not None:
-            self._refusals.greet(members[host])
+            self._refusals.greet(host, members[host])
         self._hear_kept()
         return answer
 

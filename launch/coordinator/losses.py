@@ -129,7 +129,7 @@ class Losses:
             elif unlinked_s is not None and unlinked_s > grace_s:
                 live.log(f"event=lost host={host}: its connections have ended")
                 live.lose(host)
-            elif unlinked_s is not None and self._refusals and self._refusals.is_gone(agent):
+            elif unlinked_s is not None and self._refusals and self._refusals.is_gone(host, agent):
                 live.log(
                     f"event=lost host={host}: its connections have ended, and nobody listens at "
                     f"{agent.address[0]}:{agent.address[1]} any more"

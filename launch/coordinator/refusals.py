@@ -8,6 +8,7 @@ import threading
 from scalai.core.errors import AbsentError, PeerError
 from scalai.launch.coordinator.members import Member
 from scalai.runtime.connecting import connect
+from scalai.runtime.handshake import DATA_PLANE, service_key
 
 ANSWER_S = 1.0
 """How long the other side may take to say who it is."""
@@ -15,8 +16,8 @@ ANSWER_S = 1.0
 log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
-_Knock = tuple[Address, float | None]
-"""At which address, for an agent that has no connection since when."""
+_Knock = tuple[str, Address, float | None]
+"""At which host's address, for an agent that has no connection since when."""
 
 
 class Refusals:
@@ -35,23 +36,23 @@ class Refusals:
         self._asked: queue.SimpleQueue[_Knock] = queue.SimpleQueue()
         self._found: dict[_Knock, bool] = {}
         """What came of knocking; where that is not over, False."""
-        self._reached = set[Address]()
+        self._reached = set[tuple[str, Address]]()
         """Where somebody of the job has answered."""
         self._thread: threading.Thread | None = None
 
-    def is_gone(self, agent: Member) -> bool:
+    def is_gone(self, host: str, agent: Member) -> bool:
         """Whether it was seen, since the agent has no connection, that nobody listens where it
         did. Blocks for nothing: the first question has somebody look."""
-        knock = agent.address, agent.unlinked_at
+        knock = host, agent.address, agent.unlinked_at
         with self._mutex:
-            if knock in self._found or agent.address not in self._reached:
+            if knock in self._found or knock[:2] not in self._reached:
                 return self._found.get(knock, False)
         self._ask(knock)
         return False
 
-    def greet(self, agent: Member) -> None:
+    def greet(self, host: str, agent: Member) -> None:
         """It has joined: see whether it can be reached at all."""
-        self._ask((agent.address, None))
+        self._ask((host, agent.address, None))
 
     def _ask(self, knock: _Knock) -> None:
         with self._mutex:
@@ -64,16 +65,16 @@ class Refusals:
     def _run(self) -> None:
         while True:
             knock = self._asked.get()
-            answers = self._answers(knock[0])
+            answers = self._answers(*knock[:2])
             with self._mutex:
                 self._found[knock] = answers is False
                 if answers:
-                    self._reached.add(knock[0])
+                    self._reached.add(knock[:2])
 
-    def _answers(self, address: Address) -> bool | None:
+    def _answers(self, host: str, address: Address) -> bool | None:
         """Whether somebody of the job listens there; None: it cannot be told."""
         try:
-            connect(address, self._token, ANSWER_S).close()
+            connect(address, service_key(self._token, DATA_PLANE, host), ANSWER_S).close()
         except AbsentError:
             return False
         except PeerError:

@@ -4,11 +4,17 @@ A stop is agreed without a collective. The agent writes the step at which to sto
 far every worker is; a worker writes how far it is, then reads where to stop. If every worker was
 below the stop when it was written, every worker will see it in time; otherwise the agent takes it
 back and tries a later one.
+
+That needs an order between a write and a read of another cell, which no processor gives by itself
+(x86 may read first, ARM may also change the order of writes). The agent has the kernel make it on
+all of them (``order``), so that a step of a worker costs nothing more.
 """
 
+import ctypes
 import errno
 import mmap
 import os
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +34,25 @@ OUT_OF_MEMORY_EXIT = errno.ENOMEM
 """Exit code by which a worker tells its agent that these degrees do not fit into its device."""
 MAX_WORKERS = (PAGE_BYTES // 8 - FIRST_WORKER) // 2
 FIRST_IN_STEP = FIRST_WORKER + MAX_WORKERS
+MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365, "s390x": 356}
+"""Number of the system call, by machine: the C library has no name for it."""
+ON_ALL = 1
+"""``MEMBARRIER_CMD_GLOBAL``."""
+VISIBLE_S = 0.002
+"""Where the kernel cannot order them, by far longer than a write waits in a processor."""
+
+
+def order() -> None:
+    """Return once every running thread of this machine has passed a full memory barrier: what it
+    had written before is visible, and what it reads from now on is what was written before this
+    call.
+
+    Source:
+        membarrier(2), since Linux 4.3. A kernel with ``nohz_full`` has none, nor some sandboxes.
+    """
+    number = MEMBARRIER.get(platform.machine())
+    if number is None or ctypes.CDLL(None).syscall(number, ON_ALL, 0, 0):
+        time.sleep(VISIBLE_S)
 
 
 def control_path(directory: Path, round: int) -> Path:
@@ -85,11 +110,11 @@ class ControlPage:
 
     def prepare(self, stop: int) -> None:
         """Agent: ask every worker to wait for the word at the end of step ``stop``."""
-        self._cells[AGREED] = 0
+        if self._cells[AGREED]:  # of an earlier one: nobody takes it for the word of this one
+            self._cells[AGREED] = 0
+            order()
         self._cells[STOP] = stop
-        # A processor may read the workers' cells before others see this write; by then it is long
-        # visible.
-        time.sleep(0.002)
+        order()
 
     def agree(self, stop: int) -> None:
         """Agent: the word. Every worker that reaches ``stop`` leaves there."""
@@ -103,7 +128,7 @@ class ControlPage:
         """Agent: which steps have snapshots, from its first one on."""
         # One cell, so that nobody reads a half of it.
         self._cells[SPACED] = schedule.begin << EVERY_BITS | schedule.every
-        time.sleep(0.002)  # as of ``prepare``
+        order()
 
     def spaced(self) -> Schedule | None:
         """Worker, after ``report``: which steps have snapshots; None: as it was told at first."""

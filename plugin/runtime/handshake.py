@@ -5,9 +5,14 @@ The client sends a fresh number and the versions that it speaks, the server its 
 version that it has chosen. Then each proves by HMAC-SHA256 under the token that it has seen all of
 that (client first, so that who does not know the token learns nothing but a number and versions);
 the proofs differ by their role, so that none can be sent back. The keys follow from the token and
-from what was sent, as in HKDF's expansion (RFC 5869, 2.3), so that no two connections share one.
+from what was sent, as in HKDF (RFC 5869), so that no two connections share one.
+
+A token is the key that follows from a job's secret and its name (``job_key``), by a function that
+takes so much memory and time that few secrets can be tried against a proof that was heard. Of what
+serves under another name than the job's coordinator the key is another one (``service_key``).
 """
 
+import hashlib
 import hmac
 import secrets
 import struct
@@ -16,8 +21,14 @@ from dataclasses import dataclass
 from scalai.core.errors import UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
 
-VERSIONS = range(2, 3)
-"""Versions of the protocol that this release speaks. 1 knew no versions."""
+VERSIONS = range(3, 4)
+"""Versions of the protocol that this release speaks. 1 knew no versions; 2 proved the secret
+itself."""
+SCRYPT_N, SCRYPT_R = 1 << 14, 8
+"""Cost of a guess (RFC 7914): 16 MiB, and some tens of milliseconds of a core."""
+_LABEL = b"scalai 3"
+DATA_PLANE = "data plane"
+"""The service of an agent for other hosts, and for who asks a witness."""
 
 _MAGIC = b"scalai"
 _HELLO = struct.Struct(">6sHH32s")
@@ -50,6 +61,26 @@ class _Hello:
         return cls(oldest, newest, number)
 
 
+def job_key(secret: str, job: str) -> str:
+    """Return what proves that a process knows a job's secret: 64 hexadecimal digits. Takes tens of
+    milliseconds and 16 MiB: once a process, and what that starts is given the key.
+
+    Source:
+        scrypt (RFC 7914), with the protocol's and the job's name as salt: the hosts of a job share
+        nothing else before they have talked.
+    """
+    known, salt = secret.encode(errors="surrogateescape"), _LABEL + b"\0" + job.encode()
+    most = 256 * SCRYPT_N * SCRYPT_R
+    key = hashlib.scrypt(known, salt=salt, n=SCRYPT_N, r=SCRYPT_R, p=1, maxmem=most, dklen=32)
+    return key.hex()
+
+
+def service_key(token: bytes, service: str, host: str) -> bytes:
+    """Return the key of what one host of a job serves under this name: what another one has heard,
+    or serves itself, proves nothing there."""
+    return hmac.digest(token, b"\0".join((_LABEL, service.encode(), host.encode())), "sha256")
+
+
 def offer(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> int:
     """Prove to a server that this side knows ``token``, and have it prove the same. From then on
     the connection is sealed.
@@ -68,7 +99,7 @@ def offer(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> int
     answer = _Hello.unpack(theirs, framed)
     if answer.newest not in versions:
         raise _other_version(framed, f"versions up to {answer.oldest}", versions)
-    seen = mine + theirs
+    seen, token = mine + theirs, _extract(token)
     framed.send(_derive(token, b"client", seen))
     if not hmac.compare_digest(framed.receive(_PROOF_BYTES), _derive(token, b"server", seen)):
         raise _stranger(framed)
@@ -87,7 +118,7 @@ def accept(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> in
     framed.send(mine)
     if not common:
         raise _other_version(framed, f"versions {asked.oldest} to {asked.newest}", versions)
-    seen = theirs + mine
+    seen, token = theirs + mine, _extract(token)
     if not hmac.compare_digest(framed.receive(_PROOF_BYTES), _derive(token, b"client", seen)):
         framed.send(_REFUSED)
         raise _stranger(framed)
@@ -97,14 +128,18 @@ def accept(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> in
     return chosen
 
 
+def _extract(token: bytes) -> bytes:
+    return hmac.digest(_LABEL, token, "sha256")
+
+
 def _derive(token: bytes, role: bytes, seen: bytes) -> bytes:
     return hmac.digest(token, role + b"\0" + seen, "sha256")
 
 
 def _stranger(framed: FramedSocket) -> UnprovenError:
     return UnprovenError(
-        f"{framed.peer} does not have this job's token. Is it an agent of another job? Give all "
-        "agents of a job the same token."
+        f"{framed.peer} does not have this job's token, or is not the host that is meant. Is it an "
+        "agent of another job? Give all agents of a job the same token."
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scalai.core.collection import Collection
-from scalai.core.errors import PeerError, StoreError, TlsError
+from scalai.core.errors import PeerError, StoreError, TlsError, UnprovenError
 from scalai.core.messages import Named
 from scalai.core.region import Box
 from scalai.core.source_list import Reference
@@ -18,9 +18,8 @@ from scalai.launch.agent import data_plane
 from scalai.launch.agent.data_plane import DataPlaneServer, Peer, PiecesHeld
 from scalai.runtime import tls
 from scalai.runtime.codec import encode
-from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
-from scalai.runtime.handshake import accept
+from scalai.runtime.handshake import DATA_PLANE, accept, service_key
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.parts import reference_of
@@ -176,7 +175,7 @@ def test_parts_outside_of_a_piece_are_refused(store: HostStore, peer: Peer, tmp_
 
 def test_another_host_than_is_meant_hands_out_nothing(server: DataPlaneServer) -> None:
     """Its port may be that of one which is gone."""
-    with pytest.raises(StoreError, match="host 'gone' is asked"):
+    with pytest.raises(UnprovenError, match="not the host that is meant"):
         Peer(server.address, TOKEN, "gone", timeout_s=5).pieces(1, ANY)
 
 
@@ -199,7 +198,7 @@ NONSENSE = {
 def test_nonsense_ends_the_connection_alone(
     server: DataPlaneServer, peer: Peer, nonsense: bytes
 ) -> None:
-    with connect(server.address, TOKEN, 5) as framed:
+    with peer._connect() as framed:
         framed.send(nonsense)
         with pytest.raises(PeerError, match="closed the connection"):
             framed.receive()
@@ -274,7 +273,7 @@ def test_a_peer_that_falls_silent_is_noticed(store: HostStore, tmp_path: Path) -
     def accept_and_say_nothing() -> None:
         connection, _ = listener.accept()
         with FramedSocket(connection, "client", 5) as framed:
-            accept(framed, TOKEN)
+            accept(framed, service_key(TOKEN, DATA_PLANE, store.host))
             framed.receive()
             framed.send(encode(Named(data_plane.Parts(1))))
             connection.recv(1)
@@ -293,8 +292,8 @@ def test_nobody_there_is_noticed(server: DataPlaneServer, peer: Peer) -> None:
         peer.pieces(1, ANY)
 
 
-def test_a_closing_server_cuts_its_peers(server: DataPlaneServer) -> None:
-    with connect(server.address, TOKEN, 5) as framed:
+def test_a_closing_server_cuts_its_peers(server: DataPlaneServer, peer: Peer) -> None:
+    with peer._connect() as framed:
         server.close()
         with pytest.raises(PeerError):
             framed.receive()

@@ -28,6 +28,7 @@ from scalai.launch.coordinator.refusals import Refusals
 from scalai.runtime.calls import Peer
 from scalai.runtime.codec import encode
 from scalai.runtime.framing import FramedSocket
+from scalai.runtime.handshake import DATA_PLANE, service_key
 from scalai.runtime.listening import Listener
 from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
 from support.wire_words import call_raw
@@ -108,9 +109,10 @@ def test_a_call_that_nobody_had_time_to_read_is_no_silence(
     calls.wait_for("save")
 
 
-def listens() -> Listener:
+def listens(host: str) -> Listener:
     """As the data plane of an agent."""
-    return Listener(("127.0.0.1", 0), TOKEN, lambda framed: None, timeout_s=5.0)
+    key = service_key(TOKEN, DATA_PLANE, host)
+    return Listener(("127.0.0.1", 0), key, lambda framed: None, timeout_s=5.0)
 
 
 def test_whose_process_is_gone_is_not_waited_for_and_whose_lives_is(tmp_path: Path) -> None:
@@ -119,13 +121,16 @@ def test_whose_process_is_gone_is_not_waited_for_and_whose_lives_is(tmp_path: Pa
     line = Line(
         tmp_path, "--nnodes", "1:4", "--max-restarts", "9", patience=patience, refusals=refusals,
     )  # fmt: skip
-    with closing(listens()) as there:
-        goes = listens()
+    with closing(listens("b")) as there:
+        goes = listens("c")
         line.join("a")
         lives = line.join("b", address=there.address)
         dies = line.join("c", address=goes.address)
         walled = line.join("d", address=("127.0.0.1", 1))
-        wait_until(lambda: {there.address, goes.address} <= refusals._reached, "both are reached")
+        wait_until(
+            lambda: {("b", there.address), ("c", goes.address)} <= refusals._reached,
+            "both are reached",
+        )
         goes.close()
         for agent in (lives, dies):
             agent.wait_for("start")
@@ -141,19 +146,19 @@ def test_whose_process_is_gone_is_not_waited_for_and_whose_lives_is(tmp_path: Pa
 
 def test_a_stranger_that_listens_there_is_neither_the_agent_nor_its_loss() -> None:
     """It may be the agent, with somebody on the way who changes what it says."""
-    first = listens()
+    first = listens("a")
     assert isinstance(first.address, tuple)
     agent, refusals = Member(cast(Peer, None), first.address), Refusals(TOKEN)
-    refusals.greet(agent)
-    wait_until(lambda: first.address in refusals._reached, "it is reached")
+    refusals.greet("a", agent)
+    wait_until(lambda: ("a", first.address) in refusals._reached, "it is reached")
     first.close()
     agent.unlinked_at = 1.0
     with closing(Listener(agent.address, b"another", lambda framed: None, timeout_s=5.0)):
-        assert not refusals.is_gone(agent)
-        behind = agent.address, -1.0
+        assert not refusals.is_gone("a", agent)
+        behind = "a", agent.address, -1.0
         refusals._asked.put(behind)  # answered by the same thread after the first
         wait_until(lambda: behind in refusals._found, "both were looked at")
-        assert not refusals.is_gone(agent)
+        assert not refusals.is_gone("a", agent)
 
 
 def test_silence_alone_does_not_end_a_job_that_has_no_other_host(tmp_path: Path) -> None:

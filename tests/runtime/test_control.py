@@ -1,7 +1,9 @@
 """The control page: a stop is seen by all workers or taken back."""
 
+import ctypes
 import errno
 import os
+import platform
 import tempfile
 import threading
 from pathlib import Path
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from scalai.core.errors import StoreError
 from scalai.core.schedule import Schedule
 from scalai.core.young_daly import MOST_STEPS
+from scalai.runtime import control
 from scalai.runtime.control import MAX_WORKERS, ControlPage
 
 
@@ -42,6 +45,36 @@ def test_the_newest_step_is_that_of_the_furthest_worker_of_the_round(
         worker.report(local_rank, step)
     assert agent.newest_step(3) == 7
     assert agent.newest_step(0) == -1
+
+
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["by the kernel", "by waiting"])
+def test_what_the_agent_reads_is_ordered_behind_what_it_has_written(
+    agent: ControlPage, worker: ControlPage, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every processor: by a barrier on all of them, else by waiting until writes are visible."""
+    waited: list[float] = []
+    monkeypatch.setattr("scalai.runtime.control.time.sleep", waited.append)
+    if not has_kernels:
+        monkeypatch.setattr(control, "MEMBARRIER", {})
+    elif ctypes.CDLL(None).syscall(control.MEMBARRIER[platform.machine()], 0, 0, 0) & 1 != 1:
+        pytest.skip("this kernel has no barrier for all threads")
+    agent.prepare(5)
+    agent.space(Schedule(4, 2))
+    assert waited == ([] if has_kernels else [control.VISIBLE_S] * 2)
+
+
+def test_the_word_of_an_earlier_stop_is_none_of_the_next_one(
+    agent: ControlPage, worker: ControlPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever order the writes of the agent become visible in, between two barriers."""
+    agent.prepare(5)
+    agent.agree(5)
+    agent.withdraw()
+    seen: list[tuple[int, int]] = []
+    cells = agent._cells
+    monkeypatch.setattr(control, "order", lambda: seen.append((int(cells[0]), int(cells[1]))))
+    agent.prepare(5)
+    assert seen == [(0, 0), (5, 0)], "the stop is written once the earlier word is gone for all"
 
 
 def test_the_last_possible_worker_has_a_cell(agent: ControlPage, worker: ControlPage) -> None:

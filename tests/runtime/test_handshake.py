@@ -11,7 +11,7 @@ import pytest
 
 from scalai.core.errors import PeerError, UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
-from scalai.runtime.handshake import VERSIONS, accept, offer
+from scalai.runtime.handshake import VERSIONS, accept, offer, service_key
 
 TOKEN = b"a secret of this job"
 Side = Callable[[FramedSocket], object]
@@ -76,6 +76,13 @@ def test_neither_side_is_taken_in_without_the_token() -> None:
     assert isinstance(client, UnprovenError) and isinstance(server, UnprovenError)
 
 
+def test_what_serves_for_another_host_or_under_another_name_is_not_taken_for_it() -> None:
+    meant = service_key(TOKEN, "data plane", "a")
+    for other in (TOKEN, service_key(TOKEN, "data plane", "b"), service_key(TOKEN, "other", "a")):
+        client, server = meet(lambda f: offer(f, meant), lambda f: accept(f, other))  # noqa: B023
+        assert isinstance(client, UnprovenError) and isinstance(server, UnprovenError)
+
+
 def test_a_version_that_somebody_on_the_way_has_lowered_is_no_version() -> None:
     """The proofs are over what each side has sent itself."""
     near, tap = socket.socketpair()
@@ -115,12 +122,13 @@ def test_the_proofs_and_the_keys_are_what_the_module_says() -> None:
     """An independent client, by the text of the module alone."""
 
     def by_hand(framed: FramedSocket) -> bytes:
-        mine = b"scalai" + b"\0\2\0\2" + secrets.token_bytes(32)
+        mine = b"scalai" + b"\0\3\0\3" + secrets.token_bytes(32)
         framed.send(mine)
         seen = mine + framed.receive()
+        extracted = hmac.new(b"scalai 3", TOKEN, hashlib.sha256).digest()
 
         def derive(role: bytes) -> bytes:
-            return hmac.new(TOKEN, role + b"\0" + seen, hashlib.sha256).digest()
+            return hmac.new(extracted, role + b"\0" + seen, hashlib.sha256).digest()
 
         framed.send(derive(b"client"))
         assert framed.receive() == derive(b"server")
@@ -134,6 +142,6 @@ def test_the_proofs_and_the_keys_are_what_the_module_says() -> None:
         framed.send(came.upper())
         return came
 
-    assert 2 in VERSIONS
+    assert 3 in VERSIONS
     sent = b"over the sealed connection"
     assert meet(by_hand, serve) == (sent.upper(), sent)
