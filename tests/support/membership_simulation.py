@@ -80,8 +80,9 @@ class Simulation(Known):
     def stalled(self) -> dict[str, events.Stalled]:
         """Return who makes no step in training: all, where some hang. Each host has one rank."""
         names = sorted(active(self.job))
-        is_still = self.are_cut(names) or any(self.hosts[name].is_hung for name in names)
-        if self.job.phase not in TRAINING or not is_still:
+        if self.job.phase not in TRAINING or not (
+            self.are_cut(names) or any(self.hosts[name].is_hung for name in names)
+        ):
             self.still_since = None
             return {}
         self.still_since = self.now if self.still_since is None else self.still_since
