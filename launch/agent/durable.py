@@ -19,6 +19,7 @@ from scalai.store.atomic import make_folder, rename_durably, replace_file, write
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_saved_manifest
 from scalai.store.places import NUMBERED, generation_name
+from scalai.store.secure import DURABLE, Folder, open_below
 
 FINISHED = "finished.json"
 
@@ -39,21 +40,21 @@ class Seen:
 
 def look(folder: Path) -> Seen:
     """Read the manifests of all parts below ``<durable_dir>/<job>``. What a running job removes
-    meanwhile, as older than what it keeps, is not there. Raises ``StoreError`` where the directory
-    itself cannot be read."""
+    meanwhile, as older than what it keeps, is not there; what another user owns or may write to
+    cannot be used. Raises ``StoreError`` where the directory itself cannot be read, or is such."""
     seen = Seen()
     try:
-        entries = sorted(folder.glob("generation-*")) if folder.is_dir() else []
-        for entry in entries:
-            match = NUMBERED.fullmatch(entry.name)
-            if match is None or not entry.is_dir():
-                continue
-            with suppress(FileNotFoundError):
-                for path in sorted(entry.iterdir()):
-                    if not path.name.startswith("."):
-                        _read(path, int(match[2]), seen)
-            if not entry.is_dir():
-                seen.forget(int(match[2]))
+        with open_below(folder.parent, folder.name, flag=DURABLE) as job:
+            for entry in sorted(folder.glob("generation-*")):
+                match = NUMBERED.fullmatch(entry.name)
+                if match is None or not entry.is_dir():
+                    continue
+                with suppress(FileNotFoundError):
+                    _look_into(job, entry, int(match[2]), seen)
+                if not entry.is_dir():
+                    seen.forget(int(match[2]))
+    except FileNotFoundError:
+        return seen
     except OSError as error:
         raise StoreError(
             f"{error.filename} cannot be read ({error.strerror}), and may hold the job's state. "
@@ -68,8 +69,21 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(match[2]) for match in found if match is not None)
 
 
-def _read(path: Path, number: int, seen: Seen) -> None:
+def _look_into(job: Folder, entry: Path, number: int, seen: Seen) -> None:
+    """Read the parts of one generation. Raises ``FileNotFoundError`` where it was removed."""
     try:
+        with job.below(entry.name) as generation:
+            for path in sorted(entry.iterdir()):
+                if not path.name.startswith("."):
+                    _read(generation, path, number, seen)
+    except StoreError as error:
+        seen.damaged[number] = str(error)
+
+
+def _read(generation: Folder, path: Path, number: int, seen: Seen) -> None:
+    try:
+        with generation.below(path.name) as part:
+            part.check_files()
         manifest = read_saved_manifest(path, number)
     except StoreError as error:
         seen.damaged[number] = str(error)
@@ -97,7 +111,7 @@ def attach_durable(store: HostStore, folder: Path) -> dict[int, str]:
 
 def check_writable(folder: Path) -> None:
     """Write a file and remove it again, so that a state that cannot be saved is known at the start.
-    Raises ``StoreError``."""
+    Raises ``StoreError``, also where others may change what is there."""
     probe = folder / f".probe-{os.getpid()}-{time.monotonic_ns()}"
     try:
         make_folder(folder)
@@ -110,6 +124,7 @@ def check_writable(folder: Path) -> None:
             f"--durable-dir {folder} cannot be written ({error.strerror}), so that the state could "
             "not be saved there. Name another one, or leave it out."
         ) from error
+    open_below(folder, flag=DURABLE).close()
 
 
 def write_finished(folder: Path, step: int, generation: int | None) -> None:
@@ -117,17 +132,22 @@ def write_finished(folder: Path, step: int, generation: int | None) -> None:
     make_folder(folder)
     record = {"step": step, "generation": generation, "at": _now("%Y-%m-%dT%H:%M:%SZ")}
     # The agents of all hosts say so, of one directory.
-    replace_file(folder / FINISHED, json.dumps(record).encode(), is_shared=True)
+    replace_file(folder / FINISHED, json.dumps(record).encode(), mode=0o600, is_shared=True)
 
 
 def refuse_finished(folder: Path) -> None:
-    """Raise ``RefusedError`` where the job of this directory has come to its end."""
+    """Raise ``RefusedError`` where the job of this directory has come to its end, ``StoreError``
+    where the directory is not this user's alone."""
     path = folder / FINISHED
     try:
-        record: Mapping[str, Json] = json.loads(path.read_text(encoding="utf-8"))
+        with open_below(folder.parent, folder.name, flag=DURABLE) as job:
+            text = job.read(FINISHED)
+        record: Mapping[str, Json] = json.loads(text)
         found = f"step {record['step']} on {record['at']}"
     except FileNotFoundError:
         return
+    except StoreError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         found = f"an unknown step ({path} cannot be read)"
     raise RefusedError(

@@ -10,6 +10,7 @@ from scalai.core.errors import PeerError, StoreError, UsageError
 from scalai.launch.agent.durable import FINISHED
 from scalai.launch.agent.leftovers import Leftover, find_leftovers, find_saved, sizes
 from scalai.launch.config.endpoint import read_card
+from scalai.launch.coordinator.leases import OWNER, await_ownership, open_ownership
 from scalai.store.lock import LOCK, StoreLock, find_owner
 from scalai.store.places import NUMBERED, check_job, default_store_dir
 from scalai.store.secure import open_below
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         StoreError: The named job is alive, or could be resumed and nobody forces it.
+        RefusedError: A run of it lives that has what it has saved.
         UsageError: There is no such job, or a directory is not what it should be.
     """
     root = args.store_dir or default_store_dir()
@@ -82,6 +84,10 @@ def _clean_named(job: Path, args: argparse.Namespace) -> int:
             raise StoreError(f"job {job.name!r} is alive: {alive}. Stop it first.")
         found = _leftovers(job)
     kept = [] if saved is None or not has_saved else find_saved(_checked_saved(saved))
+    if saved is not None and has_saved and not args.dry_run:
+        owned = open_ownership(None, saved.parent, saved.name)
+        assert owned is not None
+        await_ownership(owned, saved.parent, saved.name)
     lost = [each for each in (*found, *kept) if each.is_resumable]
     if lost and not args.force and not args.dry_run:
         lines = "".join(f"\n  {each.path}: {each.text}" for each in lost)
@@ -130,7 +136,7 @@ def _checked_saved(folder: Path) -> Path:
     for path in sorted(folder.iterdir()):
         match = NUMBERED.fullmatch(path.name)
         is_part = match is not None and match[1] == "generation" and path.is_dir()
-        is_mark = path.name.lstrip(".").startswith((FINISHED, "probe-", "retired-"))
+        is_mark = path.name.lstrip(".").startswith((FINISHED, OWNER, "probe-", "retired-"))
         if path.is_symlink() or not (is_part or is_mark):
             raise UsageError(
                 f"{folder} is not what a job has saved: {path} is neither a generation nor "

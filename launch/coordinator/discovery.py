@@ -319,12 +319,12 @@ def start_coordinator(
     with suppress(BrokenPipeError):  # it has ended: below it is asked why
         with process.stdin as order:
             orders = {"job": spec.to_json(), "token": token, "term": term}
-            orders["vote"] = known_to_json(known)
+            orders |= {"vote": known_to_json(known), "succeeds": succeeds}
             order.write(json.dumps({**orders, "is_successor": is_successor}).encode())
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while time.monotonic() < deadline:
         now = read_holder(folder)
-        card = read_card(folder) if now is not None and now.term == term else None
+        card = read_card(folder) if now is not None and now.term >= term else None
         if card is not None:
             return Place(*card, started=process, is_here=True)
         if process.poll() is not None:

@@ -93,6 +93,10 @@ class LiveJob:
         """What every agent is told once the job has ended: the command to exit."""
         self.has_crashed = False
         """Whether the coordinator itself has failed, which has ended the job."""
+        self.may_retire: Callable[[], bool] = lambda: True
+        """Whether no other run can read the durable directory."""
+        self.lost_at: float | None = None
+        """When a host was lost last."""
         self.is_alone: Callable[[], bool] = lambda: True
         """Whether no other machine can have the job's next coordinator."""
         self.interface = interface
@@ -132,6 +136,7 @@ class LiveJob:
 
     def forget(self, host: str) -> None:
         """An agent is gone without a word, and what it held."""
+        self.lost_at = time.monotonic()
         self.members.remove(host)
         self.generations.forget(host)
         self.timeline.begin(f"host {host} is lost")
@@ -369,6 +374,11 @@ class LiveJob:
                 self._release(action)
             case actions.Exit():
                 end_job(self, action)
+            case actions.Retire() if not self.may_retire():
+                self.log(
+                    "event=not_retired the durable directory does not answer: whether another run "
+                    "reads there is unknown. Older generations go with the next one"
+                )
             case actions.Say(text):
                 self.log(text if text.startswith("event=") else f"event=note {text}")
             case _:

@@ -29,7 +29,14 @@ from scalai.launch.coordinator.discovery import (
     one_at_a_time,
 )
 from scalai.launch.coordinator.elected import forward
-from scalai.launch.coordinator.leases import Entry, Lease, Register, open_register
+from scalai.launch.coordinator.leases import (
+    Entry,
+    Lease,
+    Register,
+    await_ownership,
+    open_ownership,
+    open_register,
+)
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
@@ -117,8 +124,19 @@ def _open(
     *,
     is_successor: bool,
     known: Known,
+    succeeds: bool = False,
 ) -> Coordinator:
-    """Listen, and hold the job's lease where it has one."""
+    """Listen, and hold the job's lease where it has one, and its durable directory. ``succeeds``:
+    its agents live, and wait for no disk.
+
+    Raises:
+        RefusedError: Another run of the job lives, and has the durable directory.
+    """
+    durable = spec.durable_dir if spec.is_elastic else None
+    owned = open_ownership(spec.options.coordinator_lease, durable, spec.job)
+    before = term - 1
+    if owned is not None and durable is not None and not succeeds:
+        term = max(term, 1 + await_ownership(owned, durable, spec.job))
     patience = Patience(lost_after_s=spec.config.resize.silent_s)
     coordinator = Coordinator(
         spec, address, token, log.info, alone_s, patience, term=term, is_successor=is_successor,
@@ -127,13 +145,16 @@ def _open(
     register: Register | None = open_register(spec.options.coordinator_lease, spec.job)
     if spec.may_vote:
         register = coordinator.elect(folder).register(known, token)
-    if register is not None:
-        try:
-            entry = Entry(term, address[0], int(coordinator.address[1]))
-            coordinator.lease = Lease(register, entry)
-        except ScalaiError:
-            coordinator.close()
-            raise
+    entry = Entry(term, address[0], int(coordinator.address[1]))
+    try:
+        if register is not None:
+            coordinator.lease = Lease(register, entry, coordinator.run_name)
+        if owned is not None:
+            over = before if succeeds else None
+            coordinator.owns = Lease(owned, entry, coordinator.run_name, waits_over=over)
+    except ScalaiError:
+        coordinator.close()
+        raise
     return coordinator
 
 
@@ -195,6 +216,7 @@ def main() -> int:
         coordinator = _open(
             spec, folder, (host, port), token, int(order["term"]),
             is_successor=bool(order["is_successor"]), known=known,
+            succeeds=bool(order["succeeds"]),
         )  # fmt: skip
     except ScalaiError as error:
         print(error, flush=True)

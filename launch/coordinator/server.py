@@ -15,7 +15,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest, Moved
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.electing import Electing
-from scalai.launch.coordinator.leases import Lease
+from scalai.launch.coordinator.leases import HELD_S, Lease
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
@@ -73,6 +73,11 @@ class Coordinator(Desk):
         """Signals that this process was sent."""
         self._told = ""
         """The signal by which it was told to end: it does once it has no agents."""
+        self.owns: Lease | None = None
+        """Says whether the durable directory is this run's; None: there is none to own."""
+        self._hung_at: float | None = None
+        """Since when the lease's register does not answer."""
+        self._live.may_retire = lambda: self.owns is None or self.owns.is_fresh()
         self._live.is_alone = lambda: self.lease is None or self.lease.is_alone
         try:
             self._server = Server(
@@ -86,6 +91,10 @@ class Coordinator(Desk):
     def term(self) -> int:
         """Counts the coordinators of the job."""
         return self._live.members.term
+
+    def run_name(self) -> str:
+        """Return the name of the run of the job. Any thread may ask."""
+        return self._live.run
 
     def elect(self, folder: Path) -> Electing:
         """Have its agents vote on it. ``folder``: the job's, on this machine."""
@@ -109,9 +118,11 @@ class Coordinator(Desk):
                     self.forward(self.moved)
                     where = f"{self.moved.host}:{self.moved.port}"
                     return self._stand_down(f"coordinator {self.moved.term} is at {where}.")
+                if self.owns is not None and self.owns.is_superseded:
+                    return self._stand_down(f"another run has --durable-dir: {self.owns.problem}")
                 is_over = live.has_ended and self.electing is not None  # its witnesses end, too
                 if self.lease is not None and not is_over:
-                    if not self.lease.is_held():
+                    if not self._holds(self.lease):
                         return self._stand_down(f"the lease is not held: {self.lease.problem}")
                     if self.electing is not None:
                         self.electing.hurry(self.lease)
@@ -134,6 +145,8 @@ class Coordinator(Desk):
         self._stores.end()
         if self.lease is not None:
             self.lease.end(is_over=live.has_ended)
+        if self.owns is not None:
+            self.owns.end(is_over=True)
         return live.exit_code
 
     def _hear(self) -> None:
@@ -153,6 +166,27 @@ class Coordinator(Desk):
         self._live.exit_code = code
         stays = "what the stores hold stays there: start the same job again"
         self._live.log(f"event=exit code={code} reason='{reason}; {stays}'")
+
+    def _holds(self, lease: Lease) -> bool:
+        """Whether nobody else can be the coordinator. A register that hangs takes nobody's place:
+        only hosts that do not hear this coordinator claim the next term. So it stays while it hears
+        all hosts that it had when the register last answered."""
+        if lease.is_held():
+            self._hung_at = None
+            return True
+        members = self._live.members
+        silences = [members[host].silence_s() for host in members.hosts()]
+        hears_all = max(silences, default=HELD_S) < HELD_S
+        has_lost = self._live.lost_at is not None and self._live.lost_at > lease.renewed_at
+        if lease.is_superseded or not lease.may_hang or not hears_all or has_lost:
+            return False
+        if self._hung_at is None:
+            self._hung_at = time.monotonic()
+            self._live.log(
+                f"event=lease_hangs {lease.problem} All hosts are heard, so this coordinator "
+                "stays. If a host is lost before the register answers, it stands down"
+            )
+        return True
 
     def _stand_down(self, why: str) -> int:
         """End without a word to the agents: another coordinator may have taken this one's place, or

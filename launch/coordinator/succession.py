@@ -225,6 +225,9 @@ class Succession:
         if unchanged_s <= LEASE_S and not has_died:
             return None
         turn_s = 0.0 if has_died else self._turn_s(vote)
+        if vote is None and entry is not None and entry.host and not has_died:
+            if _answers(entry.address, place.token):  # its register alone answers nobody
+                return Place(entry.address, place.token, is_here=is_here(entry.host))
         claims_at = time.monotonic() + random.uniform(0.0, JITTER_S) + turn_s
         while (left_s := claims_at - time.monotonic()) > 0:
             time.sleep(min(left_s, TURN_S))

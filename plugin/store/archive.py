@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from scalai.core.errors import StoreError
-from scalai.store.atomic import rename_durably, sync_directory
+from scalai.store.atomic import open_new, rename_durably, sync_directory
 from scalai.store.durable import free_name, missing_files, no_disk, parts_there, write_part
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.parts import StoredRows, is_fetched, snapshot_name
@@ -83,7 +83,7 @@ def write_hidden(
 
 
 def _write(path: Path, content: memoryview, check: Callable[[], None]) -> None:
-    with open(path, "xb") as file:
+    with open_new(path) as file:
         for low in range(0, len(content), STEP_BYTES):
             check()
             file.write(content[low : low + STEP_BYTES])

@@ -8,6 +8,7 @@ it. ``Folder.write`` of ``secure.py`` does the same by descriptor, where others 
 import os
 import secrets
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(
@@ -59,21 +60,28 @@ def partial_of(path: Path) -> Path:
 
 
 def write_new(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that is not there yet and bring its bytes to disk; its name is not, before
-    ``sync_directory``. Raises ``OSError``; what was written until then stays."""
-    with open(path, "xb") as file:
+    """Write a file that is not there yet, for this user alone, and bring its bytes to disk; its
+    name is not, before ``sync_directory``. Raises ``OSError``; what was written until then stays.
+    """
+    with open_new(path) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
+def open_new(path: Path) -> BinaryIO:
+    """Make a file that is not there yet, for this user alone. Raises ``OSError``."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o600), "wb")
+
+
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it where they are not there, and bring their names to disk.
-    Raises ``OSError``."""
+    """Make a folder and those above it where they are not there, for this user alone, and bring
+    their names to disk. Raises ``OSError``."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     sync_directory(folder.parent)
 
 

@@ -112,7 +112,7 @@ def write_part(
     try:
         make_folder(place.parent)
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        partial.mkdir(mode=0o700)
         for number in wanted:
             write(partial / rows.manifest.files[number].name, rows.files[number])
         write_manifest(partial, manifest)

@@ -46,6 +46,10 @@ class Owner:
             return False
         return _start_time(self.pid) != self.started
 
+    def has_died_here(self) -> bool:
+        """Was this a process of this machine, since it was booted, and is it surely dead?"""
+        return self.boot == _boot_id() and self.is_gone()
+
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -8,53 +8,65 @@ read, made, cut or locked. A root may also be a shared folder with the sticky bi
 
 What lies above a root is not checked: who may write there can take a store away, but can put
 nothing in its place that belongs to this user.
+
+A durable directory is looked at alike. A file server may know this user by another number (NFS with
+``root_squash``): what counts is the number that a file of this process gets there.
 """
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from scalai.core.errors import StoreError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+STORE, DURABLE = "--store-dir", "--durable-dir"
+"""Flags by which a person chooses another root."""
 
 
 class Folder:
     """An open folder that belongs to this user, and that no other user may write to.
 
-    ``descriptor`` stays valid until it is closed, whatever is renamed meanwhile.
+    ``descriptor`` stays valid until it is closed, whatever is renamed meanwhile. ``flag`` is the
+    one by which a person chooses another root.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, flag: str = STORE) -> None:
         self.path = path
         self.descriptor = descriptor
+        self.flag = flag
 
     @classmethod
-    def open(cls, path: Path, *, make: bool = False, may_be_shared: bool = False) -> "Folder":
+    def open(
+        cls, path: Path, *, make: bool = False, may_be_shared: bool = False, flag: str = STORE
+    ) -> "Folder":
         """Open a folder by its path.
 
         Args:
             make: Make it where it is not there, and its parents, for this user alone.
             may_be_shared: Others may own it or write to it, if it has the sticky bit.
+            flag: By which a person chooses another one.
 
         Raises:
             FileNotFoundError: It is not there.
             StoreError: It is not this user's, or cannot be opened or made; says why.
         """
-        with _refusing(path):
+        with _refusing(path, flag):
             if make:
                 path.parent.mkdir(parents=True, exist_ok=True)
-        return cls._open(path, path, None, make=make, may_be_shared=may_be_shared)
+        return cls._open(path, path, None, flag, make=make, may_be_shared=may_be_shared)
 
     @classmethod
     def _open(
-        cls, path: Path, name: str | Path, above: int | None, *, make: bool, may_be_shared: bool
-    ) -> "Folder":
-        with _refusing(path):
+        cls, path: Path, name: str | Path, above: int | None, flag: str, *, make: bool,
+        may_be_shared: bool,
+    ) -> "Folder":  # fmt: skip
+        with _refusing(path, flag):
             if make:
                 try:
                     os.mkdir(name, 0o700, dir_fd=above)
@@ -62,15 +74,17 @@ class Folder:
                     pass  # whose it is, is looked at below
             descriptor = os.open(name, _FOLDER, dir_fd=above)
         try:
-            _check_folder(path, os.fstat(descriptor), may_be_shared=may_be_shared)
+            _check_folder(path, descriptor, flag, may_be_shared=may_be_shared)
         except StoreError:
             os.close(descriptor)
             raise
-        return cls(path, descriptor)
+        return cls(path, descriptor, flag)
 
     def below(self, name: str, *, make: bool = False) -> "Folder":
         """Open a folder in this one; arguments and errors as of ``open``."""
-        return self._open(self.path / name, name, self.descriptor, make=make, may_be_shared=False)
+        return self._open(
+            self.path / name, name, self.descriptor, self.flag, make=make, may_be_shared=False
+        )
 
     def open_file(self, name: str, flags: int) -> int:
         """Return a descriptor of a file in this folder; a new one is for this user alone.
@@ -85,42 +99,68 @@ class Folder:
         """
         assert not flags & os.O_TRUNC, "cut it once it is open"
         path = self.path / name
-        with _refusing(path):
+        with _refusing(path, self.flag):
             # Without O_NONBLOCK a pipe would be waited for.
             flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(name, flags, 0o600, dir_fd=self.descriptor)
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        try:
+            self._check_file(path, os.fstat(descriptor))
+        except StoreError:
             os.close(descriptor)
+            raise
+        return descriptor
+
+    def check_files(self) -> None:
+        """Raise ``StoreError`` unless each entry is a plain file of this user that nobody else may
+        write to."""
+        for name in os.listdir(self.descriptor):
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+                self._check_file(self.path / name, status)
+
+    def _check_file(self, path: Path, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode) or not _is_own(status.st_uid, self.descriptor):
             raise StoreError(
                 f"{path} is no plain file of user {os.geteuid()} (its owner is user "
-                f"{status.st_uid}). Remove it, or choose another --store-dir."
+                f"{status.st_uid}). Remove it, or choose another {self.flag}."
             )
-        return descriptor
+        if status.st_mode & _WRITABLE_BY_OTHERS:
+            raise StoreError(
+                f"{path} may be written to by other users (its mode is "
+                f"{stat.S_IMODE(status.st_mode):03o}). If its content is yours, chmod go-w {path}; "
+                f"else remove it, or choose another {self.flag}."
+            )
 
     def read(self, name: str) -> bytes:
         """Return what a file in this folder holds. Raises as ``open_file`` does."""
-        with os.fdopen(self.open_file(name, os.O_RDONLY), "rb") as file, _refusing(self.path):
+        descriptor = self.open_file(name, os.O_RDONLY)
+        with os.fdopen(descriptor, "rb") as file, _refusing(self.path, self.flag):
             return file.read()
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes, *, is_durable: bool = False) -> None:
         """Write a file aside and rename it into place, for this user alone. Raises ``StoreError``
-        where that cannot be; what was there stays."""
+        where that cannot be; what was there stays. ``is_durable``: it survives a power cut when
+        this returns."""
         aside = f".{name}.{os.getpid()}"
         self.remove(aside)
-        with _refusing(self.path / name):
+        with _refusing(self.path / name, self.flag):
             try:
                 descriptor = self.open_file(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(content)
+                    if is_durable:
+                        file.flush()
+                        os.fsync(descriptor)
                 os.rename(aside, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
             except OSError:
                 self.remove(aside)
                 raise
+            if is_durable:
+                os.fsync(self.descriptor)
 
     def remove(self, name: str) -> None:
         """Remove a file in this folder, if it is there."""
-        with _refusing(self.path / name):
+        with _refusing(self.path / name, self.flag):
             try:
                 os.unlink(name, dir_fd=self.descriptor)
             except FileNotFoundError:
@@ -144,8 +184,9 @@ class Folder:
         self.close()
 
 
-def open_below(root: Path, *names: str, make: bool = False) -> Folder:
+def open_below(root: Path, *names: str, make: bool = False, flag: str = STORE) -> Folder:
     """Open ``<root>/<names>`` of a store, each level checked; ``make`` those that are missing.
+    ``flag`` is the one by which a person chooses another root.
 
     Raises:
         FileNotFoundError: A level is not there.
@@ -155,7 +196,7 @@ def open_below(root: Path, *names: str, make: bool = False) -> Folder:
     while True:
         tries -= 1
         try:
-            folder = Folder.open(root, make=make, may_be_shared=True)
+            folder = Folder.open(root, make=make, may_be_shared=True, flag=flag)
             for name in names:
                 with folder:
                     folder = folder.below(name, make=make)
@@ -165,28 +206,46 @@ def open_below(root: Path, *names: str, make: bool = False) -> Folder:
                 raise
 
 
-def _check_folder(path: Path, status: os.stat_result, *, may_be_shared: bool) -> None:
+def _check_folder(path: Path, descriptor: int, flag: str, *, may_be_shared: bool) -> None:
     """Raise ``StoreError`` unless the folder is this user's, or shared in a safe way."""
-    user = os.geteuid()
+    status, user = os.fstat(descriptor), os.geteuid()
     is_writable = bool(status.st_mode & _WRITABLE_BY_OTHERS)
-    if may_be_shared and status.st_uid in (0, user):
+    if may_be_shared and (status.st_uid == 0 or _is_own(status.st_uid, descriptor)):
         # Others can add to it, but not rename or remove what is this user's.
         is_writable = is_writable and not status.st_mode & stat.S_ISVTX
-    elif status.st_uid != user:
+    elif not _is_own(status.st_uid, descriptor):
+        below = ", a folder of your own below it for example" if may_be_shared else ""
         raise StoreError(
             f"{path} belongs to user {status.st_uid}, this is user {user}. Choose another "
-            "--store-dir, or remove that folder if it should not be there."
+            f"{flag}{below}, or remove that folder if it should not be there."
         )
     if is_writable:
         raise StoreError(
             f"{path} may be written to by other users (its mode is "
             f"{stat.S_IMODE(status.st_mode):03o}). Look through what is in it, then: chmod go-w "
-            f"{path}; or choose a folder below it as --store-dir."
+            f"{path}; or choose a folder below it as {flag}."
         )
 
 
+def _is_own(owner: int, folder: int) -> bool:
+    """Whether user ``owner`` is this one, as the file system of this open folder names it."""
+    if owner == os.geteuid():
+        return True
+    name = f".probe-{secrets.token_hex(8)}"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        probe = os.open(name, flags, 0o600, dir_fd=folder)
+    except OSError:
+        return False  # nobody else may write there, or it is not ours to write to
+    try:
+        return os.fstat(probe).st_uid == owner
+    finally:
+        os.close(probe)
+        os.unlink(name, dir_fd=folder)
+
+
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def _refusing(path: Path, flag: str) -> Iterator[None]:
     """Turn errors of the system into a ``StoreError`` that names ``path``; one that says that
     nothing is there stays as it is."""
     try:
@@ -197,4 +256,4 @@ def _refusing(path: Path) -> Iterator[None]:
         why = error.strerror or str(error)
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             why = "it is a symbolic link, or not what it should be"
-        raise StoreError(f"{path} cannot be used ({why}). Choose another --store-dir.") from error
+        raise StoreError(f"{path} cannot be used ({why}). Choose another {flag}.") from error

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.errors import StoreError, UsageError
+from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.launch.agent.durable import attach_durable, write_finished
 from scalai.launch.commands import clean
+from scalai.launch.coordinator import leases
 from support.store_states import Opener, generation, snapshot, two_ranks
 
 
@@ -154,6 +155,23 @@ def test_what_a_job_has_saved_goes_by_force_and_its_name_begins_anew(
     assert (durable / "dead" / "generation-1" / "a").is_dir() and job.exists() == keep
     run(job.parent, *arguments, "--force")
     assert [path.name for path in durable.iterdir()] == ["other"] and not job.exists()
+
+
+def test_what_a_living_run_has_saved_is_left(
+    open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    durable = tmp_path / "durable"
+    job = save(open_store, durable, keep=False)
+    owner = leases.open_ownership(None, durable, "dead")
+    assert owner is not None
+    lease = leases.Lease(owner, leases.Entry(1, "127.0.0.1", 1))
+    arguments = ["--job", "dead", "--durable-dir", str(durable), "--force"]
+    with pytest.raises(RefusedError, match="is in use by run"):
+        run(job.parent, *arguments)
+    lease.end(is_over=True)
+    run(job.parent, *arguments)
+    assert not (durable / "dead").exists()
 
 
 def test_the_mark_of_a_finished_job_alone_needs_no_force(tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
-"""The lease of a coordinator: one holder of a term, renewed in time or lost, in a folder and in
-etcd."""
+"""The lease of a coordinator, and the owner of a durable directory: one holder of a term, renewed
+in time or lost, in a folder and in etcd."""
 
+import json
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from scalai.core.errors import PeerError, UsageError
-from scalai.launch.coordinator import leases
+from scalai.core import actions
+from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
+from scalai.launch.coordinator import leases, process
+from scalai.launch.coordinator.elected import NOBODY
 from scalai.launch.coordinator.leases import Entry as LeaseEntry
 from scalai.launch.coordinator.leases import (
     EtcdRegister,
@@ -19,8 +23,14 @@ from scalai.launch.coordinator.leases import (
     Lease,
     Register,
     Watch,
+    await_ownership,
+    open_ownership,
     open_register,
 )
+from scalai.launch.coordinator.server import STOOD_DOWN
+from scalai.store.lock import Owner
+from scalai.store.secure import Folder
+from support.coordinator_line import TOKEN, Line, wait_until
 from support.ports import free_port
 
 ETCD = shutil.which("etcd")
@@ -146,20 +156,204 @@ def test_a_register_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
         EtcdRegister(address, "j").newest()
 
 
-def test_a_torn_entry_is_no_entry(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", ["", '{"term": 3', "[3]", None])
+def test_an_entry_that_is_torn_or_removed_is_written_anew_by_its_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: str | None
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
     register = FolderRegister(tmp_path, "j")
+    lease = Lease(register, entry(3))
+    (path,) = (tmp_path / "j").iterdir()
+    path.unlink() if torn is None else path.write_text(torn)
+
+    def is_mended() -> bool:
+        found = register.newest()
+        return found is not None and (found.term, found.port) == (3, 29400)
+
+    _until(is_mended)
+    assert lease.is_held()
+    lease.end(is_over=False)
+
+
+def test_a_torn_entry_of_a_dead_holder_is_named_and_the_next_term_is_claimed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    register, now = FolderRegister(tmp_path, "j"), [0.0]
     assert register.claim(entry(3))
     (path,) = (tmp_path / "j").iterdir()
-    path.write_text('{"term": 3')
-    with pytest.raises(PeerError, match="cannot be read"):
-        register.newest()
+    path.write_text("")
+    watch = Watch(register, lambda: now[0])
+    found, _ = watch.look()
+    assert found is not None and (found.term, found.host) == (3, "")
+    assert f"event=torn_lease {path}" in caplog.text
+    now[0] = leases.LEASE_S + 1.0
+    assert watch.look()[1] > leases.LEASE_S, "nobody renews it"
+    assert register.claim(entry(4))
 
 
-def test_few_files_stay(tmp_path: Path) -> None:
+def test_one_file_stays_and_a_late_claim_of_an_earlier_term_fails(tmp_path: Path) -> None:
     register = FolderRegister(tmp_path, "j")
     for term in range(1, 9):
         assert register.claim(entry(term))
-    assert len(list((tmp_path / "j").iterdir())) == leases.KEPT
+    assert not register.claim(entry(5)), "its file was removed, and a later one is there"
+    assert [path.name for path in (tmp_path / "j").iterdir()] == ["owner-000000000008.json"]
+
+
+def test_on_a_full_disk_a_holder_renews_and_nobody_else_can_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    monkeypatch.setattr(leases, "HELD_S", 2.0)
+    register = FolderRegister(tmp_path, "j")
+    lease = Lease(register, entry())
+
+    def full(self: Folder, name: str, content: bytes, *, is_durable: bool = False) -> None:
+        raise StoreError(f"{self.path / name} cannot be used (No space left on device).")
+
+    monkeypatch.setattr(Folder, "write", full)
+    time.sleep(2.5)
+    assert lease.is_held()
+    with pytest.raises(PeerError, match=r"lease in .*/j cannot be claimed: .*No space left"):
+        register.claim(entry(2))
+    lease.end(is_over=False)
+
+
+# ---------------------------------------------------------------------- a durable directory's owner
+
+
+def owned(folder: Path) -> FolderRegister:
+    found = open_ownership(None, folder, "j")
+    assert found is not None
+    return found
+
+
+def test_a_second_living_run_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    first = Lease(owned(tmp_path), entry(4), lambda: "ab12")
+    named = rf"{tmp_path} is in use by run ab12 .*coordinator 4, on machine .* at 127.0.0.1:29400"
+    with pytest.raises(RefusedError, match=f"{named}.*it lives .* s ago"):
+        await_ownership(owned(tmp_path), tmp_path, "j")
+    first.end(is_over=True)
+    assert await_ownership(owned(tmp_path), tmp_path, "j") == 4, "it has left"
+
+
+def test_a_run_that_died_is_followed_at_once_on_its_machine_and_later_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASE_S", 600.0)
+    with subprocess.Popen(["true"]) as gone:
+        pid = gone.pid
+    died = replace(Owner.of_this_process(), pid=pid, started=1)
+    here = replace(entry(2), process=json.dumps(asdict(died)))
+    assert owned(tmp_path).claim(here)
+    assert await_ownership(owned(tmp_path), tmp_path, "j") == 2
+    elsewhere = replace(entry(3), process=json.dumps(asdict(replace(died, boot="another"))))
+    assert owned(tmp_path).claim(elsewhere)
+    monkeypatch.setattr(leases, "LEASE_S", 1.0)
+    began = time.monotonic()
+    assert await_ownership(owned(tmp_path), tmp_path, "j") == 3
+    assert time.monotonic() - began >= 1.0
+
+
+def test_who_takes_a_dead_coordinators_place_waits_for_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The durable directory is its own once it answers; until then nothing there is removed."""
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    (tmp_path / "disk").write_text("no folder")
+    lease = Lease(owned(tmp_path / "disk"), entry(3), waits_over=2)
+    assert lease.is_held() and not lease.is_fresh()
+    assert owned(tmp_path / "back").claim(entry(2))
+    (tmp_path / "disk").unlink()
+    (tmp_path / "back").rename(tmp_path / "disk")
+    _until(lease.is_fresh)
+    newest = owned(tmp_path / "disk").newest()
+    assert newest is not None and newest.term == 3
+    lease.end(is_over=False)
+
+
+def test_where_another_run_has_taken_the_directory_meanwhile_the_successor_yields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    other = Lease(owned(tmp_path), entry(3), lambda: "other")
+    successor = Lease(owned(tmp_path), entry(3), waits_over=2)
+    _until(lambda: successor.is_superseded)
+    assert "run other" in successor.problem and not successor.is_held()
+    other.end(is_over=False)
+
+
+def test_the_folder_of_a_lease_has_no_second_owner(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert open_ownership(f"file:{tmp_path / 'link'}", tmp_path, "j") is None
+    assert open_ownership("etcd:http://h:1", tmp_path, "j") is not None
+    assert open_ownership(None, None, "j") is None
+
+
+@pytest.fixture
+def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    monkeypatch.setattr(leases, "HELD_S", 0.5)
+    line = Line(tmp_path, "--nnodes", "1:3", "--durable-dir", str(tmp_path / "disk"))
+    yield line
+    line.end()
+
+
+def test_a_register_that_hangs_takes_nobodys_place_while_all_hosts_are_heard(
+    line: Line, tmp_path: Path
+) -> None:
+    staying, gone = line.join("a"), line.join("b")
+    line.coordinator.lease = Lease(FolderRegister(tmp_path / "lease", "j"), entry())
+    (tmp_path / "lease").rename(tmp_path / "away")
+    (tmp_path / "lease").write_text("no folder")
+    wait_until(lambda: any("event=lease_hangs" in text for text in line.log), "it is said")
+    assert staying.error is None and not line.code
+    gone.leave()  # it may have taken this one's place
+    wait_until(lambda: line.code == [STOOD_DOWN], "it stands down")
+
+
+def test_a_coordinator_whose_durable_directory_another_run_has_stands_down(
+    line: Line, tmp_path: Path
+) -> None:
+    line.join("a")
+    line.coordinator.owns = Lease(owned(tmp_path / "disk"), entry(3))
+    later = Lease(owned(tmp_path / "disk"), entry(4), lambda: "later")
+    wait_until(lambda: line.code == [STOOD_DOWN], "it stands down")
+    assert "another run has --durable-dir" in line.log[-1] and "run later" in line.log[-1]
+    later.end(is_over=False)
+
+
+def test_nothing_is_retired_that_another_run_may_read(line: Line, tmp_path: Path) -> None:
+    agent, live = line.join("a"), line.coordinator._live
+    (tmp_path / "disk").write_text("a disk that does not answer")
+    line.coordinator.owns = Lease(owned(tmp_path / "disk"), entry(3), waits_over=2)
+    with line.coordinator._lock:
+        live._perform(actions.Retire(("a",), 5))
+    (tmp_path / "disk").unlink()
+    _until(line.coordinator.owns.is_fresh)
+    with line.coordinator._lock:
+        live._perform(actions.Retire(("a",), 6))
+    assert agent.wait_for("retire")["before"] == 6
+    assert any("event=not_retired" in text for text in line.log)
+
+
+def test_the_coordinator_of_a_second_run_is_refused_before_it_listens(
+    line: Line, tmp_path: Path
+) -> None:
+    first = Lease(owned(tmp_path / "disk"), entry(3), lambda: "first")
+    with pytest.raises(RefusedError, match="run first"):
+        process._open(
+            line.spec, tmp_path, ("127.0.0.1", 0), TOKEN, 1, is_successor=False, known=NOBODY
+        )
+    first.end(is_over=True)
+    second = process._open(
+        line.spec, tmp_path, ("127.0.0.1", 0), TOKEN, 1, is_successor=False, known=NOBODY
+    )
+    assert second.term == 4 and second.owns is not None and second.owns.is_fresh()
+    second.owns.end(is_over=True)
+    second.close()
 
 
 @pytest.mark.parametrize(

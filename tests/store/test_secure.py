@@ -11,10 +11,17 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import StoreError, UsageError
+from scalai.launch.agent.durable import (
+    attach_durable,
+    check_writable,
+    refuse_finished,
+    write_finished,
+)
 from scalai.launch.config.endpoint import CARD, read_card
 from scalai.launch.coordinator.discovery import one_at_a_time
 from scalai.store.host import HostStore
 from scalai.store.secure import Folder, open_below
+from support.store_states import generation
 
 STRANGER = 23456
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
@@ -168,3 +175,76 @@ def test_names_that_are_no_folders_are_refused_before_anything_is_made(
         with pytest.raises(UsageError, match="cannot name a directory"):
             HostStore(job, host, tmp_path / "store")
     assert not (tmp_path / "store").exists()
+
+
+@needs_root
+@pytest.mark.parametrize("level", ["job", "generation", "part", "file", "mark"])
+def test_a_durable_state_that_a_stranger_planted_is_not_gone_on_from(
+    shared: Path, tmp_path: Path, level: str
+) -> None:
+    job = shared / "disk" / "j"
+    with HostStore("j", "gone", tmp_path / "store") as store:
+        generation(store, 3, step=30)
+        store.copy_to(3, job)
+    write_finished(job, 30, 3)
+    (shared / "disk").chmod(0o1777)
+    part = job / "generation-3" / "gone"
+    paths = {
+        "job": job, "generation": part.parent, "part": part, "file": part / "rank-0.safetensors",
+        "mark": job / "finished.json",
+    }  # fmt: skip
+    os.chown(paths[level], STRANGER, STRANGER)
+    with HostStore("j", "a", tmp_path / "store") as store:
+        if level == "job":
+            with pytest.raises(StoreError, match=rf"{job} belongs to user {STRANGER}.*--durable-d"):
+                attach_durable(store, job)
+            with pytest.raises(StoreError, match="belongs to user"):
+                refuse_finished(job)
+        elif level == "mark":
+            with pytest.raises(StoreError, match=r"finished\.json is no plain file of user 0"):
+                refuse_finished(job)
+        else:
+            assert f"user {STRANGER}" in attach_durable(store, job)[3]
+            assert store.generations() == []
+
+
+def test_what_others_may_write_to_is_no_state_and_no_durable_directory(tmp_path: Path) -> None:
+    job = tmp_path / "disk" / "j"
+    with HostStore("j", "gone", tmp_path / "store") as store:
+        generation(store, 3, step=30)
+        store.copy_to(3, job)
+    file = job / "generation-3" / "gone" / "rank-0.safetensors"
+    with HostStore("j", "a", tmp_path / "store") as store:
+        file.chmod(0o620)
+        assert "may be written to by other users" in attach_durable(store, job)[3]
+        file.chmod(0o640)  # a group may read
+        assert attach_durable(store, job) == {} and store.generations() == [3]
+    check_writable(tmp_path / "disk")
+    (tmp_path / "disk").chmod(0o770)
+    with pytest.raises(StoreError, match=r"disk may be written to by other users.*--durable-dir"):
+        check_writable(tmp_path / "disk")
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022])
+def test_weights_on_a_disk_are_as_private_as_their_manifest(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        with HostStore("j", "a", tmp_path / "store") as store:
+            generation(store, 3, step=30)
+            store.copy_to(3, tmp_path / "disk" / "saved")
+            store.archive(3, tmp_path / "disk" / "archived", own_only=True)
+        write_finished(tmp_path / "disk" / "saved", 30, 3)
+    finally:
+        os.umask(before)
+    open_to_others = [p for p in (tmp_path / "disk").rglob("*") if p.stat().st_mode & 0o077]
+    assert open_to_others == [] and len(list((tmp_path / "disk").rglob("*.safetensors"))) == 4
+
+
+def test_a_file_server_that_knows_this_user_by_another_number_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS with ``root_squash``: whatever this process makes there belongs to that number."""
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    with open_below(tmp_path / "disk", "j", make=True) as folder:
+        folder.write("file", b"content")
+        assert folder.read("file") == b"content" and os.listdir(folder.descriptor) == ["file"]
