@@ -1,4 +1,6 @@
-"""What blocks (faulting pages in, planning and fetching, sealing) runs beside the agent's loop."""
+"""What blocks (faulting pages in, planning and fetching, sealing) runs beside the agent's loop.
+What touches a disk that is not this host's memory runs in threads of its own: it may answer nobody.
+"""
 
 import logging
 import threading
@@ -23,19 +25,22 @@ class Background:
 
     def __init__(self, put: Callable[[Callable[[], None]], object]) -> None:
         self._put = put
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: dict[bool, ThreadPoolExecutor] = {}
+        """By whether they touch such disks."""
 
     def start(self) -> None:
         """Start all threads now: later there may be no room for another one (``ulimit -u``, the
         limit of a container), and the agent would end by it."""
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
-        all_there = threading.Barrier(THREADS)
-        for _ in range(THREADS):
-            self._threads.submit(all_there.wait)
+        for on_disk, name in ((False, "agent"), (True, "agent-disk")):
+            threads = self._threads[on_disk] = ThreadPoolExecutor(THREADS, thread_name_prefix=name)
+            all_there = threading.Barrier(THREADS)
+            for _ in range(THREADS):
+                threads.submit(all_there.wait)
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None], *, on_disk: bool = False) -> None:
         """Run ``work``, of which nothing comes. What fails in it for want of room, of a file or of
-        a process is logged and ends nothing; any other error ends the agent, in its loop."""
+        a process is logged and ends nothing; any other error ends the agent, in its loop.
+        ``on_disk``: it touches a disk that is not this host's memory."""
 
         def safely() -> None:
             try:
@@ -43,12 +48,18 @@ class Background:
             except (ScalaiError, OSError):
                 log.exception("event=error: nothing is ended by it")
 
-        self.run(safely, lambda result: None)
+        self.run(safely, lambda result: None, on_disk=on_disk)
 
-    def run(self, work: Callable[[], Result], then: Callable[[Result], None]) -> None:
+    def run(
+        self,
+        work: Callable[[], Result],
+        then: Callable[[Result], None],
+        *,
+        on_disk: bool = False,
+    ) -> None:
         """Run ``work`` beside the loop and ``then`` with its result. An error ends the agent, in
-        its loop."""
-        assert self._threads is not None, "start was called"
+        its loop. ``on_disk`` as of ``submit``."""
+        assert self._threads, "start was called"
 
         def done(result: "Future[Result]") -> None:
             error = result.exception()
@@ -57,7 +68,7 @@ class Background:
             else:
                 self._put(lambda: _fail(error))
 
-        self._threads.submit(work).add_done_callback(done)
+        self._threads[on_disk].submit(work).add_done_callback(done)
 
 
 def _fail(error: BaseException) -> None:

@@ -2,7 +2,7 @@
 left behind at the end."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -63,32 +63,55 @@ class Holdings:
         self._folder = None if folder is None else folder / spec.job
         self.archiver = Archiver(store, self._folder, tell, put, self.examine)
         self._is_fresh = spec.is_fresh
+        self._seen_damaged: dict[int, str] = {}
+        """What cannot be used of the durable directory, as it was seen last, by number."""
         self._keeps = True
         self.last_step = 0
         """The last step of this host's workers that have come to the end of their script."""
 
     def found(self) -> "Found":
-        """Attach what the durable directory shows, and return what this host brings to the job."""
-        damaged = dict(self._store.damaged)
+        """Return what this host brings to the job: what its store holds, with what ``attach`` has
+        seen. Touches no disk."""
+        damaged = {**self._store.damaged, **self._seen_damaged}
         unread = [(UNNUMBERED, why) for why in self._store.damaged_snapshots.values()]
-        if self._is_fresh and self._folder is not None:
-            # Where it stays (a late host's own disk), a new generation must not come before it.
-            damaged |= dict.fromkeys(numbers(self._folder), "given up by --fresh")
-        elif not self._is_fresh:
-            damaged = self._attach()
-            if not damaged and not self._store.generations() and not self._store.sealed():
-                damaged = left_by_others(self._store.directory)
+        if not damaged and self._is_empty() and not self._is_fresh:
+            damaged = left_by_others(self._store.directory)
         sealed = tuple(summary_bytes(manifest) for _, manifest in self._store.sealed())
         found = tuple((n, _named(lines)) for n, lines in self._store.damage_found().items())
         return Found(self._parts(), sealed, (*sorted(damaged.items()), *unread), found)
 
-    def _attach(self) -> dict[int, str]:
-        found = {}
-        if self._folder is not None:
-            with said(f"{self._folder}, which may hold the job's state"):
+    def _is_empty(self) -> bool:
+        return not self._store.generations() and not self._store.sealed()
+
+    def attach(self) -> None:
+        """Attach what the durable directory shows. Waits for a disk that hangs, and says so; any
+        thread may. Raises ``StoreError`` where the directory cannot be read."""
+        if self._folder is None:
+            return
+        with said(f"{self._folder}, which may hold the job's state"):
+            if self._is_fresh:
+                # Where it stays (a late host's own disk), a new generation must not come before it.
+                self._seen_damaged = dict.fromkeys(numbers(self._folder), "given up by --fresh")
+            else:
                 repair(self._folder, self._store.host)
-                found = attach_durable(self._store, self._folder)
-        return {**self._store.damaged, **found}
+                self._seen_damaged = attach_durable(self._store, self._folder)
+
+    def attach_beside(self, then: Callable[[Exception | None], None]) -> None:
+        """Attach beside the loop where the store holds nothing, and go on ``then``, in the loop,
+        with what has failed: a host that holds something needs no disk to join again."""
+        if self._folder is None or not self._is_empty():
+            then(None)
+            return
+
+        def attach() -> None:
+            failed: Exception | None = None
+            try:
+                self.attach()
+            except (ScalaiError, OSError) as error:
+                failed = error
+            self._put(lambda: then(failed))
+
+        self._background.submit(attach, on_disk=True)
 
     def _parts(self) -> tuple[bytes, ...]:
         return tuple(summary_bytes(self._store.manifest(n)) for n in self._store.generations())
@@ -105,6 +128,7 @@ class Holdings:
         directory makes way."""
         if self._folder is not None and answer.sets_aside:
             self._is_fresh = False  # from now on what is there is the job's own
+            self._seen_damaged = {}
             with said(f"{self._folder}, which is to make way"):
                 moved = set_aside(self._folder)
             if moved is not None:
@@ -127,7 +151,7 @@ class Holdings:
                 log.warning("event=not_examined generation=%d: %r", generation, error)
             self._put(lambda: self._tell_examined(generation, damage))
 
-        self._background.submit(examine)
+        self._background.submit(examine, on_disk=self._store.is_attached(generation))
 
     def _tell_examined(self, generation: int, damage: Sequence[str]) -> None:
         """Tell what was found, and what this host holds now: more may have come meanwhile."""
@@ -143,12 +167,16 @@ class Holdings:
         """Nothing in memory is whole: tell what the durable directory holds."""
 
         def attach() -> None:
-            damaged = self._attach()
-            self._put(lambda: self._tell_attached(damaged))
+            try:
+                self.attach()
+            except (ScalaiError, OSError) as error:
+                log.warning("event=not_attached %s", error)
+            self._put(self._tell_attached)
 
-        self._background.submit(attach)
+        self._background.submit(attach, on_disk=True)
 
-    def _tell_attached(self, damaged: Mapping[int, str]) -> None:
+    def _tell_attached(self) -> None:
+        damaged = {**self._store.damaged, **self._seen_damaged}
         self._tell(reports.Attached(self._parts(), tuple(sorted(damaged.items()))))
 
     def save(self, generation: int) -> None:
@@ -166,7 +194,7 @@ class Holdings:
                 report = events.NotSaved(self._store.host, reason)
             self._put(lambda: self._tell(report))
 
-        self._background.submit(save)
+        self._background.submit(save, on_disk=True)
 
     def told_to_exit(self, ending: Ending | None, keeps_state: bool) -> None:
         """The coordinator ends this host's part; ``ending``: the job has come to its end."""

@@ -36,6 +36,7 @@ from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.leases import LEASE_S
 from scalai.launch.coordinator.succession import Succession
+from scalai.launch.long_waits import said
 from scalai.runtime.control import MAX_WORKERS
 from scalai.store.host import HostStore
 from scalai.store.secure import Folder
@@ -66,18 +67,30 @@ class Participant:
 
     def enter(self) -> None:
         """Become part of the job. Raises ``PeerError`` where that is refused, or nobody answers."""
+        self._served.holdings.attach()
         answer = self._served.link.join(self._brings())
         self._served.holdings.begin(answer)
         self._follow()
 
     def rejoin(self) -> None:
-        """Join again beside the loop."""
+        """Join again beside the loop. Where workers live, or the store holds something, no disk is
+        waited for."""
 
         def joined() -> None:
             self._agent.feed(events.Rejoined())
             self._follow()
 
-        self._served.link.rejoin(self._brings(), joined)
+        def join(failed: Exception | None) -> None:
+            if failed is None:
+                self._served.link.rejoin(self._brings(), joined)
+            else:
+                text = f"event=not_rejoined host={self._agent.state.host}: {failed} The agent ends."
+                self._agent.feed(events.NotRejoined(text))
+
+        if self._agent.state.round is None:
+            self._served.holdings.attach_beside(join)
+        else:
+            join(None)
 
     def _follow(self) -> None:
         self._served.link.follow(self._agent, self._agent.obey, lambda: self._progress.stalled)
@@ -231,7 +244,8 @@ def open_agent(
     _check_slots(slots)
     loop, resize = Loop(), spec.config.resize
     with ExitStack() as opened:
-        store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
+        with said("what the store holds, and what it has attached of another disk"):
+            store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
         opened.callback(store.close)
         directory = _agent_folder(store)
         data = DataPlaneServer(store, place.token, interface)

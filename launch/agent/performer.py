@@ -355,7 +355,9 @@ class Performer:
 
     # ------------------------------------------------------------------ the store
 
-    def _run(self, round: int, what: str, work: Callable[[], Event]) -> None:
+    def _run(
+        self, round: int, what: str, work: Callable[[], Event], *, on_disk: bool = False
+    ) -> None:
         """Have a thread work for a round, and feed what comes of it."""
 
         def safely() -> Event:
@@ -364,7 +366,7 @@ class Performer:
             except (ScalaiError, OSError) as error:
                 return events.WorkFailed(round, f"{what}: {error}")
 
-        self._hands.background.run(safely, self._hands.feed)
+        self._hands.background.run(safely, self._hands.feed, on_disk=on_disk)
 
     def _reserve(self, action: actions.Reserve) -> None:
         def reserve() -> Event:
@@ -413,11 +415,16 @@ class Performer:
                 moving.round = -1  # what is reported next says more
             return found.to_event(round)
 
-        self._run(round, "planning and moving", fetch)
+        source = start.sources
+        on_disk = source is not None and store.is_attached(source.value.generation)
+        self._run(round, "planning and moving", fetch, on_disk=on_disk)
 
     def _replicate(self, command: Replicate) -> None:
         self._replicas.begin(command.order)
-        self._hands.background.run(lambda: self._replicas.replicated(command), self._hands.feed)
+        on_disk = self._store.is_attached(command.sources.value.generation)
+        self._hands.background.run(
+            lambda: self._replicas.replicated(command), self._hands.feed, on_disk=on_disk
+        )
 
     def _try_commit(self, action: actions.TryCommit) -> Iterable[Event]:
         generation, store = action.generation, self._store

@@ -31,7 +31,7 @@ def attachment(
     """Return ``host``'s part of a generation with all pieces of these ``parts`` that it has not.
 
     Args:
-        parts: Directory and manifest of parts of one generation.
+        parts: Directory, without links in its path, and manifest of parts of one generation.
         own: What the host has of it already, None for nothing.
 
     Raises:
@@ -67,7 +67,7 @@ def attachment(
         **grown.about,
         ATTACHED: {
             "hosts": sorted({*attached_hosts(grown), *(part.host for part in generation.hosts)}),
-            "directory": str(parts[0][0].parent.absolute()),
+            "directory": str(parts[0][0].parent),
         },
     }
     manifest = replace(
@@ -98,7 +98,7 @@ def _with_rows(
         place = len(taken)
         while (name := f"{place}-{stored.name}") in taken:
             place += 1  # files in between have gone
-        links[name] = (directory / stored.name).resolve()
+        links[name] = directory / stored.name
         files.append(StoredFile(name, stored.size_bytes))
     return replace(
         own,

@@ -33,6 +33,7 @@ from scalai.store.parts import (
     Extras,
     Staged,
     StoredRows,
+    attached_hosts,
     empty_part,
     extended,
     proven_only,
@@ -82,6 +83,12 @@ class HeldGenerations:
                 raise self._unknown(generation)
             return self._committed[generation]
 
+    def is_attached(self, generation: int) -> bool:
+        """Whether files of a generation lie on another disk."""
+        with self._mutex:
+            own = self._committed.get(generation)
+            return own is not None and bool(attached_hosts(own))
+
     def generation_directory(self, generation: int) -> Path:
         """Return where a committed generation lies. Raises ``StoreError`` where there is none."""
         with self._mutex:
@@ -111,6 +118,7 @@ class HeldGenerations:
             rows = StoredRows(directory, manifest, is_examined=is_examined)
             self._readers[generation] = self._readers.get(generation, 0) + 1
         try:
+            rows.map_attached()
             yield rows
         finally:
             with self._mutex:
@@ -148,7 +156,7 @@ class HeldGenerations:
                 n for n, (file, begin) in enumerate(rows_of) if (names[file], begin) in places
             ]
             links = [directory / name for name, _ in places if (directory / name).is_symlink()]
-            self._spoilt |= {link.resolve() for link in links}
+            self._spoilt |= {Path(os.readlink(link)) for link in links}
             self._committed[generation] = without_rows(own, damaged)
             pieces = [(read.collection.box(row), line) for row, line in found.items()]
             self._found[generation] = (
@@ -228,7 +236,8 @@ class HeldGenerations:
             is no room for links and manifest. LayoutError: Their tensors differ.
         """
         try:
-            return self._attach(parts)
+            # Before the mutex is held: that file system may answer nobody.
+            return self._attach([(path.resolve(), part) for path, part in parts])
         except OSError as error:
             raise StoreError(
                 f"{parts[0][0].parent} cannot be attached in {self.directory} ({error.strerror}). "
@@ -266,7 +275,7 @@ class HeldGenerations:
 
     def _unspoilt(self, directory: Path, part: HostManifest) -> tuple[Path, HostManifest]:
         """Return a part on a disk without the files in which damage was found."""
-        files = [(directory / stored.name).resolve() for stored in part.files]
+        files = [directory / stored.name for stored in part.files]
         kept = [number for number, path in enumerate(files) if path not in self._spoilt]
         return directory, part if len(kept) == len(files) else with_files(part, kept)
 
@@ -441,6 +450,6 @@ def _free_name(directory: Path, stem: str) -> str:
     """Return a name for a file of pieces that none in ``directory`` has: numbers of folders begin
     again with each owner of a store."""
     name, number = f"{stem}.safetensors", 2
-    while (directory / name).exists():
+    while os.path.lexists(directory / name):
         name, number = f"{stem}.{number}.safetensors", number + 1
     return name

@@ -6,6 +6,7 @@ with the number of hosts that gave something (a row for each fetched piece, the 
 stays on the host. Pieces of other hosts outlive the hosts that they came from; what was fetched
 counts as unproven until a proof of the whole state has passed."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +44,8 @@ class Staged:
 
 
 class StoredRows:
-    """Read-only views of the pieces of one host's part. The files are mapped once, when it is made.
+    """Read-only views of the pieces of one host's part. The files are mapped once, when it is made;
+    those that lie elsewhere, by ``map_attached``.
 
     Args:
         directory: Where the files lie.
@@ -58,14 +60,28 @@ class StoredRows:
         self, directory: Path, manifest: HostManifest, *, is_examined: bool = False
     ) -> None:
         self.directory, self.manifest = directory, manifest
-        self.files = [self._map(directory / stored.name, is_examined) for stored in manifest.files]
+        self._is_examined = is_examined
+        self._attached: dict[int, Path] = {}
+        self.files: list[memoryview] = []
+        for number, stored in enumerate(manifest.files):
+            path = directory / stored.name
+            if path.is_symlink():
+                self._attached[number] = Path(os.readlink(path))
+                self.files.append(memoryview(b""))
+            else:
+                self.files.append(self._map(path))
 
-    @staticmethod
-    def _map(path: Path, is_examined: bool) -> memoryview:
+    def map_attached(self) -> None:
+        """Map what lies on another disk, which may answer nobody: whoever calls holds no mutex.
+        Raises ``DamageError``."""
+        for number, path in self._attached.items():
+            self.files[number] = self._map(path)
+
+    def _map(self, path: Path) -> memoryview:
         try:
             return map_file(path)
         except OSError as error:
-            if is_examined:
+            if self._is_examined:
                 return memoryview(b"")
             raise DamageError(
                 f"{path} cannot be mapped ({error.strerror}). Use another generation."

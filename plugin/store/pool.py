@@ -2,6 +2,7 @@
 as fast as into new ones."""
 
 import os
+import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -38,8 +39,8 @@ class FilePool:
         unlinked: its bytes are someone else's."""
         with self._mutex:
             status = path.lstat()
-            is_shared = status.st_nlink > 1 or path.is_symlink()
-            if is_shared or status.st_size == 0 or not path.is_file():
+            is_own = stat.S_ISREG(status.st_mode) and status.st_nlink == 1  # no link to a disk
+            if not is_own or status.st_size == 0:
                 path.unlink()
                 return
             os.rename(path, self.directory / str(self._next))

@@ -60,6 +60,21 @@ def test_it_works_where_no_further_thread_can_begin(monkeypatch: pytest.MonkeyPa
     assert put.empty()
 
 
+def test_a_disk_that_answers_nobody_leaves_the_threads_for_memory_free() -> None:
+    hang, done = threading.Event(), queue.Queue[bool]()
+    background = Background(lambda due: None)
+    background.start()
+
+    def wait() -> None:
+        hang.wait()
+
+    for _ in range(20):
+        background.submit(wait, on_disk=True)
+    background.submit(lambda: done.put(True))
+    assert done.get(timeout=60)
+    hang.set()
+
+
 def test_what_must_not_happen_beside_the_loop_ends_the_agent() -> None:
     with pytest.raises(KeyError, match="h7"):
         submitted(KeyError("h7"))()

@@ -1,5 +1,6 @@
 """Durable generations as a host's own: by links, never copied, and never changed."""
 
+import builtins
 import errno
 import os
 import shutil
@@ -62,7 +63,7 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
         if path.is_symlink():
             os.truncate(path.resolve(), 1)
     reported: list[Any] = []
-    beside: Any = SimpleNamespace(submit=lambda work: work())
+    beside: Any = SimpleNamespace(submit=lambda work, **where: work())
     holdings = Holdings(
         JobSpec.read(parse_options(["--job", "job", "script.py"])), store,
         reported.append, beside, lambda due: due(),
@@ -80,8 +81,9 @@ def found_by(store: HostStore, *flags: str) -> dict[int, str]:
     """Return what a host says that it cannot use when it joins."""
     spec = JobSpec.read(parse_options(["--job", "job", *flags, "script.py"]))
     beside: Any = None
-    reported = Holdings(spec, store, lambda *logged: None, beside, lambda due: None).found()
-    return dict(reported.damaged)
+    holdings = Holdings(spec, store, lambda *logged: None, beside, lambda due: None)
+    holdings.attach()
+    return dict(holdings.found().damaged)
 
 
 def test_what_this_machine_has_left_under_another_name_is_told(open_store: Opener) -> None:
@@ -388,3 +390,69 @@ def test_new_folders_of_the_durable_directory_are_brought_to_disk(
     below = tmp_path / "disk" / "job" / "generation-3"
     folders = {str(folder) for folder in (below, *list(below.parents)[:3])}
     assert folders <= synced
+
+
+def test_a_host_that_holds_something_joins_again_without_a_disk(
+    store: HostStore, tmp_path: Path
+) -> None:
+    """The coordinator may be waiting for its workers, and the disk for somebody to repair it."""
+    config = tmp_path / "elastic.toml"
+    config.write_text("[model]\nglobal_batch_size = 12\n")
+    flags = ["--job", "job", "--elastic", str(config), "--durable-dir", str(tmp_path / "disk")]
+    spec = JobSpec.read(parse_options([*flags, "script.py"]))
+    asked: list[Any] = []
+    beside: Any = SimpleNamespace(submit=lambda work, on_disk: asked.append((work, on_disk)))
+    holdings = Holdings(spec, store, lambda *logged: None, beside, lambda due: due())
+    went: list[Exception | None] = []
+    holdings.attach_beside(went.append)
+    assert not went and asked[0][1], "an empty one looks at the disk first, beside the loop"
+    (tmp_path / "disk").write_text("no folder")
+    asked[0][0]()
+    assert isinstance(went[0], StoreError)
+    generation(store, 3, step=3)
+    holdings.attach_beside(went.append)
+    assert went[1:] == [None] and len(asked) == 1
+
+
+def test_a_disk_that_answers_nobody_never_holds_up_the_memory_of_a_host(
+    open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever touches what is attached does so without the store's mutex, for which the agent's
+    loop waits."""
+    disk, locked = tmp_path / "disk", list[str]()
+    parts = saved(open_store, disk)
+    store = open_store(host="c")
+    mutex: Any = store._mutex
+    names = [(os, name) for name in ("stat", "lstat", "listdir", "scandir", "unlink")]
+    names += [(builtins, "open")]  # what ``map_file`` opens by
+    reals = {name: getattr(module, name) for module, name in names}
+    realpath = os.path.realpath
+
+    def watched(name: str) -> Any:
+        def call(path: Any, *arguments: Any, **named: Any) -> Any:
+            with monkeypatch.context() as context:
+                for module, each in names:
+                    context.setattr(module, each, reals[each])
+                is_left = name in ("lstat", "unlink") or named.get("follow_symlinks") is False
+                there = path if is_left or isinstance(path, int) else realpath(path)
+            if mutex._is_owned() and str(there).startswith(str(disk)):
+                locked.append(f"{name} {path}")
+            return reals[name](path, *arguments, **named)
+
+        return call
+
+    for module, name in names:
+        monkeypatch.setattr(module, name, watched(name))
+    store.attach(parts)
+    generation(store, 4, step=4)
+    with store.open_rows(3) as rows:
+        assert len(rows.files) == 2 and all(len(file) for file in rows.files)
+    rot = disk / "generation-3" / "b" / "rank-1.safetensors"
+    os.truncate(rot, 10)
+    assert store.examine(3)
+    store.attach(parts)
+    store.most_bytes()
+    store._folders.expire_dropped()
+    store.copy_to(4, tmp_path / "another")
+    store.detach()
+    assert store.generations() == [4] and locked == []
