@@ -1,7 +1,7 @@
 """Commits of a host: what was sealed gets its number; where the store has no room for that, it is
 tried again."""
 
-from scalai.core import commands
+from scalai.core import commands, reports
 from scalai.core import events as job_events
 from scalai.core.host import actions, snapshots
 from scalai.core.host.step import Step
@@ -11,6 +11,7 @@ def commit(step: Step, command: commands.Commit) -> None:
     """Make the sealed snapshot of this name the generation of this number, and report it."""
     late = {**step.state.late, command.generation: (command.snapshot, command.committed)}
     step.change(late=late)
+    snapshots.settled(step, command.snapshot)
     step.do(
         actions.TryCommit(command.generation, command.snapshot, command.committed, is_again=False)
     )
@@ -30,12 +31,17 @@ def waits(step: Step, generation: int) -> None:
 
 
 def nothing(step: Step, generation: int, found: str) -> None:
-    """The snapshot is not here."""
+    """The snapshot is not here. Where it had to make way for later ones, the coordinator learns
+    that this host holds nothing of it."""
     if generation not in step.state.late:
         return
     snapshot, _ = step.state.late[generation]
     late = {number: each for number, each in step.state.late.items() if number != generation}
     step.change(late=late)
+    if snapshots.was_given_up(step, snapshot):
+        step.tell(reports.Doubted(generation, None))
+        step.tell(job_events.Committed(step.state.host, generation))
+        return
     step.fail(
         f"generation {generation} cannot be committed here: snapshot {snapshot!r} is not {found}"
     )

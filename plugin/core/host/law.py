@@ -224,6 +224,7 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             if step.is_present(number) and step.present().has_group:
                 step.do(actions.Space(number, begin, every))
         case commands.DropSnapshot(snapshot):
+            snapshots.settled(step, snapshot)
             step.do(actions.DropSnapshot(snapshot))
         case commands.Drop(generation):
             commits.drop(step, generation)

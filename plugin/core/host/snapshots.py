@@ -25,6 +25,10 @@ from scalai.core.worker_messages import (
 FILES_S = 20.0
 """How long a snapshot on the way waits for its files at most: then the training goes on without
 it."""
+SEALED_KEPT = 2
+"""Snapshots that stay sealed while nobody commits them, as where the coordinator is silent. Hosts
+are one apart at most: who begins to write one has sealed the one before. So the newest that all
+have is among the two newest of each."""
 AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
 """How long after a vain try room for the next snapshot is made again: at first, and at most."""
 
@@ -395,11 +399,37 @@ def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
             step.do(actions.Discard(slot))
         return
     _tell_sealed(step, manifest)
-    under_way = step.present().snapshot
+    current = step.present()
+    under_way = current.snapshot
     if under_way is not None:
-        step.change_round(sealed_step=under_way.step)
+        uncommitted = (*current.uncommitted, _name(current, under_way.step))
+        step.change_round(sealed_step=under_way.step, uncommitted=uncommitted[-SEALED_KEPT:])
+        for name in uncommitted[:-SEALED_KEPT]:
+            step.log(
+                Level.WARNING,
+                f"event=snapshot_given_up snapshot={name} nobody has committed it, and "
+                f"{SEALED_KEPT} later ones are sealed: is the coordinator silent?",
+            )
+            step.do(actions.DropSnapshot(name))
     step.change_round(reserved=None, snapshot=None)
     _begin_postponed(step)
+
+
+def settled(step: Step, name: str) -> None:
+    """The coordinator has said what becomes of a sealed snapshot."""
+    current = step.round
+    if current is not None and name in current.uncommitted:
+        left = tuple(each for each in current.uncommitted if each != name)
+        step.change_round(uncommitted=left)
+
+
+def was_given_up(step: Step, name: str) -> bool:
+    """Whether this host no longer has a snapshot because later ones were sealed."""
+    current = step.round
+    if current is None or current.sealed_step is None:
+        return False
+    its = name.removeprefix(_name(current, 0).removesuffix("0"))
+    return its.isdigit() and int(its) < current.sealed_step and name not in current.uncommitted
 
 
 def _tell_sealed(step: Step, manifest: bytes | None) -> None:

@@ -158,6 +158,7 @@ class Round:
             wait for it.
         has_sealed: Whether the snapshot of the stop was reported.
         sealed_step: The step of the snapshot that was sealed last.
+        uncommitted: Names of sealed snapshots of which the coordinator has said nothing yet.
         every: So many steps lie between snapshots, as was told on the way; None: as at first.
         unwritten: Ranks that had an order when last looked at, and had not written.
         give_up_at: When ranks that may write and do not count as hung.
@@ -198,6 +199,7 @@ class Round:
     was_put_off: bool = False
     has_sealed: bool = False
     sealed_step: int | None = None
+    uncommitted: tuple[str, ...] = ()
     every: int | None = None
     unwritten: frozenset[int] = frozenset()
     give_up_at: float | None = None

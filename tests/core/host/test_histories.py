@@ -16,15 +16,15 @@ from hypothesis.stateful import (
 )
 
 from scalai.core.errors import ScalaiError
-from scalai.core.host import snapshots
+from scalai.core.host import events, snapshots
 from scalai.core.host.step import Step
 from scalai.core.membership import Phase
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.calls import Join
 from scalai.launch.coordinator.members import Members
 from support.histories import Histories
-from support.simulated_workers import use_real_time, use_virtual_time
-from support.two_laws import World
+from support.simulated_workers import Clock, use_real_time, use_virtual_time
+from support.two_laws import TICK_S, World
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -125,6 +125,61 @@ def test_a_host_without_room_leaves_snapshots_out_and_holds_up_nobody(tmp_path: 
     world.hosts["a"].is_full, before = False, len(world.log)
     world.go_on(600.0)
     assert any("event=snapshot committed=" in line for line in world.log[before:]), world.log
+
+
+def without_coordinator(world: World, seconds: float) -> Iterator[None]:
+    """Let the hosts train while the coordinator answers nobody."""
+    end = Clock.now + seconds
+    while Clock.now < end:
+        for what in ("work", "workers", "work", "workers"):
+            for name in list(world.hosts):
+                world.act(name, what)
+        world.train()
+        Clock.now += TICK_S
+        for host in world.hosts.values():
+            host.agent.feed(events.Ticked(host.clock_s, host.hands.seen(host.agent.state.round)))
+        yield
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_while_the_coordinator_is_silent_memory_stays_bounded_and_one_snapshot_is_of_all(
+    tmp_path: Path, is_async: bool
+) -> None:
+    world = two_hosts(tmp_path, snapshot_every=4, is_async=is_async, is_replicated=False)
+    world.go_on(60.0)
+    before, began = len(world.log), world.furthest()[1]
+    for _ in without_coordinator(world, 300.0):
+        held = [set(host.sealed) for host in world.hosts.values()]
+        assert max(map(len, held)) <= snapshots.SEALED_KEPT + 1
+        if world.furthest()[1] > began + 9:
+            assert set.intersection(*held), "else nothing is left of them if all die now"
+    step = world.furthest()[1]
+    assert step > began + 20, "the training goes on meanwhile"
+    world.go_on(120.0)
+    assert world.is_training() and world.furthest()[1] > step, world.log[before:]
+    assert not logged(world, "event=lost"), world.log[before:]
+    assert all(len(host.sealed) < 2 for host in world.hosts.values())
+    assert any("event=snapshot committed=" in line for line in world.log[before:])
+
+
+def test_after_a_silent_coordinator_and_the_death_of_all_the_newest_common_snapshot_counts(
+    tmp_path: Path,
+) -> None:
+    world = two_hosts(tmp_path, snapshot_every=4, is_replicated=False)
+    world.go_on(60.0)
+    for _ in without_coordinator(world, 200.0):
+        pass
+    (newest, *_) = sorted(
+        (int(n.rpartition("-")[2]) for n in set.intersection(*(
+            set(host.sealed) for host in world.hosts.values()))), reverse=True
+    )  # fmt: skip
+    world.restart()
+    for name in "ab":
+        world.add(name)
+    world.go_on(60.0)
+    assert world.is_training(), world.log
+    number = world.started[-1][1]
+    assert number is not None and any(f"step={newest} " in line for line in world.log), world.log
 
 
 def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from scalai.core import commands, reports
 from scalai.core import events as job_events
-from scalai.core.host import actions, snapshots
+from scalai.core.host import actions, events, snapshots
 from scalai.core.host.events import (
     Expelled,
     GroupEnded,
@@ -57,6 +57,40 @@ def test_a_snapshot_is_sealed_once_all_have_written_and_the_next_one_has_room() 
     assert (sealed.reason, dict(sealed.seconds)) == ("snapshot", {"snapshot": 1.0})
     host.feed(Holds(frozenset({1})))
     assert len(host.all(actions.Reserve)) == 2
+
+
+def test_while_nobody_commits_the_two_newest_snapshots_stay_and_older_ones_go() -> None:
+    """The coordinator is silent: memory would fill up with the job's states."""
+    host = LawHost()
+    slot = host.train()
+    for at in (7, 14, 21, 28):
+        snapshot(host, at)
+        host.feed(Sealed(1, slot, b""))
+        host.feed(events.Reserved(1, slot))
+    assert host.all(actions.DropSnapshot) == [
+        actions.DropSnapshot("r-1-7"), actions.DropSnapshot("r-1-14")
+    ]  # fmt: skip
+    assert "event=snapshot_given_up snapshot=r-1-7" in host.log()
+    # It is back, and has heard of all of them.
+    host.obey(commands.Commit(3, "r-1-7", None, {}))
+    host.feed(events.NothingToCommit(3, "sealed"))
+    assert host.reports()[-2:] == [reports.Doubted(3, None), job_events.Committed("a", 3)]
+    host.obey(commands.Commit(4, "r-1-21", None, {}))
+    host.feed(events.CommitDone(4))
+    snapshot(host, 35)
+    host.feed(Sealed(1, slot, b""))
+    assert len(host.all(actions.DropSnapshot)) == 2, "one that has its number is not given up"
+    assert "failed" not in host.reported()
+
+
+def test_a_snapshot_that_is_missing_and_was_not_given_up_fails_its_round() -> None:
+    host = LawHost()
+    slot = host.train()
+    snapshot(host)
+    host.feed(Sealed(1, slot, b""))
+    host.obey(commands.Commit(3, "r-1-7", None, {}))
+    host.feed(events.NothingToCommit(3, "sealed"))
+    assert "failed" in host.reported()
 
 
 def test_no_files_are_made_while_the_store_holds_two_generations() -> None:
