@@ -212,11 +212,11 @@ class Performer:
             case actions.Propose(round, stop):
                 self.groups[round].page.prepare(stop)
                 return [events.Proposed(round, stop, self.groups[round].newest_step())]
-            case actions.Agree(round, stop):
+            case actions.Agree(round, stop, probes):
                 over = self._poll(round)
                 if over:
                     return over
-                self.groups[round].page.agree(stop)
+                self.groups[round].page.agree(stop, probes=probes)
                 return [events.Agreed(round, stop)]
             case actions.Space(round, begin, every):
                 return [events.Spaced(round, begin, every, self.groups[round].space(begin, every))]

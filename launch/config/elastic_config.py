@@ -8,6 +8,7 @@ from math import inf
 from scalai.core.dataset.table import DatasetTable
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
+from scalai.core.function_proof import POLICIES
 from scalai.core.passes import MEMORY_PARTS, PARTS, RECOMPUTES
 from scalai.core.planner.devices import FIGURES
 from scalai.core.planner.weighing import RESIDENCE_S
@@ -97,6 +98,8 @@ class ResizeConfig:
             train on: ``auto`` where host memory holds both, ``always``, ``never``.
         build_timeout_s: How long the training goes on for that, at most, before the change.
         coordinator_timeout_s: How long workers train on while the coordinator is silent.
+        prove_function: Whether the first step behind a change is compared with that of the old
+            workers: ``auto`` at the first change to each layout, ``always``, ``never``.
     """
 
     settle_s: float = 2.0
@@ -111,8 +114,11 @@ class ResizeConfig:
     hang_s: float = 1800.0
     quarantine_s: float = 60.0
     silent_s: float = 15.0
+    prove_function: str = "auto"
 
     def __post_init__(self) -> None:
+        policies = "one of " + ", ".join(POLICIES)
+        _expect(self.prove_function in POLICIES, "prove_function", self.prove_function, policies)
         policies = "one of " + ", ".join(STANDBY)
         _expect(self.standby in STANDBY, "standby", self.standby, policies)
         _expect(self.build_timeout_s > 0, "build_timeout_s", self.build_timeout_s, "> 0 seconds")

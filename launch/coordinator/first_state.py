@@ -1,6 +1,7 @@
 """A job as its coordinator knows it before any host has joined."""
 
 from scalai.core import membership as m
+from scalai.core.function_proof import FunctionProof
 from scalai.core.succession import begin
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.sizing import Sizing
@@ -36,6 +37,7 @@ def first_state(spec: JobSpec, sizing: Sizing, term: int, took_over_at: float | 
         start_timeout_s=resize.start_timeout_s,
         hang_s=resize.hang_s if spec.is_elastic else 0.0,
         quarantine_s=resize.quarantine_s,
+        function=FunctionProof(policy=resize.prove_function),
         spacing=spec.spacing,
         last_replication=orders,
         last_archive=orders,

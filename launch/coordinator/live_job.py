@@ -13,6 +13,7 @@ from scalai.core import membership as m
 from scalai.core.assigning import next_assignment
 from scalai.core.endings import kind_of, rank_of
 from scalai.core.errors import ProofError
+from scalai.core.function_proof import FACT as PROVEN
 from scalai.core.jsonable import Json
 from scalai.core.messages import Shared
 from scalai.core.planner.preference import Preference
@@ -403,6 +404,9 @@ class LiveJob:
     def _start(self, action: actions.StartRound) -> None:
         number = action.generation
         step = 0 if number is None else self.generations.step(number)
+        if number is not None and not self.state.function.known:
+            kept = self.generations.facts(number).get(PROVEN, [])
+            self.state = m.replace_known(self.state, tuple(map(str, kept)))
         self.timeline.start(action.round, number, step, action.assignment)
         if action.steps_lost:
             self.timeline.note(steps_lost=action.steps_lost)
@@ -442,6 +446,8 @@ class LiveJob:
     def _release(self, action: actions.Release) -> None:
         if self.state.phase is m.Phase.RUNNING and self.timeline.has_round:
             self.timeline.phase("first_step", self.timeline.since("proven"))
+            if (function := self.state.function).found:
+                self.timeline.note(function=function.found, prove_s=round(function.seconds, 6))
             report = self.timeline.close()
             self.calibrating.changed(report)
             again = (report.get("passes_after") or {}).get("recompute")

@@ -15,8 +15,8 @@ def command_of(action: actions.Action, round: int, generations: Generations) -> 
     match action:
         case actions.Prepare(hosts, stop):
             return hosts, commands.Prepare(round, stop)
-        case actions.Agree(hosts, stop):
-            return hosts, commands.Agree(round, stop)
+        case actions.Agree(hosts, stop, probes):
+            return hosts, commands.Agree(round, stop, probes)
         case actions.Withdraw(hosts):
             return hosts, commands.Withdraw(round)
         case actions.TakeSnapshot(hosts):

@@ -11,6 +11,7 @@ from scalai.core import membership as m
 from scalai.core.assignment import place_ranks
 from scalai.core.dataset.ledger import of_run
 from scalai.core.errors import PeerError
+from scalai.core.function_proof import FACT as PROVEN
 from scalai.core.messages import JsonText, Shared
 from scalai.core.replicas import leaving_ring, ring_of
 from scalai.core.source_list import Listed, SourceList, source_list
@@ -198,7 +199,9 @@ class Starter:
         """Return which workers each host of an assignment runs, with what is known of the newest
         generation; the port at which they meet has yet to be found."""
         step = None if generation is None else self._generations.step(generation)
-        facts = {} if generation is None else self._generations.facts(generation)
+        facts = {} if generation is None else dict(self._generations.facts(generation))
+        if known := self._run.state.function.known:
+            facts[PROVEN] = list(known)
         return {
             host: commands.Workers(
                 run=self._run.run,

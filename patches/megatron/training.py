@@ -10,9 +10,10 @@ import importlib
 import inspect
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,10 +25,13 @@ from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_a
 from scalai.converters.megatron.told import FACT, told_of
 from scalai.core.dataset.drawn import Draw
 from scalai.core.faults import refuse_all
+from scalai.core.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.function_proof import probe
 from scalai.patches.megatron import save_process, script, writers
 from scalai.patches.megatron.draws import TrainingDraws
+from scalai.patches.megatron.function_proof import NormInDouble, numbers_of, without_update
 from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
 from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
 from scalai.patches.megatron.saved import TRACKER
@@ -87,6 +91,17 @@ class ElasticSession(Protocol):
     def note_sources(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
         """Say what the order of data sets follows from."""
 
+    @property
+    def is_proving(self) -> bool:
+        """Whether the numbers of this step are wanted."""
+
+    @property
+    def is_to_probe(self) -> bool:
+        """Whether the next step is made without its update, and is the last."""
+
+    def note_numbers(self, numbers: Numbers) -> None:
+        """Say what a step has computed before its update."""
+
     def begin_step(self) -> None:
         """Say that a step begins."""
 
@@ -142,6 +157,8 @@ class TrainingHooks:
             ("build_train_valid_test_data_iterators", self.build_data_iterators),
             ("train_step", self.train_step),
             ("checkpoint_and_decide_exit", self.checkpoint_and_decide_exit),
+            ("save_checkpoint_and_time", self._unless_probing),
+            ("evaluate_and_print_results", self._unless_probing),
         ):
             wrapt.wrap_function_wrapper(training, name, hook)
         self._saves.hook(training)
@@ -205,9 +222,18 @@ class TrainingHooks:
         return iterators
 
     def train_step(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        if self._session.is_to_probe:
+            probe(self._session, lambda: self._numbers(wrapped, args, kwargs))
+            _leave(self._training)
         self._session.begin_step()
-        result = wrapped(*args, **kwargs)
+        began, is_proving = time.monotonic(), self._session.is_proving
+        exact = nullcontext()
+        with NormInDouble(_optimizer_of(wrapped, args, kwargs)) if is_proving else exact as norm:
+            result = wrapped(*args, **kwargs)
         self._session.end_step()
+        if norm is not None:
+            numbers = partial(numbers_of, self._training, result, began, norm.norm)
+            probe(self._session, numbers)
         if self._ledger:
             self._ledger.keep_loss(result[0])
         return result
@@ -230,8 +256,23 @@ class TrainingHooks:
         self._saves.at_boundary(self._training.maybe_finalize_async_save)
         if self._session.boundary(self._iteration, samples):
             self._saves.leave()
-            _leave(self._training)
+            is_last = self._iteration >= (self._training.get_args().train_iters or 0)
+            if is_last or not self._session.is_to_probe:
+                _leave(self._training)
         return False
+
+    def _numbers(self, train_step: Call, args: Args, kwargs: Kwargs) -> Numbers:
+        """Make a step up to the door of its update."""
+        began, optimizer = time.monotonic(), _optimizer_of(train_step, args, kwargs)
+        with without_update(optimizer), NormInDouble(optimizer) as norm:
+            result = train_step(*args, **kwargs)
+        return numbers_of(self._training, result, began, norm.norm)
+
+    def _unless_probing(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Before the step behind its stop a worker neither saves nor evaluates: it leaves."""
+        if self._session.is_to_probe:
+            _leave(self._training)
+        return wrapped(*args, **kwargs)
 
     def _check(self, job: Any) -> None:
         """Refuse what cannot be elastic, before anything is built."""
@@ -296,6 +337,10 @@ class TrainingHooks:
             wandb = importlib.import_module("wandb")
             with writers.resumed_run(wandb, self._wandb_run_id):
                 self._start_wandb(job)
+
+
+def _optimizer_of(train_step: Call, args: Args, kwargs: Kwargs) -> Any:
+    return inspect.signature(train_step).bind(*args, **kwargs).arguments["optimizer"]
 
 
 def _pipeline_stage() -> int:

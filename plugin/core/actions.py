@@ -33,8 +33,12 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
+    """These hosts' workers come to the stop; ``probes``: once they have written they make the next
+    step up to the door of its update."""
+
     hosts: tuple[str, ...]
     stop: int
+    probes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,10 +135,12 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """All workers of the job see the stop: they may come to it."""
+    """All workers of the job see the stop: they may come to it. ``probes``: once their state is
+    sealed they make the next step up to the door of its update, and tell its numbers."""
 
     round: int
     stop: int
+    probes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from scalai.core.function_proof import Numbers
 from scalai.core.membership import Assign, Generation
 from scalai.core.remembered import Remembered
 from scalai.core.spacing import Measured
@@ -366,10 +367,12 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Every worker of this host has made its first step, or has stored the state at the start."""
+    """Every worker of this host has made its first step, with these ``numbers``; or, behind its
+    stop, one more up to the door of its update."""
 
     host: str
     round: int
+    numbers: Numbers | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@ and the job goes on, with other degrees where these are to blame."""
 
 from dataclasses import replace
 
-from scalai.core import events, respacing
+from scalai.core import events, probing, respacing
 from scalai.core.actions import Action, Freeze, Say
 from scalai.core.assigning import failure_of, members_of, next_assignment
 from scalai.core.membership import (
@@ -57,6 +57,8 @@ def fail(
     was_built = job.was_standby and is_starting
     if is_refusal and not is_changing:
         return end(job, 3, reason)
+    if not is_starting:  # else what the old workers have told of still holds
+        job = probing.not_probing(job)
     job, respaced = respacing.failed(job) if job.phase in STEPPING else (job, ())
     job, given_up = without_standby(job)
     message: tuple[Action, ...] = ()
@@ -75,6 +77,20 @@ def fail(
     job, actions = _freeze(job, reason, is_counted=not is_free)
     message = (Say(f"{reason}; {job.failures_left} restarts left"), *message)
     return job, (*respaced, *given_up, *message, *actions)
+
+
+def computes_otherwise(job: Job, text: str) -> Result:
+    """The new workers' first step is not the one that the old ones would have made: back to what
+    ran, from the state that it is of. In a round that is no change, as where a host was lost
+    meanwhile, there is nothing to go back to."""
+    assert job.current is not None
+    layout = job.current.layout
+    warning = Say(f"event=function_differs level=WARNING layout='{layout}' {text}")
+    if not _is_change(job):
+        job, actions = next_phase(job)
+        return job, (warning, *actions)
+    job, actions = fail(job, f"{layout} computes another function than what ran", is_refusal=True)
+    return job, (warning, *actions)
 
 
 def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:

@@ -28,6 +28,7 @@ from scalai.core.checks import Check
 from scalai.core.copies import Archiving, Replication
 from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees import Degrees
+from scalai.core.function_proof import FunctionProof
 from scalai.core.links import NOTHING_KNOWN, Links, largest_hearing
 from scalai.core.pace import Pace
 from scalai.core.passes import Passes, Recompute
@@ -343,6 +344,7 @@ class Job:
     last_replication: int = 0
     evacuated: tuple[int, frozenset[str]] | None = None
     """The generation of which others hold what only these hosts held, which will be taken away."""
+    function: FunctionProof = field(default_factory=FunctionProof)
     pace: Pace = field(default_factory=Pace)
     spacing: Spacing = field(default_factory=Spacing)
     archiving: Archiving | None = None
@@ -384,6 +386,11 @@ def replace_assign(job: Job, assign: Assign) -> Job:
 def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
     """Return the job with other generations known to be whole, oldest first."""
     return replace(job, generations=covered, has_state=job.has_state or bool(covered))
+
+
+def replace_known(job: Job, known: tuple[str, ...]) -> Job:
+    """Return the job that knows the function of these layouts, as its state says."""
+    return replace(job, function=replace(job.function, known=known))
 
 
 def forget_sealed(job: Job, snapshot: str) -> Job:

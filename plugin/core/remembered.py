@@ -49,6 +49,7 @@ class Remembered:
         failed: Changes that are not tried again on the hosts as they are.
         archived: Generations that it has brought to the durable directory and keeps there.
         lost: What rounds have done and the job went back behind; the ledger of samples keeps it.
+        proven: Keys of layouts whose function is proven, and the framework that tells of steps.
     """
 
     term: int
@@ -62,6 +63,7 @@ class Remembered:
     failed: tuple[FailedRun, ...]
     archived: tuple[int, ...]
     lost: tuple[Lost, ...] = ()
+    proven: tuple[tuple[str, ...], str] = ((), "")
 
     @property
     def order(self) -> tuple[int, int]:

@@ -23,6 +23,7 @@ def is_as_before(job: Job, before: Job) -> bool:
         and (job.ran is before.ran or job.ran == before.ran)
         and job.archived == before.archived
         and job.lost == before.lost
+        and job.function.known == before.function.known
         and _failed(job) == _failed(before)
     )
 
@@ -41,6 +42,7 @@ def remember(job: Job, run: str, term: int, number: int, request: JsonText) -> R
         failed=_failed(job)[-MOST_FAILED:],
         archived=job.archived,
         lost=tuple(of_run(run, each) for each in job.lost),
+        proven=(job.function.known, job.function.framework),
     )
 
 
@@ -83,6 +85,7 @@ def recall(job: Job) -> Job:
         failed=failed_before(job),
         archived=known.archived,
         lost=known.lost,
+        function=replace(job.function, known=known.proven[0], framework=known.proven[1]),
     )
 
 

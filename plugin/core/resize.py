@@ -19,6 +19,7 @@ from scalai.core import (
     health,
     hearing,
     preemption,
+    probing,
     replicating,
     respacing,
     starting,
@@ -423,9 +424,19 @@ def _resumed(event: events.Resumed, job: Job) -> Result:
 
 @_on.register
 def _stepped(event: events.Stepped, job: Job) -> Result:
+    if probing.is_of_probe(event, job):
+        return probing.probed(event, job), ()
     if job.phase is not Phase.STARTING or event.round != job.round:
         return job, ()
-    return next_phase(answered(job, event.host))
+    job = probing.stepped(event, answered(job, event.host))
+    if job.awaited:
+        return job, ()
+    job, verdict, lines = probing.judge(job)
+    if verdict is not None and not verdict.is_same:
+        job, actions = failures.computes_otherwise(job, verdict.text)
+    else:
+        job, actions = next_phase(job)
+    return job, (*lines, *actions)
 
 
 @_on.register

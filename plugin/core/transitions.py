@@ -46,6 +46,7 @@ from scalai.core.membership import (
     present,
     staying,
 )
+from scalai.core.probing import agreed, not_probing
 from scalai.core.replicating import give_up, needs_older, release_older, without
 
 Result = tuple[Job, tuple[Action, ...]]
@@ -217,7 +218,7 @@ def withdraw(job: Job, reason: str) -> Result:
     job, given_up = without_standby(job)
     later_s = min(job.drain_timeout_s * 2.0 ** min(job.withdrawn, 20), LONGEST_BACKOFF_S)
     job = replace(
-        job,
+        not_probing(job),
         phase=Phase.RUNNING,
         awaited=frozenset(),
         withdrawn=job.withdrawn + 1,
@@ -398,7 +399,8 @@ def next_phase(job: Job) -> Result:
             job = replace(job, phase=Phase.DRAINING, awaited=frozenset(hosts), margin=1, held={})
             is_full = len(job.generations) > 1  # so there is no room for the snapshot at the stop
             job, room = release_older(job) if is_full else (job, ())
-            return job, (*room, Agree(hosts, job.stop))
+            job = agreed(job)
+            return job, (*room, Agree(hosts, job.stop, bool(job.function.round)))
         job, actions = prepare(replace(job, margin=2 * job.margin))
         return job, (Withdraw(hosts), *actions)
     if job.phase is Phase.DRAINING and active(job):

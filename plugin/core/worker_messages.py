@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from scalai.core.collection import Collection, Columns
 from scalai.core.dataset.ledger import Lost
+from scalai.core.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText, Request
 
@@ -261,12 +262,14 @@ class Imports:
 
 @dataclass(frozen=True, slots=True)
 class RankStepped(Request[None]):
-    """This rank has made its first step of the round. ``imports``: of one rank a host."""
+    """This rank has made its first step of the round, or one behind its stop, which has no update;
+    ``numbers``: of that step, as far as this rank knows them. ``imports``: of one rank a host."""
 
     rank: int
     round: int
     step: int
     imports: Imports | None
+    numbers: Numbers | None = None
 
 
 @dataclass(frozen=True, slots=True)

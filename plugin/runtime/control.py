@@ -26,7 +26,7 @@ from scalai.core.errors import StoreError
 from scalai.core.schedule import Schedule
 from scalai.store.secure import Folder
 
-STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, FIRST_WORKER = 0, 1, 2, 3, 4, 5, 8
+STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, PROBED, FIRST_WORKER = 0, 1, 2, 3, 4, 5, 6, 8
 EVERY_BITS = 20
 """So many bits say how many steps lie between snapshots."""
 PAGE_BYTES = 4096
@@ -79,8 +79,8 @@ def _make(folder: Folder, name: str) -> int:
 class ControlPage:
     """Eight-byte cells: the prepared stop, the agreed stop, the save that is in flight (its
     iteration and 1), how often the workers looked for it, how much a stop waits for it, how many
-    steps lie between snapshots and from which step on, each worker's newest step, and whether it
-    says to be within the next one.
+    steps lie between snapshots and from which step on, the stop behind which a step is made without
+    its update, each worker's newest step, and whether it says to be within the next one.
 
     Eight aligned bytes are written at once on every platform that torch supports, and every cell
     has one writer.
@@ -116,8 +116,10 @@ class ControlPage:
         self._cells[STOP] = stop
         order()
 
-    def agree(self, stop: int) -> None:
-        """Agent: the word. Every worker that reaches ``stop`` leaves there."""
+    def agree(self, stop: int, *, probes: bool = False) -> None:
+        """Agent: the word. Every worker that reaches ``stop`` leaves there; ``probes``: once it has
+        made the next step up to the door of its update."""
+        self._cells[PROBED] = stop if probes else 0
         self._cells[AGREED] = stop
 
     def withdraw(self) -> None:
@@ -195,6 +197,10 @@ class ControlPage:
         """Worker: 0: no stop waits for a save in flight; 1: one does; 2: one was put off before,
         because another save began on the way to it."""
         return int(self._cells[WANTED])
+
+    def must_probe(self, step: int) -> bool:
+        """Worker, at the stop of this step: make the next one up to the door of its update."""
+        return bool(step) and int(self._cells[PROBED]) == step
 
     def must_stop(self, step: int) -> bool:
         """Worker, after ``report``: wait for the word where a stop is prepared; True to leave

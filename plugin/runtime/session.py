@@ -28,6 +28,7 @@ from typing import cast
 import torch
 
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
+from scalai.core.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.core.region import Piece
@@ -116,6 +117,7 @@ class Session(Drawing):
         self._restored_step: int | None = None
         self._is_stopped = False
         self._has_stepped = False
+        self._numbers: Numbers | None = None
         self._save_in_flight: int | None = None
         self._schedule, self._is_async, self._has_emergency = Schedule(0), False, False
         self._snapshots: Snapshots | None = None
@@ -158,6 +160,27 @@ class Session(Drawing):
     def is_stopped(self) -> bool:
         """Whether ``boundary`` has said to leave."""
         return self._is_stopped
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether ``note_numbers`` of this step is wanted: it is the round's first one, or one
+        behind its stop."""
+        return self._agent is not None and (not self._has_stepped or self._is_stopped)
+
+    @property
+    def is_to_probe(self) -> bool:
+        """Whether this worker, whose state is written, is to make its next step up to the door of
+        the update, say ``note_numbers``, and leave. Of that step nothing is kept: where the script
+        evaluates, saves or ends before it, the worker leaves there."""
+        return self._agent is not None and self._is_stopped and self._page.must_probe(self.step)
+
+    def note_numbers(self, numbers: Numbers) -> None:
+        """Say what a step has computed before its update. Call before ``boundary``; behind a stop,
+        where there is none, the agent hears of it now."""
+        self._numbers = numbers
+        if self._agent is not None and self._is_stopped:
+            stepped = RankStepped(self.rank, self._round, self.step + 1, None, numbers)
+            self._agent.call(stepped)
 
     @property
     def stop_urgency(self) -> int:
@@ -363,7 +386,8 @@ class Session(Drawing):
         if not self._has_stepped:
             self._has_stepped = True
             imports = imported(self._local_rank)
-            self._agent.call(RankStepped(self.rank, self._round, self.step, imports))
+            stepped = RankStepped(self.rank, self._round, self.step, imports, self._numbers)
+            self._agent.call(stepped)
             self._snapshots.map_next()
             if self._has_emergency:
                 self._snapshots.watch_for_failures()

@@ -10,6 +10,7 @@ import pytest
 
 from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
+from scalai.core.function_proof import Numbers
 from scalai.patches.megatron import training
 from scalai.patches.megatron.training import TrainingHooks
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION
@@ -26,7 +27,10 @@ class FakeSession:
         stop: int | None = None,
         *,
         is_standby: bool = False,
+        probes: bool = False,
     ) -> None:
+        self.probes, self.is_proving, self.is_to_probe = probes, False, False
+        self.numbers: list[Numbers] = []
         self.restorable_step = restorable_step
         self.is_standby = is_standby
         self.stop = stop
@@ -67,7 +71,11 @@ class FakeSession:
 
     def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
         self.boundaries.append((step, consumed_samples))
+        self.is_to_probe = self.probes and step == self.stop
         return step == self.stop
+
+    def note_numbers(self, numbers: Numbers) -> None:
+        self.numbers.append(numbers)
 
 
 class FakeWriter:
@@ -89,6 +97,7 @@ class FakeTraining:
         self.job = Namespace(
             **counters, skipped_train_samples=0, padded_vocab_size=128, load=None, rank=0,
             world_size=1, seed=1, finetune=False, pretrained_checkpoint=None, global_batch_size=4,
+            train_iters=9, bf16=False, fp16=False,
         )  # fmt: skip
         vars(self.job).update(arguments)
         self.has_decided = False
@@ -120,8 +129,15 @@ class FakeTraining:
     def build_train_valid_test_data_iterators(self, provider: Any) -> Any:
         return None, None, None
 
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        return ({},)
+    def train_step(self, optimizer: Any = None) -> Any:
+        norm = None if optimizer is None else optimizer.step()
+        return {}, 0, False, False, 0, norm, None, 0
+
+    def save_checkpoint_and_time(self, iteration: int) -> None:
+        raise AssertionError("nothing is saved here")
+
+    def evaluate_and_print_results(self, prefix: str) -> None:
+        raise AssertionError("nothing is evaluated here")
 
     def checkpoint_and_decide_exit(
         self,
@@ -232,6 +248,77 @@ def test_a_drained_worker_closes_its_writers_and_ends_with_0() -> None:
     assert end.value.code == 0
     assert framework.writer.is_closed
     assert framework.closed == ["ft", "one_logger"]
+
+
+class FakeOptimizer:
+    """As ``MegatronOptimizer``: prepares gradients, and then changes parameters."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def step_with_ready_grads(self) -> bool:
+        self.updates += 1
+        return True
+
+    def step(self) -> float:
+        self.step_with_ready_grads()
+        return 2.5
+
+
+def stopped(**arguments: Any) -> tuple[FakeSession, FakeTraining]:
+    """Return a worker that has come to its stop, behind which it is to make a step."""
+    session = FakeSession(stop=2, probes=True)
+    framework = hooked(session, **arguments)
+    assert framework.step(2) is False, "the script goes on to its next step"
+    return session, framework
+
+
+def test_behind_its_stop_a_worker_makes_a_step_without_its_update_and_leaves() -> None:
+    session, framework = stopped()
+    optimizer = FakeOptimizer()
+    with pytest.raises(SystemExit) as end:
+        framework.train_step(optimizer)
+    assert end.value.code == 0 and optimizer.updates == 0
+    assert [(each.norm, each.framework) for each in session.numbers] == [
+        (2.5, "megatron-core 0.16.1")
+    ]
+    assert not session.within, "it is no step of the job"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda framework: framework.save_checkpoint_and_time(2),
+        lambda framework: framework.evaluate_and_print_results("at the end"),
+    ],
+)
+def test_a_script_that_saves_or_evaluates_before_that_step_leaves_without_it(what: Any) -> None:
+    session, framework = stopped()
+    with pytest.raises(SystemExit) as end:
+        what(framework)
+    assert end.value.code == 0 and not session.numbers
+
+
+def test_a_step_behind_the_stop_that_raises_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    session, framework = stopped()
+    with pytest.raises(SystemExit) as end:
+        framework.train_step("no optimizer")
+    assert end.value.code == 0 and not session.numbers and "function_unproven" in caplog.text
+
+
+def test_behind_the_last_step_there_is_none_to_prove() -> None:
+    framework = hooked(FakeSession(stop=2, probes=True), train_iters=2)
+    with pytest.raises(SystemExit):
+        framework.step(2)
+
+
+def test_what_hangs_on_random_streams_is_told_with_the_numbers() -> None:
+    session, framework = stopped(hidden_dropout=0.1)
+    with pytest.raises(SystemExit):
+        framework.train_step(FakeOptimizer())
+    assert "hidden_dropout 0.1" in session.numbers[0].obstacle
 
 
 def test_an_unknown_version_is_refused_when_the_model_is_built_not_when_it_is_imported(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from scalai.core import actions, events
 from scalai.core import membership as m
+from scalai.core.function_proof import Numbers
 from scalai.core.membership import active
 
 PIECES = range(4)
@@ -81,6 +82,8 @@ class Known:
         """Those that fail it."""
         self.cannot_run: set[int] = set()
         """Worlds in which every script raises before its first step."""
+        self.computed: dict[int, Numbers] = {}
+        """What the first step computes, by how many workers there are."""
 
     def covered(self) -> tuple[m.Generation, ...]:
         """Return the generations that are whole by what the coordinator knows, oldest first: a part

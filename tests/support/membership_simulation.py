@@ -451,7 +451,8 @@ class Simulation(Known):
         """The first step."""
         host.step = 1 if start.generation is None else self.steps[start.generation] + 1
         host.is_hung = host.name in self.hangers
-        return events.Stepped(host.name, start.round)
+        numbers = self.computed.get(start.assignment.degrees.world_size)
+        return events.Stepped(host.name, start.round, numbers)
 
     def release(self, keep: int | None, leaving: tuple[str, ...]) -> None:
         for name in leaving:

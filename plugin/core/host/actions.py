@@ -114,10 +114,12 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """Write the agreed stop, unless the workers have ended: ``Agreed`` or ``GroupOver``."""
+    """Write the agreed stop, unless the workers have ended: ``Agreed`` or ``GroupOver``;
+    ``probes``: behind it they make a step more, without its update."""
 
     round: int
     stop: int
+    probes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

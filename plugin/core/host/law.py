@@ -15,6 +15,7 @@ from scalai.core.host import (
     emergency,
     events,
     leaving,
+    probing,
     rounds,
     snapshots,
     stops,
@@ -181,6 +182,7 @@ def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
     stops.watch(step, seen)
     emergency.watch(step, seen)
     rounds.poll(step)
+    probing.watch(step, seen)
 
 
 # ---------------------------------------------------------------------- what the coordinator says
@@ -204,8 +206,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             rounds.proceed(step)
         case commands.Prepare(_, stop):
             stops.prepare(step, stop, seen)
-        case commands.Agree(_, stop):
-            stops.agree(step, stop)
+        case commands.Agree(_, stop, probes):
+            stops.agree(step, stop, probes=probes)
         case commands.TakeSnapshot():
             stops.take_snapshot(step)
         case commands.Withdraw():
@@ -292,6 +294,7 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
         request.rank in current.ranks or isinstance(request, AwaitSlot)
     )
     is_due = step.is_present(request.round) or isinstance(request, OF_BOTH_ROUNDS)
+    is_due |= isinstance(request, RankStepped)  # of a round that probes
     if current is None or not is_known or not is_due:
         step.refuse(call, rounds.ENDED)
         return

@@ -8,7 +8,8 @@ from scalai.core import events as job_events
 from scalai.core.collection import concatenate
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import distinct_pieces
-from scalai.core.host import actions, snapshots
+from scalai.core.function_proof import merged
+from scalai.core.host import actions, probing, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Fetched, GroupOver
 from scalai.core.host.state import Call, Published, Round, Want
@@ -55,6 +56,7 @@ def start(step: Step, command: commands.Start) -> None:
             _begin_restore(step)
         return
     give_up(step)
+    probing.end(step)  # the next workers may need its memory
     step.change(round=Round(command, has_group=not command.is_built))
     if command.is_built:
         step.fail("what was on standby is gone")
@@ -85,7 +87,7 @@ def give_up(step: Step, number: int | None = None) -> None:
     if standby is None or number not in (None, standby.number):
         return
     step.do(actions.EndGroup(standby.number, 0.0))
-    _dismiss(step, standby)
+    dismiss(step, standby)
     step.change(standby=None)
 
 
@@ -95,6 +97,8 @@ def stop(step: Step, number: int, *, has_written: bool) -> None:
     current = step.round
     if current is None or current.number != number:
         step.tell(job_events.Stopped(step.state.host, number, 0))
+        return
+    if has_written and probing.holds(step):
         return
     grace_s = step.state.settings.exit_grace_s if has_written else 0.0
     end(step, grace_s)
@@ -113,9 +117,13 @@ def group_ended(step: Step, number: int, newest: int) -> None:
     """No worker of a round is alive. Who had to leave because the job went on without this host
     joins it again."""
     ended = step.round
+    if step.state.probing is not None and step.state.probing.number == number:
+        dismiss(step, step.state.probing)
+        step.change(probing=None)
+        return
     if ended is None or ended.number != number:
         return  # it was on standby, and nobody waits for it
-    _dismiss(step, ended)
+    dismiss(step, ended)
     step.change(round=None)
     snapshots.give_back(step, ended)
     if step.state.is_rejoining:
@@ -125,7 +133,7 @@ def group_ended(step: Step, number: int, newest: int) -> None:
         step.tell(job_events.Stopped(step.state.host, number, newest))
 
 
-def _dismiss(step: Step, ended: Round) -> None:
+def dismiss(step: Step, ended: Round) -> None:
     """The workers are gone: whoever still waits for an answer to them gets an error."""
     waiters = {call for _, call in ended.slot_waiters}
     for call in sorted(ended.calls):
@@ -148,7 +156,9 @@ def poll(step: Step) -> None:
 def group_over(step: Step, over: GroupOver) -> None:
     """The workers of a round have ended by themselves."""
     standby, current = step.state.standby, step.round
-    if standby is not None and standby.number == over.round:
+    if step.state.probing is not None and step.state.probing.number == over.round:
+        probing.end(step)
+    elif standby is not None and standby.number == over.round:
         give_up(step)
         reason = "; ".join(over.failures) or "the script has ended"
         step.tell(job_events.NotBuilt(step.state.host, over.round, reason))
@@ -291,12 +301,13 @@ def stepped(step: Step, report: RankStepped) -> None:
     """A worker has made its first step of the round."""
     if report.imports is not None:
         step.do(actions.WarmUp(report.imports))
-    if not step.is_present(report.round):
+    if probing.told(step, report) or not step.is_present(report.round):
         return
     current = step.present()
-    current = step.change_round(stepped=current.stepped | {report.rank})
+    numbers = merged(current.numbers, report.numbers)
+    current = step.change_round(stepped=current.stepped | {report.rank}, numbers=numbers)
     if current.is_complete(current.stepped):
-        step.tell(job_events.Stepped(step.state.host, current.number))
+        step.tell(job_events.Stepped(step.state.host, current.number, numbers))
         snapshots.reserve(step)
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from scalai.core.collection import Collection
 from scalai.core.commands import Build, Start, Workers
 from scalai.core.fingerprint import Committed
+from scalai.core.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.messages import Shared
 from scalai.core.remembered import Remembered
@@ -169,6 +170,10 @@ class Round:
         failure: What was reported of its failure.
         is_unhooked: Whether a worker trains that nothing connects to the job.
         uses_devices: Whether workers keep their state in device memory.
+        probes: Whether its workers make a step more behind their stop.
+        numbers: Of the first step, or, once ``may_write``, of that one.
+        probed: Ranks that have told of it.
+        probe_until: Until when it is waited for, in seconds of the law's clock; 0: it is not.
     """
 
     command: Build | Start
@@ -211,6 +216,10 @@ class Round:
     has_finished: bool = False
     is_unhooked: bool = False
     uses_devices: bool = False
+    probes: bool = False
+    numbers: Numbers | None = None
+    probed: frozenset[int] = frozenset()
+    probe_until: float = 0.0
 
     @property
     def workers(self) -> Workers:
@@ -291,6 +300,7 @@ class HostState:
         slots: Workers that the host can run.
         generations: Those that the host's store holds.
         round, standby: The present round, and one that was built beside it.
+        probing: A round that has stopped, whose workers make a step more beside the present one.
         held: A proposed stop that waits for a save.
         standing: Calls of workers that stand at an agreed stop with a save in flight.
         late: Snapshots and statements by generation that have a number and are not committed.
@@ -312,6 +322,7 @@ class HostState:
     generations: frozenset[int] = frozenset()
     round: Round | None = None
     standby: Round | None = None
+    probing: Round | None = None
     held: HeldStop | None = None
     standing: tuple[Call, ...] = ()
     late: Mapping[int, tuple[str, Committed | None]] = field(default_factory=dict)

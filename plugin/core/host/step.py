@@ -43,15 +43,18 @@ class Step:
         return changed
 
     def change_of(self, number: int, **values: Any) -> None:
-        """Change fields of the round of this number, the present or the standby one."""
+        """Change fields of the round of this number: present, standby or probing."""
         if self.state.round is not None and self.state.round.number == number:
             self.change_round(**values)
         elif self.state.standby is not None and self.state.standby.number == number:
             self.change(standby=replace(self.state.standby, **values))
+        elif self.state.probing is not None and self.state.probing.number == number:
+            self.change(probing=replace(self.state.probing, **values))
 
     def of(self, number: int) -> Round | None:
-        """Return the round of this number, None where it is neither present nor standby."""
-        rounds = (self.state.round, self.state.standby)
+        """Return the round of this number, None where it is neither present, standby nor
+        probing."""
+        rounds = (self.state.round, self.state.standby, self.state.probing)
         return next((r for r in rounds if r is not None and r.number == number), None)
 
     def is_present(self, number: int) -> bool:

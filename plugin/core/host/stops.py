@@ -94,11 +94,12 @@ def withdraw(step: Step) -> None:
         step.answer(call)
 
 
-def agree(step: Step, stop: int) -> None:
+def agree(step: Step, stop: int, *, probes: bool) -> None:
     """All workers of the job see this stop: they may come to it."""
     current = step.round
     if current is not None and current.has_group:
-        step.do(actions.Agree(current.number, stop))
+        step.change_round(probes=probes)
+        step.do(actions.Agree(current.number, stop, probes))
 
 
 def agreed(step: Step, number: int, stop: int) -> None:

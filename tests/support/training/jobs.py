@@ -35,6 +35,13 @@ class Job:
     query_groups: int | None = None
     is_gated: bool = False
     experts: int | None = None
+    router: str = "aux_loss"
+    """How the load of experts is balanced."""
+    top_k: int = 2
+    balance: float = 0.0
+    """Coefficient of the balancing loss."""
+    capacity: float | None = None
+    """Of an expert, in its share of the tokens."""
     expert_layers: tuple[int, ...] | None = None
     """1 for each layer that has experts; None: all have."""
     has_expert_bias: bool = False

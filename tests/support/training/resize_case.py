@@ -8,6 +8,8 @@ from typing import Any
 from scalai.core.collection import Collection, concatenate
 from scalai.core.coverage import check_coverage
 from scalai.core.fingerprint import compare, tensor_fingerprints
+from scalai.core.function_proof import FP32, Numbers
+from scalai.core.function_proof import compare as prove
 from scalai.core.plan import plan
 from scalai.core.sources import Holder
 from scalai.store.host import HostStore
@@ -15,6 +17,7 @@ from scalai.store.moves import holders_of, read_orders
 from support.training.jobs import AFTER, OTHER_SEED, SEED, mean_losses
 from support.training.worker_pool import WorkerPool
 
+FP32_LOSS = FP32[0]
 Proof = tuple[Collection, list[int]]
 AnyJob = Any
 """What the pool's trainer takes: it has a ``world``."""
@@ -28,6 +31,14 @@ class Run:
     learning_rate: float
     skipped: list[int]
     """Steps that fp16 skipped because a gradient was not finite."""
+    norms: list[float | None]
+    """Of the gradients, in float64."""
+
+    @property
+    def first(self) -> Numbers:
+        """What the first step behind the resize computes."""
+        norm = self.norms[0] if self.norms else None
+        return Numbers(self.losses[0], norm, is_skipped=norm is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,10 @@ def check(result: Result, tolerance: float) -> None:
     print(f"largest relative difference of a loss: {result.largest_difference:.1e}")
     assert len(result.uninterrupted.losses) == len(result.resized.losses) > 0
     assert result.largest_difference <= tolerance
+    if tolerance <= FP32_LOSS:
+        proof = prove(result.uninterrupted.first, result.resized.first)
+        print(proof.text)
+        assert proof.is_same
     assert result.resized.learning_rate == result.uninterrupted.learning_rate
     assert result.resized.skipped == result.uninterrupted.skipped
 
@@ -111,6 +126,6 @@ def _prove(before: Mapping[str, int], proofs: Iterable[Mapping[str, Proof]]) -> 
 
 
 def _united(runs: Sequence[Any]) -> Run:
-    _, learning_rate, skipped = runs[0]
+    _, learning_rate, skipped, norms = runs[0]
     after = [step for step in skipped if step in AFTER]
-    return Run(mean_losses([losses for losses, _, _ in runs]), learning_rate, after)
+    return Run(mean_losses([losses for losses, *_ in runs]), learning_rate, after, norms)

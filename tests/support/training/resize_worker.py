@@ -86,7 +86,8 @@ def _proof(rows: Sequence[Row]) -> Proof:
 
 def _train_to_the_end(live: _Live) -> Any:
     losses = live.training.train(AFTER)
-    answer = losses, live.training.learning_rate(), live.training.skipped
+    norms = getattr(live.training, "norms", [])[-len(AFTER) :]
+    answer = losses, live.training.learning_rate(), live.training.skipped, norms
     live.training.close()
     _live.clear()
     return answer

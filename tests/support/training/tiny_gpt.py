@@ -39,6 +39,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from scalai.patches.megatron.function_proof import NormInDouble
 from scalai.patches.megatron.shapes import unwrap
 from scalai.patches.megatron.state import MegatronState
 from support.training.jobs import SEED, Job
@@ -57,6 +58,7 @@ class Training:
     def __init__(self, job: Job, rank: int, store: dist.Store, seed: int) -> None:
         self.job = job
         self.skipped: list[int] = []
+        self.norms: list[float | None] = []
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
         parallel_state.initialize_model_parallel(
             job.tp,
@@ -116,7 +118,10 @@ class Training:
             decoder_seq_length=self.job.sequence,
             forward_only=False,
         )
-        if self.optimizer.step()[0]:
+        with NormInDouble(self.optimizer) as exact:
+            is_updated = self.optimizer.step()[0]
+        self.norms.append(exact.norm)
+        if is_updated:
             self.scheduler.step(self.job.global_batch_size)
         else:
             self.skipped.append(step)
@@ -184,7 +189,10 @@ def _transformer(job: Job) -> TransformerConfig:
         moe_router_score_function="sigmoid" if job.has_expert_bias else "softmax",
         qk_layernorm=job.has_qk_norm,
         mtp_num_layers=job.predicted or None,
-        moe_router_topk=2,
+        moe_router_topk=job.top_k,
+        moe_router_load_balancing_type=job.router,
+        moe_aux_loss_coeff=job.balance,
+        moe_expert_capacity_factor=job.capacity,
         moe_token_dispatcher_type="alltoall" if job.experts else "allgather",
         tensor_model_parallel_size=job.tp,
         pipeline_model_parallel_size=job.pp,

@@ -1,0 +1,156 @@
+"""Whether a job computes the same function behind a change: numbers of one step, made by the old
+workers up to the door of its update and by the new ones, and the limits within which they agree.
+
+Fingerprints prove the state. They say nothing of a loss that is a function of the layout.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+POLICIES = ("auto", "always", "never")
+FACT = "proven_layouts"
+"""Under this name the keys of layouts travel with the facts of a generation."""
+FP32 = (3e-6, 3e-5)
+"""Largest relative difference of loss and gradient norm in float32: healthy changes differ by less
+than 3e-7 of the loss, faults by more than 6e-5 of the loss or 1e-2 of the norm."""
+SPREADS = 3.0
+"""In 16 bit: so many times the spread of steps that were repeated at the same degrees."""
+LEAST = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""And never below the rounding of the type: repetitions at the same degrees may be bit-equal, other
+degrees sum in another order."""
+MOST_STEPS = 64
+"""Steps whose numbers are kept, to compare with when they are made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a step has computed before its update.
+
+    Attributes:
+        loss: Mean over all samples or tokens of the step; None: not known.
+        norm: Of the whole gradient; None: not known.
+        is_skipped: Its update was skipped, as a loss scaler does: the norm says nothing.
+        dtype: Of the passes, in torch's word.
+        framework: Name and version.
+        obstacle: Why the numbers cannot be compared, such as dropout; empty: they can.
+        seconds: How long the step took.
+    """
+
+    loss: float | None = None
+    norm: float | None = None
+    is_skipped: bool = False
+    dtype: str = "float32"
+    framework: str = ""
+    obstacle: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"loss {_digits(self.loss)}, gradient norm {_digits(self.norm)}"
+
+
+def _digits(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.9g}"
+
+
+def merged(one: Numbers | None, other: Numbers | None) -> Numbers | None:
+    """Return what several ranks know of one step: the last pipeline stage alone has the loss."""
+    if one is None or other is None:
+        return one or other
+    return replace(
+        one,
+        loss=other.loss if one.loss is None else one.loss,
+        norm=other.norm if one.norm is None else one.norm,
+        is_skipped=one.is_skipped or other.is_skipped,
+        framework=one.framework or other.framework,
+        obstacle=one.obstacle or other.obstacle,
+        seconds=max(one.seconds, other.seconds),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Largest relative differences of steps that were made again at the same degrees; ``steps``:
+    how many there were."""
+
+    loss: float = 0.0
+    norm: float = 0.0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the numbers of two makings of a step agree; None: they cannot be compared. ``text``
+    says by how much they differ, or why not."""
+
+    is_same: bool | None
+    text: str
+
+
+def compare(before: Numbers | None, after: Numbers | None, spread: Spread = Spread()) -> Verdict:
+    """Compare a step as it was made before a change and behind it."""
+    if before is None or after is None:
+        side = "old" if before is None else "new"
+        return Verdict(None, f"the {side} workers have given no numbers of the step")
+    if before.obstacle or after.obstacle:
+        return Verdict(None, before.obstacle or after.obstacle)
+    if (limits := _limits(before.dtype, spread)) is None:
+        return Verdict(None, f"{before.dtype}: no step was repeated at the same degrees yet")
+    is_skipped = before.is_skipped or after.is_skipped
+    pairs = [("loss", before.loss, after.loss, limits[0])]
+    if not is_skipped:
+        pairs.append(("norm", before.norm, after.norm, limits[1]))
+    found = [
+        (name, difference(one, other), limit)
+        for name, one, other, limit in pairs
+        if one is not None and other is not None
+    ]
+    if not found:
+        return Verdict(None, "both sides know neither the loss nor the gradient norm")
+    beyond = any(off > limit for _, off, limit in found)
+    text = " ".join(f"{name}_differs={off:.2g} limit={limit:.2g}" for name, off, limit in found)
+    return Verdict(not beyond, f"{text} ({before}; then {after})")
+
+
+def _limits(dtype: str, spread: Spread) -> tuple[float, float] | None:
+    if dtype not in LEAST:
+        return FP32
+    least = LEAST[dtype]
+    if not spread.steps:
+        return None
+    return max(least, SPREADS * spread.loss), max(least, SPREADS * spread.norm)
+
+
+def difference(one: float, other: float) -> float:
+    """Return the relative difference of two numbers; neither finite: they are equal."""
+    if not math.isfinite(one) or not math.isfinite(other):
+        return 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
+    largest = max(abs(one), abs(other))
+    return abs(one - other) / largest if largest else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionProof:
+    """What a job knows of the function of its layouts.
+
+    Attributes:
+        policy: When a change is proven: ``auto``: the first one to each key.
+        known: Keys of layouts whose function is proven, or with which the job began.
+        framework: As the present round's first step has told; empty: nothing measures its steps.
+        round: The round whose workers make a step more; 0: none does.
+        before, after: Numbers of that step by the old workers and by the new ones.
+        found: What came of the newest comparison, for the report; empty: none was made.
+        seconds: How long the old workers' step took.
+        spread: Of steps that were made again at the same degrees.
+        said: Why changes are not proven, as it was said last.
+    """
+
+    policy: str = "never"
+    known: tuple[str, ...] = ()
+    framework: str = ""
+    round: int = 0
+    before: Numbers | None = None
+    after: Numbers | None = None
+    found: str = ""
+    seconds: float = 0.0
+    spread: Spread = Spread()
+    said: str = ""

@@ -1,0 +1,75 @@
+"""A step that workers make behind their stop, up to the door of its update: its numbers are told,
+and nobody waits long for it. Their state is sealed by then, so whatever becomes of them is no
+failure."""
+
+from scalai.core import events as job_events
+from scalai.core.function_proof import merged
+from scalai.core.host import actions, snapshots
+from scalai.core.host.events import Seen
+from scalai.core.host.state import Round
+from scalai.core.host.step import Step
+from scalai.core.worker_messages import RankStepped
+
+PROBE_S = 20.0
+"""How long workers may take for it behind the end of their round: less than the coordinator waits
+for an answer."""
+
+
+def told(step: Step, report: RankStepped) -> bool:
+    """A worker tells of the step behind its stop; False: it is its first one."""
+    current = step.of(report.round)
+    if current is None or not current.probes or not current.may_write:
+        return False
+    is_first = not current.probed
+    numbers = report.numbers if is_first else merged(current.numbers, report.numbers)
+    probed = current.probed | {report.rank}
+    step.change_of(report.round, numbers=numbers, probed=probed)
+    if current.is_complete(probed):
+        step.tell(job_events.Stepped(step.state.host, report.round, numbers))
+    return True
+
+
+def holds(step: Step) -> bool:
+    """Whether the workers of the present round, which is to end, still make the step. Where the
+    next workers stand by, or none come to this host, they go on beside the next round; else their
+    memory may be needed, and the round ends behind it."""
+    current = step.present()
+    if not current.probes or not current.has_group or _is_over(current, frozenset()):
+        return False
+    current = step.change_round(probe_until=step.now + PROBE_S)
+    if step.state.standby is None and not step.state.is_leaving:
+        return True
+    end(step)  # of an earlier change
+    step.change(probing=current, round=None)
+    snapshots.give_back(step, current)
+    step.tell(job_events.Stopped(step.state.host, current.number, current.stop or 0))
+    return True
+
+
+def _is_over(current: Round, ended: frozenset[int]) -> bool:
+    return current.is_complete(current.probed | current.lost | ended)
+
+
+def watch(step: Step, seen: Seen | None) -> None:
+    """End a round that makes its step no more, or for too long."""
+    current, aside = step.round, step.state.probing
+    if current is not None and current.probe_until and not current.is_ending:
+        ended = frozenset(seen.ended if seen is not None else ())
+        if _is_over(current, ended) or step.now >= current.probe_until:
+            step.change_round(is_ending=True, probe_until=0.0)
+            step.do(actions.EndGroup(current.number, _grace_s(step, current)))
+    if aside is not None and step.now >= aside.probe_until:
+        end(step)
+    elif aside is not None:
+        step.do(actions.Poll(aside.number))
+
+
+def _grace_s(step: Step, current: Round) -> float:
+    """Workers that have told of the step leave by themselves."""
+    return step.state.settings.exit_grace_s if current.is_complete(current.probed) else 0.0
+
+
+def end(step: Step) -> None:
+    """End the workers that make their step beside the present round."""
+    if step.state.probing is not None:
+        step.do(actions.EndGroup(step.state.probing.number, 0.0))

@@ -1,0 +1,103 @@
+"""The rules by which a change is proven to compute the same function: when the old workers make a
+step more, up to the door of its update, and what comes of the numbers of both sides."""
+
+from dataclasses import replace
+
+from scalai.core import events
+from scalai.core.actions import Action, Say
+from scalai.core.assigning import next_assignment
+from scalai.core.function_proof import FunctionProof, Verdict, compare, merged
+from scalai.core.membership import Assignment, Job, Phase, leaving
+from scalai.core.pace import estimate
+
+LEAST_STEPS = 2
+"""A notice that leaves less than so many steps beyond the drain leaves no time for a proof."""
+
+
+def key_of(job: Job, assignment: Assignment) -> str:
+    """Return under which name the function of an assignment is known."""
+    size = assignment.micro_batch_size
+    return f"{assignment.layout} micro_batch={size or '-'} {job.function.framework}"
+
+
+def agreed(job: Job) -> Job:
+    """Return the job whose stop is agreed: whether its workers make a step more behind it."""
+    function = replace(job.function, round=0, before=None, after=None, found="", seconds=0.0)
+    target = job.standby.assignment if job.standby is not None else next_assignment(job)
+    if target is not None and _is_due(job, target):
+        function = replace(function, round=job.round)
+    return job if function == job.function else replace(job, function=function)
+
+
+def not_probing(job: Job) -> Job:
+    """Return the job whose workers do not come to their stop, so that nobody makes the step."""
+    return replace(job, function=replace(job.function, round=0))
+
+
+def _is_due(job: Job, target: Assignment) -> bool:
+    function, current = job.function, job.current
+    if function.policy == "never" or not function.framework or current is None:
+        return False
+    if not job.is_elastic or not job.is_hooked or target.is_same_as(current):
+        return False
+    needs = estimate(job.pace, job.now, 0)
+    needs_s = needs.total_s + LEAST_STEPS * needs.step_s
+    hosts = (job.hosts[name] for name in leaving(job))
+    if any(host.leave_by is not None and host.leave_by - job.now < needs_s for host in hosts):
+        return False
+    return function.policy == "always" or key_of(job, target) not in function.known
+
+
+def is_of_probe(event: events.Stepped, job: Job) -> bool:
+    """Whether workers have told of the step that they made behind their stop."""
+    is_past = event.round != job.round or job.phase is not Phase.STARTING
+    return bool(event.round) and event.round == job.function.round and is_past
+
+
+def probed(event: events.Stepped, job: Job) -> Job:
+    before = merged(job.function.before, event.numbers)
+    seconds = before.seconds if before is not None else 0.0
+    return replace(job, function=replace(job.function, before=before, seconds=seconds))
+
+
+def stepped(event: events.Stepped, job: Job) -> Job:
+    """A host of the new round has made its first step."""
+    if event.numbers is None:
+        return job
+    after = merged(job.function.after, event.numbers)
+    return replace(job, function=replace(job.function, after=after))
+
+
+def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
+    """Every rank of the new round has stepped: compare, where there is something to compare."""
+    function, current = job.function, job.current
+    assert current is not None
+    framework = function.after.framework if function.after is not None else ""
+    job = replace(job, function=replace(function, framework=framework))
+    if not function.round:
+        if job.ran is None and framework:  # what the job begins with is the measure
+            job = _known(job, current)
+        return job, None, ()
+    verdict = compare(function.before, function.after, function.spread)
+    job = replace(job, function=replace(job.function, round=0))
+    if verdict.is_same is None:
+        return _unproven(job, verdict.text)
+    found = "proven" if verdict.is_same else "differs"
+    job = replace(job, function=replace(job.function, found=f"{found}: {verdict.text}"))
+    if not verdict.is_same:
+        return job, verdict, ()
+    line = Say(f"event=function_proven layout='{current.layout}' {verdict.text}")
+    return _known(job, current), verdict, (line,)
+
+
+def _known(job: Job, assignment: Assignment) -> Job:
+    known = dict.fromkeys((*job.function.known, key_of(job, assignment)))
+    return replace(job, function=replace(job.function, known=tuple(known)))
+
+
+def _unproven(job: Job, why: str) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
+    """The change stands: it is said once for each reason that nothing was proven."""
+    function: FunctionProof = job.function
+    is_new = why != function.said
+    job = replace(job, function=replace(function, found=f"not proven: {why}", said=why))
+    return job, None, (Say(f"event=function_unproven {why}"),) if is_new else ()

@@ -1,0 +1,154 @@
+"""A change is proven to compute the same function, or goes back to what ran."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from scalai.core import actions, events
+from scalai.core import membership as m
+from scalai.core.function_proof import FunctionProof, Numbers, Spread, compare, merged
+from scalai.core.membership import active
+from scalai.core.messages import JsonText
+from scalai.core.probing import key_of
+from scalai.core.remembering import recall, remember
+from support.membership_jobs import rounds, two_hosts, until
+from support.membership_simulation import Simulation
+
+HERE = Numbers(5.202133, 2.061, framework="megatron-core 0.16.1")
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("after", "is_same"),
+    [
+        (replace(HERE, loss=5.202133 * (1 + 2.7e-7)), True),
+        (replace(HERE, loss=5.202133 * (1 + 6.9e-5)), False),
+        (replace(HERE, loss=5.202134, norm=2.114), False),  # a global auxiliary loss
+        (replace(HERE, loss=None), True),
+        (replace(HERE, loss=None, norm=2.0612), False),
+        (replace(HERE, norm=math.inf, is_skipped=True), True),
+        (replace(HERE, norm=math.inf), False),
+        (Numbers(), None),
+        (None, None),
+        (replace(HERE, obstacle="dropout 0.1"), None),
+    ],
+)
+def test_numbers_of_float32_agree_within_the_limits(
+    after: Numbers | None, is_same: bool | None
+) -> None:
+    assert compare(HERE, after).is_same is is_same
+    assert compare(after, HERE).is_same is is_same
+
+
+def test_numbers_that_are_not_finite_on_both_sides_are_equal() -> None:
+    both = Numbers(NAN, math.inf)
+    assert compare(both, replace(both, loss=math.inf)).is_same
+
+
+def test_half_precision_is_judged_by_the_jobs_own_repetitions_and_never_below_rounding() -> None:
+    here = replace(HERE, dtype="bfloat16")
+    off = replace(here, norm=2.061 * 1.01)
+    assert compare(here, here).is_same is None
+    assert compare(here, off, Spread(0.0, 0.0, 1)).is_same is False
+    assert compare(here, off, Spread(0.0, 0.004, 1)).is_same is True
+    assert compare(here, replace(here, norm=2.061 * 1.003), Spread(0.0, 0.0, 1)).is_same is True
+
+
+def test_what_the_stages_of_a_pipeline_know_is_put_together() -> None:
+    first, last = Numbers(None, 2.0, seconds=1.0), Numbers(5.0, 2.0, framework="f", seconds=2.0)
+    assert merged(merged(None, first), last) == Numbers(5.0, 2.0, framework="f", seconds=2.0)
+
+
+def training(policy: str = "auto", **settings: object) -> Simulation:
+    """Return a job on a and b with two workers each, that knows the numbers of its steps."""
+    simulation = two_hosts(max_hosts=3, function=FunctionProof(policy), **settings)
+    job = simulation.job
+    job = replace(job, function=replace(job.function, framework=HERE.framework))
+    assert job.current is not None
+    function = replace(job.function, known=(key_of(job, job.current),))
+    simulation.job = replace(job, function=function)
+    simulation.train(5)
+    return simulation
+
+
+def change(simulation: Simulation, before: Numbers | None, after: Numbers | None) -> None:
+    """Have c join, so that the job is to grow from 4 to 6 workers."""
+    simulation.computed = {4: HERE, 6: after} if after is not None else {4: HERE}
+    simulation.join("c", 2)
+    simulation.tick()
+    until(simulation, m.Phase.STOPPING)
+    if before is not None:
+        for host in "ab":
+            simulation.feed(events.Stepped(host, simulation.job.round, before))
+    simulation.settle()
+
+
+def probes(simulation: Simulation) -> list[bool]:
+    return [each.probes for each in simulation.logged if isinstance(each, actions.Agree)]
+
+
+def said(simulation: Simulation, word: str) -> list[str]:
+    lines = [each.text for each in simulation.logged if isinstance(each, actions.Say)]
+    return [line for line in lines if word in line]
+
+
+def test_a_change_that_computes_the_same_stands_and_is_not_proven_again() -> None:
+    simulation = training()
+    change(simulation, HERE, HERE)
+    assert active(simulation.job) == {"a", "b", "c"} and len(said(simulation, "proven")) == 1
+    for present in ({"a", "b"}, {"a", "b", "c"}):  # and back, and forth
+        if len(present) == 2:
+            simulation.feed(events.HostLeaving("c", simulation.now))
+        else:
+            simulation.join("c", 2)
+        simulation.settle()
+        assert active(simulation.job) == present
+    assert probes(simulation) == [True, False, False]
+
+
+def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_and_stays_there(
+) -> None:  # fmt: skip
+    simulation = training(failures_left=0)
+    change(simulation, HERE, replace(HERE, norm=2.114))
+    (warning,) = said(simulation, "function_differs")
+    assert "2.061" in warning and "2.114" in warning
+    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b"}
+    tried, back = rounds(simulation)[-2:]
+    assert back.generation == tried.generation, "the state of the stop, which nobody has changed"
+    assert simulation.job.failures_left == 0
+    simulation.feed(events.Rescaled(simulation.job.assign, simulation.now))
+    simulation.settle()
+    assert len(rounds(simulation)) == 3, "it is not tried again"
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, HERE), (HERE, None)])
+def test_a_change_whose_numbers_are_missing_stands_and_it_is_said_once(
+    before: Numbers | None, after: Numbers | None
+) -> None:
+    simulation = training("always")
+    change(simulation, before, after)
+    assert active(simulation.job) == {"a", "b", "c"}
+    assert len(said(simulation, "function_unproven")) == 1
+
+
+def test_where_a_notice_leaves_no_time_nothing_is_proven() -> None:
+    simulation = training("always")
+    simulation.feed(events.HostLeaving("b", simulation.now, "aws", 1.0, is_final=True))
+    simulation.settle()
+    assert probes(simulation) == [False]
+
+
+def test_never_means_never() -> None:
+    simulation = training("never")
+    change(simulation, None, replace(HERE, norm=3.0))
+    assert probes(simulation) == [False] and not said(simulation, "function")
+
+
+def test_the_next_coordinator_knows_what_is_proven() -> None:
+    simulation = training()
+    change(simulation, HERE, HERE)
+    kept = remember(simulation.job, "run", 1, 1, JsonText.of({}))
+    job = recall(replace(two_hosts().job, recalled=kept))
+    assert job.function.known == simulation.job.function.known
+    assert job.function.framework == HERE.framework
