@@ -8,7 +8,7 @@ then it costs nothing.
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -45,12 +45,14 @@ class Kept:
         place: The line that makes it, ``train.py:41``.
         is_count: A whole number that grows by the same amount each step.
         is_fresh: Such a number that began with this round.
+        is_enumerated: One that counts the rounds of a loop over something.
     """
 
     name: str
     place: str
     is_count: bool
     is_fresh: bool
+    is_enumerated: bool = False
 
 
 class OwnState:
@@ -65,11 +67,22 @@ class OwnState:
     def is_done(self) -> bool:
         return len(self._looks) == LOOKS
 
-    def look(self, frame: FrameType, engine: Any) -> list[Kept]:
-        """Look at the script's variables behind a step. Returns what changes, behind the last of
-        the steps that are looked at."""
+    def look(self, frame: FrameType | None, engine: Any, keepers: Sequence[Any] = ()) -> list[Kept]:
+        """Look at the script's variables behind a step, and at the attributes of ``keepers``.
+        Returns what changes, behind the last of the steps that are looked at."""
         known = {id(parameter) for parameter in engine.module.parameters()}
         found: dict[Variable, Digest] = {}
+        for keeper in keepers:
+            path = _file_of(type(keeper))
+            names = names_of(path)
+            for key, value in vars(keeper).items() if is_own_file(path) else ():
+                name = f"self.{key}"
+                digest = _readable(value, name, names, known) if name in names.lines else None
+                if digest is not None:
+                    found.setdefault((path, 0, name), digest)
+                    self._alive.append(value)
+        if keepers:
+            frame = None  # what else is the script's leads to the trainer's loop, not through it
         for own in script_frames(frame):
             path, first = own.f_code.co_filename, own.f_code.co_firstlineno
             for name, value in _variables(own):
@@ -116,7 +129,8 @@ def _digest(value: Any, name: str, names: Names, known: set[int]) -> Digest | No
     if isinstance(value, bool) or value is None or isinstance(value, _CARRIED):
         return None
     if isinstance(value, int):
-        return None if name in names.enumerated else ("count", value)
+        is_idle = name in names.enumerated and name not in names.deciding
+        return None if is_idle else ("count", value)
     if isinstance(value, float) or (type(value) in _PLAIN and not value.ndim):
         return ("sum", float(value)) if name in names.added_to else None
     if isinstance(value, torch.nn.Module):
@@ -125,7 +139,8 @@ def _digest(value: Any, name: str, names: Names, known: set[int]) -> Digest | No
         return None if is_engines or not parameters else ("copy", id(value), *_ends(parameters))
     if isinstance(value, dict) and any(isinstance(one, torch.Tensor) for one in value.values()):
         tensors = [one for one in value.values() if isinstance(one, torch.Tensor)]
-        return ("copy", id(value), *_ends(tensors))
+        is_engines = all(id(one) in known for one in tensors)
+        return None if is_engines else ("copy", id(value), *_ends(tensors))
     kind = type(value)
     package = kind.__module__.partition(".")[0]
     is_keeper = package in _KEEPERS or (package != "scalai" and is_own_file(_file_of(kind)))
@@ -166,9 +181,10 @@ def _kept(variable: Variable, looks: list[Digest]) -> Kept | None:
         if step <= 0 or values[2] - values[1] != step:
             return None
         is_fresh = abs(values[0] - step) <= step  # counted from 0 in this round, before or behind
-    line = names_of(path, first).lines.get(name, names_of(path).lines.get(name))
+    names = names_of(path, first)
+    line = names.lines.get(name, names_of(path).lines.get(name))
     place = Path(path).name if line is None else f"{Path(path).name}:{line}"
-    return Kept(name, place, is_count, is_fresh)
+    return Kept(name, place, is_count, is_fresh, name in names.enumerated)
 
 
 def _file_of(kind: type) -> str:

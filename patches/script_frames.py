@@ -48,15 +48,21 @@ class Names:
             the loop that counts it.
         added_to: Those that something is added to.
         enumerated: Those that count the rounds of a loop over something.
+        deciding: Those that are compared with something, or divided by it with a remainder.
     """
 
     def __init__(self, tree: ast.AST) -> None:
         self.lines: dict[str, int] = {}
         self.added_to: set[str] = set()
         self.enumerated: set[str] = set()
+        self.deciding: set[str] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.AugAssign):
                 self.added_to.add(_name(node.target))
+            elif isinstance(node, ast.Compare):
+                self.deciding.update(map(_name, ast.walk(node)))
+            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+                self.deciding.update(map(_name, ast.walk(node.left)))
             elif isinstance(node, ast.For):
                 self._bind(node.target, node.lineno)
                 called = [call.func for call in ast.walk(node.iter) if isinstance(call, ast.Call)]

@@ -105,7 +105,7 @@ class ShardedBatches(BatchSampler):
             _check_shared(self._clock.name, seed)
             self._is_seed_shared = True
         self.feed.on_pass(self._clock.name, {"size": epoch.size, "seed": seed})
-        return epoch.after(consumed)
+        return epoch.after(consumed, self._clock.until)
 
     def __iter__(self) -> Iterator[list[int]]:
         return Pass(self)

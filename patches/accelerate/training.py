@@ -157,6 +157,13 @@ class LoopHooks:
         if session.facts:
             self._fit(instance, args)
         self._accelerator = instance
+        engines.feed.way_out = (
+            "Prepare a map-style DataLoader in Accelerate's own seedable order, without "
+            "split_batches, dispatch_batches, use_stateful_dataloader and skip_first_batches. "
+            "Accelerate takes the smallest batch of the loaders that are prepared together for the "
+            "engine's micro-batch: evaluate in batches that are not smaller than the training's, "
+            "or state train_micro_batch_size_per_gpu in DeepSpeed's configuration"
+        )
         self._keep_schedule(instance.state.deepspeed_plugin)
         session.register_state("accelerate", self._take, self._put)
         result = wrapped(*args, **kwargs)

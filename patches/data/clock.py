@@ -16,6 +16,8 @@ from scalai.core.jsonable import Json
 
 START = Number(0)
 """Without ``set_epoch`` all passes are of epoch 0."""
+REMEMBERED = 64
+"""How many runs of passes it is known of where they ended."""
 
 
 @dataclass(slots=True)
@@ -33,6 +35,12 @@ class Clock:
         size, length: Samples of the data set, and places of a pass over it with what fills its last
             batch; None: none was begun yet.
         has_begun: Whether this process has begun a pass.
+        ends: Where passes that were trained on ended, as runs of passes, newest last: samples
+            (None: all of the pass), and the number of passes.
+        until: Samples at which the pass begun last ends, because it was taken up within and all
+            before it were broken off there; None: at its end.
+        jumped: The pass, and the samples of it, that the script has left out by beginning a later
+            one; None: it has left out nothing.
     """
 
     name: str = ""
@@ -44,6 +52,10 @@ class Clock:
     size: int | None = None
     length: int | None = None
     has_begun: bool = False
+    ends: list[tuple[int | None, int]] = field(default_factory=list)
+    until: int | None = None
+    jumped: tuple[Number, int] | None = None
+    _is_taken_up: bool = False
     _newest: Number | None = None
     """The pass that this process has begun last."""
 
@@ -60,12 +72,49 @@ class Clock:
         """Begin the next pass, and return what ``next_pass`` does."""
         number, consumed = self.next_pass(epoch)
         self.has_begun = True
+        self._note_end()
+        self.jumped = (self.current, self.consumed) if self._leaves_out(number) else None
+        usual = self._usual_end
+        self.until = usual if usual is not None and 0 < (consumed or 0) <= usual else None
         if self._newest is not None and self._newest != self.over:
             self.drawn.clear()  # the script has broken off the pass before, and leaves its rest
             if (self._newest, 0) >= (self.current, self.consumed):
                 self.glanced.append(self._newest)
         self._newest = number
         return number, consumed
+
+    def _note_end(self) -> None:
+        """Note where the pass begun last has ended, if it was trained on."""
+        if self._newest is None or self._newest != self.current or not self.consumed:
+            return
+        is_whole = self._newest == self.over and self.until is None
+        end = None if is_whole else self.consumed
+        last, count = self.ends.pop() if self.ends else (end, 0)
+        self.ends += [(end, count + 1)] if last == end else [(last, count), (end, 1)]
+        del self.ends[:-REMEMBERED]
+
+    def _leaves_out(self, number: Number) -> bool:
+        """Whether a script that begins this pass leaves out some of the one that was under way."""
+        is_behind_it = self._newest is None or self._newest < self.current
+        end = self._usual_end or self.length
+        is_left = end is not None and self.consumed < end
+        return self.has_stepped and is_behind_it and number > self.current and is_left
+
+    @property
+    def _usual_end(self) -> int | None:
+        """Samples at which all passes were broken off; None: they went to their ends, or differ."""
+        return self.ends[0][0] if len(self.ends) == 1 else None
+
+    @property
+    def is_taken_up_within(self) -> bool:
+        """Whether this process has begun in the middle of a pass."""
+        return self._is_taken_up
+
+    @property
+    def has_ended_otherwise(self) -> bool:
+        """Whether the newest pass has ended elsewhere than those before, and one of them was taken
+        up within."""
+        return self._is_taken_up and len(self.ends) > 1 and self.ends[-1][1] == 1
 
     @property
     def is_replaying(self) -> bool:
@@ -112,6 +161,7 @@ class Clock:
     def restart(self, current: Number, consumed: int, glanced: Sequence[Number] = ()) -> None:
         """Be as far as told. What was begun and drawn before does not count."""
         self.current, self.consumed, self.glanced = current, consumed, list(glanced)
+        self._is_taken_up = consumed > 0
         self.begin_after(None)
         self.drawn.clear()
 
@@ -155,6 +205,11 @@ class Clocks:
         return any(clock.has_begun for clock in self._clocks)
 
     @property
+    def are_taken_up_within(self) -> bool:
+        """Whether this process has begun in the middle of a pass."""
+        return any(clock.is_taken_up_within for clock in (*self._clocks, *self._to_come))
+
+    @property
     def have_drawn(self) -> bool:
         """Whether a micro-batch was drawn that is not trained on yet."""
         return any(clock.drawn for clock in self._clocks)
@@ -181,6 +236,7 @@ class Clocks:
             {
                 "pass": list(clock.place[0]), "consumed": clock.place[1],
                 "glanced": [list(number) for number in clock.glanced],
+                "ends": [list(run) for run in clock.ends], "length": clock.length,
             }
             for clock in (*self._clocks, *self._to_come)
         ]  # fmt: skip
@@ -196,3 +252,5 @@ class Clocks:
             else:
                 glanced = [Number(*number) for number in state["glanced"]]
                 clock.restart(Number(*state["pass"]), int(state["consumed"]), glanced)
+                clock.ends = [(end, count) for end, count in state.get("ends", [])]
+                clock.length = state.get("length")

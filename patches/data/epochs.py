@@ -59,9 +59,9 @@ class EpochBatches(BatchSampler):
     def __len__(self) -> int:
         return self.samples // (self._batches.micro_batch_size * self._batches.dp)
 
-    def after(self, consumed: int) -> Iterator[list[int]]:
-        """Yield the micro-batches of an epoch of which so many samples are consumed."""
+    def after(self, consumed: int, until: int | None = None) -> Iterator[list[int]]:
+        """Yield the micro-batches of an epoch of which so many samples are consumed, up to some."""
         order = np.resize(np.fromiter(self.sampler, dtype=np.int64), self.samples)
-        for begin in range(consumed, len(order), self._batches.global_batch_size):
+        for begin in range(consumed, until or len(order), self._batches.global_batch_size):
             for places in self._batches.samples(begin, self._dp_rank):
                 yield order[places % len(order)].tolist()

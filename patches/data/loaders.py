@@ -57,7 +57,10 @@ class Feed:
     drawn now is not trained on; ``first_dp`` the number of replicas of the first round, None while
     that is this one. ``on_other_pass`` is called where a pass begins that is not trained on,
     ``on_pass``, with a data set's name and what its order follows from, where one begins that is.
-    ``has_drawn`` says whether this round has drawn its first batch of the training.
+    ``on_other`` is called where the script's place in its data is another one than the state's,
+    with the detail and the way out; ``on_other_end`` where a pass has ended elsewhere than those
+    before. ``way_out`` is for orders that cannot be kept. ``has_drawn`` says whether this round has
+    drawn its first batch of the training.
     """
 
     def __init__(self) -> None:
@@ -71,6 +74,12 @@ class Feed:
         self.first_dp: Callable[[], int | None] = lambda: None
         self.on_other_pass: Callable[[], None] = lambda: None
         self.on_pass: Callable[[str, Mapping[str, Json]], None] = lambda name, facts: None
+        self.on_other: Callable[[str, str], None] = _refuse
+        self.on_other_end: Callable[[Clock], None] = lambda clock: None
+        self.way_out = (
+            "Use training_data= of deepspeed.initialize, or a DataLoader over a map-style data set "
+            "with a DistributedSampler and the micro-batch of DeepSpeed's configuration"
+        )
         self._declined: dict[str, None] = {}
 
     def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
@@ -123,9 +132,7 @@ class Feed:
             return
         seen = "; ".join(self._declined) or "it has no torch DataLoader with a DistributedSampler"
         raise RefusedError(
-            f"the order of samples could not be kept over a change: {seen}. Use training_data= of "
-            "deepspeed.initialize, or a DataLoader over a map-style data set with a "
-            "DistributedSampler and the micro-batch of DeepSpeed's configuration; or say "
+            f"the order of samples could not be kept over a change: {seen}. {self.way_out}; or say "
             '"deepspeed": {"data_order": "own"} in the elastic configuration, and have the script '
             "place its data by scalai.elastic().consumed_samples."
         )
@@ -174,6 +181,18 @@ class Feed:
             RefusedError: More was drawn than a script may draw ahead.
         """
         assert self.batches is not None
+        if clock.jumped is not None:
+            (epoch, repeat), consumed = clock.jumped
+            again = f" (its pass {repeat + 1})" if repeat else ""
+            self.on_other(
+                f"the script begins a later pass over {clock.name}; the training is in epoch "
+                f"{epoch}{again}, of which {consumed} of {clock.length} samples are consumed, and "
+                "the others would be left out",
+                "Have the loop begin with the epoch of the checkpoint that it loads, or with its "
+                "first one: epochs that are over yield nothing",
+            )
+        if clock.has_ended_otherwise:
+            self.on_other_end(clock)
         if len(clock.drawn) > max(LOOK_AHEAD, 2 * self.batches.num_micro_batches):
             raise RefusedError(
                 f"{len(clock.drawn)} micro-batches were drawn and not trained on: the script skips "
@@ -308,7 +327,8 @@ class ElasticBatchSampler(BatchSampler):
         self.clock.size, self.clock.length = samples_of(sampler), len(order)
         seed = sampler.seed if sampler.shuffle else None
         self.feed.on_pass(self.clock.name, {"size": self.clock.size, "seed": seed})
-        for begin in range(consumed, len(order), batches.global_batch_size):
+        end = self.clock.until or len(order)
+        for begin in range(consumed, end, batches.global_batch_size):
             for places in batches.dealt_samples(begin, sampler.rank, self.feed.first):
                 # Beyond the end only where a person has changed the global batch within a pass.
                 yield order[places % len(order)].tolist()
@@ -341,6 +361,10 @@ class Pass(Iterator[list[int]]):
             self.sampler.skip()
             return iter(())
         return self.sampler.micro_batches(consumed)
+
+
+def _refuse(detail: str, way_out: str) -> None:
+    raise RefusedError(f"{detail}. {way_out}.")
 
 
 def samples_of(sampler: "DistributedSampler[Any]") -> int:

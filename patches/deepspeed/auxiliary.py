@@ -7,7 +7,7 @@ What of that can be noticed is warned of once, with the line to change.
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +16,9 @@ import wrapt
 
 from scalai.core.errors import RefusedError
 from scalai.patches.calls import Call
-from scalai.patches.data.clock import Clocks
+from scalai.patches.data.clock import Clock, Clocks
 from scalai.patches.deepspeed.own_schedules import OwnSchedules
+from scalai.patches.deepspeed.record import Record
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.own_state import OwnState
 from scalai.patches.script_frames import script_place
@@ -60,6 +61,7 @@ class Auxiliary:
 
     Attributes:
         schedules: Those of learning rates that the script keeps itself.
+        record: What the rounds have seen of the script.
         has_stepped: Whether this round has made a step of its own. What holds for a round's
             beginning (resuming, going through what is over) ends there.
     """
@@ -67,7 +69,8 @@ class Auxiliary:
     def __init__(self, clocks: Clocks, replay: Replay) -> None:
         self._clocks, self._replay = clocks, replay
         self.has_stepped = False
-        self.schedules = OwnSchedules(self.is_behind)
+        self.record = Record()
+        self.schedules = OwnSchedules(self.is_behind, self.differs, self.say)
         self._engine: Any = None
         self._session: Told | None = None
         self._restored_step: int | None = None
@@ -130,11 +133,15 @@ class Auxiliary:
         """An optimizer step has ended."""
         self.has_stepped = True
 
-    def look(self) -> None:
-        """Look behind an optimizer step, in code that the script has called."""
+    def look(self, keepers: Sequence[Any] = ()) -> None:
+        """Look behind an optimizer step, in code that the script has called.
+
+        Args:
+            keepers: Objects of the script's that a framework around the engine calls.
+        """
         step = self._engine.global_steps
         if not self._own.is_done and _rank() == 0:
-            self._look(step)
+            self._look(step, keepers)
         if self._restored_step is None:
             return
         planned = self._planned_steps()
@@ -166,14 +173,37 @@ class Auxiliary:
                 f"of now: what it prints or decides there is wrong. Put it under {ASK}",
             )
 
+    def ends_otherwise(self, clock: Clock) -> None:
+        """Notice a pass that was taken up within, or one behind it, and ended elsewhere."""
+        (before, _), (now, _) = clock.ends[-2:]
+        words = [f"{end} samples" if end else "its end" for end in (now, before)]
+        self.say(
+            "ends_otherwise",
+            f"a pass over {clock.name} went to {words[0]}, the one before to {words[1]}: a count "
+            "of the script's own (enumerate) that ends it began anew where the pass was taken up",
+        )
+
+    def differs(self, detail: str, way_out: str) -> None:
+        """What trains is another than it was when the state was taken.
+
+        Raises:
+            RefusedError: No person has changed the script's arguments.
+        """
+        if self.record.other_arguments:
+            others = ", ".join(self.record.other_arguments)
+            self.say("differs", f"{detail}. The script's arguments have changed: {others}")
+            return
+        place = script_place()
+        raise RefusedError(f"{f'{place}: ' if place else ''}{detail}. {way_out}.")
+
     def say(self, event: str, detail: str) -> None:
         """Warn once, on rank 0, with the script's line."""
         if event not in self._logged and _rank() == 0:
             self._logged.add(event)
             log.warning("event=%s at=%s detail=%r", event, script_place() or "unknown", detail)
 
-    def _look(self, step: int) -> None:
-        kept = self._own.look(sys._getframe(1), self._engine)
+    def _look(self, step: int, keepers: Sequence[Any]) -> None:
+        kept = self._own.look(sys._getframe(1), self._engine, keepers)
         assert self._session is not None
         carried = set(self._session.registered) - OURS
         kept = [one for one in kept if one.name.removeprefix("self.") not in carried]
@@ -181,21 +211,28 @@ class Auxiliary:
             kept = [one for one in kept if not one.is_count]
         if self._restored_step is not None:
             kept = [one for one in kept if one.is_fresh and self._restored_step > 0]
+            if not self._clocks.are_taken_up_within:
+                kept = [one for one in kept if not one.is_enumerated]
         if not kept:
             return
         named = ", ".join(f"{one.name} ({one.place})" for one in kept)
+        way_out = (
+            "take counts from state.global_step, and have a callback export the others "
+            "(transformers.trainer_callback.ExportableState)"
+            if keepers
+            else "take counts from engine.global_steps, and carry the others by "
+            "scalai.elastic().register_state"
+        )
         if self._restored_step is None:
             self.say(
                 "own_state",
-                f"the script changes with every step: {named}. A change makes them anew: take "
-                "counts from engine.global_steps, and carry the others by "
-                "scalai.elastic().register_state",
+                f"the script changes with every step: {named}. A change makes them anew: {way_out}",
             )
         else:
             self.say(
                 "began_anew",
                 f"at step {step} the script counts from 0 since the change: {named}. What they "
-                "name, print or end comes out another one: begin them at engine.global_steps",
+                f"name, print or end comes out another one: {way_out}",
             )
 
     def _planned_steps(self) -> int | None:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import wrapt
 from torch.optim import lr_scheduler
@@ -26,6 +27,9 @@ from scalai.patches.plain import all_live, all_plain
 log = logging.getLogger(__name__)
 
 
+Curve = Sequence[Sequence[float]]
+_PROBED = (0, *(2**power for power in range(16)))
+"""Steps of a schedule at which its functions are compared."""
 MAKERS = ("LRScheduler", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 """Those whose ``__init__`` does not call another one's of them, or may not."""
 
@@ -35,15 +39,24 @@ class OwnSchedules:
 
     Args:
         is_behind: Whether what the script does now was done in an earlier round.
+        differs: Called with the detail and the way out where a schedule is another one than it was.
+        say: Warns, with the event and the detail.
 
     Attributes:
         stepped_elsewhere: Return the schedules that something else carries: a trainer's.
     """
 
-    def __init__(self, is_behind: Callable[[], bool]) -> None:
-        self._is_behind = is_behind
+    def __init__(
+        self,
+        is_behind: Callable[[], bool],
+        differs: Callable[[str, str], None],
+        say: Callable[[str, str], None],
+    ) -> None:
+        self._is_behind, self._differs, self._say = is_behind, differs, say
         self.stepped_elsewhere: list[Callable[[], Iterable[Any]]] = []
         self._made: list[weakref.ref[Any]] = []
+        self._curves: Sequence[Curve] = ()
+        """Of the schedules when the state was taken."""
         self._guarded: set[type] = set()
         self._engine: Any = None
         self._saved: Sequence[Mapping[str, Any]] | None = None
@@ -71,21 +84,29 @@ class OwnSchedules:
     def take(self) -> Json:
         """Return where the schedules stand; None: no step was made yet."""
         if not self._has_begun:
-            return self._saved
+            return {"own": self._saved, "curves": self._curves}
         own = list(self.own())
-        return [
+        states = [
             {
                 "kind": (kind := type(schedule).__name__),
                 "state": all_plain(_state(schedule, own), kind),
             }
             for schedule in own
         ]
+        return {"own": states, "curves": [_curve(schedule) for schedule in self._on_engine()]}
 
     def put(self, saved: Any) -> None:
-        self._saved = saved
+        if isinstance(saved, Mapping):
+            self._saved, self._curves = saved["own"], saved["curves"]
+        else:  # of an older release
+            self._saved = saved
 
-    def begin(self) -> None:
+    def begin(self, *, compares: bool = True) -> None:
         """Go on, at the first step of this round, where the last one has left the schedules.
+
+        Args:
+            compares: Whether the parameter groups, too, have to be here as they were when the state
+                was taken.
 
         Raises:
             RefusedError: A schedule's state is nothing that can be carried, or the script has made
@@ -95,6 +116,7 @@ class OwnSchedules:
             return
         self._has_begun = True
         saved, self._saved = self._saved, None
+        self._compare_curves()
         if saved is None:
             self.take()  # refuses here what it would refuse at a change
             return
@@ -109,11 +131,49 @@ class OwnSchedules:
             )
         for entry, schedule in zip(saved, own, strict=False):
             schedule.load_state_dict(all_live(entry["state"]))
-        if had and self._groups:
-            for group, values in zip(
-                self._engine.optimizer.param_groups, self._groups, strict=True
-            ):
-                group.update(values)
+        if had or compares:
+            self._put_groups(is_scheduled=bool(had))
+
+    def _put_groups(self, *, is_scheduled: bool) -> None:
+        """Have the parameter groups say what they did when the state was taken: to make a schedule
+        sets them anew, and what a script sets at the same place of its loop is the same."""
+        if not self._groups:
+            return
+        groups = self._engine.optimizer.param_groups
+        for number, (group, values) in enumerate(zip(groups, self._groups, strict=True)):
+            others = [key for key, value in values.items() if not _is_equal(group.get(key), value)]
+            if others and not is_scheduled:
+                key = others[0]
+                self._say(
+                    "rates",
+                    f"parameter group {number} has {key} {group.get(key)} before the first step; "
+                    f"it had {values[key]} when the state was taken, and has that again. Have the "
+                    "script set it by engine.global_steps, or by the epoch",
+                )
+            group.update(values)
+
+    def _compare_curves(self) -> None:
+        """Compare the functions of schedules with those of the state: no state holds them."""
+        for schedule, then in zip(self._on_engine(), self._curves, strict=False):
+            for at, (value, before) in enumerate(zip(_curve(schedule), then, strict=False)):
+                if not np.allclose(value, before, rtol=1e-9, atol=1e-12, equal_nan=True):
+                    self._differs(
+                        f"{type(schedule).__name__} gives {value} times the rate of each group at "
+                        f"its step {_PROBED[at]}, and gave {before} when the state was taken",
+                        "Make it from len(loader), engine.gradient_accumulation_steps(), "
+                        "engine.train_batch_size() or accelerator.num_processes, and not from "
+                        "torch's or the environment's number of ranks",
+                    )
+                    return
+
+    def _on_engine(self) -> Iterator[Any]:
+        """Yield all schedules over the engine's parameter groups, also those that others step."""
+        groups = {id(group) for group in self._engine.optimizer.param_groups}
+        for of in self._made:
+            schedule = of()
+            over = getattr(getattr(schedule, "optimizer", None), "param_groups", ())
+            if any(id(group) in groups for group in over):
+                yield schedule
 
     def _make(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
@@ -153,6 +213,27 @@ class OwnSchedules:
             over = getattr(schedule.optimizer, "param_groups", ())
             if id(schedule) not in carried and any(id(group) in groups for group in over):
                 yield schedule
+
+
+def _curve(schedule: Any) -> Curve:
+    """Return what the functions of a LambdaLR say at some of its steps, [steps, functions]; empty:
+    it is made of none."""
+    functions = getattr(schedule, "lr_lambdas", ())
+    return [[_value(function, at) for function in functions] for at in _PROBED] if functions else []
+
+
+def _value(function: Callable[[int], Any], at: int) -> float:
+    try:
+        return float(function(at))
+    except Exception as error:  # of any class: a script's function may know its own steps alone
+        log.debug("event=curve unread=%d detail=%r", at, error)
+        return -1.0
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 def _state(schedule: Any, own: Sequence[Any]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from scalai.patches.deepspeed import loaders, offloading, workarounds
 from scalai.patches.deepspeed.accumulation import Accumulation, tell
 from scalai.patches.deepspeed.auxiliary import Auxiliary
 from scalai.patches.deepspeed.engine import randomness
-from scalai.patches.deepspeed.record import Record
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
     RoundOrder,
@@ -120,7 +119,6 @@ class EngineHooks:
         feed: The process's data loaders.
         replay: The steps that a pipeline's script counts.
         auxiliary: What the script keeps and does beside the engine.
-        record: What the rounds have seen of the script.
         engine: The engine that takes part; None before it is built.
         keeps_order: Whether the samples of a step are counted here; else a framework around the
             engine does.
@@ -128,6 +126,7 @@ class EngineHooks:
         rng_state: RNG states that the first step goes on with; None: those that run.
         drawn_elsewhere: What a framework around the engine says that its step of this number has
             drawn, where ``keeps_order`` is False; None: it does not say.
+        keepers: Objects of the script's that a framework around the engine calls in its steps.
         settle_config: What a framework around the engine does with the engine's configuration.
     """
 
@@ -138,13 +137,13 @@ class EngineHooks:
         self.feed = Feed()
         self.replay = Replay(self.feed.clocks)
         self.auxiliary = Auxiliary(self.feed.clocks, self.replay)
-        self.record = Record()
         self._accumulation = Accumulation()
         self.engine: Any = None
         self.keeps_order = True
         self.is_due = False
         self.rng_state: Json = None
         self.drawn_elsewhere: Callable[[int], Sequence[Draw]] | None = None
+        self.keepers: Sequence[Any] = ()
         self.settle_config: Callable[[dict[str, Any]], None] = lambda config: None
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
@@ -153,6 +152,8 @@ class EngineHooks:
         self.auxiliary.install()
         self.feed.on_pass = lambda name, facts: self._session.note_sources({name: facts})
         self.feed.on_other_pass = self.auxiliary.evaluates
+        self.feed.on_other = self.auxiliary.differs
+        self.feed.on_other_end = self.auxiliary.ends_otherwise
         self.feed.is_evaluating = self._is_evaluating
         self.feed.first_dp = lambda: self._session.facts.get("first_dp")
         loaders.install(self.feed)
@@ -253,8 +254,8 @@ class EngineHooks:
         engine.micro_steps = -(-engine.micro_steps // each) * each
         self.is_due = True
         self.auxiliary.stepped()
-        if self.keeps_order:
-            self.auxiliary.look()
+        if self.keeps_order or self.keepers:
+            self.auxiliary.look(self.keepers)
 
     def end_step(self) -> None:
         """The script has done what it does after a step: leave where the job stops here."""
@@ -275,14 +276,14 @@ class EngineHooks:
     def _is_evaluating(self) -> bool:
         """Whether the script has turned ``train()`` off."""
         is_training = self.engine is None or self.engine.module.training
-        return self.record.uses_modes and not is_training
+        return self.auxiliary.record.uses_modes and not is_training
 
     def _noting_modes(self, train: Call) -> Call:
         """``engine.eval()`` calls it, too."""
 
         @functools.wraps(train)
         def note(mode: bool = True) -> Any:
-            self.record.uses_modes = True
+            self.auxiliary.record.uses_modes = True
             return train(mode)
 
         return note
@@ -341,8 +342,9 @@ class EngineHooks:
         session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
         session.register_state("loaded", checkpoints.take, checkpoints.put)
         session.register_state("beside", self.auxiliary.take, self.auxiliary.put)
-        session.register_state("record", self.record.take, self.record.put)
-        self.record.uses_modes = engine.module.training
+        record = self.auxiliary.record
+        session.register_state("record", record.take, record.put)
+        record.uses_modes = engine.module.training
         engine.train = self._noting_modes(engine.train)
         is_pipeline = _is_pipeline(engine)
         if is_pipeline:
@@ -378,8 +380,8 @@ class EngineHooks:
             if not self._is_evaluating() and torch.is_grad_enabled():
                 if self.is_due:
                     self.end_step()
-                self.record.uses_modes |= self.engine.module.training
-                self.auxiliary.schedules.begin()
+                self.auxiliary.record.uses_modes |= self.engine.module.training
+                self.auxiliary.schedules.begin(compares=self.keeps_order)
                 self._continue_rng_state()
                 self._session.begin_step()
             return method(*args, **kwargs)

@@ -147,6 +147,11 @@ class TrainerHooks:
         self._trainer = instance
         session.register_state("trainer", lambda: taken(instance), self._put)
         self._engines.keeps_order = False
+        callbacks = instance.callback_handler.callbacks
+        self._engines.keepers = (
+            instance,
+            *(one for one in callbacks if not callable(getattr(one, "state", None))),
+        )
         self._engines.drawn_elsewhere = self._drawn
         self._prepared = instance._prepare_for_training(
             given["max_steps"], self._loader, given["resume_from_checkpoint"]

@@ -156,3 +156,16 @@ def test_a_loop_without_an_engine_is_told_of(rounds_pool: WorkerPool, tmp_path: 
     assert seen.ending == "finished"
     (logged,) = [text for text in seen.log if text.startswith("event=no_engine ")]
     assert "ACCELERATE_USE_DEEPSPEED" in logged and "--cpu" in logged
+
+
+def test_a_batch_that_accelerate_takes_from_another_loader_is_refused_with_its_own_way_out(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Of all loaders that are prepared together the smallest batch is the engine's micro-batch."""
+    ((seen,),) = play(
+        rounds_pool, tmp_path, "evaluates", [(1, None)],
+        samples=8, micro_batch=1, epochs=1, config=CONFIG,
+    )  # fmt: skip
+    assert "has batches of 2, the engine of 1" in seen.ending
+    assert "smallest batch of the loaders" in seen.ending
+    assert "training_data=" not in seen.ending

@@ -2,6 +2,8 @@
 is taken, refused or told of."""
 
 import json
+import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,3 +108,25 @@ def test_what_only_checkpoints_keep_is_told_of(
     assert kept == objects
     assert [event for event, _ in logged] == ["not_carried"] * is_told
     assert all("(Ema)" in detail and "register_state" in detail for _, detail in logged)
+
+
+@pytest.mark.parametrize("is_restarted", [True, False], ids=["other arguments", "as before"])
+def test_what_trains_otherwise_than_before_is_refused_unless_a_person_has_changed_arguments(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_restarted: bool
+) -> None:
+    clocks = Clocks()
+    first, then = (Auxiliary(clocks, Replay(clocks)) for _ in range(2))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--local_rank=1", "--epochs", "3"])
+    saved = json.loads(json.dumps(first.record.take()))
+    epochs = "4" if is_restarted else "3"
+    monkeypatch.setattr(sys, "argv", ["train.py", "--local_rank=0", "--epochs", epochs])
+    then.record.put(saved)
+    with caplog.at_level(logging.WARNING):
+        if is_restarted:
+            then.differs("it is another curve", "Make the same")
+            assert "event=differs" in caplog.text and "3, 4" in caplog.text
+        else:
+            with pytest.raises(
+                RefusedError, match=r"test_auxiliary.py:\d+: it is another curve. M"
+            ):
+                then.differs("it is another curve", "Make the same")

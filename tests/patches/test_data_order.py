@@ -1,6 +1,7 @@
 """Torch's loaders under hooks: one order of samples, whatever layouts a job goes through."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -237,7 +238,9 @@ def test_what_a_script_leaves_of_its_epochs_is_not_taken_for_drawn_ahead() -> No
                 next(batches)
             feed.step()
             feed.step()
-        assert feed.clocks.take() == [{"pass": [0, 11], "consumed": 24, "glanced": []}]
+        (place,) = feed.clocks.take()
+        assert (place["pass"], place["consumed"], place["glanced"]) == ([0, 11], 24, [])
+        assert place["ends"] == [[24, 11]]
 
 
 def test_a_script_may_look_at_a_batch_before_it_trains() -> None:
@@ -448,3 +451,71 @@ def test_torchdatas_stateful_loader_is_refused_with_the_reason() -> None:
         module.StatefulDataLoader()
         with pytest.raises(RefusedError, match="StatefulDataLoader keeps its place by rank"):
             feed.step()
+
+
+def breaking_off(feed: Feed, loader: "DataLoader[int]", steps: int, at: int) -> list[list[int]]:
+    """Train passes of at most ``at`` micro-batches, counted by ``enumerate``."""
+    made: list[list[int]] = []
+    for _ in range(4):
+        for place, batch in enumerate(loader):
+            if place == at:
+                break
+            if len(made) == steps:
+                return made
+            made.append(batch.tolist())
+            feed.step()
+    return made
+
+
+def test_a_pass_that_was_always_broken_off_at_one_place_ends_there_when_it_is_taken_up() -> None:
+    """A count of the script's own begins anew within it, and the loader knows better."""
+    first, batch = (
+        FirstBatches(MICRO_BATCH, MICRO_BATCH, 1),
+        fit_batches(MICRO_BATCH, 1, MICRO_BATCH),
+    )
+
+    def play(saved: list[Mapping[str, Any]], steps: int, count: int) -> tuple[Any, Any]:
+        with hooked() as feed:
+            feed.start(batch, first, MICRO_BATCH)
+            feed.on_other_end = lambda clock: ends.append(clock.ends[-2:])
+            loader = loader_of(24, 1, 0, shuffle=False)
+            feed.clocks.put(saved)
+            made = breaking_off(feed, loader, steps, count)
+            return made, feed.clocks.take()
+
+    ends: list[Any] = []
+    expected, _ = play([], 100, 5)
+    assert len(expected) == 20
+    for left_at in (7, 12):
+        made, saved = play([], left_at, 5)
+        then, _ = play(json.loads(json.dumps(saved)), 100, 5)
+        assert made + then == expected and not ends
+    made, saved = play([], 3, 5)  # nobody knows yet where passes end
+    then, _ = play(json.loads(json.dumps(saved)), 100, 5)
+    assert len(made + then) == 23 and ends == [[(None, 1), (15, 1)]]
+
+
+def test_a_script_that_begins_behind_the_pass_under_way_is_refused() -> None:
+    """By an epoch that it has noted itself, of a run that went on further than the state."""
+    with hooked(1) as feed:
+        loader = loader_of(24, 1, 0)
+        train(feed, loader, 1)
+        saved = feed.clocks.take()
+    with hooked(1) as feed:
+        loader = loader_of(24, 1, 0)
+        feed.clocks.put(saved)
+        assert isinstance(loader.sampler, DistributedSampler)
+        loader.sampler.set_epoch(1)
+        with pytest.raises(
+            RefusedError, match="in epoch 0, of which 12 of 24 samples are consumed"
+        ):
+            next(iter(loader))
+    with hooked(1) as feed:  # one that is at its end leaves nothing out
+        loader = loader_of(24, 1, 0)
+        train(feed, loader, 2, epochs=1)
+        saved = feed.clocks.take()
+    with hooked(1) as feed:
+        loader = loader_of(24, 1, 0)
+        feed.clocks.put(saved)
+        assert len(train(feed, loader, 2, epochs=1)) == 0
+        assert len(train(feed, loader, 2, epochs=2)) == 2

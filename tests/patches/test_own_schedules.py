@@ -56,7 +56,12 @@ class Round:
 
     def __init__(self, group: Any = None, saved: Any = None) -> None:
         self.is_behind = saved is not None
-        self.hooks = OwnSchedules(lambda: self.is_behind)
+        self.said: list[str] = []
+        self.hooks = OwnSchedules(
+            lambda: self.is_behind,
+            lambda detail, way_out: self.said.append(detail),
+            lambda event, detail: self.said.append(detail),
+        )
         self.hooks.install()
         self.optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
         self.engine = SimpleNamespace(optimizer=self.optimizer, lr_scheduler=None)
@@ -114,7 +119,7 @@ def test_a_schedule_goes_on_where_it_was(kind: str, is_before: bool, repeated: i
     first.build_engine()
     made = first.train(schedule, LEFT_AT)
     saved = first.hooks.take()
-    assert [reported["kind"] for reported in saved] == [kind]  # and none of its parts
+    assert [reported["kind"] for reported in saved["own"]] == [kind]  # and none of its parts
 
     left = {k: v for k, v in first.optimizer.param_groups[0].items() if k != "params"}
     then = Round(left, saved)
@@ -125,6 +130,7 @@ def test_a_schedule_goes_on_where_it_was(kind: str, is_before: bool, repeated: i
         step(schedule)
     then.is_behind = False
     assert made + then.train(schedule, STEPS - LEFT_AT) == expected
+    assert not then.said
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
@@ -175,3 +181,42 @@ def test_every_schedule_of_torch_is_noticed_when_it_is_made() -> None:
     assert len(schedules) > 10
     for kind in schedules:
         assert roots & set(kind.__mro__), kind
+
+
+def linear(of: Round, total: int) -> Any:
+    return torchs.LambdaLR(of.optimizer, lambda at: 1 - at / total)
+
+
+def test_a_curve_that_is_another_one_is_found_before_the_first_step() -> None:
+    """No state holds the functions of a schedule; what they say is compared."""
+    first = Round()
+    schedule = linear(first, 24)
+    first.build_engine()
+    first.train(schedule, 2)
+    saved = first.hooks.take()
+    for total in (24, 12):
+        then = Round({}, saved)
+        schedule = linear(then, total)
+        then.build_engine()
+        then.hooks.begin()
+        if total == 24:
+            assert not then.said
+        else:
+            (said,) = then.said
+            assert "LambdaLR gives [0.9166" in said and "at its step 1, and gave [0.958" in said
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_rates_that_a_script_has_begun_anew_are_those_of_the_state_and_are_told_of(
+    compares: bool,
+) -> None:
+    first = Round()
+    first.build_engine()
+    first.hooks.begin()
+    then = Round({"lr": 0.25}, first.hooks.take())
+    then.build_engine()
+    then.optimizer.param_groups[0]["lr"] = 1.0
+    then.hooks.begin(compares=compares)
+    assert then.optimizer.param_groups[0]["lr"] == (0.25 if compares else 1.0)
+    assert len(then.said) == compares
+    assert not compares or "has lr 1.0 before the first step; it had 0.25" in then.said[0]

@@ -121,3 +121,36 @@ def test_a_file_that_cannot_be_read_binds_no_names(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def (")
     assert not names_of(str(tmp_path / "broken.py")).lines
     assert not names_of(str(tmp_path / "none.py")).lines
+
+
+class Counting:
+    """A callback as people write them."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.every = 5
+
+
+def test_attributes_of_what_a_trainer_calls_are_looked_at() -> None:
+    engine, own, callback, kept = SimpleNamespace(module=model()), OwnState(), Counting(), None
+    for _ in range(LOOKS):
+        callback.n += 1
+        kept = own.look(sys._getframe(), engine, [callback, torch.nn.Linear(1, 1)])
+    assert kept is not None
+    (one,) = kept
+    assert one.name == "self.n" and one.place.startswith("test_own_state.py:") and one.is_fresh
+
+
+def test_a_count_of_enumerate_is_found_where_it_decides() -> None:
+    ours = model()
+    engine, own, kept = SimpleNamespace(module=ours), OwnState(), list[Kept]()
+    named = dict(ours.named_parameters())
+    for number, _ in enumerate(range(LOOKS)):
+        with torch.no_grad():
+            for parameter in named.values():
+                parameter.add_(1.0)
+        if number == 100:
+            break
+        kept = own.look(sys._getframe(), engine)
+    mine = [one for one in kept if one.place.startswith("test_own_state.py")]
+    assert [(one.name, one.is_enumerated) for one in mine] == [("number", True)]
