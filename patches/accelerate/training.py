@@ -101,7 +101,10 @@ class LoopHooks:
             is_now = feed.has_drawn or not has_engine or self.is_another()
             if is_now or is_of_framework(sys._getframe(1)):
                 return now
-            then = int(self._get_session().facts.get("first_dp", now))
+            session = self._get_session()
+            if session.settings.get("data_order") == "own":
+                return now
+            then = int(session.facts.get("first_dp", now))
             if then != now:
                 self._engines.auxiliary.say(
                     "ranks_then",

@@ -82,7 +82,8 @@ def told_accumulation(now: int, feed: Feed, asking: Any) -> int:
         now: Those of this round.
         asking: The frame that asks: frameworks are told those of the round.
     """
-    if feed.first is None or feed.has_drawn or is_of_framework(asking):
+    is_then = feed.first is not None and feed.is_counting and not feed.has_drawn
+    if feed.first is None or not is_then or is_of_framework(asking):
         return now
     then = feed.first.num_micro_batches
     return now if then == now else AsThen(now, then, lambda: feed.has_drawn)

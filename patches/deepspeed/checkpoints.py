@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 Loaded = tuple[Any, Any]
 
+_ANY = ""
+"""Stands for whatever was asked for, where an older release has kept one answer."""
 REMEMBERED = 100
 """How many of the newest checkpoints it is known of which epochs were over."""
 
@@ -69,8 +71,8 @@ class Checkpoints:
         self._engine, self._session = engine, session
         self._clocks, self._replay, self._auxiliary = clocks, replay, beside
         self._on_load = on_load
-        self._reported: Json = None
-        """Path and client state that the first round was told; None: it did not ask."""
+        self._told: dict[str, Any] = {}
+        """By what was asked for path and client state that the first round was told."""
         self._over: dict[str, Json] = {}
         """By directory of a checkpoint that was saved the passes that were over then."""
 
@@ -82,30 +84,31 @@ class Checkpoints:
             setattr(self._engine, name, functools.wraps(method)(functools.partial(hook, method)))
 
     def take(self) -> Json:
-        return {"told": self._reported, "over": self._over}
+        return {"told": self._told, "over": self._over}
 
     def put(self, saved: Mapping[str, Any]) -> None:
-        self._reported, self._over = saved["told"], dict(saved["over"])
+        told = saved["told"]
+        self._told = told if isinstance(told, dict) else {_ANY: told} if told else {}
+        self._over = dict(saved["over"])
 
     def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Loaded:
         """Load, but at the script's beginning what is newer than the restored generation alone."""
         from scalai.patches.deepspeed.state import DeepSpeedState
 
-        auxiliary = self._auxiliary
+        auxiliary, request = self._auxiliary, Request.of(method, args, kwargs)
         if auxiliary.is_resuming:
-            request = Request.of(method, args, kwargs)
             directory = request.directory()
             if self._clocks.have_begun:
                 log.warning("event=load skipped='it was loaded in an earlier round' load=%s",
                             request.load_dir)  # fmt: skip
                 return (None, {}) if directory is None else _told_by(directory)
             if self._is_generation_newer(request, directory):
-                return self._as_the_first_round(directory)
+                return self._as_the_first_round(request, directory)
         is_beginning = not auxiliary.has_stepped
         self._session.begin_update()
         path, client = method(*args, **kwargs)
         if is_beginning:
-            self._reported = [path, plain_client_state(client or {})]
+            self._told[_asked(request)] = [path, plain_client_state(client or {})]
         if path is not None:
             engine = self._engine
             if is_beginning:  # later it moves neither the script nor its data
@@ -130,17 +133,19 @@ class Checkpoints:
             log.warning(describe_source(source, restored, step, request.load_dir))
         return source == "generation"
 
-    def _as_the_first_round(self, directory: Path | None) -> Loaded:
+    def _as_the_first_round(self, request: Request, directory: Path | None) -> Loaded:
         """Return what the first round was told. Where it did not ask, because there was nothing to
         load yet, what the checkpoint says beside the state."""
-        if self._reported is not None:
-            path, client = self._reported
+        told = self._told.get(_asked(request), self._told.get(_ANY))
+        if told is not None:
+            path, client = told
             return path, client
         if directory is None:
             return None, {}
-        # The script goes on behind the epochs and steps that were over, and not with its first.
-        self._clocks.begin_after(self._over.get(_name(directory), []))
-        self._replay.begin_at(checkpoint_step(directory))
+        if request.is_whole:
+            # The script goes on behind the epochs and steps that were over, not with its first.
+            self._clocks.begin_after(self._over.get(_name(directory), []))
+            self._replay.begin_at(checkpoint_step(directory))
         return _told_by(directory)
 
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +163,10 @@ class Checkpoints:
         for name in list(self._over)[:-REMEMBERED]:
             del self._over[name]
         return result
+
+
+def _asked(request: Request) -> str:
+    return f"{request.load_dir}/{request.tag or ''}"
 
 
 def _told_by(directory: Path) -> Loaded:

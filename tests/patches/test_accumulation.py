@@ -97,5 +97,7 @@ def test_a_script_is_told_the_accumulation_that_belongs_to_the_length_of_its_loa
     for code in (script, framework):
         exec(asks, code)
     assert (script["ask"](engine), framework["ask"](engine)) == (3, 6)
-    feed.has_drawn = True
+    feed.is_counting = False  # the script places its data itself, by the ranks of now
+    assert script["ask"](engine) == 6
+    feed.is_counting = feed.has_drawn = True
     assert script["ask"](engine) == 6

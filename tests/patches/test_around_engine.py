@@ -58,6 +58,21 @@ def test_a_checkpoint_that_is_loaded_behind_steps_is_loaded_in_any_round(
     assert [line["step"] for line in reported if "drawn" in line] == list(range(1, 13))
 
 
+@pytest.mark.campaign
+def test_each_load_at_the_beginning_is_told_what_it_was_told_in_the_first_round(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Weights of another job, and nothing yet to resume at."""
+    given: dict[str, Any] = {"output": str(tmp_path)}
+    made = play(rounds_pool, tmp_path / "job", "fine_tunes", [(1, 2), (2, None)], **given)
+    assert made[-1][0].ending == "finished"
+    reported = notes(made)
+    assert [line for line in reported if "weights" in line] == [
+        {"weights": True, "resumed": False}
+    ] * 2
+    assert [line["step"] for line in reported if "step" in line] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("rounds", "best_at", "back_at"),
     [([(2, 2), (1, None)], 1, 2), pytest.param([(2, 4), (1, 8), (2, None)], 3, 6, marks=CAMPAIGN)],

@@ -194,6 +194,19 @@ def keeps_best(epochs: int, output: str, best_at: int, back_at: int) -> None:
     engine.save_16bit_model(output, "final.bin")
 
 
+def fine_tunes(output: str) -> None:
+    """Begins with weights that were trained before, and resumes where it finds a checkpoint."""
+    deepspeed.init_distributed()
+    engine = build_engine(build_model())
+    engine.save_checkpoint(output, tag="trained")  # stands for another job
+    weights, _ = engine.load_checkpoint(output, tag="trained", load_module_only=True)
+    resumed, _ = engine.load_checkpoint(f"{output}/own")
+    note(weights=weights is not None, resumed=resumed is not None)
+    loader, _ = loaders()
+    for _ in steps_of(engine, loader):
+        note(step=engine.global_steps)
+
+
 def resizes_batch(size: int) -> None:
     """A torch loop that makes its batches larger on the way."""
     deepspeed.init_distributed()
