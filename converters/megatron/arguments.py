@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from scalai.converters.megatron import stage_layout
 from scalai.converters.megatron.batch_sizes import RAMP, SCHEDULE, ramp_sizes, step_sizes
+from scalai.converters.megatron.releases import QUERY_GROUPS_SHARED
 from scalai.converters.megatron.rules import Given, faults_of, fixed_axes, values_of
+from scalai.converters.megatron.sums import EVALUATION, Release, sums_of
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.faults import refuse_all
@@ -57,6 +59,8 @@ class MegatronArguments:
     given: Given
     limits: ModelLimits
     initial: DegreeRequest
+    release: Release | None = None
+    """Of Megatron-core; None: not known."""
 
 
 def is_megatron(script_args: Sequence[str]) -> bool:
@@ -70,13 +74,13 @@ def is_megatron(script_args: Sequence[str]) -> bool:
 def read_arguments(
     script_args: Sequence[str],
     *,
-    is_query_group_shared: bool = True,
+    release: Release | None = None,
     allow_untested: bool = False,
 ) -> MegatronArguments:
     """Read the arguments of a Megatron-LM training script.
 
     Args:
-        is_query_group_shared: Whether TP may exceed the query groups: from Megatron-core 0.16 on.
+        release: Of Megatron-core; None: not known, and the workers' own says more.
         allow_untested: Take what is built and could not be tried.
 
     Raises:
@@ -87,7 +91,7 @@ def read_arguments(
     refuse_all(faults_of(values_of(given), allow_untested=allow_untested))
     initial = _initial(given)
     refuse_all(_stage_faults(given, initial.pp))
-    return MegatronArguments(given, _limits(given, initial, is_query_group_shared), initial)
+    return MegatronArguments(given, _limits(given, initial, release), initial, release)
 
 
 def derived_flags(
@@ -194,7 +198,7 @@ def _extra_layers(given: Given) -> int:
     return sum(f"--account-for-{part}-in-pipeline-split" in given for part in ("embedding", "loss"))
 
 
-def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -> ModelLimits:
+def _limits(given: Given, initial: DegreeRequest, release: Release | None) -> ModelLimits:
     needs_tp = next((flag for flag in _NEEDS_TP if flag in given), None)
     has_groups = "--group-query-attention" in given and "--multi-latent-attention" not in given
     experts = integer(given, "--num-experts") or None
@@ -223,16 +227,17 @@ def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -
         ramp_batch_sizes=others,
         eval_batch_size=None if _EVAL_MICRO in given else integer(given, _EVAL_BATCH),
         evaluates_one_micro_batch=SCHEDULE in given and not {_EVAL_BATCH, _EVAL_MICRO} & set(given),
+        eval_micro_batch_stays=any(EVALUATION in each.stays for each in sums_of(values, release)),
         optimizer_instances=integer(given, "--num-distributed-optimizer-instances") or 1,
         extra_layers=_extra_layers(given),
         first_stage_layers=integer(given, _FIRST_STAGE),
         last_stage_layers=integer(given, _LAST_STAGE),
         is_sequence_parallel="--sequence-parallel" in given or experts is not None,
-        is_query_group_shared=is_query_group_shared,
+        is_query_group_shared=release is None or release >= QUERY_GROUPS_SHARED,
         min_pp_with_vpp=3 if "--no-overlap-p2p-communication" in given else 2,
         min_tp=1 if needs_tp is None else 2,
         min_tp_reason="" if needs_tp is None else f"{needs_tp} needs tensor parallelism",
-        fixed=tuple(_fixed(given, initial)),
+        fixed=tuple(_fixed(given, initial, release)),
     )
 
 
@@ -305,9 +310,12 @@ def _stage_faults(given: Given, pp: int) -> Iterator[str]:
         yield from [fault] if fault else []
 
 
-def _fixed(given: Given, initial: DegreeRequest) -> Iterator[tuple[str, int, str]]:
-    for axis, why in fixed_axes(values_of(given)):
-        yield axis, getattr(initial, axis) or 1, why
+def _fixed(
+    given: Given, initial: DegreeRequest, release: Release | None
+) -> Iterator[tuple[str, int, str]]:
+    for axis, why in fixed_axes(values_of(given), release):
+        # No flag states DP.
+        yield axis, 0 if axis == "dp" else getattr(initial, axis) or 1, why
 
 
 def _vocabulary(given: Given, tp: int, padded: int | None) -> Iterator[str]:

@@ -35,10 +35,3 @@ def release_beside(script: str | None) -> tuple[int, int, int] | None:
     folder = Path(script).absolute().parent
     folders = [folder, *list(folder.parents)[:_PARENTS]]
     return next((found for one in folders if (found := stated_release(one / _STATED))), None)
-
-
-def shares_query_groups(script: str | None) -> bool:
-    """Whether TP may exceed the query groups where a script runs; without a checkout it is held
-    possible, and the workers' own Megatron-core says so or not."""
-    release = release_beside(script)
-    return release is None or release >= QUERY_GROUPS_SHARED

@@ -6,16 +6,18 @@ namespace of ``get_args()`` (``patches/megatron/training.py``) and to the config
 has built (``patches/megatron/refusals.py``), ``scalai reshard`` to the arguments that a checkpoint
 keeps (``limits.py``).
 
+What a model sums over tokens that another layout groups otherwise is in ``sums.py``.
+
 Source: megatron/training/arguments.py of 0.14.0 to 0.19.0 and of 0.20 (d98e8a64).
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scalai.core.passes import Part
+from scalai.converters.megatron.sums import MUON, MUONS, Release, Values, sums_of
+from scalai.core.degrees import AXES
+from scalai.core.passes import PARTS, Part
 
-Values = Mapping[str, Any]
-"""Arguments by their names in Megatron-LM's namespace; one that is absent has its default."""
 Given = Mapping[str, tuple[str, ...]]
 """Flags as given: name with dashes -> its values, of the last occurrence."""
 
@@ -38,10 +40,13 @@ _REFUSED: Mapping[str, str] = {
     "fp8_param": _SCALED.format("FP8"),
     "fp8_param_gather": _SCALED.format("FP8"),
     "hybrid_context_parallel": "its batches depend on the degrees; leave it out",
+    "logits_load_dir": "teacher's outputs are read in the order of one DP; train without them",
+    "logits_save_dir": "outputs are saved by data-parallel rank; save them in a run of its own",
     "inprocess_restart": "it restarts the workers itself; leave it out",
     "moe_use_upcycling": "it would be repeated at every change; upcycle in a run of its own",
     "perform_rl_step": "the model makes its own data, no sampler does; train without it",
     "skip_train": "nothing is trained; run it without --elastic",
+    "titles_data_path": "ICT's loss is a softmax over all samples of a pass; pretrain it elsewhere",
     "use_custom_fsdp": FSDP,
     "use_megatron_fsdp": FSDP,
     "use_mp_args_from_checkpoint_args": "the degrees would come from the checkpoint; leave it out",
@@ -60,13 +65,8 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
 
 _ELEMENTWISE = ("adam", "sgd", "lion")
 """Optimizers whose state has one value for each of the parameter's, and none between them."""
-_MUONS = ("muon", "adaptive_muon", "dist_muon", "dist_adaptive_muon")
 _SCALED_DTYPES = ("fp16", "fp8", "float16", "uint8")
 """What Transformer Engine's FusedAdam keeps with a scale: as flags say it, and as torch does."""
-BLOCKWISE = "blockwise"
-"""The value of --muon-tp-mode that orthogonalizes each tensor-parallel shard by itself."""
-_WHOLE_MATRIX = ("duplicated", "distributed")
-"""Values of --muon-tp-mode that orthogonalize the whole matrix, in any layout."""
 _NO_OTHER_RECOMPUTE: Mapping[str, str] = {
     "cpu_offloading_num_layers": "does not go with it",
     "cpu_offloading": "does not go with it",
@@ -152,8 +152,12 @@ def _untested(values: Values) -> Iterator[str]:
         )
 
 
-def fixed_axes(values: Values) -> Iterator[tuple[str, str]]:
-    """Yield the axes whose degree stays what the job began with, and why."""
+def fixed_axes(values: Values, release: Release | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the axes whose degree stays what the job began with, and why.
+
+    Args:
+        release: Megatron-core's; None: not known.
+    """
     yield "cp", "another split of sequences is not supported"
     for name in UNEVEN_STAGES:
         pattern = values.get(name)
@@ -164,32 +168,23 @@ def fixed_axes(values: Values) -> Iterator[tuple[str, str]]:
         yield "vpp", "--overlap-param-gather-with-optimizer-step needs virtual stages"
     if values.get("encoder_num_layers") and values.get("decoder_num_layers"):
         yield "pp", "Megatron-LM runs T5 without pipeline parallelism"
-    yield from optimizer_axes(values)
+    yield from summed_axes(values, release)
 
 
-def fixed_passes(values: Values) -> Iterator[tuple[Part, str]]:
+def summed_axes(values: Values, release: Release | None = None) -> Iterator[tuple[str, str]]:
+    """Yield of ``fixed_axes`` what a model sums fixes; a configuration's fields say it too."""
+    for each in sums_of(values, release):
+        yield from ((axis, each.reason) for axis in AXES if axis in each.stays)
+
+
+def fixed_passes(values: Values, release: Release | None = None) -> Iterator[tuple[Part, str]]:
     """Yield what of the passes stays as the flags have it, and why.
 
     Another micro-batch is to change the order of additions alone, and to compute more again is to
-    change nothing. Source: ``MoEAuxLoss`` of transformer/moe/router.py is of one micro-batch;
-    ``forward_step_calc_loss`` of pipeline_parallel/schedules.py divides by its unmasked tokens;
-    transformer_config.py (0.16) for what does not go with recomputation.
+    change nothing. Source: transformer_config.py (0.16) for what does not go with recomputation.
     """
-    if values.get("num_experts"):
-        yield (
-            "micro-batch",
-            "experts share the load within a micro-batch, so it is part of the loss",
-        )
-    elif not values.get("calculate_per_token_loss"):
-        for name in ("eod_mask_loss", "sft"):
-            if values.get(name):
-                yield (
-                    "micro-batch",
-                    f"{_flag(name)} leaves tokens out of the loss, which is then a mean of each "
-                    "micro-batch's own (--calculate-per-token-loss weighs all alike)",
-                )
-        if values.get("encoder_num_layers"):
-            yield "micro-batch", "T5's loss is a mean of each micro-batch's own unmasked tokens"
+    for each in sums_of(values, release):
+        yield from ((part, each.reason) for part in PARTS if part in each.stays)
     if values.get("dataloader_type") == "external":
         yield "micro-batch", "the order of --dataloader-type external may depend on it"
     for name, why in _NO_OTHER_RECOMPUTE.items():
@@ -199,15 +194,8 @@ def fixed_passes(values: Values) -> Iterator[tuple[Part, str]]:
 
 def optimizer_axes(values: Values) -> Iterator[tuple[str, str]]:
     """Yield of ``fixed_axes`` what the optimizer needs: it holds for a checkpoint too."""
-    mode = values.get("muon_tp_mode")
-    if values.get("optimizer") in _MUONS and mode not in _WHOLE_MATRIX:
-        stated = f"--muon-tp-mode {mode}" if mode else "--muon-tp-mode is not given, and its "
-        stated += "" if mode else f"default up to 0.19, {BLOCKWISE},"
-        yield (
-            "tp",
-            f"{stated} orthogonalizes each shard by itself, so that another TP would be "
-            "another optimizer (--muon-tp-mode duplicated or distributed does not)",
-        )
+    if MUON.is_on(values):
+        yield from ((axis, MUON.reason) for axis in MUON.stays)
 
 
 def _flag(name: str) -> str:
@@ -215,6 +203,11 @@ def _flag(name: str) -> str:
 
 
 def _data_faults(values: Values) -> Iterator[str]:
+    if values.get("vision_pretraining_type") == "dino":
+        yield (
+            "--vision-pretraining-type dino: its center is a mean over all ranks' samples of a "
+            "pass; pretrain it elsewhere"
+        )
     if not values.get("global_batch_size") and not values.get("step_batch_size_schedule"):
         yield (
             "--global-batch-size is not given: it would follow the data-parallel size and change "
@@ -224,7 +217,7 @@ def _data_faults(values: Values) -> Iterator[str]:
 
 def _optimizer_faults(values: Values) -> Iterator[str]:
     name = str(values.get("optimizer", "adam"))
-    if name not in (*_ELEMENTWISE, *_MUONS):
+    if name not in (*_ELEMENTWISE, *MUONS):
         yield (
             f"--optimizer {name}: its state is not one value for each of a parameter's; use adam, "
             "sgd, lion or muon"

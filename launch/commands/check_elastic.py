@@ -139,10 +139,12 @@ def _planner(facts: ScriptFacts, config: ElasticConfig) -> str:
 def _changes(limits: ModelLimits, offered: frozenset[Degrees]) -> Iterator[str]:
     """Yield what may change, and each axis that stays, with the reason."""
     sizes = {axis: sorted({getattr(degrees, axis) for degrees in offered}) for axis in AXES}
-    free = [axis for axis in AXES if len(sizes[axis]) > 1]
+    kept = {axis for axis, _, _ in limits.fixed}
+    free = [axis for axis in AXES if len(sizes[axis]) > 1 and axis not in kept]
     shown = (f"{axis} {', '.join(map(str, sizes[axis]))}" for axis in free)
     yield f"may change: {'; '.join(shown) or 'nothing, on these worlds'}"
-    reasons = {axis: f"{size} ({why})" for axis, size, why in limits.fixed}
+    of_first = "of the first start"
+    reasons = {axis: f"{size or of_first} ({why})" for axis, size, why in limits.fixed}
     for axis in AXES:
         if axis in reasons:
             yield f"stays: {axis} {reasons[axis]}"

@@ -23,7 +23,7 @@ from scalai.converters.deepspeed.workload import workload_of as deepspeed_worklo
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.model_shape import choices_of, workload_of
-from scalai.converters.megatron.releases import shares_query_groups
+from scalai.converters.megatron.releases import release_beside
 from scalai.converters.megatron.stored_model import StoredModel, read_model
 from scalai.core.degrees import ModelLimits
 from scalai.core.errors import RefusedError
@@ -206,9 +206,7 @@ def _of_script(
         if mine is not None:
             flags = [*flags, flag, str(mine)]
     named = None if script[0].startswith("-") else script[0]
-    arguments = read_arguments(
-        flags, allow_untested=True, is_query_group_shared=shares_query_groups(named)
-    )
+    arguments = read_arguments(flags, allow_untested=True, release=release_beside(named))
     work = workload_of(arguments, args.vocab)
     if args.precision:
         raise RefusedError("--precision: the script's flags say it; leave it out.")

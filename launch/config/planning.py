@@ -128,7 +128,7 @@ def read_freedom(config: PlannerConfig, arguments: MegatronArguments | None) -> 
     return Freedom(
         own=recompute_of(arguments),
         more=more_recompute_of(arguments),
-        fixed=tuple(fixed_passes(values_of(arguments.given))),
+        fixed=tuple(fixed_passes(values_of(arguments.given), arguments.release)),
         for_speed=tuple(part for part in PARTS if part in config.may_change),
         for_memory=tuple(part for part in PARTS if part in config.memory_may_change),
     )

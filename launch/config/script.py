@@ -16,7 +16,7 @@ from scalai.converters.deepspeed.config import (
 )
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
-from scalai.converters.megatron.releases import shares_query_groups
+from scalai.converters.megatron.releases import release_beside
 from scalai.converters.megatron.rules import allows_untested
 from scalai.core.degrees import DegreeRequest, ModelLimits, Sharding
 from scalai.core.policy import DegreePolicy
@@ -65,7 +65,7 @@ def read_script(
         allow_untested = allows_untested(os.environ)
         arguments = read_arguments(
             options.script_args, allow_untested=allow_untested,
-            is_query_group_shared=shares_query_groups(options.script),
+            release=release_beside(options.script),
         )  # fmt: skip
         limits = config.model.filled_from(arguments.limits)
         planner = read_planner(config.planner, arguments, limits)

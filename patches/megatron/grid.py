@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping
 
+import megatron.core
 from megatron.core import parallel_state
+
+from scalai.core.release import numbers_of
+
+
+def release() -> tuple[int, ...]:
+    """Return the numbers of Megatron-core's release."""
+    return numbers_of(megatron.core.__version__)
 
 
 def degrees() -> Mapping[str, int]:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from scalai.converters.megatron.rules import (
-    BLOCKWISE,
     FSDP,
     REFUSED_OPTIMIZERS,
     allows_untested,
     configured_faults,
+    summed_axes,
 )
+from scalai.converters.megatron.sums import BLOCKWISE
 from scalai.core.faults import refuse_all
+from scalai.patches.megatron import grid
 from scalai.patches.megatron.optimizer import leaf_optimizers
 from scalai.patches.megatron.shapes import unwrap
 
@@ -32,9 +34,12 @@ def refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Non
     refuse_all((*_faults_of_model(chunks), *_faults_of_optimizer(optimizer)))
 
 
-def fixed_axes(optimizer: Any) -> Iterator[str]:
-    """Yield the axes whose degree has to stay what it is, as far as the optimizer shows it."""
+def fixed_axes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[str]:
+    """Yield the axes whose degree has to stay what it is, as far as model and optimizer show it."""
     yield "cp"  # no adapter is proven for another split of sequences
+    for chunk in chunks:
+        configured = getattr(getattr(unwrap(chunk), "config", None), "__dict__", {})
+        yield from (axis for axis, _ in summed_axes(configured, grid.release()))
     for leaf in leaf_optimizers(optimizer):
         # TensorParallelMuon calls it mode up to 0.16 and tp_mode since.
         if BLOCKWISE in (getattr(leaf.optimizer, name, None) for name in ("mode", "tp_mode")):

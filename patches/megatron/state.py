@@ -66,7 +66,7 @@ class MegatronState:
         self._scheduler = scheduler
         self._seed, self._asked = seed, asked
         refusals.refuse_unsupported(self._chunks, optimizer)
-        self._fixed = frozenset((*fixed, *refusals.fixed_axes(optimizer)))
+        self._fixed = frozenset((*fixed, *refusals.fixed_axes(self._chunks, optimizer)))
 
     @property
     def coordinate(self) -> str:

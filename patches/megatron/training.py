@@ -27,9 +27,10 @@ from scalai.core.dataset.drawn import Draw
 from scalai.core.faults import refuse_all
 from scalai.core.function_proof import Numbers
 from scalai.core.jsonable import Json
+from scalai.core.release import numbers_of as release_of
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.function_proof import probe
-from scalai.patches.megatron import save_process, script, writers
+from scalai.patches.megatron import fixed_rows, save_process, script, writers
 from scalai.patches.megatron.draws import TrainingDraws
 from scalai.patches.megatron.function_proof import NormInDouble, numbers_of, without_update
 from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers")
 """Where the samplers live: from 0.16 on, and before."""
+FIM = "megatron.training.datasets.fim_dataset"
 FIRST_SHARE = "first_share"
 """Under this name it is told how the first round dealt: micro-batch size and replicas."""
 CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -125,9 +127,11 @@ def install(get_session: Callable[[], ElasticSession]) -> None:
     wrapt.register_post_import_hook(hooks.hook_global_vars, "megatron.training.global_vars")
     wrapt.register_post_import_hook(_hook_arguments, "megatron.training.arguments")
     wrapt.register_post_import_hook(_hook_indexed, "megatron.core.datasets.indexed_dataset")
+    wrapt.register_post_import_hook(fixed_rows.hook_fim, FIM)
     save_process.install()
     for name in SAMPLERS:
         wrapt.register_post_import_hook(hooks.draws.hook, name)
+        wrapt.register_post_import_hook(fixed_rows.hook_samplers, name)
 
 
 class TrainingHooks:
@@ -177,7 +181,7 @@ class TrainingHooks:
 
         job, session = self._training.get_args(), self._get_session()
         self._session = session
-        self._check(job)
+        release = self._check(job)
         if getattr(job, "async_save", False):
             self._saves.begin(session)
         self._keep_first_degrees(job)
@@ -193,7 +197,7 @@ class TrainingHooks:
             # Micro-batch times DP: a change of DP may not change what an evaluation sees.
             session.report_facts(eval_batch_size=job.eval_global_batch_size)
         session.register_state("megatron_training", self._take, self._put)
-        fixed = dict(fixed_axes(vars(job)))
+        fixed = dict(fixed_axes(vars(job), release))
         session.attach(
             MegatronState(
                 model, optimizer, scheduler, seed=job.seed, fixed=fixed, asked=self._asked
@@ -274,8 +278,9 @@ class TrainingHooks:
             _leave(self._training)
         return wrapped(*args, **kwargs)
 
-    def _check(self, job: Any) -> None:
-        """Refuse what cannot be elastic, before anything is built."""
+    def _check(self, job: Any) -> tuple[int, ...]:
+        """Refuse what cannot be elastic, before anything is built; return Megatron-core's
+        release."""
         import megatron.core
 
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
@@ -288,15 +293,15 @@ class TrainingHooks:
             round_number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
             directory = Path(os.environ[LEDGER_DIR])
             self._ledger = Ledger(directory, self._session.run, round_number)
+        return release_of(megatron.core.__version__)
 
     def _keep_first_degrees(self, job: Any) -> None:
-        """Have random samplers keep the order of the degrees that the job began with."""
-        if getattr(job, "dataloader_type", None) != "cyclic":
-            return
+        """Tell the degrees that the job began with; random samplers keep their order."""
         here = [job.micro_batch_size, job.data_parallel_size]
         first = self._session.facts.get(FIRST_SHARE, here)
         self._session.report_facts(**{FIRST_SHARE: first})
-        self.draws.first = first[0], first[1]
+        if getattr(job, "dataloader_type", None) == "cyclic":
+            self.draws.first = first[0], first[1]
 
     def _is_generation_newer(self, job: Any) -> bool:
         """Whether to restore our generation. Called by all ranks: they agree on the checkpoint."""

@@ -149,6 +149,8 @@ class ModelLimits:
     """Samples of one step of an evaluation; None: unknown, or those of a training step."""
     evaluates_one_micro_batch: bool = False
     """Whether an evaluation has one micro-batch a replica where ``eval_batch_size`` is None."""
+    eval_micro_batch_stays: bool = False
+    """Whether an evaluation's micro-batch may not be a part of the training's."""
     optimizer_instances: int = 1
     """Copies of the optimizer's state, each split over a part of the data-parallel ranks."""
     extra_layers: int = 0
@@ -171,12 +173,18 @@ class ModelLimits:
     no_tp_in_stages: str = ""
     """Why tensor parallelism does not go with a pipeline; empty: it does."""
     fixed: tuple[tuple[str, int, str], ...] = ()
-    """(axis, size, why): axes that may have this one size only."""
+    """(axis, size, why): axes that may have this one size only; 0: that of the job's first round,
+    which is not known yet."""
 
     def filled_from(self, other: "ModelLimits") -> "ModelLimits":
         """Return these limits, with what they leave at its default taken from ``other``."""
         unset = {f.name for f in fields(self) if getattr(self, f.name) == f.default}
         return replace(self, **{name: getattr(other, name) for name in unset})
+
+    def with_first_dp(self, dp: int) -> "ModelLimits":
+        """Return these limits, now that the data parallelism of the job's first round is known."""
+        fixed = tuple((axis, size or dp, why) for axis, size, why in self.fixed)
+        return replace(self, fixed=fixed)
 
 
 def refusal(
@@ -208,7 +216,7 @@ def refusal(
 
 def _fixed_axes(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
     for axis, size, why in limits.fixed:
-        if getattr(degrees, axis) != size:
+        if size and getattr(degrees, axis) != size:
             yield f"{axis}={getattr(degrees, axis)} must stay {size}: {why}"
 
 
@@ -304,7 +312,7 @@ def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterat
 
 
 def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator[str]:
-    yield from _evaluation(degrees, limits.eval_batch_size, micro or 1)
+    yield from _evaluation(degrees, limits, micro or 1)
     if limits.evaluates_one_micro_batch and limits.eval_batch_size is None and degrees.vpp > 1:
         yield (
             f"an evaluation has one micro-batch a replica, which is no multiple of pp={degrees.pp} "
@@ -325,12 +333,18 @@ def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator
             )
 
 
-def _evaluation(degrees: Degrees, batch: int | None, micro: int) -> Iterator[str]:
-    """Yield what speaks against evaluating ``batch`` samples a step; their micro-batch may be a
+def _evaluation(degrees: Degrees, limits: ModelLimits, micro: int) -> Iterator[str]:
+    """Yield what speaks against the samples of an evaluation's step; their micro-batch may be a
     part of the training's."""
+    batch = limits.eval_batch_size
     if batch is None:
         return
     each, rest = divmod(batch, degrees.dp)
+    if not rest and each % micro and limits.eval_micro_batch_stays:
+        yield (
+            f"micro_batch_size*dp={micro}*{degrees.dp} does not divide the evaluation's batch of "
+            f"{batch} samples, whose loss is a mean over micro-batches"
+        )
     if rest:
         yield (
             f"dp={degrees.dp} does not divide the evaluation's batch of {batch} samples, which "

@@ -1,11 +1,15 @@
 """What cannot change its layout is refused at the start, all of it at once, with the reason."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 
+from scalai.converters.megatron.sums import SUMS
 from scalai.core.errors import RefusedError
 from scalai.patches.faults import refuse_changed_axes
 from scalai.patches.megatron.refusals import fixed_axes, refuse_unsupported
@@ -54,9 +58,27 @@ def test_optimizers_are_refused_by_name(optimizer: Any, named: str) -> None:
 @pytest.mark.parametrize("name", ["mode", "tp_mode"])
 def test_blockwise_muon_keeps_its_tensor_parallelism(name: str) -> None:
     muon = leaf(optimizer=SimpleNamespace(**{name: "blockwise"}))
-    assert list(fixed_axes(SimpleNamespace(chained_optimizers=[leaf(), muon]))) == ["cp", "tp"]
+    assert list(fixed_axes([], SimpleNamespace(chained_optimizers=[leaf(), muon]))) == ["cp", "tp"]
     whole = leaf(optimizer=SimpleNamespace(**{name: "duplicated"}))
-    assert list(fixed_axes(whole)) == ["cp"]
+    assert list(fixed_axes([], whole)) == ["cp"]
+
+
+def test_a_model_keeps_the_axes_whose_ranks_tokens_it_sums() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(  # type: ignore[assignment]
+        num_moe_experts=4, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.1
+    )
+    assert list(fixed_axes([model], leaf())) == ["cp", "dp"]
+
+
+def test_sums_are_where_the_page_says() -> None:
+    """As far as the release that is installed has them; a later one has moved none of these."""
+    root = Path(megatron.core.__file__).parents[1]
+    for each in SUMS:
+        file, _, function = each.source.partition(":")
+        text = (root / file).read_text()
+        for name in function.split("."):
+            assert re.search(rf"(def|class) {name}\b", text), each.source
 
 
 def test_what_no_test_has_had_is_refused_until_a_person_says_so(

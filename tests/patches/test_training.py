@@ -98,6 +98,7 @@ class FakeTraining:
             **counters, skipped_train_samples=0, padded_vocab_size=128, load=None, rank=0,
             world_size=1, seed=1, finetune=False, pretrained_checkpoint=None, global_batch_size=4,
             train_iters=9, bf16=False, fp16=False,
+            micro_batch_size=2, data_parallel_size=1,
         )  # fmt: skip
         vars(self.job).update(arguments)
         self.has_decided = False
@@ -192,7 +193,9 @@ def test_a_fresh_job_makes_its_start_generation_from_what_was_built() -> None:
     session = FakeSession()
     framework = hooked(session)
     assert session.attached == {"step": 0, "samples": 0, "restore": False}
-    assert session.facts == {"padded_vocab_size": 128, "arguments": {"global_batch_size": 4}}
+    assert session.facts == {
+        "padded_vocab_size": 128, "arguments": {"global_batch_size": 4}, "first_share": [2, 1],
+    }  # fmt: skip
     assert framework.loaded_from == [None]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.converters.megatron.releases import release_beside, shares_query_groups
+from scalai.converters.megatron.releases import release_beside
 from support import megatron_lm_job
 from support.random_scripts import judge, random_case
 
@@ -37,8 +37,7 @@ def test_what_we_accept_a_checkout_accepts_and_what_we_refuse_it_refuses(checkou
     draw = random.Random(int(os.environ.get("SEED", "20")))
     has_newest = release >= STEP_SCHEDULES
     cases = [random_case(draw, has_newest_flags=has_newest) for _ in range(CASES)]
-    is_shared = shares_query_groups(script)
-    ours = [judge(case, is_query_group_shared=is_shared) for case in cases]
+    ours = [judge(case, release=release) for case in cases]
     asked = [
         (case.ranks, verdict.flags, verdict.rows)
         for case, verdict in zip(cases, ours, strict=True)

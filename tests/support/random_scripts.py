@@ -45,7 +45,7 @@ class Verdict:
     """Of the job's embedding."""
 
 
-def judge(case: Case, *, is_query_group_shared: bool) -> Verdict:
+def judge(case: Case, *, release: tuple[int, ...] | None) -> Verdict:
     """Apply the laws of a running job, and of ``scalai plan``, to a case."""
     multiple = PADDING * case.first_tp
     padded = -(-VOCABULARY // multiple) * multiple
@@ -56,7 +56,7 @@ def judge(case: Case, *, is_query_group_shared: bool) -> Verdict:
         return Verdict(f"{case.ranks} ranks are no multiple of {each}", _plain(case), padded)
     degrees = replace(case.degrees, dp=case.ranks // each)
     try:
-        arguments = read_arguments(case.flags, is_query_group_shared=is_query_group_shared)
+        arguments = read_arguments(case.flags, release=release)
         limits = replace(arguments.limits, padded_vocab_size=padded)
         workload_of(arguments, VOCABULARY)
         why = refusal(degrees, limits, case.micro_batch)
