@@ -7,32 +7,34 @@ Nothing here is a rule of its own: what a script is refused or fixed for is said
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any
 
 from scalai.converters.megatron.arguments import evaluates_by_replicas, underived_notes
-from scalai.core.choice import candidates, check_rules, choose
+from scalai.core.choice import check_rules, choose, replicated
 from scalai.core.degrees import AXES, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.passes import PARTS
 from scalai.core.planner.preference import KNOWN_LAYOUTS
-from scalai.core.policy import Choice, DegreePolicy
+from scalai.core.policy import Case, Choice, DegreePolicy
+from scalai.core.splits import splits
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
 from scalai.launch.config.script import ScriptFacts, read_script
 
 _WIDEST_WORLD = 1024
 """More lines than this nobody reads."""
-_TRIED_WORLDS = 16
-"""Worlds whose every valid choice is looked at, spread over all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One world of the report. ``choice`` is None where nothing is valid; ``reason`` says why."""
+    """Worlds of the report that have the same degrees. ``choice`` is None where nothing is valid;
+    ``reason`` says why."""
 
     world: str
     choice: Choice | None
     reason: str
+    idle: str
 
 
 def check_elastic(
@@ -56,7 +58,7 @@ def check_elastic(
         facts = replace(facts, policy=policy)
     check_rules(facts.limits, facts.policy)
     worlds = worlds_of(facts.policy, options.max_nodes * slots)
-    lines = report(facts.limits, facts.policy, worlds)
+    lines = folded(report(facts.limits, facts.policy, worlds))
     if all(line.choice is None for line in lines):
         raise RefusedError(f"no world has valid degrees; the last one: {lines[-1].reason}")
     offered = offered_degrees(facts.limits, facts.policy, worlds)
@@ -67,12 +69,15 @@ def check_elastic(
 def offered_degrees(
     limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]
 ) -> frozenset[Degrees]:
-    """Return all degrees that are valid on these worlds, of many worlds on some that are spread
-    over them."""
-    step = -(-len(worlds) // _TRIED_WORLDS)
-    tried = worlds[::-1][::step]
+    """Return all degrees that a job may come to on these worlds, by whatever change."""
+    case = Case(max(worlds), limits, policy, None, ())
+    least = case.floor if policy.preference is None else policy.min_model_parallel or 1
+    asked = (request for rule in policy.rules for request in rule.requests)
     return frozenset(
-        choice.degrees for world in tried for choice in candidates(world, limits, policy, None)
+        degrees
+        for split in (*splits(case, case.world, least), *asked)
+        for degrees in replicated(case, split)
+        if not policy.allowed_sizes or degrees.world_size in policy.allowed_sizes
     )
 
 
@@ -102,8 +107,29 @@ def _line(
     try:
         choice = choose(world, limits, policy, present)
     except RefusedError as error:
-        return Line(name, None, str(error).partition(": ")[2])
-    return Line(name, choice, choice.reason.partition(", ")[2])
+        return Line(name, None, str(error).partition(": ")[2], "all")
+    return Line(name, choice, choice.reason.partition(", ")[2], str(len(choice.idle_ranks)))
+
+
+def folded(lines: Sequence[Line]) -> list[Line]:
+    """Return the report with one line for worlds that follow each other and have the same degrees;
+    the last one's reason says it of idle ranks too."""
+
+    def key(numbered: tuple[int, Line]) -> tuple[object, ...]:
+        place, line = numbered
+        run = int(line.world) - place if line.world.isdigit() else line.world
+        return run, line.choice and line.choice.key
+
+    found: list[Line] = []
+    for _, group in groupby(enumerate(lines), key):
+        same = [line for _, line in group]
+        first, last = same[0], same[-1]
+        if first is not last:
+            idle = last.idle if first.idle == last.idle else f"{first.idle}-{last.idle}"
+            last = replace(last if last.choice else first, idle=idle)
+            last = replace(last, world=f"{first.world}-{same[-1].world}")
+        found.append(last)
+    return found
 
 
 def _header(facts: ScriptFacts, config: ElasticConfig) -> Iterator[str]:
@@ -185,10 +211,9 @@ def _table(lines: Sequence[Line]) -> Iterator[str]:
     rows = [("ranks", "degrees", "idle", "why")]
     for line in lines:
         if line.choice is None:
-            rows.append((line.world, "none", "all", line.reason))
+            rows.append((line.world, "none", line.idle, line.reason))
         else:
-            degrees, idle = str(line.choice.degrees), str(len(line.choice.idle_ranks))
-            rows.append((line.world, degrees, idle, line.reason))
+            rows.append((line.world, str(line.choice.degrees), line.idle, line.reason))
     wide = [max(len(row[column]) for row in rows) for column in range(3)]
     for name, degrees, idle, why in rows:
         yield f"{name:>{wide[0]}}  {degrees:<{wide[1]}}  {idle:>{wide[2]}}  {why}"

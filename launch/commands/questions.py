@@ -89,7 +89,8 @@ def _status(arguments: argparse.Namespace) -> int:
     # A coordinator that was started before an upgrade may know less than this command.
     last, stalls = status.pop("last_resize", None), status.get("no_progress") or {}
     held = status.pop("held", None) or {}
-    status["waits_for"] = "; ".join(f"{host}: {what}" for host, what in held.items()) or None
+    waits = [f"{host}: {what}" for host, what in held.items()]
+    status["waits_for"] = "; ".join(waits) or status.pop("missing", None)
     status["workers"] = ", ".join(f"{host}: {count}" for host, count in status["workers"].items())
     status["hosts"] = ", ".join(f"{h} ({of['slots']} slots)" for h, of in status["hosts"].items())
     unhealthy = status.pop("unhealthy_hosts", None) or {}

@@ -18,6 +18,7 @@ from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.releases import release_beside
 from scalai.converters.megatron.rules import allows_untested
+from scalai.core.choice import check_initial
 from scalai.core.degrees import DegreeRequest, ModelLimits, Sharding
 from scalai.core.policy import DegreePolicy
 from scalai.core.release import numbers_of
@@ -74,6 +75,8 @@ def read_script(
             config.policy(arguments.initial, preference),
             freedom=read_freedom(config.planner, arguments),
         )
+        if config.planner.kind != "cost":
+            check_initial(limits, policy)
         return ScriptFacts(limits, policy, arguments, why)
     freedom = read_freedom(config.planner, None)
     if deepspeed is None:

@@ -102,7 +102,7 @@ class Admission:
         the others, which their host drops."""
         kept, refused = list[HostManifest](), list[int]()
         for part in manifests:
-            self._live.sizing.learn(part.about)
+            self._live.sizing.learn(part.about, part.generation)
             if part.generation in obsolete or not self._live.generations.add(part):
                 refused.append(part.generation)
             else:

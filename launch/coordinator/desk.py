@@ -19,6 +19,7 @@ from scalai.core.membership import Phase, staying
 from scalai.core.messages import JsonText, Shared
 from scalai.core.passes import AS_GIVEN
 from scalai.core.reports import Attached, Doubted, Examined, Grown, Report, Sealed
+from scalai.core.transitions import missing
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
@@ -332,6 +333,7 @@ class Desk:
             "step": self._live.members.newest(),
             "no_progress": {host: asdict(each) for host, each in stalled.items()},
             "held": dict(job.held) if job.phase is Phase.PREPARING else {},
+            "missing": missing(job) if job.phase is Phase.WAITING else None,
             "restarts_left": job.failures_left,
             "unhealthy_hosts": {
                 host: check.reason or "is being checked" for host, check in job.checks.items()

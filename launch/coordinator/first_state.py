@@ -18,6 +18,7 @@ def first_state(spec: JobSpec, sizing: Sizing, term: int, took_over_at: float | 
     orders = (term - 1) * ORDERS_A_TERM
     job = m.Job(
         assign=sizing.assign(),
+        why_not=sizing.why_not,
         # A plain job begins anew from its script's own state, which no host holds.
         place=sizing.place if spec.is_elastic else m.keep_order,
         settle_s=spec.settle_s,

@@ -184,7 +184,8 @@ class LiveJob:
         self.recoveries.note_committed(self._last_number, origin)
         parts = self.generations.parts(self._last_number).values()
         self.timeline.note(bytes_written=sum(part.size_bytes for part in parts))
-        self.sizing.learn(next(iter(parts)).about)
+        facts = self.generations.facts(self._last_number)
+        self.sizing.learn({"facts": facts}, self._last_number)
         self.limit()
         return self._last_number
 
@@ -263,6 +264,8 @@ class LiveJob:
         self.state, due = advance(self.state, event)
         if (found := self.calibrating.look(self.state)) is not None:
             self._ahead.begin(found)
+        if self.sizing.note_ran(self.state.ran):
+            self.limit()
         self.memory.look(self.state, self.run)
         if self.state.phase is not was:
             self._entered(was, self.state.phase)

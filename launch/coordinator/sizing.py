@@ -1,16 +1,21 @@
 """What decides about the size of a job beside the hosts that are there: limits, a person's
 requests, and what has turned out not to fit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
+from scalai.converters.megatron.model_shape import recompute_of
 from scalai.core.assignment import make_assign
 from scalai.core.degrees import Degrees, parse_request
+from scalai.core.jsonable import Json
 from scalai.core.membership import Assign, Assignment, Place
 from scalai.core.messages import JsonText
-from scalai.core.passes import recompute_of_json
+from scalai.core.passes import Passes, recompute_of_json
 from scalai.core.planner.change_time import ChangeTime
+from scalai.core.planner.columns import Layout, columns_of
+from scalai.core.planner.devices import device_named
+from scalai.core.planner.memory import step_memory
 from scalai.core.planner.preference import (
     Measured,
     Preference,
@@ -20,7 +25,8 @@ from scalai.core.planner.preference import (
     measured_to_json,
 )
 from scalai.core.planner.rank_order import Hosts, make_place
-from scalai.core.policy import Choice
+from scalai.core.policy import Choice, Needing
+from scalai.core.remembered import ASKED
 from scalai.launch.config.job import JobSpec
 from scalai.launch.config.planning import (
     read_planner,
@@ -29,6 +35,13 @@ from scalai.launch.config.planning import (
     told_by,
 )
 from scalai.launch.coordinator.guarded_planner import GuardedPlanner
+
+Stepped = tuple[Degrees, Passes, str]
+"""A layout in which all ranks have made a step, and the device, as far as it is known."""
+ANY_DEVICE = "a100-80gb"
+"""Bytes that a layout needs do not depend on it."""
+MOST_STEPPED = 64
+"""Layouts that are kept of a job."""
 
 
 class Sizing:
@@ -52,6 +65,10 @@ class Sizing:
         self._min_hosts, self._max_hosts = spec.min_hosts, spec.max_hosts
         self._max_workers: int | None = None
         self._degrees: str | None = None
+        self._is_asked, self._asked_at = False, -1
+        """Whether a person has asked this coordinator, or the one before, for a size; else the
+        newest generation of which it is known what was asked for."""
+        self._stepped: tuple[Stepped, ...] = ()
         self._excluded: tuple[Choice, ...] = ()
         self._assign: Assign | None = None
         """What ``assign`` gives, until something is learned."""
@@ -74,6 +91,12 @@ class Sizing:
         as_requested = self._with(*size, self._degrees, preference=preference)
         otherwise = self._with(*size, None, preference=preference)
         return lambda hosts, present: as_requested(hosts, present) or otherwise(hosts, present)
+
+    def why_not(self, hosts: tuple[tuple[str, int], ...], ran: Assignment | None) -> str:
+        """Say why ``assign`` gives none, and what to do; a ``WhyNot``."""
+        why = [""]
+        self._with(self._max_workers, self._max_hosts, None, why.append)(hosts, ran)
+        return why[-1]
 
     def place(self, target: Assignment, ran: Assignment, slots: Hosts) -> Assignment:
         """Return an assignment with its hosts in the order in which the fewest bytes cross; a
@@ -102,9 +125,24 @@ class Sizing:
 
     def rescale(self, nproc: int | None, nnodes: int | None, degrees: str | None) -> None:
         """A person wants so many workers in total, hosts at most, and these degrees."""
+        self._is_asked = True
         self._max_workers, self._degrees = nproc, degrees
         self._max_hosts = nnodes or self._max_hosts
         self._assign = None
+
+    def note_ran(self, ran: Assignment | None) -> bool:
+        """All ranks have stepped in this, so it fits. Return whether that is news."""
+        if ran is None:
+            return False
+        gpu = self._planner.gpu or ""
+        return self._know(((ran.degrees, ran.passes, gpu),))
+
+    def _know(self, stepped: Iterable[Stepped]) -> bool:
+        known = dict.fromkeys((*self._stepped, *stepped))
+        if len(known) == len(self._stepped):
+            return False
+        self._stepped, self._assign = tuple(known)[-MOST_STEPPED:], None
+        return True
 
     @property
     def request(self) -> JsonText:
@@ -119,7 +157,7 @@ class Sizing:
             measured, change = planner.measured, planner.terms.change
         return JsonText.of([
             self._max_workers, self._max_hosts, self._degrees, excluded,
-            measured_to_json(measured), *change_to_json(change),
+            measured_to_json(measured), *change_to_json(change), _stepped_to_json(self._stepped),
         ])  # fmt: skip
 
     def take_over(self, request: JsonText) -> None:
@@ -131,6 +169,8 @@ class Sizing:
         """
         match request.value():
             case [nproc, nnodes, degrees, list() as excluded, measured, *change]:
+                stepped = change.pop() if change and isinstance(change[-1], list) else []
+                self._know(_stepped_of_json(stepped))
                 recalled = tuple(measured_of_json(measured)), change_of_json(change)
                 failed = tuple(_choice_of_json(each) for each in excluded)
             case other:
@@ -197,8 +237,26 @@ class Sizing:
         found = read_planner(self._planner, self._arguments, self._limits, self._told)
         return None if isinstance(found, str) else found.recalling(*self._recalled)
 
-    def learn(self, about: Mapping[str, Any]) -> None:
-        """Take over limits that only the running script knew, from a snapshot's ``about``."""
+    def _recall(self, asked: object) -> None:
+        """The coordinator of a run that has ended was asked for this: it holds on, as long as
+        nobody asks for something else."""
+        match asked:
+            case [int() | None as nproc, _, str() | None as degrees, *_, list() as stepped]:
+                self._know(_stepped_of_json(stepped))
+            case _:
+                return  # of another release
+        if self._is_asked or (nproc, degrees) == (self._max_workers, self._degrees):
+            return
+        self._max_workers, self._degrees, self._assign = nproc, degrees, None
+        words = [f"--nproc {nproc}"] * bool(nproc) + [f"--degrees '{degrees}'"] * bool(degrees)
+        self._say(f"event=asked before this start, and holds until scalai scale: {' '.join(words)}")
+
+    def learn(self, about: Mapping[str, Any], generation: int = 0) -> None:
+        """Take over what only the running script and its coordinator knew, from a snapshot's
+        ``about``: limits, and of the newest generation what persons had asked for."""
+        if (asked := about.get("facts", {}).get(ASKED)) and generation >= self._asked_at:
+            self._asked_at = generation
+            self._recall(asked)
         facts, before = about.get("facts", {}), (self._limits, self._told)
         if facts.get("padded_vocab_size") is not None:
             self._limits = replace(self._limits, padded_vocab_size=facts["padded_vocab_size"])
@@ -221,6 +279,36 @@ class Sizing:
             self._assign = None
             self._place = self._made_place()
 
+    def _fits(self) -> tuple[tuple[Degrees, Passes], ...]:
+        """Layouts that have run on devices as there are now."""
+        here = self._planner.gpu or ""
+        return tuple((degrees, passes) for degrees, passes, gpu in self._stepped if gpu == here)
+
+    def _needs(self) -> Needing | None:
+        """Return what models the bytes of a layout; None: the script's flags do not say it all."""
+        work, arguments = read_workload(self._arguments, self._limits), self._arguments
+        if work is None or arguments is None:
+            return None
+        of_job, parallel = (arguments, *self._deepspeed), self._limits.is_sequence_parallel
+        own, usual = recompute_of(arguments), self._limits.micro_batch_size or 1
+        device = device_named(ANY_DEVICE)
+
+        def needed(layouts: Sequence[tuple[Degrees, Passes]]) -> Sequence[float]:
+            cases = [
+                Layout(
+                    degrees,
+                    passes.micro_batch_size or usual,
+                    passes.recompute or own,
+                    read_sharding(degrees.world_size, *of_job),
+                    parallel and degrees.tp > 1,
+                )
+                for degrees, passes in layouts
+            ]
+            x = columns_of([(work, device, each) for each in cases])
+            return [float(each) for each in step_memory(x).total]
+
+        return needed
+
     def _with(
         self,
         max_workers: int | None,
@@ -233,7 +321,7 @@ class Sizing:
         guarded = None if planner is None else GuardedPlanner(planner, self._say)
         return make_assign(
             self._limits,
-            replace(self._policy, preference=guarded),
+            replace(self._policy, preference=guarded, stepped=self._fits(), needs=self._needs()),
             min_hosts=self._min_hosts,
             max_hosts=max_hosts,
             max_workers=max_workers,
@@ -241,6 +329,19 @@ class Sizing:
             requested=parse_request(request) if request else None,
             explain=explain,
         )
+
+
+def _stepped_to_json(stepped: Iterable[Stepped]) -> list[Json]:
+    return [[degrees.to_json(), *astuple(passes), gpu] for degrees, passes, gpu in stepped]
+
+
+def _stepped_of_json(data: Iterable[object]) -> Iterator[Stepped]:
+    for each in data:
+        match each:
+            case [dict() as degrees, int() | None as size, again, str(gpu)]:
+                yield Degrees.from_json(degrees), Passes(size, recompute_of_json(again)), gpu
+            case _:
+                raise ValueError(f"{each!r} is no layout: degrees, samples, recompute, device")
 
 
 def _choice_of_json(data: object) -> Choice:

@@ -67,6 +67,14 @@ def make_assign(
         present = (None, AS_GIVEN) if ran is None else (ran.degrees, ran.passes)
         choice = chosen(world, max(slots for _, slots in used), *present)
         if isinstance(choice, str):
+            slots = sum(count for _, count in used)
+            if max_workers is not None and slots < max_workers:
+                asked = chosen(max_workers, max(count for _, count in used), *present)
+                if not isinstance(asked, str):
+                    choice = (
+                        f"{slots} slots are there for {max_workers} workers; start agents with "
+                        f"{max_workers - slots} more"
+                    )
             explain(choice)
             return None
         workers = _fill(used, choice.degrees.world_size) + tuple(

@@ -6,6 +6,7 @@ now. Micro-batch and recomputation are the script's, unless a person frees them 
 another (``passes.Freedom``).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -176,18 +177,26 @@ def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterato
     """Yield present TP and PP, then every other split that the model allows; after an
     out-of-memory also with passes that need less."""
     kept, ranked = case.kept, []
-    for request in smaller(case, splits(case, max(sizes, default=0), case.floor)):
+    least = 1 if case.is_modelled else case.floor
+    tried = smaller(case, splits(case, max(sizes, default=0), least))
+    is_asked = case.present is None and case.policy.initial is not None and not case.excluded
+    if is_asked and kept.tp * kept.pp >= least:  # it is had, or refused
+        tried = iter([DegreeRequest(kept.tp, kept.pp, vpp=kept.vpp)])
+    for request in tried:
         is_kept = (request.tp, request.pp) == (kept.tp, kept.pp)
         source = "TP and PP kept" if case.present else "initial degrees"
         if case.excluded:
             source = "the next candidate after an out-of-memory"
         elif not is_kept:
-            source = f"{source} not valid" if case.present is None else "TP and PP changed"
+            source = "TP and PP changed"
         is_own = request.micro_batch_size is None and request.recompute is None
         for size in sizes:
             choice = _fit(case, request, size, source, refused)
             if choice is not None and is_own and choice.degrees == case.present:
                 choice = _as_it_ran(case, request, size, source) or choice
+            if choice is not None and not case.is_known_to_fit(*choice.key):
+                refused.append(case.floor_reason())
+                choice = None
             if choice is not None:
                 # The same TP and PP move the fewest bytes; then idle ranks cost most.
                 cost = (
@@ -229,7 +238,8 @@ def _fit(
     if request.dp is not None:
         most = request.dp if request.dp <= most else 0
     if most == 0:
-        refused.append(f"{request} does not fit on {_ranks(size)}")
+        cut = replace(request, cp=cp) if cp > 1 else request
+        refused.append(f"{cut} does not fit on {_ranks(size)}")
         return None
     first_fault = ""
     for dp in range(most, 0 if request.dp is None else most - 1, -1):
@@ -249,6 +259,17 @@ def _fit(
         first_fault = first_fault or f"not {degrees}: {fault}"
     refused.append(first_fault)
     return None
+
+
+def replicated(case: Case, request: DegreeRequest) -> Iterator[Degrees]:
+    """Yield the request with each number of replicas that is valid on ``case.world`` ranks."""
+    cp, ep = request.cp or case.kept.cp or 1, request.ep or case.kept.ep or 1
+    micro = request.micro_batch_size or case.own.micro_batch_size
+    most = case.world // (request.tp * request.pp * cp)
+    for dp in range(1, most + 1) if request.dp is None else (request.dp,):
+        degrees = Degrees(request.tp, request.pp, dp, request.vpp, cp, ep)
+        if degrees.world_size <= case.world and refusal(degrees, case.limits, micro) is None:
+            yield degrees
 
 
 def _chosen(
@@ -305,6 +326,31 @@ def check_rules(limits: ModelLimits, policy: DegreePolicy) -> None:
         ):
             why = "; ".join(refused) or "it names no degrees"
             raise RefusedError(f'[degrees] "{rule.key}" cannot be used ({why}). Correct the entry.')
+
+
+def check_initial(limits: ModelLimits, policy: DegreePolicy) -> None:
+    """Check the degrees that a script's flags ask for, where no entry of the table says any.
+
+    Raises:
+        RefusedError: They are valid with no number of replicas; the message says why.
+    """
+    asked = policy.initial
+    if asked is None or policy.rules:
+        return
+    cp, ep = asked.cp or 1, asked.ep or 1
+    faults = []
+    for dp in range(1, (limits.global_batch_size or ep) + 1):
+        degrees = Degrees(asked.tp, asked.pp, dp, asked.vpp, cp, ep)
+        fault = refusal(degrees, limits, asked.micro_batch_size)
+        if fault is None:
+            return
+        faults.append(fault)
+    why = Counter(faults).most_common(1)[0][0]
+    shown = replace(asked, cp=cp if cp > 1 else None, ep=ep if ep > 1 else None)
+    raise RefusedError(
+        f"the script's flags ask for {shown}, which cannot be had: {why}. Correct the flags, or "
+        "write degrees under [degrees]."
+    )
 
 
 def _ranks(count: int) -> str:

@@ -214,6 +214,10 @@ Assign = Callable[[tuple[tuple[str, int], ...], Assignment | None], Assignment |
 """(hosts and their slots in rank order, what ran last) -> an assignment, or None where no world
 fits yet."""
 
+WhyNot = Callable[[tuple[tuple[str, int], ...], Assignment | None], str]
+"""(hosts and their slots in rank order, what ran last) -> why no assignment fits them, and what to
+do; empty: nobody says."""
+
 LOST = ""
 """In an assignment that ran, instead of the name of a host that has nothing of it any more."""
 
@@ -229,11 +233,17 @@ def keep_order(
     return target
 
 
+def says_nothing(hosts: tuple[tuple[str, int], ...], ran: Assignment | None) -> str:
+    """A ``WhyNot`` that knows nothing."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """The whole state of a job. ``awaited`` are the hosts whose answer ends the present phase."""
 
     assign: Assign
+    why_not: WhyNot = says_nothing
     place: Place = keep_order
     settle_s: float = 0.0
     max_hosts: int = 1

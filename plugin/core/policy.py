@@ -47,6 +47,14 @@ class Preferring(Protocol):
     def on_hosts(self, slots: int) -> "Preferring": ...  # pragma: no cover
 
 
+class Needing(Protocol):
+    """Models the bytes that layouts need on each device."""
+
+    def __call__(
+        self, layouts: Sequence[tuple[Degrees, Passes]]
+    ) -> Sequence[float]: ...  # pragma: no cover
+
+
 @dataclass(frozen=True, slots=True)
 class DegreePolicy:
     """What a person says about degrees.
@@ -55,11 +63,13 @@ class DegreePolicy:
         rules: The ``[degrees]`` table.
         initial: Degrees of the first start where no rule speaks: those of the script's flags.
         allowed_sizes: World sizes that may be used, ascending; empty: any.
-        min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
+        min_model_parallel: Smallest TP·PP that memory is known to hold; None: by what has run.
         preference: The job's planner; None: what runs is kept.
         kept_axes: Those of TP and PP that stay what they are where no person asks for another: of
             a script that is not known to cut its model there.
         freedom: What beside the degrees may be another than the script's flags say.
+        stepped: Layouts that this job has made steps in, on devices as it has now.
+        needs: Models their bytes; None: nobody can.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -69,6 +79,8 @@ class DegreePolicy:
     preference: Preferring | None = None
     kept_axes: tuple[str, ...] = ()
     freedom: Freedom = NO_FREEDOM
+    stepped: tuple[tuple[Degrees, Passes], ...] = ()
+    needs: Needing | None = None
 
     def __post_init__(self) -> None:
         keys = [rule.key for rule in self.rules]
@@ -126,8 +138,24 @@ class Case:
 
     @property
     def floor(self) -> int:
-        known = self.policy.min_model_parallel or self.kept.tp * self.kept.pp
+        """The smallest TP·PP that is known to fit: what a person says, else what has run."""
+        ran = [degrees.model_parallel for degrees, _ in self.policy.stepped]
+        known = self.policy.min_model_parallel or min([self.kept.tp * self.kept.pp, *ran])
         return max(known, self.failed)
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether a TP·PP below the floor may be known to fit, by its modelled bytes."""
+        policy, is_stated = self.policy, self.policy.min_model_parallel is not None
+        return bool(policy.stepped and policy.needs) and not is_stated and not self.excluded
+
+    def is_known_to_fit(self, degrees: Degrees, passes: Passes) -> bool:
+        """Whether a layout needs no more on each device than one that has run."""
+        if degrees.model_parallel >= self.floor or not self.is_modelled:
+            return degrees.model_parallel >= self.floor
+        assert self.policy.needs is not None
+        needed, *ran = self.policy.needs([(degrees, passes), *self.policy.stepped])
+        return needed <= max(ran)
 
     @property
     def own(self) -> Passes:
@@ -136,7 +164,10 @@ class Case:
         return Passes((initial and initial.micro_batch_size) or self.limits.micro_batch_size)
 
     def floor_reason(self) -> str:
-        return f"TP·PP below {self.floor} is not known to fit in memory (min_model_parallel)"
+        return (
+            f"TP·PP below {self.floor} is not known to fit in memory (--min-model-parallel says "
+            "that a smaller one does)"
+        )
 
     def sizes(self) -> list[int]:
         """World sizes to try, the largest first."""

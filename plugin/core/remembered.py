@@ -13,6 +13,10 @@ from scalai.core.dataset.ledger import Lost
 from scalai.core.messages import JsonText
 from scalai.core.passes import Recompute
 
+ASKED = "asked"
+"""Under this name of ``about.facts`` a host writes the ``request`` beside a state, for a start of
+the same job once all of its processes are gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

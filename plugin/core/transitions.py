@@ -322,7 +322,10 @@ def missing(job: Job) -> str:
     """What a job waits for that cannot begin its round."""
     hosts = staying(job)
     fits = bool(hosts) and job.assign(hosts, present(job)) is not None
-    found = (job.obstacle or _NOT_WHOLE) if fits else "for hosts"
+    found = job.obstacle or _NOT_WHOLE
+    if not fits:
+        why = job.why_not(hosts, present(job))
+        found = f"for hosts: {why}" if why else "for hosts"
     checked = [
         f"; host {host} "
         + (f"fails its health check: {check.reason}" if check.reason else "runs its health check")

@@ -1,12 +1,16 @@
 """Which degrees are taken on which world, and that nobody is surprised by them."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.core.choice import candidates, check_rules, choose
+from scalai.core.choice import candidates, check_initial, check_rules, choose
 from scalai.core.degrees import Degrees, ModelLimits, parse_request, refusal
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.passes import AS_GIVEN, Passes
 from scalai.core.policy import Choice, DegreePolicy, Rule
 
 TINY = ModelLimits(
@@ -174,3 +178,49 @@ def test_whatever_is_chosen_is_valid_fits_and_is_the_same_again(
         assert "\n" not in choice.reason
     kept = [c for c in found if (c.degrees.tp, c.degrees.pp) == (tp, pp)]
     assert not kept or found[0] == kept[0]
+
+
+def test_a_job_goes_back_to_what_it_has_once_stepped_in_on_fewer_ranks() -> None:
+    one = (Degrees(1, 1, 2), AS_GIVEN)
+    policy = DegreePolicy(stepped=(one, (Degrees(2, 1, 1), AS_GIVEN)))
+    assert choose(1, TINY, policy, Degrees(2, 1, 1)).degrees == Degrees(1, 1, 1)
+    failed = (Choice(Degrees(1, 1, 1), (), "out of memory", 1),)
+    with pytest.raises(RefusedError, match="no valid degrees"):
+        choose(1, TINY, policy, Degrees(2, 1, 1), excluded=failed)
+
+
+def test_a_smaller_cut_is_known_to_fit_where_it_needs_no_more_bytes_than_one_that_ran() -> None:
+    def cut_alone(layouts: Sequence[tuple[Degrees, Passes]]) -> list[float]:
+        return [1 / degrees.model_parallel for degrees, _ in layouts]
+
+    def as_sharded(layouts: Sequence[tuple[Degrees, Passes]]) -> list[float]:
+        return [1.0 for _ in layouts]
+
+    present = Degrees(2, 2, 1)
+    policy = DegreePolicy(stepped=((present, AS_GIVEN),), needs=cut_alone)
+    with pytest.raises(RefusedError, match="TP·PP below 4 is not known to fit"):
+        choose(3, TINY, policy, present)
+    assert choose(3, TINY, replace(policy, needs=as_sharded), present).degrees == Degrees(1, 1, 3)
+    stated = replace(policy, needs=as_sharded, min_model_parallel=4)
+    with pytest.raises(RefusedError, match="TP·PP below 4"):
+        choose(3, TINY, stated, present)
+
+
+def test_degrees_that_a_script_asks_for_are_had_or_refused_and_never_replaced() -> None:
+    policy = DegreePolicy(initial=parse_request("tp1 pp3"))
+    with pytest.raises(RefusedError, match=r"ask for TP1·PP3, .*pp=3 does not divide num_layers=4"):
+        check_initial(TINY, policy)
+    with pytest.raises(RefusedError, match="pp=3 does not divide"):
+        choose(4, TINY, policy, None)
+    good = DegreePolicy(initial=parse_request("tp1 pp2"))
+    check_initial(TINY, good)
+    assert choose(4, TINY, good, None).degrees == Degrees(1, 2, 2)
+    with pytest.raises(RefusedError, match="does not fit on 1 rank"):
+        choose(1, TINY, good, None)
+    check_initial(TINY, DegreePolicy(rules=(rule("4", "pp2"),), initial=parse_request("pp3")))
+
+
+def test_context_parallelism_is_named_where_it_does_not_fit() -> None:
+    policy = DegreePolicy(initial=parse_request("tp2 pp2 cp2"))
+    with pytest.raises(RefusedError, match="TP2·PP2·CP2 does not fit on 4 ranks"):
+        choose(4, TINY, policy, None)

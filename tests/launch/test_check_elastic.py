@@ -25,17 +25,25 @@ def check(flags: str, config: ElasticConfig | None = None, slots: int = 4) -> st
 
 
 def rows(report: str) -> dict[str, list[str]]:
+    """Return what is said of each world; of several that have one line, of each the same."""
     table = report.split("\n\n")[-1].splitlines()[1:]
-    return {line.split()[0]: line.split(maxsplit=3)[1:] for line in table}
+    found: dict[str, list[str]] = {}
+    for line in table:
+        name, *said = line.split(maxsplit=3)
+        first, _, last = name.partition("-")
+        names = range(int(first), int(last or first) + 1) if last.isdigit() or not last else [name]
+        found |= {str(each): said for each in names}
+    return found
 
 
 def test_every_world_is_reported_with_degrees_idle_ranks_and_the_reason() -> None:
     found = rows(check(f"--nnodes 1:2 {GPT}"))
     assert list(found) == [str(world) for world in range(1, 9)]
-    assert found["4"] == ["TP2·PP1·DP2", "0", "initial degrees"]
-    assert found["7"][:2] == ["TP2·PP1·DP3", "1"]
+    assert found["4"][:2] == found["5"][:2] == ["TP2·PP1·DP2", "0-1"]
+    assert found["4"][2].startswith("initial degrees; rank 4 idle (5 is not a multiple of 2")
+    assert found["8"] == ["TP2·PP1·DP4", "0", "initial degrees"]
     assert found["1"][:2] == ["none", "all"]
-    assert "TP·PP below 2" in found["1"][2]
+    assert "TP2·PP1 does not fit on 1 rank" in found["1"][2]
 
 
 def test_only_allowed_worlds_are_reported() -> None:
@@ -68,8 +76,10 @@ def test_an_entry_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_job_without_any_valid_world_is_refused() -> None:
-    with pytest.raises(RefusedError, match="no world has valid degrees"):
+    with pytest.raises(RefusedError, match=r"flags ask for TP2·PP1·MBS5.*5.1 does not divide"):
         check(f"{GPT} --micro-batch-size 5")
+    with pytest.raises(RefusedError, match="no world has valid degrees"):
+        check(f"{GPT} --tensor-model-parallel-size 4", slots=2)
 
 
 def test_a_script_that_is_not_elastic_is_refused() -> None:
@@ -83,7 +93,7 @@ def test_what_may_change_and_what_stays_is_said_with_the_reason() -> None:
     assert "stays: cp 1 (another split of sequences is not supported)" in report
     report = check(f"{GPT} --tensor-model-parallel-size 1 --optimizer muon")
     assert "may change: pp 1, 2, 4; dp 1, 2, 3, 4" in report
-    assert "stays: tp 1 (--muon-tp-mode is not given" in report
+    assert "stays: tp 1 (--muon-tp-mode blockwise" in report
 
 
 def test_a_job_that_cannot_change_is_told_so() -> None:

@@ -179,8 +179,8 @@ def test_what_an_older_release_kept_of_a_change_is_taken_over(gpu: str) -> None:
     learned(before, Measured(SLOW, 1, 50, 2.0), 321.0)
     kept = before.request.value()
     assert isinstance(kept, list)
-    after.take_over(JsonText.of(kept[:-1]))
-    assert [*kept[:-1], 0.0] == after.request.value()
+    after.take_over(JsonText.of(kept[:-2]))
+    assert [*kept[:-2], 0.0, []] == after.request.value()
 
 
 def test_what_was_measured_waits_for_a_vocabulary_that_the_job_tells(gpu: str) -> None:
@@ -335,7 +335,7 @@ def test_who_takes_over_knows_what_was_recomputed_and_reads_what_a_release_befor
     after.take_over(before.request)
     assert after.request == before.request
     match before.request.value():
-        case [*head, excluded, measured, change_s, _]:
+        case [*head, excluded, measured, change_s, _, _]:
             told = [
                 *head, [each[:3] for each in excluded], [each[:4] for each in measured], change_s
             ]  # fmt: skip
@@ -357,3 +357,70 @@ def test_a_person_may_ask_a_running_job_to_recompute_at_the_same_degrees(gpu: st
     full = of_file(gpu, script=script).scaled(None, None, "tp1 recompute=none", why.append)
     assert full(FOUR, ran(SLOW)) is None
     assert "recompute=none cannot be had: the script has full" in why[-1]
+
+
+ONE = (("a", 1),)
+
+
+def ratchet(config: str) -> Sizing:
+    """Return a job that began at DP2 and was asked for TP2, and has stepped in both."""
+    sizing = of_file(config)
+    for degrees in (Degrees(1, 1, 2), Degrees(2, 1, 1)):
+        assert sizing.note_ran(ran(degrees))
+        assert not sizing.note_ran(ran(degrees)), "it is known"
+    return sizing
+
+
+def test_a_job_that_has_stepped_at_a_smaller_cut_goes_back_to_it(gpu: str) -> None:
+    sizing = ratchet(gpu)
+    sizing.rescale(None, None, "tp2 pp1")
+    found = sizing.assign()(ONE, ran(Degrees(2, 1, 1)))
+    assert found is not None and found.degrees == Degrees(1, 1, 1)
+
+
+def test_what_has_run_is_known_after_a_takeover_and_after_all_processes_are_gone(gpu: str) -> None:
+    before = ratchet(gpu)
+    heir, restarted = of_file(gpu), of_file(gpu)
+    heir.take_over(before.request)
+    assert heir.request == before.request
+    restarted.learn({"facts": {"asked": before.request.value()}}, 7)
+    for sizing in (heir, restarted):
+        found = sizing.assign()(ONE, ran(Degrees(2, 1, 1)))
+        assert found is not None and found.degrees == Degrees(1, 1, 1)
+
+
+def test_a_start_of_the_same_job_takes_up_what_persons_asked_for_last(gpu: str) -> None:
+    said: list[str] = []
+    before, other, after = of_file(gpu), of_file(gpu), of_file(gpu, say=said.append)
+    before.rescale(2, None, "tp2 pp1")
+    after.learn({"facts": {"asked": before.request.value()}}, 7)
+    after.learn({"facts": {"asked": other.request.value()}}, 5)  # an older state of another host
+    found = after.assign()(FOUR, None)
+    assert found is not None and found.degrees == Degrees(2, 1, 1)
+    assert any("--nproc 2 --degrees 'tp2 pp1'" in line for line in said)
+    after.rescale(None, None, None)
+    after.learn({"facts": {"asked": before.request.value()}}, 8)  # asked for something else since
+    found = after.assign()(FOUR, None)
+    assert found is not None and found.degrees.world_size == 4
+
+
+def test_why_nothing_fits_is_said_with_the_way_out(gpu: str) -> None:
+    sizing = of_file(gpu, script=f"{MEGATRON} --tensor-model-parallel-size 4")
+    why = sizing.why_not(TWO, None)
+    assert "TP4·PP1 does not fit on 2 ranks" in why and "nearest: 4" in why
+
+
+def test_a_world_that_was_asked_for_and_is_not_there_is_no_way_out(gpu: str) -> None:
+    why: list[str] = []
+    assert of_file(gpu).scaled(4, None, "tp4 pp1", why.append)(TWO, ran(Degrees(2, 1, 1))) is None
+    assert why == ["2 slots are there for 4 workers; start agents with 2 more"]
+
+
+def test_data_parallelism_that_a_model_sums_over_stays_that_of_the_first_round(gpu: str) -> None:
+    balanced = (
+        "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"
+    )
+    sizing = of_file(gpu, script=f"{MEGATRON} {balanced}")
+    sizing.learn({"facts": {"first_share": [1, 2]}})
+    assert sizing.scaled(None, None, "tp2 pp1", print)(FOUR, ran(Degrees(1, 1, 2))) is not None
+    assert sizing.scaled(None, None, "tp1 pp1 dp4", print)(FOUR, ran(Degrees(1, 1, 2))) is None

@@ -14,6 +14,7 @@ from scalai.core.host.actions import Level
 from scalai.core.host.events import Spaced
 from scalai.core.host.state import Call, Round, Slot, Snapshot
 from scalai.core.host.step import Step
+from scalai.core.remembered import ASKED
 from scalai.core.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
@@ -383,6 +384,8 @@ def _seal(step: Step, current: Round, under_way: Snapshot) -> None:
         "hosts": list(current.workers.placement.group),
         "facts": dict(current.facts),
     }
+    if (known := step.state.remembered) is not None:
+        about["facts"] = {**current.facts, ASKED: known.value.request.value()}
     step.do(
         actions.Seal(
             current.number, current.reserved, under_way.step, about, under_way.parts,

@@ -18,7 +18,8 @@ from scalai.core.host.events import (
     WorkerGone,
     WorkFailed,
 )
-from scalai.core.messages import JsonText
+from scalai.core.messages import JsonText, Shared
+from scalai.core.remembered import Remembered
 from scalai.core.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
@@ -43,6 +44,17 @@ def snapshot(host: LawHost, step: int = 7) -> actions.Seal:
     for rank in range(2):
         host.ask(written(rank, step))
     return host.all(actions.Seal)[-1]
+
+
+def test_a_state_says_what_persons_have_asked_of_its_job() -> None:
+    host = LawHost()
+    host.train()
+    assert "asked" not in snapshot(host).about["facts"]
+    known = Remembered(1, 1, JsonText.of([2, 1, "tp2"]), 1, 3, 0, 0, None, (), ())
+    host = LawHost()
+    host.train()
+    host.obey(commands.Remember(Shared(known)))
+    assert snapshot(host).about["facts"]["asked"] == [2, 1, "tp2"]
 
 
 def test_a_snapshot_is_sealed_once_all_have_written_and_the_next_one_has_room() -> None:
