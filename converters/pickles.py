@@ -2,8 +2,10 @@
 
 A framework's checkpoint names classes of torch, megatron or deepspeed. They are never imported
 here: an object of such a class becomes a ``Foreign``, which holds what the pickle says and does
-nothing, and goes out again as an object of the class of that qualified name. So reading runs no
-code but that of the few plain classes below, and needs no framework.
+nothing, and goes out again as an object of the class of that qualified name. So reading needs no
+framework, and runs no library's own unpickling: numpy's takes raw memory for pointers where a file
+says so. Only the plain classes below are built, with arguments that they check themselves, and a
+file can alter none of the classes and functions that it reaches.
 """
 
 import _compat_pickle
@@ -15,10 +17,13 @@ import io
 import logging
 import pathlib
 import pickle
+import re
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, ClassVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from scalai.converters.bounded import bounded_memory, short_text
 from scalai.core.errors import RefusedError, ScalaiError
@@ -30,16 +35,17 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
         bool, bytearray, bytes, complex, dict, float, frozenset, int, list, object, range, set,
         slice, str, tuple,
     ),
-    "collections": (collections.OrderedDict, collections.defaultdict),
-    "datetime": (datetime.date, datetime.datetime, datetime.timedelta, datetime.timezone),
-    "_io": (io.BytesIO,),
-    "numpy": (np.ndarray, np.dtype),
+    "collections": (collections.defaultdict,),
+    "datetime": (datetime.timedelta, datetime.timezone),
 }  # fmt: skip
-"""Classes that are what they say: to build one runs nothing but itself."""
+"""Classes that are what they say: to build one runs nothing but itself, and what was built has no
+attributes that a pickle could set."""
 
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
-_INERT = frozenset({("signal", "Signals"), ("uuid", "UUID"), ("decimal", "Decimal")})
-"""Classes of the standard library that Megatron's arguments may hold; they too stay stand-ins."""
+_INERT = frozenset(
+    {("signal", "Signals"), ("uuid", "UUID"), ("decimal", "Decimal"), ("_io", "BytesIO")}
+)
+"""Classes of the standard library that checkpoints may hold; they too stay stand-ins."""
 _ROOTS = frozenset({"apex", "deepspeed", "megatron", "torch", "transformer_engine"})
 """Packages whose classes become stand-ins."""
 _FUNCTIONS = frozenset({("torch", "device"), ("torch.serialization", "_get_layout")})
@@ -53,7 +59,7 @@ _DAMAGE = (
     RecursionError, SyntaxError, SystemError, TypeError, ValueError,
 )  # fmt: skip
 """What a damaged pickle raises: the unpickler itself, and the plain classes when they are given
-other arguments than their own (``numpy.dtype`` parses its argument as an expression)."""
+other arguments than their own."""
 
 _UNKNOWN = (
     "which no checkpoint of a known framework needs. If you know where the file comes from and "
@@ -72,8 +78,27 @@ class Sealed(type):
         raise pickle.UnpicklingError(f"{cls.__name__}.{name} is set")
 
 
-class _ForbiddenCall(Exception):
-    """A function is called that no checkpoint needs."""
+class Call:
+    """A function that pickles may call by its name, and alter nothing of: what a pickle may set of
+    a plain function, as its defaults, would hold for all files that are read later."""
+
+    __slots__ = ("_function", "path")
+
+    path: tuple[str, str]
+
+    def __init__(self, module: str, name: str, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "path", (module, name))
+        object.__setattr__(self, "_function", function)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)  # type: ignore[attr-defined]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"{'.'.join(self.path)}.{name} is set")
+
+
+class _Forbidden(Exception):
+    """Something is made or called that no checkpoint needs."""
 
 
 class Foreign(metaclass=Sealed):
@@ -100,7 +125,7 @@ class Foreign(metaclass=Sealed):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         if not self.is_callable:
-            raise _ForbiddenCall(".".join(self.path))
+            raise _Forbidden(f"calls {'.'.join(self.path)}")
         self.is_called = True
 
     def __setstate__(self, state: Any) -> None:
@@ -120,12 +145,31 @@ class Foreign(metaclass=Sealed):
         return f"{'.'.join(self.path)}({inside})"
 
 
-_SEALED: Mapping[type, type] = {
-    Sealed(cls.__name__, (cls,), {}): cls
-    for cls in (argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath)
+def _set_attributes(self: Any, state: Any) -> None:
+    """Take the state of an object with attributes: the unpickler's own way sets those of its class
+    too, as ``items`` and ``__class__``."""
+    if not isinstance(state, dict) or any(
+        not isinstance(key, str) or hasattr(type(self), key) for key in state
+    ):
+        raise pickle.UnpicklingError(f"a {type(self).__name__} is given {state!r:.80}")
+    vars(self).update(state)
+
+
+def _refuse_state(self: Any, state: Any) -> None:
+    raise pickle.UnpicklingError(f"a {type(self).__name__} is given a state")
+
+
+SEALED: Mapping[type, type] = {
+    Sealed(cls.__name__, (cls,), {"__setstate__": take}): cls
+    for cls, take in {
+        argparse.Namespace: _set_attributes,
+        collections.OrderedDict: _set_attributes,
+        pathlib.PosixPath: _refuse_state,
+        pathlib.PurePosixPath: _refuse_state,
+    }.items()
 }
-"""Classes written in Python that are what they say, and what they are written back as."""
-_SEALED_BY_NAME = {(cls.__module__, cls.__name__): sealed for sealed, cls in _SEALED.items()}
+"""Classes with attributes that are what they say, and what they are written back as."""
+_SEALED_BY_NAME = {(cls.__module__, cls.__name__): sealed for sealed, cls in SEALED.items()}
 
 
 _made: dict[tuple[str, str], type[Foreign]] = {}
@@ -134,12 +178,99 @@ _made: dict[tuple[str, str], type[Foreign]] = {}
 def foreign(module: str, name: str) -> type[Foreign]:
     """Return the stand-in for a class or function; the same object for the same names."""
     path = module, name
+    if path in _NUMPY:
+        return _NUMPY[path]
     if path not in _made:
         last = name.rpartition(".")[2]
         is_class = last.lstrip("_")[:1].isupper()
         known = {"path": path, "is_callable": is_class or path in _FUNCTIONS}
         _made[path] = cast(type[Foreign], Sealed(last, (Foreign,), known))
     return _made[path]
+
+
+_SIMPLE = re.compile(r"b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,5}")
+"""numpy's numbers and texts of a fixed length, as its pickles call them."""
+
+
+class _Dtype(Foreign):
+    """``numpy.dtype``: of a name that numpy parses as nothing else, and the state that this has."""
+
+    path = "numpy", "dtype"
+
+    def __init__(self, name: Any = None, *flags: Any) -> None:
+        super().__init__()
+        if not isinstance(name, str) or not _SIMPLE.fullmatch(name):
+            raise _Forbidden(f"holds numpy's dtype {name!r:.80}")
+        if len(flags) > 2 or any(flag not in (0, 1) for flag in flags):
+            raise pickle.UnpicklingError(f"a numpy.dtype {name} with {flags!r:.80}")
+
+    def __setstate__(self, state: Any) -> None:
+        if state != self.numpy.__reduce__()[2]:
+            raise _Forbidden(f"holds numpy's dtype {self.args[:1]} with the state {state!r:.80}")
+        super().__setstate__(state)
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        if not self.is_called:
+            raise pickle.UnpicklingError("a numpy.dtype of nothing")
+        return np.dtype(self.args[0])
+
+
+def _elements(dtype: Any, data: Any) -> npt.NDArray[Any]:
+    """Return the elements that bytes are, read-only; those of a text and of a bool are checked."""
+    if not isinstance(dtype, _Dtype) or type(data) is not bytes:
+        raise pickle.UnpicklingError(f"numpy's elements {dtype!r:.80}, {type(data).__name__}")
+    elements: npt.NDArray[Any] = np.frombuffer(data, dtype.numpy)
+    if elements.dtype.kind == "U":
+        data.decode("utf-32-le")
+    elif elements.dtype.kind == "b" and data.strip(b"\0\1"):
+        raise pickle.UnpicklingError("truth values other than 0 and 1")
+    return elements
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    """Stand in for numpy's function: return one number or text."""
+    (element,) = _elements(dtype, data)
+    return element
+
+
+class Array(Foreign):
+    """A numpy array, as the call and the state that numpy writes of it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        if args != (foreign("numpy", "ndarray"), (0,), b"b"):
+            raise pickle.UnpicklingError(f"a numpy array of {args!r:.80}")
+
+    def __setstate__(self, state: Any) -> None:
+        version, shape, dtype, is_fortran, data = state
+        if version != 1 or is_fortran not in (0, 1):
+            raise pickle.UnpicklingError(f"a numpy array of version {version!r:.80}")
+        if type(shape) is not tuple or any(type(size) is not int or size < 0 for size in shape):
+            raise pickle.UnpicklingError(f"a numpy array of shape {shape!r:.80}")
+        if prod(shape) != len(_elements(dtype, data)):
+            raise pickle.UnpicklingError(f"a numpy array {shape!r:.80} of {len(data)} bytes")
+        super().__setstate__(state)
+        self.array()
+
+    def array(self) -> npt.NDArray[Any]:
+        """Return the array, with memory of its own."""
+        if self.state is None:
+            return np.zeros(0, np.int8)
+        _, shape, dtype, is_fortran, data = self.state
+        flat = _elements(dtype, data)
+        return flat.reshape(shape, order="F" if is_fortran else "C").copy(order="A")
+
+
+_NUMPY: Mapping[tuple[str, str], type[Foreign]] = {
+    ("numpy", "dtype"): cast(type[Foreign], Sealed("dtype", (_Dtype,), {})),
+    **{
+        (module, "_reconstruct"): cast(
+            type[Foreign], Sealed("_reconstruct", (Array,), {"path": (module, "_reconstruct")})
+        )
+        for module in _NUMPY_MODULES
+    },
+}
 
 
 def made(cls: type[Foreign], state: Mapping[str, Any]) -> Foreign:
@@ -175,8 +306,8 @@ def loads(
             return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
     except ScalaiError:
         raise
-    except _ForbiddenCall as error:
-        raise RefusedError(f"{where} calls {error}, {_UNKNOWN}") from error
+    except _Forbidden as error:
+        raise RefusedError(f"{where} {error}, {_UNKNOWN}") from error
     except MemoryError as error:
         raise RefusedError(short_text(where, error)) from error
     except _DAMAGE as error:
@@ -229,12 +360,10 @@ class _Reader(pickle.Unpickler):
             return plain[name]
         if (module, name) in _SEALED_BY_NAME:
             return _SEALED_BY_NAME[module, name]
-        if (module, name) == ("collections", "deque"):
-            return _deque
-        if module in _NUMPY_MODULES and name in ("_reconstruct", "scalar"):
-            return _numpy_function(name)
-        if (module, name) == ("_codecs", "encode"):
-            return _encode
+        if (module, name) in _CALLS:
+            return _CALLS[module, name]
+        if (module, name) in _NUMPY or (module, name) == ("numpy", "ndarray"):
+            return foreign(module, name)
         is_known = module.partition(".")[0] in _ROOTS or (module, name) in _INERT
         if not is_known and not self._trust:
             raise RefusedError(f"{self._where} names {module}.{name}, {_UNKNOWN}")
@@ -250,12 +379,6 @@ class _Reader(pickle.Unpickler):
         return self._persistent(pid)
 
 
-def _numpy_function(name: str) -> Any:
-    from numpy._core import multiarray
-
-    return getattr(multiarray, name)
-
-
 def _deque(items: Any = (), maxlen: int | None = None) -> collections.deque[Any]:
     """Return a deque: of a list, because a short one of a long ``range`` would take forever."""
     if not isinstance(items, list | tuple):
@@ -266,8 +389,29 @@ def _deque(items: Any = (), maxlen: int | None = None) -> collections.deque[Any]
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     """Return bytes that protocol 2 had to write as text."""
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"bytes encoded as {encoding}")
+        raise pickle.UnpicklingError(f"bytes encoded as {encoding!r:.80}")
     return text.encode("latin1")
+
+
+def _date(*args: Any) -> datetime.date:
+    # Of bytes the class believes all but the month; `replace` checks what it is given.
+    return datetime.date(*args).replace()
+
+
+def _datetime(*args: Any) -> datetime.datetime:
+    return datetime.datetime(*args).replace()
+
+
+_CALLS: Mapping[tuple[str, str], Call] = {
+    (module, name): Call(module, name, function)
+    for module, name, function in (
+        ("collections", "deque", _deque),
+        ("_codecs", "encode", _encode),
+        ("datetime", "date", _date),
+        ("datetime", "datetime", _datetime),
+        *((module, "scalar", _scalar) for module in _NUMPY_MODULES),
+    )
+}
 
 
 # The C pickler checks that a name leads to the object; stand-ins lead elsewhere.
@@ -290,6 +434,8 @@ class _Writer(pickle._Pickler):
                 return type(obj), obj.args, obj.state
             # What protocol 2 writes as NEWOBJ; the stub leaves it out.
             return copyreg.__newobj__, (type(obj), *obj.args), obj.state  # type: ignore[attr-defined]
+        if isinstance(obj, Call):
+            return ".".join(obj.path)
         if isinstance(obj, set | frozenset):
             # Else the bytes, and with them whether a run can go on, depend on the hash seed.
             return type(obj), (sorted(obj, key=repr),)
@@ -298,9 +444,9 @@ class _Writer(pickle._Pickler):
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         # The pure Python pickler's own methods and arguments, which its stub leaves out.
-        if isinstance(obj, type) and issubclass(obj, Foreign):
+        if isinstance(obj, Call) or (isinstance(obj, type) and issubclass(obj, Foreign)):
             module, qualified = obj.path
             self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())  # type: ignore[attr-defined]
             self.memoize(obj)  # type: ignore[attr-defined]
         else:
-            super().save_global(_SEALED.get(obj, obj), name)  # type: ignore[misc]
+            super().save_global(SEALED.get(obj, obj), name)  # type: ignore[misc]

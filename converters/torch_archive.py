@@ -7,19 +7,21 @@ Source: torch/serialization.py and caffe2/serialize/inline_container.cc of torch
 """
 
 import io
+import pickle
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from scalai.converters import pickles
-from scalai.converters.pickles import Foreign
+from scalai.converters.pickles import Call, Foreign
 from scalai.core.dtypes import BITS, FROM_STORAGE, ITEM_BYTES, Bits
 from scalai.core.errors import RefusedError, ScalaiError, is_memory_short
 from scalai.core.region import Index
@@ -50,6 +52,9 @@ class StoredTensor:
     stride: Index
     begin: int
     storage: "Storage | None" = field(default=None, repr=False, compare=False)
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("a tensor is given a state")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -82,6 +87,9 @@ class Storage:
     size_bytes: int
     crc: int
     device: str
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("a storage is given a state")
 
     def check(self, data: memoryview) -> None:
         """Compare the bytes with their CRC-32, by those of the file.
@@ -281,7 +289,7 @@ def member_begin(window: Window, member: zipfile.ZipInfo) -> int:
 def _tensor(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
     """Stand in for ``torch._utils._rebuild_tensor_v2``."""
     item = ITEM_BYTES[storage.dtype]
-    shape, stride = _sizes(shape), _sizes(stride)
+    (offset,), shape, stride = _sizes((offset,)), _sizes(shape), _sizes(stride)
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     is_inside = min((offset, *shape, *stride)) >= 0 and (last + 1) * item <= storage.size_bytes
     # Strides of 0 make many elements of few.
@@ -294,7 +302,7 @@ def _tensor(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     """Return a plain tuple for one or for a ``torch.Size``."""
-    return tuple(value.args[0]) if isinstance(value, Foreign) else tuple(value)
+    return tuple(map(index, value.args[0] if isinstance(value, Foreign) else value))
 
 
 def _with_attributes(rebuild: Callable[..., Any], _: Any, args: Any, __: Any) -> Any:
@@ -303,10 +311,22 @@ def _with_attributes(rebuild: Callable[..., Any], _: Any, args: Any, __: Any) ->
     return rebuild(*args)
 
 
-_REBUILDERS: Mapping[tuple[str, str], Callable[..., Any]] = {
-    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
-    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
-    ("torch", "Size"): lambda sizes=(): tuple(sizes),
+def _data(data: Any, *_: Any) -> Any:
+    """Stand in for what makes a parameter of a tensor."""
+    return data
+
+
+def _size(sizes: Any = ()) -> tuple[Any, ...]:
+    return tuple(sizes)
+
+
+_REBUILDERS: Mapping[tuple[str, str], Call] = {
+    (module, name): Call(module, name, function)
+    for module, name, function in (
+        ("torch._tensor", "_rebuild_from_type_v2", _with_attributes),
+        ("torch._utils", "_rebuild_tensor_v2", _tensor),
+        ("torch._utils", "_rebuild_parameter", _data),
+        ("torch._utils", "_rebuild_parameter_with_state", _data),
+        ("torch", "Size", _size),
+    )
 }

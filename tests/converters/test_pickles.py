@@ -1,20 +1,29 @@
 """Pickles are read without their classes and written back under the same names."""
 
 import argparse
+import datetime
 import os
+import pathlib
 import pickle
 import signal
 import subprocess
 import sys
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy._core import multiarray
 
-from scalai.converters import pickles
+from scalai.converters import pickles, torch_archive
 from scalai.converters.archive_layout import lay_out_archive
-from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
+from scalai.converters.pickles import Array, Call, Foreign
+from scalai.converters.torch_archive import NewTensor, Storage, StoredTensor, read_archive
 from scalai.core.errors import RefusedError
 
 PLAIN = {
@@ -95,6 +104,252 @@ def test_sets_are_written_alike_whatever_the_hash_seed() -> None:
     }  # fmt: skip
     assert len(written) == 1
     assert pickle.loads(bytes.fromhex(written.pop()))["a"] == set("some words")
+
+
+ARRAYS = [
+    np.arange(6, dtype=np.float32).reshape(2, 3), np.asfortranarray(np.ones((2, 3), np.int64)),
+    np.array([True, False]), np.array(["ab", "c"]), np.array(3, np.uint8), np.zeros((0, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=str)
+def test_an_array_of_numpy_comes_back_as_it_was(array: np.ndarray) -> None:  # type: ignore[type-arg]
+    value = pickles.loads(pickle.dumps({"rng": array}, 2), "file")
+    again = pickle.loads(pickles.dumps(value))["rng"]
+    for back in (again, value["rng"].array()):
+        assert back.dtype == array.dtype and back.shape == array.shape
+        assert np.array_equal(back, array)
+
+
+class Reduced:
+    """An object that is pickled as it says."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def array_of(dtype: object, shape: object = (4,), data: object = b"A" * 32) -> Reduced:
+    return Reduced(
+        multiarray._reconstruct, (np.ndarray, (0,), b"b"), (1, shape, dtype, False, data)
+    )
+
+
+POINTERS = Reduced(np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0))
+DOUBLE = np.dtype("f8")
+HOSTILE = {
+    "objects whose pointers are bytes of the file": array_of(POINTERS),
+    "objects": np.array([{}], dtype=object),
+    "a scalar that is a pointer": Reduced(multiarray.scalar, (POINTERS, b"A" * 8)),
+    "a record": np.zeros(2, [("a", "f4"), ("b", "O")]),
+    "a dtype with another state": Reduced(np.dtype, ("f8",), (3, "<", None, None, None, 99, 1, 63)),
+    "a dtype that is an expression": Reduced(np.dtype, ("f8,O",)),
+    "more elements than bytes": array_of(DOUBLE, (5,)),
+    "a negative size": array_of(DOUBLE, (-2, -2)),
+    "more dimensions than there are": array_of(DOUBLE, (4, *[1] * 80)),
+    "text beyond Unicode": array_of(np.dtype("U4"), (2,), b"\xff" * 32),
+    "a truth value of 2": array_of(np.dtype("b1"), (1,), b"\2"),
+    "an array of another kind": Reduced(multiarray._reconstruct, (np.ndarray, (9,), b"d")),
+    "a day 255": Reduced(datetime.datetime, (b"\x07\xe6\x01" + b"\xff" * 7,)),
+}
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_no_library_is_given_a_state_that_is_not_its_own(value: object) -> None:
+    """numpy takes what a file says for pointers: the reader died of what lay there."""
+    data = pickle.dumps({"args": value}, 2)
+    with pytest.raises(RefusedError, match="file"):
+        pickles.loads(data, "file")
+
+
+# A grammar of pickles: whatever may be named is called, given states, attributes and items.
+NAMES = [
+    *((module, cls.__name__) for module, kinds in pickles._PLAIN.items() for cls in kinds),
+    *pickles._SEALED_BY_NAME, *pickles._CALLS, *pickles._NUMPY, ("numpy", "ndarray"),
+    *torch_archive._REBUILDERS, *pickles._INERT, ("torch", "device"), ("torch", "FloatStorage"),
+    ("megatron.core.x", "Class"), ("torch.hub", "load"),
+]  # fmt: skip
+ATTRIBUTES = [
+    "__class__", "__defaults__", "__kwdefaults__", "__code__", "__dict__", "__call__", "__new__",
+    "__setstate__", "path", "is_callable", "args", "state", "items", "update", "dtype", "begin",
+    "_function", "size_bytes", "storage", "x",
+]  # fmt: skip
+TEXTS = ["f4", "O8", "b1", "U4", "V8", "|", "<", "latin1", "storage", "0", "cpu", *ATTRIBUTES]
+
+
+def words(value: object) -> bytes:
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def together(parts: list[bytes]) -> bytes:
+    return b"(" + b"".join(parts) + b"t"
+
+
+def called(callee: bytes, arguments: bytes) -> bytes:
+    return callee + arguments + b"R"
+
+
+def given_state(made: bytes, state: bytes) -> bytes:
+    return made + state + b"b"
+
+
+ANY_NAME = st.sampled_from(NAMES).map(lambda name: f"c{name[0]}\n{name[1]}\n".encode())
+ANY_TEXT = st.sampled_from(TEXTS).map(words)
+ANY_NUMBER = st.sampled_from([0, 1, 3, 4, -1, 2**31, 2**62, True]).map(words)
+STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tQ"
+A_DTYPE = st.builds(
+    given_state,
+    st.sampled_from(["f4", "f4", "f4", "O8", "U4"]).map(
+        lambda name: called(b"cnumpy\ndtype\n", words((name, False, True)))
+    ),
+    st.one_of(
+        st.sampled_from([words((3, "<", *[None] * 3, -1, -1, flags)) for flags in (0, 0, 63)]),
+        st.lists(st.one_of(ANY_NUMBER, ANY_TEXT), min_size=8, max_size=8).map(together),
+    ),
+)  # fmt: skip
+AN_ARRAY = st.builds(
+    lambda dtype, shape, data: given_state(
+        called(b"cnumpy._core.multiarray\n_reconstruct\n", b"cnumpy\nndarray\nK\0\x85"
+               + words(b"b") + b"\x87"),
+        b"(K\1" + shape + dtype + b"\x89" + data + b"t",
+    ),
+    A_DTYPE,
+    st.sampled_from([words(shape) for shape in [(4,), (2, 2), (-2, -2), (0,), 4]]),
+    st.sampled_from([words(data) for data in [b"A" * 16, b"A" * 16, b"A" * 32, "A" * 16]]),
+)  # fmt: skip
+A_TENSOR = st.builds(
+    lambda offset, shape: called(
+        b"ctorch._utils\n_rebuild_tensor_v2\n", together([STORAGE, offset, *shape])
+    ),
+    st.sampled_from([words(offset) for offset in (0, 0, 1, -1)]),
+    st.sampled_from([[words((2, 2)), words((2, 1))], [words((1,)), words((1,))]]),
+)
+LEAVES = st.one_of(
+    ANY_NAME, ANY_TEXT, ANY_NUMBER, A_DTYPE, AN_ARRAY, A_TENSOR,
+    st.sampled_from([STORAGE, *(words(leaf) for leaf in (None, [], {}, 1.5, b"A" * 8, (), (0,)))]),
+)  # fmt: skip
+
+
+def grown(inner: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    several = st.lists(inner, max_size=4).map(together)
+    items = st.lists(st.builds(bytes.__add__, ANY_TEXT, inner), max_size=2).map(
+        lambda parts: b"}(" + b"".join(parts) + b"u"
+    )
+    callee = st.one_of(ANY_NAME, ANY_NAME, inner)
+    one = st.one_of(
+        st.builds(called, callee, several), ANY_NAME, A_DTYPE, AN_ARRAY, A_TENSOR, inner
+    )
+    states = st.one_of(items, items.map(lambda state: b"N" + state + b"\x86"), several, inner)
+    return st.one_of(
+        several, items, one,
+        st.builds(given_state, one, states),
+        st.builds(lambda callee, arguments: callee + arguments + b"\x81", callee, several),
+        st.builds(lambda at, key, value: at + key + value + b"s", one, inner, inner),
+        st.builds(lambda at, value: at + value + b"a", one, inner),
+    )  # fmt: skip
+
+
+INERT = (
+    type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, Call,
+    datetime.date, datetime.timedelta, datetime.timezone, np.number, np.bool_, np.str_, np.bytes_,
+    pathlib.PurePath, Storage, StoredTensor, dict, list, tuple, set, frozenset, deque, Foreign,
+    argparse.Namespace, type,
+)  # fmt: skip
+CLASSES = {*pickles.SEALED, *(cls for kinds in pickles._PLAIN.values() for cls in kinds)}
+REST = {
+    **PLAIN, "deque": deque([1], 2), "array": ARRAYS[0], "date": datetime.date(2026, 1, 2),
+    "time": datetime.datetime(2026, 1, 2, 3),
+}  # fmt: skip
+WHOLE = (
+    b"\x80\x02"
+    + together(
+        [
+            words(REST),
+            b"ctorch\nSize\n((K\x01K\x02ttR",
+            b"ctorch\nSize\n)R",
+            b"ctorch._utils\n_rebuild_parameter\n(K\x05K\x06tR",
+            b"ccollections\ndeque\n)R",
+            b"c_codecs\nencode\nX\x01\0\0\0a\x85R",
+        ]
+    )
+    + b"."
+)
+READ = pickles.loads(WHOLE, "file", classes=torch_archive._REBUILDERS)
+
+
+def parts_of(value: object) -> Iterator[object]:
+    """Yield all objects that a value is made of."""
+    seen, left = set[int](), [value]
+    while left:
+        if id(left[-1]) in seen:
+            left.pop()
+            continue
+        found = left.pop()
+        seen.add(id(found))
+        yield found
+        if isinstance(found, dict):
+            left += [*found, *found.values()]
+        if isinstance(found, list | tuple | set | frozenset | deque):
+            left += found
+        if isinstance(found, Foreign):
+            left += [found.args, found.state]
+        elif isinstance(found, argparse.Namespace | OrderedDict):
+            left.append(vars(found))
+
+
+def check_read(bodies: Iterable[bytes]) -> None:
+    """Read pickles one after the other: they build inert values, and are read alike afterwards."""
+    storage = Storage(Path("file"), "0", "F32", 64, 16, 0, "cpu")
+    known: dict[str, Any] = {
+        "classes": torch_archive._REBUILDERS,
+        "persistent": lambda _: storage,
+    }
+    for body in bodies:
+        try:
+            value = pickles.loads(b"\x80\2" + body + b".", "file", **known)
+        except RefusedError:
+            continue
+        for part in parts_of(value):
+            assert isinstance(part, INERT) or type(part) is object, type(part)
+            if isinstance(part, type):
+                assert issubclass(part, Foreign) or part in CLASSES
+            if isinstance(part, OrderedDict):
+                assert not any(hasattr(OrderedDict, name) for name in vars(part))
+            if isinstance(part, StoredTensor):
+                assert 64 <= part.begin < 80
+            if isinstance(part, Array):
+                assert not part.array().dtype.hasobject
+    assert (storage.begin, storage.size_bytes) == (64, 16)
+    assert pickles.loads(WHOLE, "file", **known) == READ
+
+
+MADE = {
+    **{".".join(name): f"c{name[0]}\n{name[1]}\n".encode() for name in NAMES},
+    "storage": STORAGE,
+    "tensor": called(
+        b"ctorch._utils\n_rebuild_tensor_v2\n", together([STORAGE, *map(words, (0, (4,), (1,)))])
+    ),
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_no_state_alters_what_a_name_stands_for(made: bytes) -> None:
+    """A function's defaults held for all files that were read later."""
+    values = words(None), words(1.5), b"ctorch\ndevice\n"
+    attributes = [b"}" + words(name) + value + b"s" for name in ATTRIBUTES for value in values]
+    states = [*attributes, *(b"N" + state + b"\x86" for state in attributes), words((0,) * 8)]
+    objects = made, called(made, b")"), made + b")\x81"
+    check_read(given_state(found, state) for found, state in product(objects, states))
+
+
+@given(st.lists(st.recursive(LEAVES, grown, max_leaves=6), min_size=1, max_size=12))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_whatever_a_pickle_names_it_alters_nothing_and_builds_nothing_but_inert_values(
+    some: list[bytes],
+) -> None:
+    check_read(some)
 
 
 TORCH = """

@@ -1,7 +1,9 @@
 """Values of a checkpoint's model file, as a script and its scheduler take them: read without
 running any code of the file."""
 
+import io
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
-from scalai.converters.pickles import Foreign
+from scalai.converters.pickles import SEALED, Array, Foreign
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.dtypes import FROM_TORCH
 from scalai.core.errors import RefusedError
@@ -80,6 +82,8 @@ def live_value(value: Any, what: str) -> Any:
         pairs = [(live_value(key, what), live_value(of, what)) for key, of in value.items()]
         value.clear()
         value.update(pairs)
+        if type(value) in SEALED:
+            return OrderedDict(value)
     if isinstance(value, list | tuple):
         return type(value)(live_value(entry, what) for entry in value)
     if isinstance(value, Namespace):
@@ -88,8 +92,12 @@ def live_value(value: Any, what: str) -> Any:
 
 
 def _of_torch(value: Any, what: str) -> Any:
-    """Return the dtype or device that a stand-in is of. Raises as ``live_value``."""
+    """Return the dtype, device, array or bytes that a stand-in is of. Raises as ``live_value``."""
     module, name = value.path
+    if isinstance(value, Array):
+        return value.array()
+    if value.path == ("_io", "BytesIO") and isinstance(value, Foreign):
+        return io.BytesIO(value.state[0])
     if module == "torch" and name in FROM_TORCH:
         return getattr(torch, name)
     if (module, name) == ("torch", "device") and isinstance(value, Foreign):
