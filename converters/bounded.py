@@ -1,8 +1,16 @@
-"""A bound for the memory that one piece of work may take."""
+"""Bounds: for the memory that one piece of work may take, and for what a small file may be."""
 
+import errno
+import os
 import resource
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+MAX_POINTER_BYTES = 4096
+"""Of a file that names another one, as ``latest``."""
 
 
 @contextmanager
@@ -25,6 +33,32 @@ def bounded_memory(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; a pipe or a device, which may never end, raises ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_pointer(path: Path) -> str | None:
+    """Return the one name that a small file holds; None: there is no such file."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(MAX_POINTER_BYTES + 1)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENXIO):
+            return None
+        raise
+    if len(data) > MAX_POINTER_BYTES or b"\0" in data:
+        return None
+    try:
+        return data.decode().strip()
+    except ValueError:
+        return None
 
 
 def short_text(where: object, error: MemoryError) -> str:

@@ -35,6 +35,9 @@ PARAM, MAIN, STEP, USER = "param", "main", "step", "user"
 that a script registered, of which there is no parameter."""
 
 
+CONFIG = "config"
+"""The key in ``Values.extra`` of what Hugging Face's ``config.json`` says."""
+
 REPORT = "scalai.json"
 """The proof that a conversion leaves in its destination."""
 REPORT_VERSION = 2
@@ -200,6 +203,7 @@ class Checkpoint:
         notes: What was noticed, one line each: what cannot be carried and why.
         changed: Tensors that are not as the directory has them, but renamed, cut or padded: what is
             recorded beside the files is not of them.
+        guessed: Parameters of which nothing tells which of the optimizer's states are theirs.
     """
 
     layout: str
@@ -213,6 +217,7 @@ class Checkpoint:
     recorded_version: int = VERSION
     notes: tuple[str, ...] = ()
     changed: frozenset[str] = frozenset()
+    guessed: frozenset[str] = frozenset()
 
 
 def parameters_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -249,6 +254,8 @@ class Target:
             checkpoint, the framework's marker of completeness last.
         notes: What the target does not carry, or what was invented, one line each.
         auxiliary: What else belongs to it; written before ``finish`` is called.
+        keeps_order: Whether it has the optimizer's states in the source's order, so that it does
+            not matter whose they are.
     """
 
     layout: str
@@ -257,6 +264,10 @@ class Target:
     finish: Callable[[Path, npt.NDArray[np.uint64]], None]
     notes: tuple[str, ...] = ()
     auxiliary: tuple[AuxiliaryFile, ...] = ()
+    keeps_order: bool = False
+
+
+Order = Callable[[Sequence[str]], Sequence[Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +280,15 @@ class ReadOptions:
         cuts: A file that says how tensor-parallel ranks cut parameters, for layouts that do not.
         is_part: Take a generation of which parts are missing or lie elsewhere, to look at what is
             there.
+        order: For layouts that do not name the optimizer's parameters: deals the module's, in its
+            order, to the optimizer's groups, in theirs.
     """
 
     trust_pickle: bool = False
     iteration: int | None = None
     cuts: Path | None = None
     is_part: bool = False
+    order: Order | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,14 @@ import numpy.typing as npt
 
 import scalai
 from scalai.converters.auxiliary import AUXILIARY, auxiliary_bytes, identify, write_auxiliary
-from scalai.converters.checkpoint import REPORT_VERSION, Checkpoint, Placed, Target
+from scalai.converters.checkpoint import (
+    PARAM,
+    REPORT_VERSION,
+    USER,
+    Checkpoint,
+    Placed,
+    Target,
+)
 from scalai.converters.checksums import Checked
 from scalai.converters.destination import (
     check_apart,
@@ -39,9 +46,10 @@ from scalai.converters.parts import Part, alone, begin, gather, remove_journals
 from scalai.converters.recorded import check_report, is_recorded
 from scalai.converters.records import Records, check_records, counted, find_records
 from scalai.converters.streaming import Gatherer, Job, run_tasks
+from scalai.converters.suspects import guess_text
 from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
-from scalai.core.collection import Collection
+from scalai.core.collection import Collection, split_name
 from scalai.core.errors import MemoryShortError, ProofError, RefusedError, is_memory_short
 from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
 from scalai.store.files import write_at
@@ -70,7 +78,20 @@ class Outlook:
 
 
 def look_ahead(source: Checkpoint, target: Target, limits: Limits) -> tuple[Work, Outlook]:
-    """Plan a run and say what it would do. Raises as ``plan_work`` does."""
+    """Plan a run and say what it would do.
+
+    Raises:
+        RefusedError: It would prove states of parameters that they are not known to belong to; or
+            as ``plan_work`` does.
+    """
+    kinds = {split_name(tensor.name)[0] for tensor in target.placed.collection.tensors}
+    if source.guessed and not target.keeps_order and kinds - {PARAM, USER}:
+        raise RefusedError(
+            f"{source.directory} does not name the optimizer's parameters, and {guess_text(source)}"
+            ". Say the optimizer's order: --args-from FILE with [[deepspeed.group]] and its "
+            'parameters (["*"] are all, in the module\'s order; a list of names is in its own), or '
+            "with a checkpoint of the job in ZeRO stage 1."
+        )
     work = plan_work(source, target, limits.buffer_bytes)
     return work, Outlook(
         tensors=len(target.placed.collection.tensors),

@@ -8,6 +8,10 @@ peft and NeMo 2.
 from collections.abc import Callable
 from pathlib import Path
 
+from scalai.converters.bounded import open_regular
+from scalai.converters.megatron.torch_dist_metadata import read_metadata
+from scalai.core.errors import RefusedError
+
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 28
 
@@ -21,6 +25,19 @@ def foreign_text(path: Path) -> str | None:
 def is_torch_dcp(directory: Path) -> bool:
     """Tell whether Megatron saved it with ``--ckpt-format torch_dcp``."""
     return _names_all(directory, b"checkpoint_version", b"num_floating_point_operations_so_far")
+
+
+def _is_fsdp_dtensor(directory: Path) -> bool:
+    """Tell whether the arguments that Megatron kept there name that format."""
+    if not is_torch_dcp(directory):
+        return False
+    try:
+        extent = read_metadata(directory).objects["args"]
+        with open_regular(directory / extent.file) as file:
+            file.seek(extent.begin)
+            return b"fsdp_dtensor" in file.read(min(extent.size_bytes, _MAX_METADATA_BYTES))
+    except (RefusedError, OSError, LookupError):
+        return False
 
 
 def _is_interrupted(path: Path) -> bool:
@@ -52,9 +69,8 @@ def _names_all(path: Path, *keys: bytes) -> bool:
     """Tell whether torch's ``.metadata`` names all of these keys."""
     file = path / METADATA
     try:
-        if not path.is_dir() or file.stat().st_size > _MAX_METADATA_BYTES:
-            return False
-        data = file.read_bytes()
+        with open_regular(file) as opened:
+            data = opened.read(_MAX_METADATA_BYTES)
     except OSError:
         return False
     return all(key in data for key in keys)
@@ -66,6 +82,11 @@ _KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
         _is_interrupted,
         f"{_DCP} that Megatron began to save as torch_dist and did not end: there is no "
         "metadata.json. Use an older one",
+    ),
+    (
+        _is_fsdp_dtensor,
+        "It was saved by Megatron with --ckpt-format fsdp_dtensor, of Megatron-FSDP, which is not "
+        "read. Resume it there, or let Megatron-Bridge export its weights as safetensors",
     ),
     (
         is_torch_dcp,

@@ -2,19 +2,23 @@
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from scalai.converters.bounded import short_text
-from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
+from scalai.converters.bounded import read_pointer, short_text
+from scalai.converters.checkpoint import PARAM, USER, Checkpoint, Layout, ReadOptions
+from scalai.converters.deepspeed.files import LATEST
 from scalai.converters.deepspeed.plain.layout import DeepSpeedPlainLayout
+from scalai.converters.deepspeed.universal.files import SUFFIX
 from scalai.converters.deepspeed.universal.layout import DeepSpeedUniversalLayout
 from scalai.converters.deepspeed.zero.layout import DeepSpeedZeroLayout
 from scalai.converters.foreign import foreign_text
 from scalai.converters.generation import PARTS, GenerationLayout
 from scalai.converters.megatron.torch_dist import TorchDistLayout
-from scalai.converters.megatron.torch_legacy import TorchLegacyLayout
+from scalai.converters.megatron.torch_legacy import LAYER_WISE, TorchLegacyLayout
 from scalai.converters.opening import check_opened
-from scalai.converters.safetensors_index import SafetensorsLayout
+from scalai.converters.safetensors_index import INDEX, SINGLE, SafetensorsLayout
+from scalai.core.collection import split_name
 from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
 
 LAYOUTS: Sequence[Layout] = (
@@ -71,10 +75,38 @@ def unknown_text(path: Path) -> str:
     known = foreign_text(path)
     if known is not None:
         return f"{path} holds no checkpoint of a known layout ({names}). {known}."
+    told = _lost_tag(path) or _no_index(path)
+    if told is not None:
+        return f"{path} holds no checkpoint that can be read: {told}"
     inside = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else []
     return (
         f"{path} holds no checkpoint of a known layout ({names}); it has {inside}. Name the "
         "directory that holds the files, or the one above with latest_checkpointed_iteration.txt."
+    )
+
+
+def _lost_tag(path: Path) -> str | None:
+    """Say what a folder of DeepSpeed's tags lacks; None: it is none."""
+    folders = (entry.name for entry in path.glob("global_step*") if entry.is_dir())
+    tags = sorted(name for name in folders if not name.endswith(SUFFIX))
+    named = read_pointer(path / LATEST) if path.is_dir() else None
+    if not tags and not (named or path.name.startswith("global_step")):
+        return None
+    if named is None and tags:
+        return f"there is no {LATEST} beside {', '.join(tags[:5])}. Name one of these folders."
+    folder = path / named if named and "/" not in named else path
+    if named and not folder.is_dir():
+        return f"{LATEST} names {named!r}, which is not there (there are {tags[:5]}). Copy it too."
+    return f"{folder} has no *_model_states.pt. Copy the missing files of the same save."
+
+
+def _no_index(path: Path) -> str | None:
+    files = sorted(entry.name for entry in path.glob("*.safetensors"))
+    if not files:
+        return None
+    return (
+        f"it has {', '.join(files[:3])} and neither {INDEX}, which says what is where, nor one "
+        f"{SINGLE}. Copy the index too."
     )
 
 
@@ -94,4 +126,11 @@ def _read(layout: Layout, path: Path, options: ReadOptions) -> Checkpoint:
             f"{path} does not hold what a checkpoint of the layout {layout.name} does "
             f"({type(error).__name__}: {error}). Use another checkpoint."
         ) from error
+    kinds = {split_name(tensor.name)[0] for tensor in checkpoint.placed.collection.tensors}
+    if checkpoint.values.framework == "megatron" and kinds <= {PARAM, USER}:
+        note = "there is no optimizer's state in it: weights alone"
+        beside = [*checkpoint.directory.glob(LAYER_WISE), *path.glob(LAYER_WISE)]
+        if beside:
+            note += f"; {beside[0]}, of a layer-wise optimizer, is not read"
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
     return checkpoint

@@ -3,7 +3,8 @@
 Readers check what only they know; paths, sizes and small files are the same for all.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -66,6 +67,29 @@ def read_json(path: Path) -> Any:
     if size > MAX_JSON_BYTES:
         raise ValueError(f"{size} bytes of JSON, and at most {MAX_JSON_BYTES} are read")
     return parse_json(path.read_bytes())
+
+
+def layers_of(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
+    """Return what each layer has, by the names before its number and by its number: the first one
+    in a parameter's name. Further numbers, as of experts, are stars."""
+    layers: dict[str, dict[int, set[str]]] = {}
+    for name in names:
+        found = re.fullmatch(r"(.*?)\.?\b([0-9]{1,9})\.(.+)", name)
+        if found:
+            of = layers.setdefault(found[1], {}).setdefault(int(found[2]), set())
+            of.add(re.sub(r"\b[0-9]+\b", "*", found[3]))
+    return layers
+
+
+def short_layer(names: Iterable[str]) -> str | None:
+    """Return a tensor that a layer lacks and another one has, by the place where it would be. A
+    layer that has something of its own, as experts beside dense layers, lacks nothing."""
+    for stem, of in sorted(layers_of(names).items()):
+        fullest = max(sorted(of), key=lambda number: len(of[number]))
+        for number, kinds in sorted(of.items()):
+            if kinds < of[fullest]:
+                return f"{stem}.{number}.{min(of[fullest] - kinds)}"
+    return None
 
 
 def check_opened(checkpoint: Checkpoint) -> None:

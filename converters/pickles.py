@@ -444,9 +444,11 @@ class _Writer(pickle._Pickler):
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         # The pure Python pickler's own methods and arguments, which its stub leaves out.
-        if isinstance(obj, Call) or (isinstance(obj, type) and issubclass(obj, Foreign)):
-            module, qualified = obj.path
+        is_foreign = isinstance(obj, type) and issubclass(obj, Foreign)
+        if isinstance(obj, Call) or is_foreign or obj in SEALED:
+            known = SEALED.get(obj)
+            module, qualified = obj.path if known is None else (known.__module__, known.__name__)
             self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())  # type: ignore[attr-defined]
             self.memoize(obj)  # type: ignore[attr-defined]
         else:
-            super().save_global(SEALED.get(obj, obj), name)  # type: ignore[misc]
+            super().save_global(obj, name)  # type: ignore[misc]

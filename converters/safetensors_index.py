@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.between.translation import CONFIG
 from scalai.converters.checkpoint import (
+    CONFIG,
     PARAM,
     Checkpoint,
     CheckpointFile,
@@ -75,7 +75,7 @@ class SafetensorsLayout:
             Piece(Tensor(f"{PARAM}/{name}", e.shape, e.dtype), whole(e.shape), e.file, e.begin)
             for name, e in entries.items()
         ]
-        values = Values(step=0, degrees={}, framework="", extra={CONFIG: _config(path)})
+        values = Values(step=_step(path), degrees={}, framework="", extra={CONFIG: _config(path)})
         return Checkpoint(self.name, path, place(pieces, files), values, notes=tuple(_notes(path)))
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
@@ -97,12 +97,23 @@ class SafetensorsLayout:
 
 
 def _notes(path: Path) -> Iterator[str]:
-    """Yield a note where Hugging Face's Trainer has left its own optimizer beside the weights."""
-    if (path / "optimizer.pt").is_file():
-        yield (
-            "optimizer.pt of a Trainer without DeepSpeed is not read, nor are its scheduler and "
-            "RNG states: the weights alone are here"
-        )
+    """Yield a note where Trainer or Accelerate has left an optimizer beside the weights."""
+    for file, by in (("optimizer.pt", "a Trainer"), ("optimizer.bin", "Accelerate")):
+        if (path / file).is_file():
+            yield (
+                f"{file} of {by} without DeepSpeed is not read, nor are its scheduler and RNG "
+                "states: the weights alone are here"
+            )
+
+
+def _step(path: Path) -> int:
+    """Return the step that a Trainer says; 0: nobody says one."""
+    try:
+        state = read_json(path / "trainer_state.json")
+    except (OSError, ValueError):
+        return 0
+    step = state.get("global_step") if isinstance(state, dict) else None
+    return step if type(step) is int and 0 <= step < 1 << 40 else 0
 
 
 def _lay_out(

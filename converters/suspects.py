@@ -1,13 +1,15 @@
-"""Tensors that no training leaves behind: nothing but NaN, or nothing but denormal numbers.
+"""What a person should know of a checkpoint that is whole: tensors that no training leaves behind,
+nothing but NaN or nothing but denormal numbers, and what no comparison of bytes can prove.
 
-They are legal, and travel as they are; a person should know. Of the optimizer's moments denormal
-ones are not named: squares of small gradients are.
+Such tensors are legal, and travel as they are. Of the optimizer's moments denormal ones are not
+named: squares of small gradients are.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
+from scalai.converters.checkpoint import CONFIG, MAIN, PARAM, Checkpoint, Placed, parameters_of
+from scalai.converters.opening import layers_of, short_layer
 from scalai.converters.source_files import SourceFiles
 from scalai.core.dtypes import Bits
 from scalai.core.region import Box
@@ -35,11 +37,24 @@ _FLOATS = {
 }  # fmt: skip
 
 
+def guess_text(checkpoint: Checkpoint) -> str:
+    """Say which of the optimizer's states are given to parameters by their order alone."""
+    first = " and ".join(sorted(checkpoint.guessed)[:2])
+    return (
+        f"nothing proves which of the optimizer's states belong to {len(checkpoint.guessed)} "
+        f"parameters, as {first}: they are alike, and taken in the module's order"
+    )
+
+
 def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterator[str]:
-    """Yield a line for each suspect tensor. Reads no more than the start of the others.
+    """Yield a line for each suspect tensor, and for what is not proven. Reads no more than the
+    start of the others.
 
     ``is_sample``: look at the start of every piece alone.
     """
+    if checkpoint.guessed:
+        yield guess_text(checkpoint)
+    yield from _missing(checkpoint)
     placed, files = checkpoint.placed, SourceFiles(checkpoint.directory)
     rows_of: dict[int, list[int]] = {}
     for row, number in enumerate(placed.collection.tensor.tolist()):
@@ -54,6 +69,21 @@ def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterato
         is_weight = tensor.name.startswith((f"{PARAM}/", f"{MAIN}/"))
         if what == NAN or (what == DENORMAL and is_weight):
             yield f"{tensor.name} {tensor.dtype}{list(tensor.shape)} {verb} nothing but {what}"
+
+
+def _missing(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield what a model seems to lack, where no list of its parameters says it."""
+    if checkpoint.values.framework == "deepspeed":
+        return
+    names = [*parameters_of(checkpoint)]
+    short = short_layer(names)
+    if short is not None:
+        yield f"{short} is not there, and other layers have it"
+    config = checkpoint.values.extra.get(CONFIG, {})
+    count = config.get("num_hidden_layers", config.get("n_layer"))
+    most = max(map(len, layers_of(names).values()), default=0)
+    if isinstance(count, int) and 0 < most < count:
+        yield f"there are {most} layers, and config.json says {count}"
 
 
 def _suspicion(parts: Iterator[Bits], form: _Float) -> str | None:

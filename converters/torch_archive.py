@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from math import prod
 from operator import index
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
 from scalai.converters import pickles
+from scalai.converters.bounded import open_regular
 from scalai.converters.pickles import Call, Foreign
 from scalai.core.dtypes import BITS, FROM_STORAGE, ITEM_BYTES, Bits
 from scalai.core.errors import RefusedError, ScalaiError, is_memory_short
@@ -118,7 +119,7 @@ def read_archive(
         RefusedError: Not torch's format, damaged, truncated, or with a class that is not allowed.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             window = Window(file, begin, size_bytes)
             return _read(window, path, begin, trust)
     except ScalaiError:
@@ -185,7 +186,7 @@ def with_content(value: Any, data: memoryview) -> Any:
 class Window(io.RawIOBase):
     """A part of a file as a file."""
 
-    def __init__(self, file: io.BufferedIOBase, begin: int, size_bytes: int | None) -> None:
+    def __init__(self, file: BinaryIO, begin: int, size_bytes: int | None) -> None:
         self._file, self._begin = file, begin
         self.size_bytes = file.seek(0, 2) - begin if size_bytes is None else size_bytes
         self._at = 0

@@ -30,7 +30,7 @@ from scalai.core.dtypes import Bits
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import tensor_fingerprints
 from scalai.core.plan import Copies, plan
-from scalai.core.region import Box, box_text
+from scalai.core.region import Box, box_text, whole
 from scalai.core.sources import Holder
 
 SAMPLED = 256
@@ -144,6 +144,21 @@ def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
     for name in sorted(alike - named):
         if prints[0][name] != prints[1][name]:
             yield f"{name} has pieces that overlap and differ, or the memory is not sound"
+
+
+def copy_differences(checkpoint: Checkpoint, name: str, owner: str) -> Iterator[Difference]:
+    """Yield where a parameter differs from the one that it is a copy of, of the same shape; all of
+    it where their dtypes do."""
+    tensors = {tensor.name: tensor for tensor in checkpoint.placed.collection.tensors}
+    mine, theirs = tensors[f"{PARAM}/{name}"], tensors[f"{PARAM}/{owner}"]
+    if mine.dtype != theirs.dtype:
+        yield Difference(mine.name, whole(mine.shape), mine.numel)
+        return
+    rows = _only(checkpoint.placed, [mine.name])
+    boxes = map(rows.collection.box, range(len(rows.collection)))
+    collection = Collection.of((theirs, box) for _, box in boxes)
+    renamed = replace(rows, collection=collection)
+    yield from _differences(checkpoint, checkpoint.directory, renamed, workers=0)
 
 
 def equal_tensors(one: Checkpoint, two: Checkpoint, names: Iterable[str], workers: int) -> set[str]:

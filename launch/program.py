@@ -8,6 +8,19 @@ from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_
 INTERRUPTED = 130
 
 
+def escaped(text: str, kept: str = "") -> str:
+    """Return a text of a file as a terminal may have it: without control characters, but ``kept``
+    ones, which could move its cursor, name its window, or hide what follows."""
+    return "".join(
+        c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def show(*lines: str, end: str = "\n") -> None:
+    """Print lines, of which nothing is believed."""
+    print("\n".join(map(escaped, lines)), end=end)
+
+
 def exit_code_of(program: str, run: Callable[[], int]) -> int:
     """Run a command. Returns its exit code, or prints what went wrong and returns the code for it.
 
@@ -28,7 +41,7 @@ def exit_code_of(program: str, run: Callable[[], int]) -> int:
         text, code = _system_text(error), 1
     except KeyboardInterrupt:
         text, code = "interrupted", INTERRUPTED
-    print(f"{program}: {text}", file=sys.stderr)
+    print(f"{program}: {escaped(text, kept=chr(10))}", file=sys.stderr)
     return code
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from scalai.converters.between.mapping import NameMapping
+from scalai.converters.between.megatron_described import shape_arguments
+from scalai.converters.between.model_config import config_arguments, contradictions
 from scalai.converters.between.reference import Reference
 from scalai.converters.between.registered import without_registered
 from scalai.converters.between.to_deepspeed import to_deepspeed
@@ -22,9 +24,10 @@ from scalai.converters.between.translation import (
     in_their_names,
     is_in_our_names,
 )
-from scalai.converters.between.vocabulary import DIVISOR, padded_rows, repadded
-from scalai.converters.checkpoint import Checkpoint, Values
+from scalai.converters.between.vocabulary import repadded
+from scalai.converters.checkpoint import CONFIG, Checkpoint, Values, parameters_of
 from scalai.converters.megatron.fused_rows import Heads
+from scalai.converters.megatron.padding import DIVISOR, padded_rows
 from scalai.core.errors import RefusedError, UsageError
 
 
@@ -84,10 +87,30 @@ def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Val
         source = _repadded(source, request, tp)
     if mapping is not None and is_ours and not wants_ours:
         source, links = in_their_names(source, mapping, heads)
+    if target == "megatron" and source.values.extra.get(CONFIG):
+        source = _as_configured(source, request)
     if crosses:
         cross = _to_megatron if target == "megatron" else _to_deepspeed
         source = cross(source, links, request)
     return source, _lacking(source, request)
+
+
+def _as_configured(source: Checkpoint, request: TargetRequest) -> Checkpoint:
+    """Return a source with notes of what its ``config.json`` asks of Megatron.
+
+    Raises:
+        RefusedError: Megatron computes no such model, or the arguments of the checkpoint that
+            ``--args-from`` names are those of another one.
+    """
+    reference = request.reference
+    shaped = shape_arguments(parameters_of(source), None)
+    config = source.values.extra[CONFIG]
+    said, notes = config_arguments(config, shaped, source.directory)
+    known = {} if reference is None or reference.checkpoint is None else reference.arguments
+    wrong = list(contradictions(said, known))
+    if reference is not None and wrong:
+        raise RefusedError(f"{reference.where}: {'; '.join(wrong)}. Name another --args-from.")
+    return replace(source, notes=(*source.notes, *notes))
 
 
 def _heads(source: Checkpoint, request: TargetRequest) -> Heads:

@@ -7,7 +7,8 @@
     parameters = ["*.bias", "*.ln_?.weight"]
     [[deepspeed.group]]                  # without parameters: all that are left
 
-A module's parameters stand in the order of the mapping's rules, and so they do in each group.
+A module's parameters stand in the order of the mapping's rules, and so they do in each group; those
+of a group that lists names alone, without wildcards, in the list's order.
 
 Source: ``_common_checkpoint_state`` and ``_load_checkpoint`` of deepspeed/runtime/engine.py
 (0.19.8).
@@ -59,7 +60,7 @@ def described_job(
     step, made = source.values.step, made_steps(source)
     job = DeepSpeedJob(
         tag=f"global_step{step}",
-        groups=_members(entries, names, where),
+        groups=members(entries, names, where),
         module=(*names, *aliases),
         module_values={},
         module_metadata=None,
@@ -90,11 +91,15 @@ def described_job(
     return job, groups
 
 
-def _members(
+def members(
     entries: Sequence[Mapping[str, Any]], names: Sequence[str], where: Path
 ) -> tuple[tuple[str, ...], ...]:
     """Return the parameters of each group: of the first that names them, else of the one that names
-    none."""
+    none.
+
+    Raises:
+        RefusedError: A parameter is in no group. UsageError: A group has none.
+    """
     found: list[list[str]] = [[] for _ in entries]
     rest = [number for number, entry in enumerate(entries) if "parameters" not in entry]
     for name in names:
@@ -109,6 +114,10 @@ def _members(
         found[number].append(name)
     if not all(found):
         raise UsageError(f"a [[deepspeed.group]] of {where} has no parameters. Remove it.")
+    for entry, group in zip(entries, found, strict=True):
+        listed = entry.get("parameters", ())
+        if not any(set(pattern) & set("*?[") for pattern in listed):
+            group.sort(key=lambda name: listed.index(name) if listed else 0)
     return tuple(map(tuple, found))
 
 

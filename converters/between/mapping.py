@@ -111,6 +111,15 @@ class NameMapping:
             )
         return ours > theirs
 
+    def stored(self, names: Iterable[str]) -> dict[str, str]:
+        """Return their names as the files have them, with the prefix or not, by whole names."""
+        return {self._full(name): name for name in names}
+
+    def layers(self, names: Iterable[str]) -> set[int]:
+        """Return the numbers that ``{layer}`` stands for in their names."""
+        found = (self._of_theirs(self._full(name)) for name in names)
+        return {int(one[1]["layer"]) for one in found if one is not None and "layer" in one[1]}
+
     def is_ignored(self, name: str) -> bool:
         """Tell whether a tensor is to be left out."""
         full = self._full(name)
@@ -149,7 +158,7 @@ class NameMapping:
         Raises:
             UsageError: As ``from_ours``; or a part of a fused tensor is not there.
         """
-        stored = {self._full(name): name for name in shapes}
+        stored = self.stored(shapes)
         shapes = {full: shapes[name] for full, name in stored.items()}
         made: dict[str, tuple[Rule, Numbers]] = {}
         left = []

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.between.deepspeed_described import described_job
+from scalai.converters.between.deepspeed_described import described_job, members
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.between.megatron_described import (
     schedule_of,
@@ -27,8 +27,16 @@ from scalai.converters.between.megatron_described import (
     standard_groups,
     whole_arguments,
 )
+from scalai.converters.between.model_config import config_arguments
 from scalai.converters.between.translation import INVENTED
-from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, parameters_of
+from scalai.converters.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    Order,
+    ReadOptions,
+    Values,
+    parameters_of,
+)
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.fused_rows import Heads
@@ -61,6 +69,16 @@ class Reference:
         return (self.checkpoint.values.arguments or {}) if is_megatron else {}
 
     @property
+    def order(self) -> Order | None:
+        """How a DeepSpeed engine's optimizer orders the parameters of a module, if it is said."""
+        if self.checkpoint is None:
+            entries = self.given.get("deepspeed", {}).get("group")
+            return None if entries is None else lambda names: members(entries, names, self.where)
+        job = self.checkpoint.values.extra.get(STATE)
+        is_known = isinstance(job, DeepSpeedJob) and not self.checkpoint.guessed
+        return (lambda names: job.groups) if is_known else None
+
+    @property
     def heads(self) -> Heads:
         """Attention heads and query groups."""
         known = argument_heads(self.arguments)
@@ -86,8 +104,9 @@ class Reference:
                 )
             notes.append(f"{INVENTED}Megatron's arguments and parameter groups as in --args-from")
             return self.checkpoint.values
-        given = self.arguments
         shaped = shape_arguments(parameters_of(source), self.heads.heads)
+        said, _ = config_arguments(source.values.extra.get(CONFIG, {}), shaped, source.directory)
+        given = {**said, **self.arguments}
         consumed = source.values.counters.get("consumed_train_samples") or 0
         arguments = whole_arguments(shaped, given, source.values.step, consumed)
         for name in sorted(arguments.keys() - given.keys()):

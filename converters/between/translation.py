@@ -8,21 +8,28 @@ one, is a row of a source like others.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from scalai.converters.between.mapping import Link, NameMapping, Shape
-from scalai.converters.checkpoint import Checkpoint, Piece, Placed, parameters_of, place
+from scalai.converters.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    Piece,
+    Placed,
+    parameters_of,
+    place,
+)
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.limits import argument_heads
+from scalai.converters.opening import short_layer
+from scalai.converters.verify import copy_differences
 from scalai.core.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
 
 Links = dict[str, list[Link]]
 """By a parameter's name, what of it goes where."""
-
-CONFIG = "config"
-"""The key in ``Values.extra`` of what Hugging Face's ``config.json`` says."""
 
 LEFT_OUT = "left out: "
 """Begins the notes on what does not travel."""
@@ -44,14 +51,14 @@ def in_our_names(
         RefusedError: A tensor has no name on the other side.
         UsageError: As ``NameMapping.from_theirs``.
     """
-    return _translated(source, mapping, mapping.from_theirs, heads)
+    return _translated(source, mapping, mapping.from_theirs, heads, is_theirs=True)
 
 
 def in_their_names(
     source: Checkpoint, mapping: NameMapping, heads: Heads | None = None
 ) -> tuple[Checkpoint, Links]:
     """Return a checkpoint under their names, and from which of ours: ``in_our_names`` backwards."""
-    return _translated(source, mapping, mapping.from_ours, heads)
+    return _translated(source, mapping, mapping.from_ours, heads, is_theirs=False)
 
 
 def is_in_our_names(source: Checkpoint, mapping: NameMapping) -> bool:
@@ -82,8 +89,12 @@ def _translated(
     mapping: NameMapping,
     link: Callable[[Mapping[str, Shape], Heads], tuple[Links, list[str]]],
     heads: Heads | None,
+    *,
+    is_theirs: bool,
 ) -> tuple[Checkpoint, Links]:
     shapes, unneeded = _shapes(source), _unneeded(source, mapping)
+    if source.values.framework == "" and is_theirs:
+        _check_whole(source, mapping, shapes)
     ignored = {name for name in shapes if mapping.is_ignored(name) or name in unneeded}
     wanted = {name: shape for name, shape in shapes.items() if name not in ignored}
     links, nameless = link(wanted, heads_of(source).or_else(heads or Heads()))
@@ -116,9 +127,62 @@ def _unneeded(source: Checkpoint, mapping: NameMapping) -> set[str]:
     that are shared."""
     job = source.values.extra.get(STATE)
     found = set(job.buffers) if isinstance(job, DeepSpeedJob) else set()
-    if source.values.extra.get(CONFIG, {}).get("tie_word_embeddings"):
-        found.update(mapping.tied)
+    if _config(source).get("tie_word_embeddings"):
+        stored = mapping.stored(parameters_of(source))
+        tied = {
+            stored[head]: stored.get(of, of) for head, of in mapping.tied.items() if head in stored
+        }
+        _check_copies(source, tied)
+        found.update(tied)
     return found
+
+
+def _config(source: Checkpoint) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = source.values.extra.get(CONFIG, {})
+    return config
+
+
+def _check_copies(source: Checkpoint, tied: Mapping[str, str]) -> None:
+    """Refuse tensors that ``config.json`` says are shared, and that are not equal."""
+    tensors = parameters_of(source)
+    for name, owner in tied.items():
+        differences: list[object] = [f"{name} is {tensors[name].shape}, {owner} is not there"]
+        if owner in tensors and tensors[owner].shape == tensors[name].shape:
+            differences = list(copy_differences(source, name, owner))
+        if differences:
+            raise RefusedError(
+                f"{source.directory}/config.json says tie_word_embeddings, and {name} is not "
+                f"{owner}: {differences[0]}. Say false there to keep both; or, if the files are of "
+                "two models, use others."
+            )
+
+
+def _check_whole(source: Checkpoint, mapping: NameMapping, shapes: Mapping[str, Shape]) -> None:
+    """Refuse a model of which a layer, a part of one or its head is missing: nothing else says that
+    they exist."""
+    config = _config(source)
+    short = short_layer(name for name in shapes if not mapping.is_ignored(name))
+    if short is not None:
+        raise RefusedError(
+            f"{source.directory} has no {short}, which other layers have. It is not whole: copy it "
+            "again."
+        )
+    count = config.get("num_hidden_layers", config.get("n_layer"))
+    numbers = mapping.layers(shapes)
+    if isinstance(count, int) and numbers and numbers != set(range(count)):
+        missing = sorted(set(range(count)) - numbers)[:5]
+        raise RefusedError(
+            f"{source.directory} has {len(numbers)} layers, and config.json says {count} (missing: "
+            f"{missing or 'none'}). It is not whole, or of another model: copy it again."
+        )
+    stored = mapping.stored(shapes)
+    for head, owner in mapping.tied.items():
+        is_missing = owner in stored and head not in stored
+        if config.get("tie_word_embeddings") is False and is_missing:
+            raise RefusedError(
+                f"{source.directory}/config.json says that {head} is not tied, and there is none. "
+                "Copy the missing file, or say tie_word_embeddings true."
+            )
 
 
 def _renamed(placed: Placed, links: Links, shapes: Mapping[str, Shape]) -> Placed:

@@ -26,19 +26,10 @@ from scalai.core.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, whole
 
-DIVISOR = 128
-"""Megatron's default of ``--make-vocab-size-divisible-by``."""
-
 ZEROS = CheckpointFile("(zeros)", 8, bytes(8))
 """A file in memory that new rows lie in, all of them at its first element."""
 
 _PADDED = (EMBEDDING, OUTPUT, OUTPUT.replace("weight", "bias"))
-
-
-def padded_rows(vocabulary: int, divisor: int, tp: int) -> int:
-    """Return how many rows Megatron makes of a vocabulary."""
-    multiple = divisor * tp
-    return -(-vocabulary // multiple) * multiple
 
 
 def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoint:

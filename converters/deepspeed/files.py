@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scalai.converters.bounded import read_pointer
 from scalai.converters.deepspeed.shards.expert_names import (
     NO_EXPERTS,
     ExpertNames,
@@ -61,10 +62,7 @@ def find_tag(path: Path, step: int | None) -> Path | None:
     if step is None and _has_states(path):
         return path
     if step is None:
-        try:
-            tag = (path / LATEST).read_text(encoding="utf-8").strip()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
-            return None
+        tag = read_pointer(path / LATEST)
     else:
         tag = f"global_step{step}"
     if not tag or "/" in tag or tag.startswith("."):

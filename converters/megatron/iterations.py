@@ -7,6 +7,7 @@ Source: ``read_metadata`` and ``get_checkpoint_name`` of megatron/training/check
 import re
 from pathlib import Path
 
+from scalai.converters.bounded import read_pointer
 from scalai.core.errors import RefusedError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -26,13 +27,10 @@ def find_below(path: Path, iteration: int | None) -> Path | None:
 
 
 def _tracked(path: Path) -> str | None:
-    if not (path / TRACKER).is_file():
-        return None
-    with open(path / TRACKER, "rb") as file:
-        text = file.read(64).decode("ascii", "replace").strip()
-    if text == RELEASE:
+    text = read_pointer(path / TRACKER)
+    if text is None or text == RELEASE:
         return text
-    return folder_of(int(text)) if re.fullmatch(r"\d{1,18}", text) else None
+    return folder_of(int(text)) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def check_iteration(directory: Path, file: str, iteration: object) -> None:

@@ -9,6 +9,7 @@ from scalai.converters.checkpoint import PARAM, Values
 from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.names import expert_of, layer_of
 from scalai.converters.megatron.rules import UNEVEN_STAGES, optimizer_axes
+from scalai.converters.megatron.values import are_several_kinds
 from scalai.core.collection import Tensor
 from scalai.core.degrees import ModelLimits
 from scalai.core.errors import RefusedError
@@ -45,7 +46,10 @@ def limits_of(values: Values, tensors: Iterable[Tensor]) -> ModelLimits:
 
 def _fixed(values: Values) -> Iterator[tuple[str, int, str]]:
     """Yield the axes that must stay as they are, at which degree, and why."""
-    for axis, why in optimizer_axes(values.arguments or {}):
+    arguments: Mapping[str, Any] = values.arguments or {}
+    if "optimizer" not in arguments and are_several_kinds(values.param_groups):
+        arguments = {**arguments, "optimizer": "muon"}  # a chain of Muon and Adam
+    for axis, why in optimizer_axes(arguments):
         yield axis, values.degrees.get(axis, 1), why
 
 

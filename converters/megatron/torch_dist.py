@@ -167,7 +167,7 @@ class _Reader:
             )
             pieces += rescued.pieces
             duplicates += rescued.duplicates
-        step = find_step(self.common, groups)
+        step = find_step(self.directory, self.common, groups)
         files = self._files()
         if step is not None:
             pieces += _steps(pieces, STEP_FILE)

@@ -31,6 +31,10 @@ LINKS = "links"
 """In ``Values.extra``: how many parameter groups each optimizer of a chain has."""
 
 
+_IDENTITY: Mapping[str, Any] = {"lr_mult": 1.0, "is_decoupled_lr": False}
+"""What Megatron tells parameter groups apart by, and groups of older releases do not have."""
+
+
 class Keys:
     """Under which key a parameter is stored: that of the source, if it was a torch_dist checkpoint;
     else with the layer as an axis, if the layers are alike.
@@ -215,6 +219,11 @@ def whole_groups(
         if added:
             notes.append(f"parameter groups take {', '.join(added)} from --args-from")
         groups.append({**{name: base[name] for name in added}, **group})
+    for name, value in _IDENTITY.items():
+        lacking = [at for at, of in enumerate(groups) if not {name, f"pre_{name}"} & of.keys()]
+        if lacking:
+            notes.append(f"parameter groups {lacking} have no {name}: {value}, as of old releases")
+            groups = [{name: value, **of} if at in lacking else of for at, of in enumerate(groups)]
     if not groups or not all(has_hyperparameters(group) for group in groups):
         raise RefusedError(
             f"{source.directory} keeps no betas and eps, nor a momentum, of its optimizer's "

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters import pickles
+from scalai.converters.bounded import open_regular
 from scalai.converters.opening import file_inside
 from scalai.converters.pickles import Foreign, Sealed, foreign
 from scalai.converters.torch_archive import MAX_PICKLE_BYTES
 from scalai.core.collection import MAX_NDIM
 from scalai.core.dtypes import FROM_TORCH, TORCH_NAMES
-from scalai.core.errors import LayoutError, RefusedError
+from scalai.core.errors import LayoutError, RefusedError, ScalaiError
 from scalai.core.region import Box, Index
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -96,10 +97,12 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
     """
     path = directory / ".metadata"
     try:
-        size = path.stat().st_size
-        if size > MAX_PICKLE_BYTES:
-            raise RefusedError(f"{path} has {size} bytes, and at most {MAX_PICKLE_BYTES} are read.")
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read(MAX_PICKLE_BYTES + 1)
+        if len(data) > MAX_PICKLE_BYTES:
+            raise RefusedError(
+                f"{path} has more than {MAX_PICKLE_BYTES} bytes, and so many are read."
+            )
     except OSError as error:
         raise RefusedError(
             f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint has one. The save "
@@ -109,6 +112,8 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
     value = pickles.loads(data, str(path), classes=classes, trust=trust)
     try:
         return _metadata(value, directory)
+    except ScalaiError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise RefusedError(
             f"{path} is not the metadata of a torch checkpoint ({type(error).__name__}: {error}). "

@@ -43,6 +43,7 @@ from scalai.converters.megatron.names import (
     expert_of,
     tensor_parallel_axis,
 )
+from scalai.converters.megatron.padding import padding_note
 from scalai.converters.megatron.torch_dist_common import Keys, common_of, content_of, objects_of
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
 from scalai.converters.torch_archive import NewTensor
@@ -81,6 +82,8 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     common = common_of(source, tensors, degrees, is_split, options.reference, notes)
     if names.are_partly_trained:
         common["content_metadata"]["non_homogeneous_layers"] = True
+    note = padding_note(source, tensors, degrees, options.reference)
+    notes += [] if note is None else [note]
     form = form_for(source, options.reference, notes)
     common_data = content_of(lay_out_common(common, form))
     if form == COMMON_OBJECT:

@@ -39,6 +39,8 @@ from scalai.store.files import map_file
 VERSION = 3.0
 """The ``checkpoint_version`` of all megatron-core models."""
 
+LAYER_WISE = "layer_wise_optimizer_*"
+
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _SMALL = ("optimizer", "opt_param_scheduler", "rng_state")
 _KNOWN = {
@@ -117,6 +119,14 @@ def _read_ranks(directory: Path, trust: bool) -> dict[Coordinate, Rank]:
     arguments = _arguments(trees[min(trees)])
     ranks: dict[Coordinate, Rank] = {}
     for folder, tree in trees.items():
+        layer_wise = sorted(path.name for path in (directory / folder).glob(LAYER_WISE))
+        if layer_wise:
+            raise RefusedError(
+                f"{directory / folder} keeps its optimizer in {layer_wise[0]}, as --optimizer "
+                "dist_muon does, which is not read: the weights alone would be left. Save it in "
+                "Megatron with --ckpt-format torch_dist; or, if the weights are enough, in a copy "
+                "without these files."
+            )
         optimizer = directory / folder / OPTIMIZER
         state = read_archive(optimizer, trust=trust) if optimizer.is_file() else None
         coordinate = _coordinate(directory / folder, argument_degrees(arguments))

@@ -22,6 +22,7 @@ from scalai.converters.megatron.modules import (
     stage_layers,
 )
 from scalai.converters.megatron.names import expert_of, layer_of
+from scalai.converters.megatron.padding import padding_note
 from scalai.converters.megatron.torch_dist_common import whole_groups
 from scalai.converters.megatron.values import with_degrees
 from scalai.converters.scalars import read_steps
@@ -90,6 +91,8 @@ class Job:
             notes.append("Megatron's arguments are those of --args-from")
         elif arguments is None:
             notes.append("the source has no Megatron arguments: give all model flags when loading")
+        note = padding_note(source, tensors, degrees, reference)
+        notes += [] if note is None else [note]
         kinds = {split_name(name)[0] for name in tensors}
         has_optimizer = not kinds <= {PARAM, MAIN, STEP}
         requested = options.is_split if options.is_split is not None else values.is_split
@@ -141,13 +144,6 @@ class Job:
             )
         elif self.is_split:
             yield "distrib_optim.pt has one bucket: load it without --overlap-grad-reduce"
-        embedding, tp = self.tensors.get(f"{PARAM}/{EMBEDDING}"), self.degrees["tp"]
-        if embedding is not None and tp != self.source.values.degrees.get("tp", tp):
-            rows = embedding.shape[0]
-            yield (
-                f"the vocabulary stays padded to {rows} rows: load with "
-                f"--make-vocab-size-divisible-by {rows // tp}, or Megatron may pad otherwise"
-            )
 
     @property
     def kinds(self) -> list[str]:

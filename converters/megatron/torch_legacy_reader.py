@@ -35,6 +35,7 @@ from scalai.converters.megatron.torch_legacy_optimizer import (
     Parameter,
     Rank,
 )
+from scalai.converters.megatron.values import agreed_step
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.collection import Tensor
 from scalai.core.dtypes import ITEM_BYTES
@@ -96,7 +97,8 @@ class _Reader:
             if "optimizer" in rank.tree:
                 self.found.add_optimizer(coordinate, rank, [p for p in mine if is_trained(p.name)])
         pieces, files = list(self.found.pieces), self._files()
-        step = next((g["step"] for g in self.groups if g.get("step") is not None), None)
+        steps = (float(g["step"]) for g in self.groups if g.get("step") is not None)
+        step = agreed_step(self.directory, steps)
         if self.found.stepped and step is not None:
             content = np.float32(step).tobytes()
             files.append(CheckpointFile(STEP_FILE, len(content), content))

@@ -4,13 +4,15 @@ Source: ``generate_state_dict`` and ``save_checkpoint`` of megatron/training/che
 the optimizers' ``state_dict`` in megatron/core/optimizer (0.16.1).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from scalai.converters.torch_archive import NewTensor
+from scalai.core.errors import RefusedError
 from scalai.store.values import number_of
 
 DEGREE_ARGUMENTS = {
@@ -112,15 +114,36 @@ def find_scaler(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def find_step(common: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return how many steps the optimizer has done: of the parameter groups, or ``common_step``."""
+def find_step(
+    directory: Path, common: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """Return how many steps the optimizer has done: of the parameter groups, or ``common_step``.
+
+    Raises:
+        RefusedError: They differ.
+    """
     steps = [_number(group["step"]) for group in groups if group.get("step") is not None]
     for tree in _optimizers(common):
         inner = tree.get("optimizer", tree)
         state = inner.get("state") if isinstance(inner, Mapping) else None
         if isinstance(state, Mapping) and "common_step" in state:
             steps.append(_number(state["common_step"]))
-    return max(steps) if steps else None
+    return agreed_step(directory, steps)
+
+
+def agreed_step(directory: Path, steps: Iterable[float]) -> float | None:
+    """Return the one number of steps that parameter groups and links of a chain have done.
+
+    Raises:
+        RefusedError: They differ: Adam's bias correction would be another for some of them.
+    """
+    found = sorted(set(steps))
+    if len(found) > 1:
+        raise RefusedError(
+            f"{directory}: the optimizer's parameter groups have made {found} steps, and all make "
+            "each step together. The checkpoint was saved or restored wrongly: use an older one."
+        )
+    return found[0] if found else None
 
 
 def _number(value: Any) -> float:

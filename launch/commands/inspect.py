@@ -15,11 +15,12 @@ from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.recorded import check_recorded, check_stated
 from scalai.converters.verify import verify
 from scalai.core.collection import Tensor
-from scalai.core.errors import UsageError
+from scalai.core.errors import RefusedError
 from scalai.core.fingerprint import VERSION
 from scalai.core.jsonable import Json
 from scalai.core.region import Box, box_text
 from scalai.launch.config.sizes import size_text
+from scalai.launch.program import show
 from scalai.store.places import find_generations
 
 SHOWN_PIECES = 8
@@ -52,7 +53,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for. Raises ``ScalaiError`` where it cannot be read."""
     if args.path.exists() and find_layout(args.path) is None:
-        raise UsageError(f"{_no_generation(args.path)} {unknown_text(args.path)}")
+        raise RefusedError(f"{_no_generation(args.path)} {unknown_text(args.path)}")
     cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
     options = ReadOptions(iteration=args.generation, cuts=cuts, is_part=True)
     checkpoint = open_checkpoint(args.path, options)
@@ -64,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     report = {**describe(checkpoint), "is_verified": args.verify}
     lines = _lines if "generation" in report else _checkpoint_lines
-    print(json.dumps(report) if args.json else "\n".join(lines(report)))
+    if args.json:
+        print(json.dumps(report))
+    else:
+        show(*lines(report))
     return 0
 
 
@@ -91,7 +95,7 @@ def _show_tensor(tensor: Tensor, values: npt.NDArray[Any], step: int, *, as_json
         content = {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
         print(json.dumps({**content, "values": values.tolist()}))
     else:
-        print(f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  step {step}")
+        show(f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  step {step}")
         print(values)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
-from scalai.converters.between.reference import read_reference
+from scalai.converters.between.reference import Reference, read_reference
 from scalai.converters.between.translation import INVENTED, LEFT_OUT
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
 from scalai.converters.checksums import Checked
@@ -27,6 +27,7 @@ from scalai.converters.suspects import find_suspects
 from scalai.core.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 from scalai.launch.config.sizes import parse_size, size_text
+from scalai.launch.program import show
 from scalai.store.pool import available_memory
 
 AXES = ("tp", "pp", "dp", "vpp", "ep", "etp", "cp")
@@ -59,7 +60,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="another checkpoint of the target's job, or a file about it, for what SRC lacks",
     )  # fmt: skip
     parser.add_argument(
-        "--mapping", metavar="NAME|TOML", help="names of another framework: gpt, llama or a file"
+        "--mapping",
+        metavar="NAME|TOML",
+        help="names of another framework: gpt, gpt_neox, llama or a file",
     )
     parser.add_argument(
         "--cuts", metavar="NAME|TOML",
@@ -93,9 +96,13 @@ def run(args: argparse.Namespace) -> int:
     part = Part.parse(args.part)
     cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
     options = ReadOptions(args.trust_pickle, args.iteration, cuts)
-    found = open_checkpoint(args.source, options)
+    stated = None
+    if args.args_from:
+        stated = read_reference(args.args_from, replace(options, iteration=None))
+    order = None if stated is None else stated.order
+    found = open_checkpoint(args.source, replace(options, order=order))
     layout = layout_named(args.to or found.layout)
-    source, reference = adapted(found, _requested(layout.name, args, options))
+    source, reference = adapted(found, _requested(layout.name, args, stated))
     degrees = _degrees(source, args)
     _check_degrees(source, degrees, reference)
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
@@ -136,15 +143,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _requested(layout: str, args: argparse.Namespace, options: ReadOptions) -> TargetRequest:
-    options = replace(options, iteration=None)
-    return TargetRequest(
-        layout,
-        read_mapping(find_mapping(args.mapping)) if args.mapping else None,
-        read_reference(args.args_from, options) if args.args_from else None,
-        args.repad,
-        args.tp,
-    )
+def _requested(layout: str, args: argparse.Namespace, stated: Reference | None) -> TargetRequest:
+    mapping = read_mapping(find_mapping(args.mapping)) if args.mapping else None
+    return TargetRequest(layout, mapping, stated, args.repad, args.tp)
 
 
 def _event(note: str) -> tuple[str, dict[str, Any]]:
@@ -206,7 +207,7 @@ def _tell(event: str, values: dict[str, Any]) -> None:
         else:
             is_size = key == "bytes" or key.endswith("_bytes")
             shown.append(f"{key}={size_text(value) if is_size else value}")
-    print(f"{event:8}", values["text"] if "text" in values else "  ".join(shown))
+    show(f"{event:8} {values['text'] if 'text' in values else '  '.join(shown)}")
 
 
 def _tell_json(event: str, values: dict[str, Any]) -> None:

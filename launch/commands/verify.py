@@ -3,19 +3,23 @@
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
+from scalai.converters.between.megatron_described import shape_arguments
+from scalai.converters.between.model_config import config_arguments, contradictions
 from scalai.converters.between.translation import heads_of, in_our_names, is_in_our_names
-from scalai.converters.checkpoint import Checkpoint, ReadOptions
+from scalai.converters.checkpoint import CONFIG, Checkpoint, ReadOptions, parameters_of
 from scalai.converters.checksums import count_checksums
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.recorded import is_recorded
 from scalai.converters.repeats import find_repeats
-from scalai.converters.suspects import find_suspects
+from scalai.converters.suspects import find_suspects, guess_text
 from scalai.converters.verify import compare, verify
 from scalai.core.fingerprint import VERSION
+from scalai.launch.program import show
 
 DIFFERS = 4
 """Exit code where two checkpoints differ, as of ``ProofError``."""
@@ -57,22 +61,37 @@ def run(args: argparse.Namespace) -> int:
             }  # fmt: skip
             print(json.dumps(content))
         else:
-            print(f"{one.directory} ({one.layout}) is whole: {len(texts)} tensors at step "
-                  f"{one.values.step}, replicas and second copies equal.")  # fmt: skip
-            for note in notes:
-                print(f"note: {note}")
-            for warning in warnings:
-                print(f"warning: {warning}")
+            show(
+                f"{one.directory} ({one.layout}) is whole: {len(texts)} tensors at step "
+                f"{one.values.step}, replicas and second copies equal.",
+                *(f"note: {note}" for note in notes),
+                *(f"warning: {warning}" for warning in warnings),
+            )
         return 0
     two = others[0]
-    lines = list(compare(one, two, args.workers))
+    lines = [*_other_models(one, two), *compare(one, two, args.workers)]
+    warnings = [f"{of.directory}: {guess_text(of)}" for of in (one, two) if of.guessed]
     if one.values.step != two.values.step:
         lines.insert(0, f"steps {one.values.step} and {two.values.step}")
     if args.json:
-        print(json.dumps({"is_equal": not lines, "differences": lines}))
+        print(json.dumps({"is_equal": not lines, "differences": lines, "warnings": warnings}))
     else:
-        print("\n".join(lines) if lines else f"equal: {len(one.placed.collection.tensors)} tensors")
+        show(
+            *(lines or [f"equal: {len(one.placed.collection.tensors)} tensors"]),
+            *(f"warning: {warning}" for warning in warnings),
+        )
     return DIFFERS if lines else 0
+
+
+def _other_models(one: Checkpoint, two: Checkpoint) -> Iterator[str]:
+    """Yield where Megatron's arguments make another model of the tensors than the ``config.json``
+    of the other checkpoint. Raises ``RefusedError`` where no arguments make the same."""
+    for mine, other in ((one, two), (two, one)):
+        config, arguments = mine.values.extra.get(CONFIG), other.values.arguments
+        if config and arguments and other.values.framework == "megatron":
+            shaped = shape_arguments(parameters_of(mine), None)
+            said, _ = config_arguments(config, shaped, mine.directory)
+            yield from contradictions(said, arguments)
 
 
 def _options(args: argparse.Namespace) -> ReadOptions:

@@ -26,6 +26,7 @@ from scalai.patches.deepspeed.checkpoint.saved import Saved, read_saved
 from scalai.patches.deepspeed.checkpoint.storages import check_storages, share, touched
 from scalai.patches.deepspeed.checkpoint.values import client_state
 from scalai.patches.deepspeed.engine import grid
+from scalai.patches.deepspeed.engine.masters import order_of
 from scalai.patches.deepspeed.state import DeepSpeedState
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,10 @@ def _load_pieces(
 ) -> Loaded:
     # A fresh optimizer gets the state that its first step would make.
     slots = ranks.together(lambda: DeepSpeedState(engine).slots())
-    saved = Saved.from_bytes(ranks.from_first(lambda: read_saved(directory, cuts).to_bytes()))
+    order = ranks.together(lambda: order_of(engine))
+    saved = Saved.from_bytes(
+        ranks.from_first(lambda: read_saved(directory, cuts, order).to_bytes())
+    )
     plan = ranks.together(lambda: LoadPlan.of(engine, directory, saved, request, slots))
     plan.refuse_left_over(ranks.any_of(plan.used))
     _check_storages(ranks, directory, saved, plan)

@@ -69,7 +69,7 @@ def test_other_layouts_are_called_by_their_names(
     make(tmp_path)
     with pytest.raises(RefusedError, match=words):
         open_checkpoint(tmp_path)
-    assert run("inspect", tmp_path) == 2
+    assert run("inspect", tmp_path) == 3
     text = capsys.readouterr().err
     assert "holds no committed generation" in text
     assert "no checkpoint of a known layout (scalai, torch_dist" in text

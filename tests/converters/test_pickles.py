@@ -38,7 +38,8 @@ PLAIN = {
 def test_plain_values_are_what_they_were(protocol: int) -> None:
     value = pickles.loads(pickle.dumps(PLAIN, protocol), "file")
     assert value == PLAIN
-    assert pickle.loads(pickles.dumps(value)) == PLAIN
+    mine = OrderedDict(mine=Path("x"))  # of the classes themselves, beside what stands for them
+    assert pickle.loads(pickles.dumps([value, mine])) == [PLAIN, mine]
 
 
 def test_an_enum_stays_a_stand_in_and_is_itself_again_where_it_is_known() -> None:

@@ -112,7 +112,10 @@ def test_a_whole_one_is_not(
 ) -> None:
     code, text = run(capsys, "verify", whole(layout), "--workers", 0)
     assert code == 0, text
-    assert "warning" not in text
+    unproven = "nothing proves which of the optimizer's states belong"
+    assert (text.count("warning"), text.count(unproven)) == (
+        *[int(layout == "deepspeed_zero0")] * 2,
+    )
     assert "left over" not in text
 
 

@@ -77,7 +77,16 @@ def write(
     """Write a state as a checkpoint and open it."""
     source = source or state()
     reshard(source, layout_named(layout).lay_out(source, WriteOptions(degrees)), directory, LIMITS)
-    return open_checkpoint(directory, ReadOptions())
+    return open_in_order(directory)
+
+
+def open_in_order(path: Path) -> Checkpoint:
+    """Open a checkpoint whose optimizer was given the module's parameters in their order."""
+    checkpoint = open_checkpoint(path)
+    if not checkpoint.guessed:
+        return checkpoint
+    groups = checkpoint.values.extra[STATE].groups
+    return open_checkpoint(path, ReadOptions(order=lambda _: groups))
 
 
 def deepspeed_state(step: int = 3, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Checkpoint:

@@ -56,7 +56,8 @@ class DeepSpeedPlainLayout:
             )
 
         states = [
-            PlainReader(model, options.trust_pickle).read() for _, model in grid.models(read_model)
+            PlainReader(model, options.trust_pickle, options.order).read()
+            for _, model in grid.models(read_model)
         ]
         return grid.unite(self.name, states, is_split=False)
 

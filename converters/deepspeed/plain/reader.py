@@ -1,7 +1,8 @@
 """Reads DeepSpeed's checkpoints without ZeRO (stage 0).
 
-The file names no parameter of the optimizer. Where shapes and weights leave several answers, it is
-refused rather than guessed at.
+The file names no parameter of the optimizer, unless torch was given names. Where shapes and weights
+leave several answers in the module's order, it is refused; of parameters that could be exchanged
+against that order it is noted (``Checkpoint.guessed``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,16 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import MAIN, STEP, CheckpointFile, Piece
+from scalai.converters.checkpoint import MAIN, STEP, CheckpointFile, Order, Piece
 from scalai.converters.deepspeed.files import carried, read_dictionary, scalar_of
 from scalai.converters.deepspeed.job import enables_bf16
 from scalai.converters.deepspeed.loss_scale import to_zero
 from scalai.converters.deepspeed.plain.state import (
     MASTERS,
+    Advance,
     Flattened,
     PlainState,
     Separate,
     match_names,
+    untold,
 )
 from scalai.converters.deepspeed.reading.grid import RankState
 from scalai.converters.deepspeed.reading.model import ModelStates
@@ -30,6 +33,13 @@ from scalai.converters.torch_archive import StoredTensor
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
+
+Names = Sequence[tuple[str, ...]]
+
+SAY_THE_ORDER = (
+    "Say the optimizer's order by --args-from: a file with [[deepspeed.group]], or a checkpoint of "
+    "the job in ZeRO stage 1."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +84,14 @@ class _Tree:
         flat = zip(groups, tree["fp32_groups_flat"], strict=True)
         return Flattened(path, [{**state, MASTERS: master} for (state,), master in flat])
 
-    def names(self, state: PlainState) -> list[tuple[str, ...]]:
-        """Return the parameters of each group. Raises ``RefusedError``: they cannot be told."""
-        model, directory = self.model, self.model.directory
-        is_of_experts = [bool(group.get("moe")) for group in self.inner["param_groups"]]
+    def names(self, state: PlainState, order: Order | None) -> tuple[Names, frozenset[str]]:
+        """Return the parameters of each group, and those of them that nothing tells.
+
+        Raises:
+            RefusedError: They cannot be told, or are not those of ``order``.
+        """
+        model, groups = self.model, self.inner["param_groups"]
+        is_of_experts = [bool(group.get("moe")) for group in groups]
         others = {*(model.first.get("buffer_names") or ()), *model.aliases()}
         has_masters = "fp32_groups" in self.tree or isinstance(state, Flattened)
         weights = {
@@ -90,23 +104,53 @@ class _Tree:
             and not (has_masters and 0 in entry.shape)
         }
 
+        def file_of(name: str) -> Path:
+            return model.directory / model.file_of(name)
+
         def advance(group: int, at: int, name: str) -> int | None:
             weight = weights[name]
             is_other = is_of_experts[group] != bool(expert_of(name))
-            if is_other or not state.fits(group, at, weight, directory / model.file_of(name)):
+            if is_other or not state.fits(group, at, weight, file_of(name)):
                 return None
             return at + state.size(weight)
 
-        sizes = [state.size(weight) for weight in weights.values()]
-        found = match_names(list(weights), sizes, state.ends(), advance)
-        if len(found) != 1:
+        given = [group.get("param_names") for group in groups]  # torch 2.7, by named_parameters()
+        if all(isinstance(names, list) and weights.keys() >= {*names} for names in given):
+            named: Names = [tuple(names) for names in given]
+        elif order is not None:
+            named = [tuple(filter(weights.__contains__, names)) for names in order([*weights])]
+        else:
+            sizes = [state.size(weight) for weight in weights.values()]
+            found = match_names(list(weights), sizes, state.ends(), advance)
+            if len(found) != 1:
+                raise RefusedError(
+                    f"{self.path} does not name the optimizer's parameters, and by their shapes "
+                    f"{'and weights ' if has_masters else ''}"
+                    f"{'no' if not found else 'more than one'} assignment to those of the module "
+                    f"is possible. {SAY_THE_ORDER}"
+                )
+            return found[0], untold(found[0], state, weights, file_of)
+        self._check_order(named, state.ends(), advance)
+        return named, frozenset()
+
+    def _check_order(self, named: Names, ends: Sequence[int], advance: Advance) -> None:
+        """Refuse names that the state is not of."""
+        places = [0] * len(ends)
+        for group, names in enumerate(named[: len(ends)]):
+            for name in names:
+                beyond = advance(group, places[group], name)
+                if beyond is None:
+                    raise RefusedError(
+                        f"{self.path}: the optimizer's state at place {places[group]} of group "
+                        f"{group} is not of {name}, which stands there by the order that was "
+                        "given. Correct the order."
+                    )
+                places[group] = beyond
+        if len(named) != len(ends) or places != [*ends]:
             raise RefusedError(
-                f"{self.path} does not name the optimizer's parameters, and by their shapes "
-                f"{'and weights ' if has_masters else ''}"
-                f"{'no' if not found else 'more than one'} assignment to those of the module is "
-                "possible. Save the job with ZeRO stage 1 once."
+                f"{self.path}: the optimizer has groups of {[*ends]} places, and the order that "
+                f"was given of {places}. Correct the order: frozen parameters are in no group."
             )
-        return found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +163,7 @@ class PlainReader:
 
     model: ModelStates
     trust: bool
+    order: Order | None = None
     pieces: list[Piece] = field(default_factory=list)
     duplicates: list[Piece] = field(default_factory=list)
     steps: dict[str, CheckpointFile] = field(default_factory=dict)
@@ -133,7 +178,7 @@ class PlainReader:
         first, *others = self._trees()
         tree, inner = first.tree, first.inner
         state = first.state()
-        names = first.names(state)
+        names, guessed = first.names(state, self.order)
         scale = {"clip_grad": tree["clip_grad"]} if "clip_grad" in tree else {}
         if "dynamic_loss_scale" in tree:
             scale |= to_zero(carried(_plain_entries(tree), path), self.model.config)
@@ -153,7 +198,8 @@ class PlainReader:
         known = {name for of in names for name in of}
         for other in others:
             state = other.state()
-            names = other.names(state)
+            names, more = other.names(state, self.order)
+            guessed |= more
             self._place_tree(other, state, names, known)
             known.update(name for of in names for name in of)
         paths = [path, *(other.path for other in others)]
@@ -165,6 +211,7 @@ class PlainReader:
             self.pieces,
             self.duplicates,
             [*files, *self.model.expert_files(), *self.steps.values()],
+            guessed,
         )
 
     def _trees(self) -> list[_Tree]:

@@ -1,8 +1,9 @@
 """How an engine without ZeRO keeps its optimizer's state: a tensor a parameter, or flat buffers.
 
 Neither names a parameter. Both say by what a parameter can be told: its shape, and in 16 bits its
-weights, to which its masters round. Which parameters the state belongs to is found by what fits:
-given is that every group keeps the module's order. Parameters may be in no group: frozen ones.
+weights, to which its masters round. Which parameters the state belongs to is found by what fits
+where every group keeps the module's order; of which of them nothing tells it is said (``untold``).
+Parameters may be in no group: frozen ones.
 
 Source: deepspeed 0.19.8: the ``state_dict`` of runtime/fp16/unfused_optimizer.py and of
 fused_optimizer.py; torch.optim's ``state_dict`` in fp32.
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 from scalai.converters.checkpoint import STEP
 from scalai.converters.deepspeed.files import with_bytes
+from scalai.converters.deepspeed.shards.expert_names import expert_of
 from scalai.converters.rounding import rounds_to
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.dtypes import ITEM_BYTES
@@ -35,7 +37,10 @@ _Way = tuple["_Way", str, int] | None
 
 
 class PlainState(Protocol):
-    """By parameter group an optimizer's state, in places that count from 0."""
+    """By parameter group an optimizer's state in a file, in places that count from 0."""
+
+    @property
+    def path(self) -> Path: ...
 
     def ends(self) -> list[int]:
         """Return by group the place at which it ends."""
@@ -130,6 +135,59 @@ def _first_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
     if not shape:
         return shape
     return (min(shape[0], max(CHECKED // max(prod(shape[1:]), 1), 1)), *shape[1:])
+
+
+def untold(
+    groups: Sequence[Sequence[str]],
+    state: PlainState,
+    weights: Mapping[str, StoredTensor],
+    file_of: Callable[[str], Path],
+) -> frozenset[str]:
+    """Return the parameters whose states could be exchanged, and differ: those of equal shapes, and
+    where there are masters of equal weights."""
+    alike: dict[Any, list[Mapping[str, Any]]] = {}
+    names: dict[Any, list[str]] = {}
+    for group, members in enumerate(groups):
+        place = 0
+        for name in members:
+            weight = weights[name]
+            found = state.at(group, place, weight.shape)
+            place += state.size(weight)
+            key: Any = weight.shape
+            if MASTERS in found:
+                content, _ = _sample(weight, file_of(name))
+                width = ITEM_BYTES[weight.dtype]
+                # Of one value any number of elements are alike where no shapes are kept.
+                is_one = content == content[:width] * (len(content) // width)
+                shape = None if isinstance(state, Flattened) else weight.shape
+                key = shape, content[:width] if is_one else content
+            key = key, bool(expert_of(name))
+            alike.setdefault(key, []).append(found)
+            names.setdefault(key, []).append(name)
+    return frozenset(
+        name for key, states in alike.items() if _differ(states, state.path) for name in names[key]
+    )
+
+
+def _differ(states: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """Tell whether states differ, or may do so behind what is compared."""
+
+    def content(state: Mapping[str, Any]) -> list[Any]:
+        parts = (v for key, v in sorted(state.items()) if _is_of_elements(key, v))
+        return [(part.shape, _sample(part, path)) for part in parts]
+
+    if len(states) < 2:
+        return False
+    first = content(states[0])
+    return not all(is_whole for _, (_, is_whole) in first) or any(
+        content(state) != first for state in states[1:]
+    )
+
+
+def _sample(tensor: StoredTensor, path: Path) -> tuple[bytes, bool]:
+    """Return the bytes of a tensor's first rows, and whether they are all of it."""
+    rows = _first_rows(tensor.shape)
+    return with_bytes(replace(tensor, shape=rows), path).content or b"", rows == tensor.shape
 
 
 def match_names(

@@ -62,7 +62,23 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     if job.is_fused is None and _has_masters(drafts[0]):
         kind = "FP16_Optimizer" if _is_fused(drafts[0]) else "FP16_UnfusedOptimizer"
         notes.append(f"by its parameter groups, the job's optimizer goes into DeepSpeed's {kind}")
-    return Target("deepspeed_zero0", archives.placed(), archives.fixed, finish, tuple(notes))
+    return Target(
+        "deepspeed_zero0",
+        archives.placed(),
+        archives.fixed,
+        finish,
+        tuple(notes),
+        keeps_order=job.pipeline is None and _is_cut_alike(source, options),
+    )
+
+
+def _is_cut_alike(source: Checkpoint, options: WriteOptions) -> bool:
+    """Tell whether the target's ranks have the parameters that the source's have."""
+    was = source.values.degrees
+    return source.layout == "deepspeed_zero0" and all(
+        options.degrees.get(axis, was.get(axis, 1)) == was.get(axis, 1)
+        for axis in ("tp", "pp", "ep")
+    )
 
 
 def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class RankState:
     pieces: Sequence[Piece]
     duplicates: Sequence[Piece]
     files: Sequence[CheckpointFile]
+    guessed: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
 
@@ -153,6 +154,7 @@ class Grid:
             replace(values, degrees={**values.degrees, "tp": self.tp, "pp": self.pp}),
             duplicates=place(duplicates, list(files.values())) if duplicates else None,
             notes=tuple(dict.fromkeys(note for state in states for note in state.notes)),
+            guessed=frozenset().union(*(state.guessed for state in states)),
         )
 
     def gather(

@@ -10,6 +10,8 @@ Source: as ``layout``.
 
 from pathlib import Path
 
+from scalai.converters.bounded import read_pointer
+
 LATEST = "latest_universal"
 SUFFIX = "_universal"
 MASTERS, STEPS = "fp32", "step"
@@ -20,11 +22,6 @@ def find_universal(path: Path, step: int | None) -> Path | None:
     """Return a tag's directory: ``path`` itself, or the one that ``latest_universal`` names."""
     if step is None and (path / GLOBAL_STATE).is_file():
         return path
-    tags = [f"global_step{step}{SUFFIX}"]
-    if step is None:
-        try:
-            tags = [(path / LATEST).read_text(encoding="utf-8").strip()]
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
-            return None
-    found = [path / tag for tag in tags if tag and "/" not in tag]
-    return next((tag for tag in found if (tag / GLOBAL_STATE).is_file()), None)
+    tag = read_pointer(path / LATEST) if step is None else f"global_step{step}{SUFFIX}"
+    is_found = bool(tag) and "/" not in tag and (path / tag / GLOBAL_STATE).is_file()
+    return path / tag if is_found else None

@@ -15,11 +15,19 @@ from typing import Any
 import numpy as np
 
 from scalai.converters.between.mapping_files import find_mapping
-from scalai.converters.checkpoint import STEP, Checkpoint, CheckpointFile, Placed, ReadOptions
+from scalai.converters.checkpoint import (
+    STEP,
+    Checkpoint,
+    CheckpointFile,
+    Order,
+    Placed,
+    ReadOptions,
+)
 from scalai.converters.checksums import Stored, storages_in
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
+from scalai.converters.suspects import guess_text
 from scalai.converters.verify import check_samples
 from scalai.core.collection import Collection, split_name
 from scalai.core.coverage import check_coverage
@@ -79,12 +87,13 @@ class Saved:
         return cls(placed, steps, groups, loss_scale, stored)
 
 
-def read_saved(directory: Path, cuts: str | None = None) -> Saved:
+def read_saved(directory: Path, cuts: str | None = None, order: Order | None = None) -> Saved:
     """Read the headers of all files of a tag, and check that they are of one whole save.
 
     Args:
         cuts: Name or path of a file that says how tensor-parallel ranks cut parameters, where the
             checkpoint does not.
+        order: Of the optimizer's parameters, where the checkpoint does not say it.
 
     Raises:
         UsageError: There is no such file of cuts.
@@ -92,10 +101,11 @@ def read_saved(directory: Path, cuts: str | None = None) -> Saved:
         ProofError: Second copies differ at their start.
     """
     mapping = find_mapping(cuts, "cuts") if cuts else None
-    checkpoint = open_checkpoint(directory, ReadOptions(cuts=mapping))
+    checkpoint = open_checkpoint(directory, ReadOptions(cuts=mapping, order=order))
     check_coverage(checkpoint.placed.collection)
     check_samples(checkpoint)
-    for note in checkpoint.notes:
+    guess = [guess_text(checkpoint)] if checkpoint.guessed else []
+    for note in (*checkpoint.notes, *guess):
         log.warning("event=load note=%s", note)
     job = checkpoint.values.extra.get(STATE)
     if not isinstance(job, DeepSpeedJob):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from scalai.core.errors import LayoutError, RefusedError
+from scalai.patches.deepspeed.engine import grid
 from scalai.patches.deepspeed.engine.first_step import ensure_state
 from scalai.patches.deepspeed.engine.flat import Fragment, offset_in, partitioned
 from scalai.patches.param_groups import Group
@@ -76,6 +77,15 @@ def groups_of(masters: Sequence[Master], names: Names, *, vouched: bool) -> list
     for name, master in vouched_parts(masters, names) if vouched else ():
         members[id(master.group)][1].append(name)
     return list(members.values())
+
+
+def order_of(engine: Any) -> Callable[[Sequence[str]], list[list[str]]] | None:
+    """Return what deals all parameters to the optimizer's groups, in its order (``ReadOptions``);
+    None: this rank does not have them all."""
+    if grid.degrees(engine)["pp"] > 1:
+        return None
+    groups = groups_of(masters_of(engine), engine.param_names, vouched=False)
+    return lambda _: [[*dict.fromkeys(names)] for _, names in groups]
 
 
 def vouched_parts(masters: Sequence[Master], names: Names) -> Iterator[tuple[str, Master]]:

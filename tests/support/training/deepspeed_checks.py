@@ -15,6 +15,7 @@ from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.limits import Limits
 from scalai.converters.verify import verify
+from support.checkpoints import open_in_order
 from support.training.deepspeed_jobs import SAVED_AFTER, STEPS, Job, Runner, Saver
 
 LIMITS = Limits(memory_bytes=256 << 20, workers=1)
@@ -68,7 +69,7 @@ def convert(
     **degrees: int,
 ) -> None:
     """Convert a checkpoint; see that the tensors are the same."""
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_in_order(source)
     options = WriteOptions({"dp": dp, **degrees}, reference=reference)
     reshard(checkpoint, layout_named(layout).lay_out(checkpoint, options), destination, LIMITS)
     assert verify(checkpoint, 1) == verify(open_checkpoint(destination), 1)

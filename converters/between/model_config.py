@@ -1,0 +1,239 @@
+"""What Hugging Face's ``config.json`` says of a model beside its tensors, as Megatron's arguments.
+
+Equal tensors are not an equal model: all of the file is read. What Megatron computes goes to its
+arguments, what it does not compute is refused, and an entry that is not known here is named.
+
+Source: configuration_{llama,mistral,qwen2,qwen3,gpt2,gpt_neox}.py of transformers 5.24; the flags
+of megatron/training/arguments.py, ``load_args_from_checkpoint`` of checkpointing.py, and
+megatron/core/fusions/fused_bias_gelu.py (0.16.1).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scalai.core.errors import RefusedError, ScalaiError
+
+Config = Mapping[str, Any]
+
+_BY_SHAPE = {
+    "head_dim", "hidden_size", "intermediate_size", "n_embd", "n_head", "n_inner", "n_layer",
+    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "tie_word_embeddings",
+    "vocab_size", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm",
+}  # fmt: skip
+"""Entries that the tensors' shapes and names say too."""
+_NO_FUNCTION = {
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward",
+    "classifier_dropout", "dtype", "eos_token_id", "gradient_checkpointing", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference",
+    "label2id", "max_window_layers", "model_type", "output_attentions", "output_hidden_states",
+    "pad_token_id", "pretraining_tp", "problem_type", "quantization_config",
+    "reorder_and_upcast_attn", "return_dict", "scale_attn_weights", "sep_token_id",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype",
+    "transformers_version", "unk_token_id", "use_bfloat16", "use_cache", "use_sliding_window",
+    "attn_implementation", "_attn_implementation_autoset",
+}  # fmt: skip
+"""Entries that change nothing of what is computed with the tensors, or are looked at below."""
+_NORMS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
+_ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
+_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+_BASES = ("rope_theta", "rotary_emb_base")
+_PARTS = ("partial_rotary_factor", "rotary_pct")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
+_DROPOUTS = ("hidden_dropout", "resid_pdrop", "embd_pdrop")
+_SCALINGS = {
+    "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier",
+    "final_logit_softcapping", "logit_scale", "logits_scaling", "no_rope_layer_interval",
+    "no_rope_layers", "query_pre_attn_scalar", "residual_multiplier",
+    "scale_attn_by_inverse_layer_idx", "add_cross_attention",
+}  # fmt: skip
+"""Entries that change what is computed, and of which Megatron's GPT has nothing."""
+_CLASS_DEFAULTS: Mapping[str, Config] = {
+    "gpt_neox": {"use_parallel_residual": True, "rotary_pct": 0.25, "hidden_act": "gelu"},
+    "gpt2": {"activation_function": "gelu_new"},
+}
+"""Defaults of classes that are not Megatron's, of files that leave them out."""
+_LLAMA_3: Config = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+"""What Megatron's ``--use-rope-scaling`` has no flags for."""
+
+FLAGS = {
+    "norm_epsilon": 1e-5, "bias_gelu_fusion": True, "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None, "quick_geglu": False,
+}  # fmt: skip
+"""Arguments, and Megatron's defaults, that ``--use-checkpoint-args`` does not take."""
+_REGULARIZING = {"attention_dropout", "hidden_dropout"}
+
+
+def config_arguments(
+    config: Config, shaped: Mapping[str, Any], directory: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what ``config.json`` says as Megatron's arguments, and notes.
+
+    Args:
+        config: The file's content; none of it says nothing.
+        shaped: What the tensors say (``shape_arguments``).
+        directory: Where the file lies.
+
+    Raises:
+        RefusedError: Megatron computes no such model with these tensors; names every entry.
+    """
+    try:
+        return _arguments(config, shaped, directory) if config else ({}, [])
+    except ScalaiError:
+        raise
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise RefusedError(
+            f"{directory}/config.json is damaged ({type(error).__name__}: {error}). Copy it again."
+        ) from error
+
+
+def _arguments(
+    config: Config, shaped: Mapping[str, Any], directory: Path
+) -> tuple[dict[str, Any], list[str]]:
+    whole = {**_CLASS_DEFAULTS.get(str(config.get("model_type")), {}), **config}
+    found: dict[str, Any] = {}
+    wrong = [
+        *_blocks(whole),
+        *_rotary(whole, shaped, found),
+        *_activation(whole, shaped, found),
+        *_window(whole),
+    ]
+    if wrong:
+        raise RefusedError(
+            f"{directory}/config.json says {'; '.join(wrong)}: with these tensors Megatron "
+            "computes another model. It cannot be converted for Megatron."
+        )
+    for name, entries in (
+        ("norm_epsilon", _NORMS),
+        ("max_position_embeddings", _POSITIONS),
+        ("attention_dropout", _ATTENTION_DROPOUTS),
+        ("hidden_dropout", _DROPOUTS),
+    ):
+        value = _first(whole, entries)
+        if value is not None:
+            found[name] = value
+    found.setdefault("hidden_dropout", 0.0)
+    return found, list(_notes(whole, found, shaped))
+
+
+def contradictions(said: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where Megatron's arguments say another model than ``config.json`` (by
+    ``config_arguments``)."""
+    for name in sorted(said.keys() - _REGULARIZING - {"max_position_embeddings"}):
+        mine, theirs = said[name], arguments.get(name, FLAGS.get(name))
+        if name in arguments and not _is_equal(mine, theirs):
+            yield f"{name} is {theirs} by Megatron's arguments, and {mine} by config.json"
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other, rel_tol=1e-9) if numbers else one == other
+
+
+def _first(config: Config, entries: tuple[str, ...]) -> Any:
+    return next((config[name] for name in entries if config.get(name) is not None), None)
+
+
+def _blocks(config: Config) -> Iterator[str]:
+    """Yield what blocks compute otherwise than Megatron's."""
+    for name in ("use_parallel_residual", "parallel_attn"):
+        if config.get(name):
+            yield f"{name} (attention and MLP side by side)"
+    if config.get("scale_attn_weights") is False:
+        yield "scale_attn_weights false"
+    for name in sorted(_SCALINGS & config.keys()):
+        value = config[name]
+        is_neutral = (value is not True and value in (None, False, 1, 0, [])) or (
+            name == "no_rope_layers" and isinstance(value, list) and all(value)
+        )
+        if not is_neutral:
+            yield f"{name} {value!r:.60}"
+
+
+def _rotary(config: Config, shaped: Mapping[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    if shaped.get("position_embedding_type") != "rope":
+        return
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict) or any(isinstance(part, dict) for part in scaling.values()):
+        yield f"rope_parameters {scaling!r:.80}"
+        return
+    whole = {**config, **{name: value for name, value in scaling.items() if value is not None}}
+    base, part = _first(whole, _BASES), _first(whole, _PARTS)
+    found["rotary_base"] = int(base) if base == int(base or 0) else base if base else 10000
+    found["rotary_percent"] = 1.0 if part is None else float(part)
+    found["rotary_interleaved"] = False
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "linear":
+        factor = float(scaling["factor"])
+        found["rotary_seq_len_interpolation_factor"] = int(factor)
+        if factor != int(factor):
+            yield f"rope scaling by {factor}, no whole number"
+    elif kind == "llama3":
+        found |= {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+        for name, value in _LLAMA_3.items():
+            if scaling.get(name, value) != value:
+                yield f"{name} {scaling[name]} (Megatron has {value})"
+    elif kind != "default":
+        yield f"rope scaling of the type {kind!r}"
+
+
+def _activation(config: Config, shaped: Mapping[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    name = _first(config, _ACTIVATIONS)
+    is_gated = bool(shaped.get("swiglu"))
+    if name is None:
+        return
+    if is_gated and name in ("silu", "swish"):
+        found["swiglu"] = True
+    elif is_gated and name == "quick_gelu":
+        found |= {"swiglu": False, "quick_geglu": True}
+    elif not is_gated and name == "relu2":
+        found["squared_relu"] = True
+    elif not is_gated and name == "gelu":
+        # The fused one is that by tanh.
+        found["bias_gelu_fusion"] = False
+    elif not is_gated and name in _TANH and shaped.get("add_bias_linear"):
+        found["bias_gelu_fusion"] = True
+    else:
+        yield f"the activation {name!r}{' of a gated MLP' * is_gated}"
+
+
+def _window(config: Config) -> Iterator[str]:
+    window = config.get("sliding_window")
+    is_used = window is not None and config.get("use_sliding_window") is not False
+    longest = _first(config, _POSITIONS)
+    if is_used and (longest is None or window < longest):
+        yield f"sliding_window {window}"
+    layers = set(config.get("layer_types") or ()) - {"full_attention"}
+    if layers - ({"sliding_attention"} if not is_used or window is None else set()):
+        yield f"layer_types {sorted(map(str, layers))}"
+
+
+def _notes(config: Config, found: Mapping[str, Any], shaped: Mapping[str, Any]) -> Iterator[str]:
+    flags = [_flag(name, found[name]) for name in FLAGS
+             if name in found and not _is_equal(found[name], FLAGS[name])]  # fmt: skip
+    flags += ["--qk-layernorm"] * bool(shaped.get("qk_layernorm"))
+    if flags:
+        yield (
+            f"by config.json load with {' '.join(flags)}: Megatron's --use-checkpoint-args does "
+            "not take these"
+        )
+    known = {
+        *_BY_SHAPE, *_NO_FUNCTION, *_SCALINGS, *_NORMS, *_ACTIVATIONS, *_BASES, *_PARTS,
+        *_POSITIONS, *_ATTENTION_DROPOUTS, *_DROPOUTS, "rope_parameters", "rope_scaling",
+        "sliding_window", "layer_types", "use_parallel_residual", "parallel_attn",
+    }  # fmt: skip
+    unknown = [f"{name} {config[name]!r:.40}" for name in sorted(config.keys() - known)]
+    if unknown:
+        yield f"config.json says what is not known here, look whether it matters: {unknown}"
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if value is False:
+        return f"--no-{flag[2:]}"
+    return flag if value is True else f"{flag} {value}"

@@ -1,0 +1,220 @@
+"""Equal tensors are not an equal model: what ``config.json`` says of one is read, and a model that
+lacks something by it, or that Megatron does not compute, is refused."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scalai.converters.between.model_config import config_arguments, contradictions
+from scalai.converters.layouts import open_checkpoint
+from scalai.core.errors import RefusedError
+from scalai.launch import cli
+
+ROPE = {"position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False}
+NEOX = {"position_embedding_type": "rope", "swiglu": False, "add_bias_linear": True}
+GPT = {**NEOX, "position_embedding_type": "learned_absolute"}
+LLAMA = {"model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 4096}
+
+
+def scaled(**rope: Any) -> dict[str, Any]:
+    return {**LLAMA, "rope_parameters": {"rope_theta": 500000.0, **rope}}
+
+
+def arguments(config: Mapping[str, Any], shaped: Mapping[str, Any]) -> dict[str, Any]:
+    return config_arguments(config, shaped, Path("hf"))[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "shaped", "expected"),
+    [
+        (LLAMA, ROPE, {"rotary_base": 10000, "rotary_percent": 1.0, "swiglu": True}),
+        ({**LLAMA, "rms_norm_eps": 1e-6}, ROPE, {"norm_epsilon": 1e-6}),
+        ({**LLAMA, "rope_theta": 1e6}, ROPE, {"rotary_base": 1000000}),
+        (scaled(rope_type="default"), ROPE, {"rotary_base": 500000}),
+        (scaled(rope_type="linear", factor=2.0), ROPE, {"rotary_seq_len_interpolation_factor": 2}),
+        (scaled(rope_type="llama3", factor=32.0), ROPE,
+         {"use_rope_scaling": True, "rope_scaling_factor": 32.0}),
+        ({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}, ROPE, {}),
+        ({**LLAMA, "sliding_window": 4096}, ROPE, {"max_position_embeddings": 4096}),
+        ({"model_type": "gpt_neox", "use_parallel_residual": False, "layer_norm_eps": 1e-5,
+          "rotary_emb_base": 100}, NEOX,
+         {"rotary_percent": 0.25, "rotary_base": 100, "bias_gelu_fusion": False}),
+        ({"model_type": "gpt2"}, GPT, {"bias_gelu_fusion": True}),
+        ({"model_type": "gpt2", "activation_function": "gelu", "attn_pdrop": 0.2}, GPT,
+         {"bias_gelu_fusion": False, "attention_dropout": 0.2}),
+    ],
+)  # fmt: skip
+def test_what_megatron_computes_goes_to_its_arguments(
+    config: Mapping[str, Any], shaped: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    found = arguments(config, shaped)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "shaped", "words"),
+    [
+        ({"model_type": "gpt_neox"}, NEOX, "use_parallel_residual"),
+        ({"use_parallel_residual": True}, NEOX, "use_parallel_residual"),
+        (scaled(rope_type="yarn", factor=2.0), ROPE, "yarn"),
+        (scaled(rope_type="llama3", factor=8.0, low_freq_factor=2.0), ROPE, "low_freq_factor 2.0"),
+        (scaled(rope_type="linear", factor=2.5), ROPE, "2.5, no whole number"),
+        ({**LLAMA, "rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, ROPE,
+         "rope_parameters"),
+        ({**LLAMA, "sliding_window": 1024}, ROPE, "sliding_window 1024"),
+        ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, ROPE, "layer_types"),
+        ({**LLAMA, "hidden_act": "gelu_pytorch_tanh"}, ROPE, "gelu_pytorch_tanh.*gated"),
+        ({"hidden_act": "relu"}, NEOX, "'relu'"),
+        ({**LLAMA, "logits_scaling": 8.0}, ROPE, "logits_scaling"),
+        ({**LLAMA, "no_rope_layers": [1, 0]}, ROPE, "no_rope_layers"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, GPT, "inverse_layer"),
+        ({**LLAMA, "rope_parameters": {"rope_theta": "x"}}, ROPE, "damaged"),
+    ],
+)  # fmt: skip
+def test_what_megatron_does_not_compute_is_refused(
+    config: Mapping[str, Any], shaped: Mapping[str, Any], words: str
+) -> None:
+    with pytest.raises(RefusedError, match=rf"hf/config\.json.*{words}"):
+        config_arguments(config, shaped, Path("hf"))
+
+
+def test_what_a_checkpoints_arguments_leave_out_or_nobody_knows_is_said() -> None:
+    config = {**LLAMA, "rms_norm_eps": 1e-6, "mystery": 3}
+    flags, unknown = config_arguments(config, {**ROPE, "qk_layernorm": True}, Path("hf"))[1]
+    assert "--norm-epsilon 1e-06 --qk-layernorm" in flags
+    assert "mystery 3" in unknown
+    assert not config_arguments({**LLAMA, "rms_norm_eps": 1e-5}, ROPE, Path("hf"))[1]
+
+
+def test_other_arguments_are_named() -> None:
+    said = arguments({**LLAMA, "rope_theta": 1e6}, ROPE)
+    assert not list(contradictions(said, {"rotary_base": 1000000}))
+    assert ["rotary_base is 10000" in line for line in contradictions(said, {"rotary_base": 10000})]
+
+
+# Whole conversions of a small Llama.
+def tensors(layers: int = 2) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32)
+
+    found = {"model.embed_tokens.weight": normal(16, 8), "model.norm.weight": normal(8)}
+    for number in range(layers):
+        layer = f"model.layers.{number}."
+        found |= {f"{layer}self_attn.{part}_proj.weight": normal(8, 8) for part in "qkvo"}
+        found |= {f"{layer}mlp.{part}_proj.weight": normal(12, 8) for part in ("gate", "up")}
+        found[f"{layer}mlp.down_proj.weight"] = normal(8, 12)
+        for norm in ("input", "post_attention"):
+            found[f"{layer}{norm}_layernorm.weight"] = normal(8)
+    return found
+
+
+def saved(directory: Path, content: Mapping[str, Any], **config: Any) -> Path:
+    """Write a model as Hugging Face's classes do, and beside it a file of its job."""
+    header, body = {}, b""
+    for name, array in content.items():
+        end = len(body) + array.nbytes
+        header[name] = {
+            "dtype": "F32", "shape": list(array.shape), "data_offsets": [len(body), end],
+        }  # fmt: skip
+        body += array.tobytes()
+    text = json.dumps(header).encode()
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + body)
+    whole = {
+        "model_type": "llama", "tie_word_embeddings": True, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "hidden_act": "silu",
+        "max_position_embeddings": 16, "rms_norm_eps": 1e-5, **config,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(whole))
+    job = directory.parent / "job.toml"
+    job.write_text("[megatron]\nnum_attention_heads = 2\nvocab_size = 16\n")
+    return directory
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(word) for word in words])
+    return int(ended.value.code or 0)
+
+
+def convert(source: Path, target: Path) -> int:
+    job = source.parent / "job.toml"
+    return run("reshard", source, target, "--to", "torch_dist", "--mapping", "llama",
+               "--args-from", job)  # fmt: skip
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def test_a_head_that_is_said_to_be_tied_and_differs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tensors()
+    source = saved(tmp_path / "hf", {**model, HEAD: model[EMBEDDING] + 1})
+    assert convert(source, tmp_path / "out") == 3
+    assert "says tie_word_embeddings, and lm_head.weight is not" in capsys.readouterr().err
+    # Also by a verifier to whom a target shows nothing of it.
+    assert convert(saved(tmp_path / "tied", model), tmp_path / "mg") == 0
+    assert run("verify", source, tmp_path / "mg", "--mapping", "llama") == 3
+    kept = saved(tmp_path / "untied", {**model, HEAD: model[EMBEDDING] + 1},
+                 tie_word_embeddings=False)  # fmt: skip
+    assert convert(kept, tmp_path / "both") == 0
+    assert run("verify", kept, tmp_path / "both", "--mapping", "llama") == 0
+
+
+def test_a_copy_of_the_embedding_is_left_out(tmp_path: Path) -> None:
+    model = tensors()
+    source = saved(tmp_path / "hf", {**model, HEAD: model[EMBEDDING]})
+    assert convert(source, tmp_path / "out") == 0
+    assert run("verify", source, tmp_path / "out", "--mapping", "llama") == 0
+
+
+@pytest.mark.parametrize(
+    ("missing", "config", "words"),
+    [
+        ("model.layers.1.mlp.down_proj", {}, "no model.layers.1.mlp.down_proj.weight"),
+        ("model.layers.0.input", {}, "no model.layers.0.input_layernorm.weight"),
+        ("model.layers.1.", {}, r"has 1 layers, and config.json says 2 (missing: [1])"),
+        (
+            "nothing",
+            {"tie_word_embeddings": False},
+            "lm_head.weight is not tied, and there is none",
+        ),
+    ],
+)
+def test_a_model_that_lacks_something_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    missing: str,
+    config: Mapping[str, Any],
+    words: str,
+) -> None:
+    model = {name: of for name, of in tensors().items() if not name.startswith(missing)}
+    source = saved(tmp_path / "hf", model, **config)
+    assert convert(source, tmp_path / "out") == 3
+    assert words in capsys.readouterr().err
+    if missing != "nothing":
+        assert run("verify", source) == 0
+        assert "warning: " in capsys.readouterr().out
+
+
+def test_arguments_of_another_model_are_refused_and_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tensors()
+    assert convert(saved(tmp_path / "a", model, rope_theta=500.0), tmp_path / "mg") == 0
+    written = open_checkpoint(tmp_path / "mg").values.arguments
+    assert written is not None and written["rotary_base"] == 500
+    assert run("verify", tmp_path / "a", tmp_path / "mg", "--mapping", "llama") == 0
+    other = saved(tmp_path / "b", model)
+    capsys.readouterr()
+    assert run("verify", other, tmp_path / "mg", "--mapping", "llama") == 4
+    assert "rotary_base is 500 by Megatron's arguments" in capsys.readouterr().out
+    assert run("reshard", other, tmp_path / "no", "--to", "torch_dist", "--mapping", "llama",
+               "--args-from", tmp_path / "mg") == 3  # fmt: skip
