@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from scalai.converters.megatron.rules import UNEVEN_STAGES
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
 from scalai.store.values import number_of
@@ -25,6 +26,9 @@ DEGREE_ARGUMENTS = {
     "dp": "data_parallel_size",
 }
 """Axes and the arguments of Megatron that are their sizes."""
+
+_OF_STAGES = frozenset(UNEVEN_STAGES) - {"hybrid_layer_pattern"}
+"""Arguments that say how many layers some stages have."""
 
 _MOMENTA = {"betas", "momentum", "momentum_beta"}
 
@@ -49,8 +53,12 @@ def counters_of(arguments: Mapping[str, Any]) -> dict[str, int]:
 
 
 def with_degrees(arguments: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
-    """Return Megatron's arguments at other degrees; those that are not among them stay out."""
+    """Return Megatron's arguments at other degrees; those that are not among them stay out, and
+    those of uneven stages hold for as many stages alone."""
     changed = dict(arguments)
+    pp = DEGREE_ARGUMENTS["pp"]
+    if degrees.get("pp", changed.get(pp)) != changed.get(pp):
+        changed |= dict.fromkeys(_OF_STAGES & changed.keys())
     for axis, name in DEGREE_ARGUMENTS.items():
         if axis in degrees and name in changed:
             is_off = axis == "vpp" and degrees[axis] == 1

@@ -1,5 +1,8 @@
 """What is written for Hugging Face is loaded by its own classes, and computes what it did."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,3 +114,14 @@ def test_its_own_class_loads_and_computes_the_same(tmp_path: Path, names: str, j
         expected, found = float(ours(tokens, labels)), theirs(tokens).logits
     loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), labels.flatten())
     np.testing.assert_allclose(float(loss), expected, rtol=1e-5)
+
+
+@pytest.mark.campaign
+def test_megatron_computes_by_the_written_arguments_what_the_class_does(tmp_path: Path) -> None:
+    """With other norms' epsilons, bases, scaled and partial rotary positions, and GELU by tanh."""
+    run = subprocess.run(
+        [sys.executable, "-m", "support.configured_logits", str(tmp_path)],
+        check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    apart = json.loads(run.stdout.splitlines()[-1])
+    assert len(apart) == 4 and max(apart.values()) < 1e-5, apart

@@ -14,6 +14,7 @@ from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.limits import limits_of
+from scalai.converters.megatron.values import with_degrees
 from scalai.converters.opening import short_layer
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
@@ -211,3 +212,9 @@ def test_a_trainers_step_and_its_optimizer_are_said(tmp_path: Path) -> None:
     (tmp_path / "optimizer.bin").write_bytes(b"")
     source = open_checkpoint(tmp_path)
     assert source.values.step == 4 and "optimizer.bin of Accelerate" in source.notes[0]
+
+
+def test_arguments_of_uneven_stages_hold_for_as_many_stages_alone() -> None:
+    stated = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 3}
+    assert with_degrees(stated, {"tp": 2}) == stated
+    assert with_degrees(stated, {"pp": 1})["decoder_first_pipeline_num_layers"] is None
