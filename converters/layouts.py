@@ -102,7 +102,7 @@ def _lost_tag(path: Path) -> str | None:
 
 def _no_index(path: Path) -> str | None:
     files = sorted(entry.name for entry in path.glob("*.safetensors"))
-    if not files:
+    if not files or SINGLE in files:
         return None
     return (
         f"it has {', '.join(files[:3])} and neither {INDEX}, which says what is where, nor one "

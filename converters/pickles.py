@@ -66,6 +66,8 @@ _UNKNOWN = (
     "what this does, pass --trust-pickle."
 )
 
+_NUMBERS = "of numpy numbers, truth values and texts are read. Save it as a list, or as a tensor."
+
 Classes = Mapping[tuple[str, str], Any]
 """What stands in for the class of a module and a name."""
 
@@ -125,7 +127,7 @@ class Foreign(metaclass=Sealed):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         if not self.is_callable:
-            raise _Forbidden(f"calls {'.'.join(self.path)}")
+            raise _Forbidden(f"calls {'.'.join(self.path)}, {_UNKNOWN}")
         self.is_called = True
 
     def __setstate__(self, state: Any) -> None:
@@ -200,20 +202,23 @@ class _Dtype(Foreign):
     def __init__(self, name: Any = None, *flags: Any) -> None:
         super().__init__()
         if not isinstance(name, str) or not _SIMPLE.fullmatch(name):
-            raise _Forbidden(f"holds numpy's dtype {name!r:.80}")
+            raise _Forbidden(f"holds numpy's dtype {name!r:.80}: {_NUMBERS}")
         if len(flags) > 2 or any(flag not in (0, 1) for flag in flags):
             raise pickle.UnpicklingError(f"a numpy.dtype {name} with {flags!r:.80}")
 
     def __setstate__(self, state: Any) -> None:
         if state != self.numpy.__reduce__()[2]:
-            raise _Forbidden(f"holds numpy's dtype {self.args[:1]} with the state {state!r:.80}")
+            raise _Forbidden(
+                f"holds numpy's dtype {self.args[:1]} with the state {state!r:.80}: {_NUMBERS}"
+            )
         super().__setstate__(state)
 
     @property
     def numpy(self) -> np.dtype[Any]:
         if not self.is_called:
             raise pickle.UnpicklingError("a numpy.dtype of nothing")
-        return np.dtype(self.args[0])
+        known: np.dtype[Any] = np.dtype(self.args[0])
+        return known
 
 
 def _elements(dtype: Any, data: Any) -> npt.NDArray[Any]:
@@ -307,7 +312,7 @@ def loads(
     except ScalaiError:
         raise
     except _Forbidden as error:
-        raise RefusedError(f"{where} {error}, {_UNKNOWN}") from error
+        raise RefusedError(f"{where} {error}") from error
     except MemoryError as error:
         raise RefusedError(short_text(where, error)) from error
     except _DAMAGE as error:
@@ -402,16 +407,14 @@ def _datetime(*args: Any) -> datetime.datetime:
     return datetime.datetime(*args).replace()
 
 
-_CALLS: Mapping[tuple[str, str], Call] = {
-    (module, name): Call(module, name, function)
-    for module, name, function in (
-        ("collections", "deque", _deque),
-        ("_codecs", "encode", _encode),
-        ("datetime", "date", _date),
-        ("datetime", "datetime", _datetime),
-        *((module, "scalar", _scalar) for module in _NUMPY_MODULES),
-    )
+_FUNCTIONS_BY_NAME: Mapping[tuple[str, str], Callable[..., Any]] = {
+    ("collections", "deque"): _deque,
+    ("_codecs", "encode"): _encode,
+    ("datetime", "date"): _date,
+    ("datetime", "datetime"): _datetime,
+    **{(module, "scalar"): _scalar for module in _NUMPY_MODULES},
 }
+_CALLS = {path: Call(*path, function) for path, function in _FUNCTIONS_BY_NAME.items()}
 
 
 # The C pickler checks that a name leads to the object; stand-ins lead elsewhere.

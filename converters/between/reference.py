@@ -75,8 +75,10 @@ class Reference:
             entries = self.given.get("deepspeed", {}).get("group")
             return None if entries is None else lambda names: members(entries, names, self.where)
         job = self.checkpoint.values.extra.get(STATE)
-        is_known = isinstance(job, DeepSpeedJob) and not self.checkpoint.guessed
-        return (lambda names: job.groups) if is_known else None
+        if not isinstance(job, DeepSpeedJob) or self.checkpoint.guessed:
+            return None
+        groups = job.groups
+        return lambda names: groups
 
     @property
     def heads(self) -> Heads:

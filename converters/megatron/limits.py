@@ -70,9 +70,10 @@ def check_model(directory: Path, values: Values, tensors: Iterable[Tensor]) -> N
         expected = _number(stated) or len(found)
         missing = next((at for at, n in enumerate(sorted(found)) if n != at), len(found))
         if found and (len(found) != expected or missing != expected):
+            lacking = f"; the first that is missing is {missing}" if missing < expected else ""
             raise RefusedError(
                 f"{directory} has {len(found)} {what} by its tensors, and {expected} by its "
-                f"arguments; the first that is missing is {missing}. Use another checkpoint."
+                f"arguments{lacking}. Use another checkpoint."
             )
 
 

@@ -211,7 +211,7 @@ class PlainReader:
             self.pieces,
             self.duplicates,
             [*files, *self.model.expert_files(), *self.steps.values()],
-            guessed,
+            guessed=guessed,
         )
 
     def _trees(self) -> list[_Tree]:

@@ -48,8 +48,8 @@ class RankState:
     pieces: Sequence[Piece]
     duplicates: Sequence[Piece]
     files: Sequence[CheckpointFile]
-    guessed: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    guessed: frozenset[str] = frozenset()
 
 
 ReadModel = Callable[[TagFiles, Mapping[str, StoredTensor] | None, Any], ModelStates]

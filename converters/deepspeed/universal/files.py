@@ -23,5 +23,6 @@ def find_universal(path: Path, step: int | None) -> Path | None:
     if step is None and (path / GLOBAL_STATE).is_file():
         return path
     tag = read_pointer(path / LATEST) if step is None else f"global_step{step}{SUFFIX}"
-    is_found = bool(tag) and "/" not in tag and (path / tag / GLOBAL_STATE).is_file()
-    return path / tag if is_found else None
+    if not tag or "/" in tag or not (path / tag / GLOBAL_STATE).is_file():
+        return None
+    return path / tag
