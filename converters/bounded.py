@@ -37,11 +37,15 @@ def bounded_memory(size_bytes: int) -> Iterator[None]:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; a pipe or a device, which may never end, raises ``OSError``."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return open(path, "rb", opener=_regular)
+
+
+def _regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
 
 
 def read_pointer(path: Path) -> str | None:
