@@ -39,6 +39,8 @@ class Clock:
             (None: all of the pass), and the number of passes.
         until: Samples at which the pass begun last ends, because it was taken up within and all
             before it were broken off there; None: at its end.
+        looked_at: Micro-batches that were drawn of a pass that the engine has only evaluated yet;
+            None: it has not.
         jumped: The pass, and the samples of it, that the script has left out by beginning a later
             one; None: it has left out nothing.
     """
@@ -54,6 +56,7 @@ class Clock:
     has_begun: bool = False
     ends: list[tuple[int | None, int]] = field(default_factory=list)
     until: int | None = None
+    looked_at: list[Number] | None = None
     jumped: tuple[Number, int] | None = None
     _is_taken_up: bool = False
     _newest: Number | None = None
@@ -71,7 +74,7 @@ class Clock:
     def begin(self, epoch: int) -> tuple[Number, int | None]:
         """Begin the next pass, and return what ``next_pass`` does."""
         number, consumed = self.next_pass(epoch)
-        self.has_begun = True
+        self.has_begun, self.looked_at = True, None
         self._note_end()
         self.jumped = (self.current, self.consumed) if self._leaves_out(number) else None
         usual = self._usual_end
@@ -82,6 +85,20 @@ class Clock:
                 self.glanced.append(self._newest)
         self._newest = number
         return number, consumed
+
+    def draw(self, number: Number) -> None:
+        """Count a micro-batch that was drawn of a pass."""
+        (self.drawn if self.looked_at is None else self.looked_at).append(number)
+
+    def use(self, *, is_trained: bool) -> None:
+        """Say how the engine has used what was drawn last. A sampler that nothing was trained on
+        yet may be that of an evaluation, whose samples are not those of a step."""
+        if is_trained and self.looked_at is not None and self._newest != self.over:
+            self.drawn.extend(self.looked_at)
+            self.looked_at = None
+        elif not is_trained and self.looked_at is None and not self.has_stepped:
+            self.looked_at = list(self.drawn)
+            self.drawn.clear()
 
     def _note_end(self) -> None:
         """Note where the pass begun last has ended, if it was trained on."""

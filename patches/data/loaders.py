@@ -80,6 +80,8 @@ class Feed:
             "Use training_data= of deepspeed.initialize, or a DataLoader over a map-style data set "
             "with a DistributedSampler and the micro-batch of DeepSpeed's configuration"
         )
+        self._latest: Clock | None = None
+        """The clock from which was drawn last."""
         self._declined: dict[str, None] = {}
 
     def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
@@ -136,6 +138,12 @@ class Feed:
             '"deepspeed": {"data_order": "own"} in the elastic configuration, and have the script '
             "place its data by scalai.elastic().consumed_samples."
         )
+
+    def use(self, *, is_trained: bool) -> None:
+        """Say how the engine has used the newest micro-batch: in a step, or in an evaluation, as
+        by a script that turns gradients off behind the draw, and does not say ``eval()``."""
+        if self._latest is not None:
+            self._latest.use(is_trained=is_trained)
 
     def length(self, samples: int, *, drop_last: bool) -> int:
         """Return the micro-batches of a pass over so many samples, until the round draws its first
@@ -223,8 +231,8 @@ class Feed:
             clock.over = source.number or clock.over
             raise
         if self.is_counting and source.number is not None and self.is_training(clock):
-            self.has_drawn = True
-            clock.drawn.append(source.number)
+            self.has_drawn, self._latest = True, clock
+            clock.draw(source.number)
         return drawn
 
 

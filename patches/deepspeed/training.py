@@ -365,19 +365,26 @@ class EngineHooks:
         if not is_pipeline:
             self._accumulation.install(engine)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
-            setattr(engine, name, self._after_a_step(getattr(engine, name)))
+            method = self._after_a_step(getattr(engine, name), is_pipeline=is_pipeline)
+            setattr(engine, name, method)
         name = "train_batch" if is_pipeline else "step"
         setattr(engine, name, self._counting_steps(getattr(engine, name)))
         if is_pipeline and session.settings.get("data_order") != "own":
             self.replay.install(engine)
 
-    def _after_a_step(self, method: Call) -> Call:
+    def _after_a_step(self, method: Call, *, is_pipeline: bool) -> Call:
         """Where the next step begins, the script has logged, evaluated and saved the one before:
-        what it does in a step is done once, before a change or after it."""
+        what it does in a step is done once, before a change or after it.
+
+        A pipeline's ``train_batch`` is a step: ``eval_batch`` leaves the model in ``eval()``.
+        """
 
         @functools.wraps(method)
         def begin(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_evaluating() and torch.is_grad_enabled():
+            is_step = is_pipeline or (not self._is_evaluating() and torch.is_grad_enabled())
+            if not is_pipeline:
+                self.feed.use(is_trained=is_step)
+            if is_step:
                 if self.is_due:
                     self.end_step()
                 self.auxiliary.record.uses_modes |= self.engine.module.training

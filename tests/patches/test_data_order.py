@@ -519,3 +519,24 @@ def test_a_script_that_begins_behind_the_pass_under_way_is_refused() -> None:
         feed.clocks.put(saved)
         assert len(train(feed, loader, 2, epochs=1)) == 0
         assert len(train(feed, loader, 2, epochs=2)) == 2
+
+
+def test_what_the_engine_only_evaluates_is_drawn_by_no_step() -> None:
+    """By a script that turns gradients off within its loop, and does not say eval()."""
+    with hooked(1) as feed:
+        loader, other = loader_of(24, 1, 0), loader_of(24, 1, 0)
+        batches, steps = iter(loader), 0
+        for _ in range(8):
+            next(batches)
+            if steps == 0:
+                feed.use(is_trained=False)  # it evaluates something else before its first step
+            feed.use(is_trained=True)
+            if len(feed.clocks._clocks[0].drawn) == 4:
+                feed.step()
+                steps += 1
+                for _ in other:
+                    feed.use(is_trained=False)
+        assert steps == 2
+        assert [(line["pass"], line["consumed"]) for line in feed.clocks.take()] == [
+            ([0, 0], 24), ([0, 1], 0)
+        ]  # fmt: skip
