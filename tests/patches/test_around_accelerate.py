@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from support import training
 from support.training.rounds import log, notes, play
 from support.training.worker_pool import WorkerPool
 
@@ -148,6 +149,23 @@ def test_a_state_that_is_saved_under_a_name_twice_is_told_of(
     (logged,) = [text for text in log(made) if text.startswith("event=saved_again ")]
     assert "step_3" in logged and "at step 10" in logged and "engine.global_steps" in logged
     assert not [text for text in log(made[:1]) if "saved_again" in text]
+
+
+@pytest.mark.campaign
+def test_a_callback_of_trainers_that_counts_for_itself_is_told_of(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Before a change with the line that makes it, and behind one that it began anew."""
+    made = play(
+        rounds_pool, tmp_path / "job", "calls_back", [(1, 5), (1, None)],
+        steps=12, output=str(tmp_path), config=CONFIG,
+    )  # fmt: skip
+    assert [ranks[0].ending for ranks in made] == ["left", "finished"]
+    text = Path(training.__file__).with_name("round_scripts.py").read_text().splitlines()
+    (line,) = (n for n, one in enumerate(text, 1) if one.endswith("# line: counting"))
+    for part, event in zip(made, ("own_state", "began_anew"), strict=True):
+        (logged,) = [text for text in log([part]) if text.startswith(f"event={event} ")]
+        assert f"self.n (round_scripts.py:{line})" in logged and "state.global_step" in logged
 
 
 @pytest.mark.campaign

@@ -524,6 +524,41 @@ def saves_states(epochs: int, output: str, names: str, config: dict[str, Any]) -
             accelerator.save_state(f"{output}/epoch_{epoch}")
 
 
+class Scored(torch.nn.Module):
+    """A model that makes its own loss, as Trainer wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build_model()
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.inner(rows)
+        return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def calls_back(steps: int, output: str, config: dict[str, Any]) -> None:
+    """A script on Trainer with a callback that counts for itself."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Counting(TrainerCallback):
+        def __init__(self) -> None:
+            self.n = 0  # line: counting
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.n += 1
+            note(n=self.n)
+
+    arguments = TrainingArguments(
+        output_dir=output, per_device_train_batch_size=2, max_steps=steps, use_cpu=True,
+        deepspeed=config, save_strategy="no", report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    rows = Rows()
+    data: Any = [
+        {"rows": row, "labels": kind} for row, kind in zip(rows.rows, rows.classes, strict=True)
+    ]
+    Trainer(Scored(), arguments, train_dataset=data, callbacks=[Counting()]).train()
+
+
 def has_no_engine(config: dict[str, Any]) -> None:
     """A loop on Accelerate as with --cpu, which turns DeepSpeed off."""
     from accelerate import Accelerator
