@@ -254,10 +254,14 @@ class Succession:
                 raise OverError("it has ended, and has left no card: the job is over.")
             if holder.term <= term:
                 _end_silent(folder, holder.pid, place)
-            with suppress(UnprovenError):  # a stranger has its port
+            try:
                 card = read_card(folder)
-                if card is not None:
-                    return Place(*card, is_here=is_here(card[0][0]))
+            except PeerError as error:
+                if not isinstance(error, UnprovenError) and _runs(holder.pid):
+                    raise
+                card = None  # a stranger has its port
+            if card is not None:
+                return Place(*card, is_here=is_here(card[0][0]))
             log.warning("event=succession term=%d: the coordinator has died", holder.term + 1)
             endpoint, token = self._spec.options.coordinator, place.token.decode()
             if endpoint is not None and _is_taken(split_endpoint(endpoint), place.token):
@@ -297,14 +301,22 @@ def _answers(address: tuple[str, int], token: bytes) -> bool:
 
 
 def _is_taken(address: tuple[str, int], token: bytes) -> bool:
-    """Whether a stranger listens there."""
+    """Whether a stranger listens there, whatever he says or does not say."""
     try:
         Channel(address, token).close()
-    except UnprovenError:
-        return True
+    except AbsentError:
+        return False
     except PeerError:
-        pass
+        return True
     return False
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process, which has not ended."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
 
 
 def _is_absent(place: Place) -> bool:

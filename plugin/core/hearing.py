@@ -106,7 +106,9 @@ def _act(job: Job, *, has_healed: bool) -> Result:
         return job, (*lines, *actions)
     standby = job.standby
     if job.phase is Phase.BUILDING and standby and not all_hear(standby.assignment.active, unheard):
-        job, lines = strike(job, standby.assignment.members - active(job))
+        members = standby.assignment.members
+        struck = {name for pair in unheard if pair <= members for name in pair}
+        job, lines = strike(job, struck - active(job))
         job, actions = consider(job)
         return job, (*lines, *actions)
     return changed(job, job.now) if has_healed and job.phase in RESIZABLE else (job, none)

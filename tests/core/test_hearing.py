@@ -1,5 +1,7 @@
 """The rules of membership: hosts that hear the coordinator, and not each other."""
 
+from dataclasses import replace
+
 import pytest
 
 from scalai.core import actions, events
@@ -118,6 +120,21 @@ def test_such_a_host_costs_no_restart_where_nothing_is_built_beside_the_training
     simulation.pass_time(900.0, 10.0)
     assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b", "c"}
     assert simulation.job.failures_left == 0 and not simulation.job.failed
+
+
+def test_a_link_that_comes_and_goes_holds_the_others_up_less_and_less() -> None:
+    simulation = three_hosts(failures_left=1)
+    for _ in range(4):
+        cut(simulation, "b", "c")
+        simulation.feed(events.WorkersFailed("b", simulation.job.round, "reset", is_chance=True))
+        simulation.job = replace(simulation.job, failures_left=1)
+        simulation.pass_time(200.0, 10.0)
+        simulation.join_links()
+        simulation.pass_time(120.0, 10.0)
+    assert said(simulation, "host c was lost or failed to join 3 times")
+    assert said(simulation, "the others go on without it for 120 s")
+    simulation.pass_time(3600.0, 10.0)
+    assert active(simulation.job) == {"a", "b", "c"}
 
 
 def test_a_first_start_goes_on_without_who_is_not_heard() -> None:

@@ -1,6 +1,7 @@
 """How an agent finds the coordinator that takes the place of one that is gone."""
 
 import json
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from scalai.launch.coordinator.process import serve
 from scalai.launch.coordinator.succession import OverError, Succession
 from scalai.runtime.calls import Server
 from support.ports import free_port
-from support.stranger import Stranger, other_release
+from support.stranger import HTTP, Stranger, other_release
 
 TOKEN = b"a token of the job"
 
@@ -52,13 +53,17 @@ def test_who_has_taken_over_on_this_machine_is_followed(tmp_path: Path) -> None:
         server.close()
 
 
+@pytest.mark.parametrize("answer", [other_release(), HTTP, b""], ids=["v9", "http", "silent"])
 def test_a_stranger_on_the_port_of_a_dead_coordinator_holds_up_nobody_of_this_machine(
-    tmp_path: Path,
+    tmp_path: Path, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it says before it has proven to know the token."""
-    with Stranger(other_release()) as stranger:
+    """Whatever it says, or does not say, before it has proven to know the token."""
+    with Stranger(answer) as stranger, subprocess.Popen(["true"]) as dead:
+        dead.wait(30)
         spec = spec_of(tmp_path, "--coordinator", join_endpoint(*stranger.address))
+        monkeypatch.setattr("scalai.launch.config.endpoint.os.getpid", lambda: dead.pid)
         write_card(job_directory(spec), stranger.address, TOKEN, 1)
+        monkeypatch.undo()
         gone = Place(stranger.address, TOKEN, is_here=True)
         place = Succession(spec, "127.0.0.1").find(gone, 1, threading.Event())
         assert place.started is not None and place.address[1] != stranger.address[1]

@@ -16,7 +16,8 @@ HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 
 
 class Stranger:
-    """Answers whatever it is sent with the same bytes, and closes the connection."""
+    """Answers whatever it is sent with the same bytes, and closes the connection once the other
+    side has."""
 
     def __init__(self, answer: bytes, port: int = 0) -> None:
         self._answer, self._listener = answer, socket.create_server(("127.0.0.1", port))
