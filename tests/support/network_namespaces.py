@@ -76,13 +76,13 @@ class NetworkHosts:
         for name, device in self.devices.items():
             _ip("link", "add", device, "netns", self.space(name), "type", "veth",
                 "peer", "name", name, "netns", self.space(SWITCH))  # fmt: skip
-            _ip("-n", self.space(SWITCH), "link", "set", name, "up", "master", SWITCH)
+            _ip("-n", self.space(SWITCH), "link", "set", "dev", name, "up", "master", SWITCH)
 
     def cut_off(self, name: str, *, is_cut: bool = True) -> None:
         """Have a switch swallow all that a host sends and is sent, or no longer. Its own end stays
         up."""
         master = ("nomaster",) if is_cut else ("master", SWITCH)
-        _ip("-n", self.space(SWITCH), "link", "set", name, *master)
+        _ip("-n", self.space(SWITCH), "link", "set", "dev", name, *master)
 
     def on(self, name: str, command: Sequence[str]) -> list[str]:
         """Return a command that runs on a host; the process that it starts is the command's own."""
