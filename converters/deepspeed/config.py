@@ -30,6 +30,72 @@ SEQUENCE_PARALLEL = "sequence_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
+class Sum:
+    """A key by which what a step computes follows from ranks, micro-batches, or steps that nobody
+    carries; ``value`` is the one that does it, empty: ``enabled`` below it, or any that is set."""
+
+    key: str
+    why: str
+    source: str
+    value: str = ""
+
+    @property
+    def named(self) -> str:
+        """The key, with the value where that does it."""
+        return f"{self.key} = {self.value}" if self.value else self.key
+
+    def is_in(self, config: Mapping[str, Any]) -> bool:
+        """Whether a configuration asks for it."""
+        found: Any = config
+        for name in self.key.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if self.value:
+            return str(found).lower() == self.value
+        return any(_enabled(found)) if isinstance(found, Mapping) else bool(found)
+
+
+def _enabled(section: Mapping[str, Any]) -> Iterator[bool]:
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _enabled(value)
+        elif name == "enabled":
+            yield bool(value)
+
+
+SUMS = (
+    Sum(
+        "gradient_allreduce_op",
+        "gradients are summed over data-parallel ranks, not averaged, and grow with their number",
+        "runtime/engine.py:DeepSpeedEngine.allreduce_bucket", "sum",
+    ),
+    Sum(
+        "data_efficiency.data_sampling.curriculum_learning",
+        "how far its sampler is is not carried", "runtime/data_pipeline/data_sampling",
+    ),
+    Sum(
+        "data_efficiency.data_routing.random_ltd",
+        "the schedule of dropped tokens is not carried", "runtime/data_pipeline/data_routing",
+    ),
+    Sum(
+        "eigenvalue",
+        "eigenvalues are of one rank's micro-batches", "runtime/eigenvalue.py, up to 0.18",
+    ),
+    Sum(
+        "compression_training",
+        "its schedule counts the steps of a round, and activations are scaled by one rank's tokens",
+        "compression/scheduler.py, up to 0.18",
+    ),
+    Sum(
+        "progressive_layer_drop",
+        "the first step behind a change would keep all layers",
+        "runtime/progressive_layer_drop.py, up to 0.18",
+    ),
+)  # fmt: skip
+"""Read for sums over the tokens of a rank, of a micro-batch or of a group, 0.16 to 0.19.8;
+docs/deepspeed.md has the same rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class FoundConfig:
     """A DeepSpeed configuration that a command line names, and what errors call it."""
 
@@ -108,7 +174,8 @@ def autotp_size(config: Mapping[str, Any]) -> int:
 
 
 def refuse_fixed(config: Mapping[str, Any]) -> None:
-    """Check that a configuration asks for nothing that keeps a job from changing its ranks.
+    """Check that a configuration asks for nothing that keeps a job from changing its ranks, nor for
+    what makes another training of it there (``SUMS``).
 
     Raises:
         RefusedError: Names all of it.
@@ -120,12 +187,9 @@ def refuse_fixed(config: Mapping[str, Any]) -> None:
             f"{SEQUENCE_PARALLEL} = {size} (Ulysses): the ranks that share a sequence would change "
             "with the others. Leave it out"
         )
-    sampling = (config.get("data_efficiency") or {}).get("data_sampling") or {}
-    if (sampling.get("curriculum_learning") or {}).get("enabled"):
-        faults.append(
-            "data_efficiency.data_sampling.curriculum_learning: how far its sampler is is not "
-            "carried. Leave it out"
-        )
+    faults += [
+        f"{each.named}: {each.why}. Leave it out" for each in SUMS if each.is_in(config)
+    ]
     if faults:
         raise RefusedError(
             f"DeepSpeed's configuration cannot be elastic: {'; '.join(faults)}, or run without "

@@ -2,14 +2,21 @@
 
 import base64
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scalai.converters.deepspeed.config import StatedBatch, find_config, stated_stages
-from scalai.core.errors import UsageError
+from scalai.converters.deepspeed.config import (
+    SUMS,
+    StatedBatch,
+    find_config,
+    refuse_fixed,
+    stated_stages,
+)
+from scalai.core.errors import RefusedError, UsageError
 
 Write = Callable[..., str]
 
@@ -98,3 +105,44 @@ def test_a_scripts_own_flags_tell_the_stages() -> None:
     assert stated_stages(["--lr", "1", "--num-stages=4"]) == 4
     assert stated_stages(["--pipeline-parallel-size"]) is None
     assert stated_stages(["--lr", "2"]) is None
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
+ENABLED = {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"gradient_allreduce_op": "SUM"}, "gradient_allreduce_op = sum: .*grow with their number"),
+        ({"eigenvalue": ENABLED}, "eigenvalue"),
+        ({"progressive_layer_drop": ENABLED}, "progressive_layer_drop"),
+        (
+            {"compression_training": {"weight_quantization": {"shared_parameters": ENABLED}}},
+            "compression_training",
+        ),
+        ({"data_efficiency": {"data_routing": {"random_ltd": ENABLED}}}, "random_ltd"),
+        (
+            {"data_efficiency": {"data_sampling": {"curriculum_learning": ENABLED}}},
+            "curriculum_learning",
+        ),
+    ],
+)
+def test_what_is_summed_over_ranks_or_counted_by_nobody_is_refused_by_its_key(
+    config: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(RefusedError, match=named):
+        refuse_fixed(config)
+
+
+def test_what_is_the_same_at_any_layout_is_taken() -> None:
+    refuse_fixed({
+        "gradient_allreduce_op": "mean", "prescale_gradients": True, "gradient_clipping": 1.0,
+        "gradient_predivide_factor": 2.0, "progressive_layer_drop": {"enabled": False},
+        "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}},
+    })  # fmt: skip
+
+
+def test_the_page_shows_every_key() -> None:
+    rows = re.findall(r"^\| `(\S+(?: = \S+)?)` \| (.*) \| `(\S+/.*)` \|$", PAGE.read_text(), re.M)
+    assert rows == [(each.named, each.why, each.source) for each in SUMS]
