@@ -187,9 +187,7 @@ def refuse_fixed(config: Mapping[str, Any]) -> None:
             f"{SEQUENCE_PARALLEL} = {size} (Ulysses): the ranks that share a sequence would change "
             "with the others. Leave it out"
         )
-    faults += [
-        f"{each.named}: {each.why}. Leave it out" for each in SUMS if each.is_in(config)
-    ]
+    faults += [f"{each.named}: {each.why}. Leave it out" for each in SUMS if each.is_in(config)]
     if faults:
         raise RefusedError(
             f"DeepSpeed's configuration cannot be elastic: {'; '.join(faults)}, or run without "

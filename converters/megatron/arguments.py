@@ -33,6 +33,7 @@ _UNDERIVED: Mapping[str, str] = {
 """Flags that may depend on the degrees and that nobody can derive."""
 
 _NEEDS_TP = ("--distribute-saved-activations", "--tp-comm-overlap")
+_NEEDS_CHUNKS = ("--overlap-p2p-communication-warmup-flush",)
 _LAYERS_PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _CHUNK_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
@@ -237,6 +238,7 @@ def _limits(given: Given, initial: DegreeRequest, release: Release | None) -> Mo
         min_pp_with_vpp=3 if "--no-overlap-p2p-communication" in given else 2,
         min_tp=1 if needs_tp is None else 2,
         min_tp_reason="" if needs_tp is None else f"{needs_tp} needs tensor parallelism",
+        needs_chunks=next((f"{flag} needs them" for flag in _NEEDS_CHUNKS if flag in given), ""),
         fixed=tuple(_fixed(given, initial, release)),
     )
 

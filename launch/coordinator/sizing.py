@@ -272,6 +272,8 @@ class Sizing:
         if (layers := facts.get("pipeline_layers")) is not None:
             is_alike = self._limits.is_in_stages or facts.get("is_in_stages", False)
             self._limits = replace(self._limits, most_pp=layers, is_in_stages=is_alike)
+        if (refused := facts.get("refused_layouts")) is not None:
+            self._limits = replace(self._limits, refused=tuple(map(tuple, refused)))
         if (share := facts.get("first_share")) is not None:
             self._limits = self._limits.with_first_dp(share[1])
         if (self._limits, self._told) != before:

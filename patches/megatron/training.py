@@ -10,9 +10,11 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -196,6 +198,7 @@ class TrainingHooks:
         if not is_stated and job.eval_global_batch_size == job.global_batch_size:
             # Micro-batch times DP: a change of DP may not change what an evaluation sees.
             session.report_facts(eval_batch_size=job.eval_global_batch_size)
+        self._ask_of_layouts(release)
         session.register_state("megatron_training", self._take, self._put)
         fixed = dict(fixed_axes(vars(job), release))
         session.attach(
@@ -295,6 +298,15 @@ class TrainingHooks:
             self._ledger = Ledger(directory, self._session.run, round_number)
         return release_of(megatron.core.__version__)
 
+    def _ask_of_layouts(self, release: tuple[int, ...]) -> None:
+        """Tell once which layouts Megatron-LM's own classes refuse."""
+        from scalai.patches.megatron.other_layouts import REFUSED, refused_layouts
+
+        if not _UNCHECKED or REFUSED in self._session.facts:
+            return
+        found = refused_layouts(sys.argv[1:], *_UNCHECKED.pop(), release)
+        self._session.report_facts(**{REFUSED: found})
+
     def _keep_first_degrees(self, job: Any) -> None:
         """Tell the degrees that the job began with; random samplers keep their order."""
         here = [job.micro_batch_size, job.data_parallel_size]
@@ -386,11 +398,17 @@ def _hook_arguments(arguments: Any) -> None:
     wrapt.wrap_function_wrapper(arguments, "validate_args", _validate_args)
 
 
+_UNCHECKED: list[tuple[Any, Callable[[Any], object]]] = []
+"""The arguments of this process before Megatron-LM has checked them, and what checks them."""
+
+
 def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Before CUDA begins: Megatron refuses TP above 1 without this, and TP 1 may become more."""
     if CUDA_CONNECTIONS not in os.environ:
         log.info("event=hook %s=1, which tensor parallelism needs", CUDA_CONNECTIONS)
         os.environ[CUDA_CONNECTIONS] = "1"
+    if os.environ.get("RANK") == "0":
+        _UNCHECKED[:] = [(deepcopy(args[0]), lambda job: wrapped(job, *args[1:], **kwargs))]
     job = wrapped(*args, **kwargs)
     _check_cache(vars(job))
     if getattr(job, "async_save", False):

@@ -172,6 +172,10 @@ class ModelLimits:
     """Layers that stages are made of, where these need not be equal."""
     no_tp_in_stages: str = ""
     """Why tensor parallelism does not go with a pipeline; empty: it does."""
+    needs_chunks: str = ""
+    """Why there must be virtual stages; empty: there need not."""
+    refused: tuple[tuple[int, int, int, str], ...] = ()
+    """(TP, PP, VPP, why): what the framework's own classes refuse."""
     fixed: tuple[tuple[str, int, str], ...] = ()
     """(axis, size, why): axes that may have this one size only; 0: that of the job's first round,
     which is not known yet."""
@@ -204,6 +208,7 @@ def refusal(
     micro = micro_batch_size if micro_batch_size is not None else limits.micro_batch_size
     checks = (
         _fixed_axes,
+        _refused,
         _tensor_parallel,
         _pipeline,
         _sharded,
@@ -218,6 +223,14 @@ def _fixed_axes(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
     for axis, size, why in limits.fixed:
         if size and getattr(degrees, axis) != size:
             yield f"{axis}={getattr(degrees, axis)} must stay {size}: {why}"
+
+
+def _refused(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    if limits.needs_chunks and degrees.vpp == 1:
+        yield f"pp={degrees.pp} without virtual stages: {limits.needs_chunks}"
+    for tp, pp, vpp, why in limits.refused:
+        if (tp, pp, vpp) == (degrees.tp, degrees.pp, degrees.vpp):
+            yield f"the framework refuses {degrees}: {why}"
 
 
 def _tensor_parallel(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
