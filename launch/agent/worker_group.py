@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from scalai.converters.megatron.arguments import derived_flags
+from scalai.converters.megatron.arguments import derived_flags, is_megatron
 from scalai.core import commands
 from scalai.core.commands import Workers
 from scalai.core.degrees import Degrees
@@ -44,8 +44,11 @@ log = logging.getLogger(__name__)
 class WorkerGroup:
     """The workers of one round. Made by ``WorkerGroups.start``; ``end`` leaves nothing of them."""
 
-    def __init__(self, place: Placement, workers: WorkerSet, page: ControlPage, path: Path) -> None:
-        self.page = page
+    def __init__(
+        self, place: Placement, workers: WorkerSet, page: ControlPage, path: Path, *,
+        builds: bool = True,
+    ) -> None:  # fmt: skip
+        self.page, self._builds = page, builds
         self._place, self._workers, self._path = place, workers, path
         self._locks = WorkersLocks(extensions_root())
         self._looks_at = 0.0
@@ -97,7 +100,7 @@ class WorkerGroup:
         self._locks.look(self._workers.pids().values())
         if now >= self._looks_at:
             self._looks_at = now + LOOK_S
-            if not has_stepped:
+            if self._builds and not has_stepped:
                 self._locks.tell_of_waits()
 
     def end(self, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -151,7 +154,9 @@ class WorkerGroups:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        return WorkerGroup(place, workers, page, path)
+        # Megatron-LM builds no extension by torch: a lock there is another job's.
+        builds = not is_megatron(self._spec.options.script_args)
+        return WorkerGroup(place, workers, page, path, builds=builds)
 
     def _environment(self) -> dict[str, str]:
         environment = {"SCALAI_AGENT_PID": str(os.getpid())}

@@ -424,3 +424,11 @@ def test_data_parallelism_that_a_model_sums_over_stays_that_of_the_first_round(g
     sizing.learn({"facts": {"first_share": [1, 2]}})
     assert sizing.scaled(None, None, "tp2 pp1", print)(FOUR, ran(Degrees(1, 1, 2))) is not None
     assert sizing.scaled(None, None, "tp1 pp1 dp4", print)(FOUR, ran(Degrees(1, 1, 2))) is None
+
+
+def test_a_layout_that_the_framework_refuses_is_not_offered(gpu: str) -> None:
+    sizing, why = of_file(gpu), list[str]()
+    sizing.learn({"facts": {"refused_layouts": [[2, 1, 1, "its reason"]]}})
+    assert sizing.scaled(None, None, "tp2 pp1", why.append)(FOUR, ran(Degrees(1, 1, 4))) is None
+    assert "the framework refuses TP2·PP1·DP2: its reason" in why[0]
+    assert sizing.scaled(None, None, "tp1 pp2", print)(FOUR, ran(Degrees(1, 1, 4))) is not None

@@ -9,6 +9,7 @@ import pytest
 from scalai.core.errors import RefusedError
 from scalai.core.worker_messages import Imports
 from scalai.launch.agent import worker_group
+from scalai.launch.agent.extension_locks import WorkersLocks
 from scalai.launch.agent.torch_elastic import Placement
 from scalai.launch.agent.worker_group import NCCL_ERRORS, WorkerGroups
 from scalai.launch.config.flags import parse_options
@@ -16,6 +17,7 @@ from scalai.launch.config.job import JobSpec
 from support.wire_words import workers as wanted
 
 DEADLINE_S = 60.0
+GPT = "pretrain_gpt.py --micro-batch-size 1 --num-attention-heads 4 --num-layers 4"
 
 
 class Workers:
@@ -25,13 +27,19 @@ class Workers:
         self.warm: list[bool] = []
         self.places: list[Placement] = []
 
+    def pids(self) -> dict[int, int]:
+        return {}
+
+    def poll(self) -> None:
+        return None
+
     def start(self, place: Placement, arguments: Any, *, warm: bool) -> None:
         self.warm.append(warm)
         self.places.append(place)
 
 
-def job(*flags: str) -> JobSpec:
-    return JobSpec.read(parse_options(["--nproc-per-node", "1", *flags, "script.py"]))
+def job(*flags: str, script: str = "script.py") -> JobSpec:
+    return JobSpec.read(parse_options(["--nproc-per-node", "1", *flags, *script.split()]))
 
 
 def test_nobody_waits_for_a_fork_server_that_still_imports(
@@ -112,3 +120,16 @@ def test_forks_see_the_devices_that_their_agent_sees_now(
         groups.start(wanted(number))
     found = [place.environment.get("CUDA_VISIBLE_DEVICES") for place in workers.places]
     assert found == [None, "GPU-aa,GPU-bb", "GPU-bb"]
+
+
+@pytest.mark.parametrize(("script", "tells"), [("script.py", True), (GPT, False)])
+def test_a_job_that_builds_no_extension_tells_of_no_others_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, tells: bool
+) -> None:
+    tmp_path.chmod(0o700)
+    told: list[bool] = []
+    monkeypatch.setattr(worker_group, "worker_arguments", lambda spec, command: [])
+    monkeypatch.setattr(WorkersLocks, "tell_of_waits", lambda locks: told.append(True))
+    groups = WorkerGroups(job(script=script), tmp_path, Workers)  # type: ignore[arg-type]  # a stand-in
+    groups.start(wanted()).poll()
+    assert bool(told) == tells
