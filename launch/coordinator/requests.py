@@ -85,9 +85,9 @@ def scale(
         live.timeline.begin("scale")
         live.feed(events.Rescaled(live.sizing.assign(), time.monotonic(), nnodes))
     slots = sum(count for _, count in hosts)
-    reason = target.reason
+    short = f"{slots} slots, {nproc} asked; " if nproc is not None and nproc > slots else ""
+    reason = f"{short}{target.reason}"
     if is_same:
-        short = f"{slots} slots, {nproc} asked; " if nproc is not None and nproc > slots else ""
         reason = f"no change: {short}{target.layout} runs already"
     return {
         "degrees": str(target.degrees), **target.passes.to_json(),

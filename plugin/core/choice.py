@@ -179,8 +179,8 @@ def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterato
     kept, ranked = case.kept, []
     least = 1 if case.is_modelled else case.floor
     tried = smaller(case, splits(case, max(sizes, default=0), least))
-    is_asked = case.present is None and case.policy.initial is not None and not case.excluded
-    if is_asked and kept.tp * kept.pp >= least:  # it is had, or refused
+    is_new = case.present is None and not case.excluded and not case.policy.stepped
+    if is_new and case.policy.initial and kept.tp * kept.pp >= least:  # it is had, or refused
         tried = iter([DegreeRequest(kept.tp, kept.pp, vpp=kept.vpp)])
     for request in tried:
         is_kept = (request.tp, request.pp) == (kept.tp, kept.pp)

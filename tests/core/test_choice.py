@@ -218,6 +218,8 @@ def test_degrees_that_a_script_asks_for_are_had_or_refused_and_never_replaced() 
     with pytest.raises(RefusedError, match="does not fit on 1 rank"):
         choose(1, TINY, good, None)
     check_initial(TINY, DegreePolicy(rules=(rule("4", "pp2"),), initial=parse_request("pp3")))
+    again = replace(good, stepped=((Degrees(1, 1, 1), AS_GIVEN),))  # a restart on fewer ranks
+    assert choose(1, TINY, again, None).degrees == Degrees(1, 1, 1)
 
 
 def test_context_parallelism_is_named_where_it_does_not_fit() -> None:
