@@ -158,11 +158,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Every living worker of this host stands at the stop, and has written nothing."""
+    """Every living worker of this host stands at the stop, and has written nothing. ``differing``
+    names what they hold as replicas and is not the same on all."""
 
     host: str
     round: int
     stop: int
+    differing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

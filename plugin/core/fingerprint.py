@@ -8,7 +8,7 @@ version: what is stored says its own, and is compared with what that version's f
 Source: own; neither Tenplex/Scalai (arXiv 2312.05181) nor its public code proves a reconfiguration.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from scalai.core import fields, linear_checksum, universal_hash
 from scalai.core.boxes import NumberLine, distinct
-from scalai.core.collection import Collection, Tensor
+from scalai.core.collection import Collection, Tensor, concatenate
 from scalai.core.coverage import find_gaps, find_overlaps
 from scalai.core.dtypes import Bits
 from scalai.core.errors import ProofError
@@ -34,6 +34,8 @@ MODULI = {1: linear_checksum.MODULUS, 2: P}
 what they have saved."""
 NAMED = 5
 """Tensors named in an error."""
+NOT_COMPARED = 2**64 - 1
+"""Stands for the fingerprint of a row that may differ from rank to rank: beyond every modulus."""
 
 
 def piece_fingerprint(
@@ -86,6 +88,34 @@ def distinct_pieces(
         known = int(values[rows[first[number[differs[0]]]]])
         raise replicas_differ(tensor, box, known, int(values[row]), len(differs))
     return collection.select(rows[first]), values[rows[first]]
+
+
+def differing_replicas(
+    held: Mapping[int, Collection], fingerprints: Mapping[int, Sequence[int]]
+) -> str:
+    """Return of which pieces the ranks of a host do not hold the same, as text; empty: of none.
+
+    Args:
+        held: What each rank holds.
+        fingerprints: By rank one a row of what it holds, or ``NOT_COMPARED``.
+    """
+    ranks = sorted(rank for rank in fingerprints if len(fingerprints[rank]) == len(held[rank]))
+    together = concatenate([held[rank] for rank in ranks])
+    values = np.array([v for rank in ranks for v in fingerprints[rank]], dtype=np.uint64)
+    rank_of = np.repeat(ranks, [len(held[rank]) for rank in ranks])
+    rows = np.flatnonzero((together.numel() != 0) & (values != NOT_COMPARED))
+    line = NumberLine.of(together.tensors)
+    boxes = line.place(together.tensor[rows], together.offset[rows], together.shape[rows])
+    first, number = distinct(boxes)
+    differs = np.flatnonzero(values[rows] != values[rows[first]][number])
+    found: dict[str, set[int]] = {}
+    for at in differs.tolist():
+        pair = rows[first[number[at]]], rows[at]
+        name = together.tensors[together.tensor[pair[0]]].name
+        found.setdefault(name, set()).update(int(rank_of[row]) for row in pair)
+    named = [f"{name!r} on ranks {sorted(of)}" for name, of in sorted(found.items())[:NAMED]]
+    more = f" and {len(found) - NAMED} more tensors" if len(found) > NAMED else ""
+    return ", ".join(named) + more
 
 
 def replicas_differ(tensor: Tensor, box: Box, one: int, other: int, count: int = 1) -> ProofError:

@@ -67,6 +67,7 @@ from scalai.core.transitions import (
     runs_as_requested,
     save,
     stop_unbuilt,
+    withdraw,
     without_standby,
 )
 
@@ -339,7 +340,14 @@ def _held(event: events.Held, job: Job) -> Result:
 def _arrived(event: events.Arrived, job: Job) -> Result:
     if job.phase is not Phase.DRAINING or (event.round, event.stop) != (job.round, job.stop):
         return job, ()
-    return next_phase(answered(job, event.host))
+    if not event.differing:
+        return next_phase(answered(job, event.host))
+    text = f"host {event.host} holds replicas that differ: {event.differing}"
+    if not leaving(job):
+        why = f"{text}. A change would keep one rank's values for all"
+        return withdraw(replace(job, awaited=frozenset()), why)
+    job, actions = next_phase(answered(job, event.host))
+    return job, (Say(f"event=replicas_differ {text}. One rank's are kept for all"), *actions)
 
 
 @_on.register

@@ -157,12 +157,15 @@ class AwaitSlot(Request[WriteOrder | None]):
 @dataclass(frozen=True, slots=True)
 class BeginSnapshot(Request[WriteOrder | None]):
     """This rank has come to a step at which it snapshots; ``reason`` is ``stop``, ``snapshot`` or
-    ``start``. None: the stop was taken back, and the training goes on."""
+    ``start``. None: the stop was taken back, and the training goes on. ``fingerprints``: of the
+    rows that it holds, ``NOT_COMPARED`` of those that may differ from rank to rank; empty: it does
+    not say."""
 
     rank: int
     round: int
     reason: str
     step: int
+    fingerprints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What one worker knows of the samples that its job has consumed: the ledger, as it trains."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scalai.core.dataset.drawn import Draw
 from scalai.core.dataset.ledger import Ledger, Lost
@@ -18,6 +18,9 @@ POLICY = "SCALAI_LEDGER"
 where a data set has changed, and its ledger keep it; ``anew`` has it begin another one where the
 one that it finds does not fit."""
 NOTE, ANEW = "note", "anew"
+
+Contradiction = Callable[[int, int], str | None]
+"""Why a step that begins at one sample cannot have consumed those up to another; None: it can."""
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Consumption:
         self._sources: dict[str, Mapping[str, Json]] = {}
         self.order: Order | None = None
         """The order that steps draw in which nobody has told of a draw; None: they are counted."""
+        self.contradiction: Contradiction = lambda *_: None
         self.ledger: Ledger | None = None
 
     def begin(self, step: int, samples: Samples, reason: str = "") -> None:
@@ -105,6 +109,21 @@ class Consumption:
         and others say for the job what was consumed."""
         self._draws += draws
         self._is_silent = self._is_silent or not draws
+
+    def check(self, step: int, before: Samples, after: Samples) -> None:
+        """Check that the order in which steps draw has given what a step has consumed.
+
+        Raises:
+            RefusedError: It has not: the ledger would prove samples that nobody has drawn.
+        """
+        if type(before) is not int or type(after) is not int or self._draws:
+            return
+        if found := self.contradiction(before, after):
+            raise RefusedError(
+                f"boundary() says that step {step} has consumed samples {before} to {after}, and "
+                f"by its OrderedBatches {found}. Say "
+                "boundary(samples=batches.now.global_batch_size), once a step, behind its batches."
+            )
 
     def step_ended(self, step: int, samples: Samples) -> None:
         """Write what the step has drawn into the ledger.

@@ -6,7 +6,7 @@ from scalai.core.dataset.drawn import Draw
 from scalai.core.dataset.own_order import Order
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
-from scalai.runtime.consumption import Consumption
+from scalai.runtime.consumption import Consumption, Contradiction
 
 
 class Drawing:
@@ -32,9 +32,13 @@ class Drawing:
         """
         self._consumption.know(sources)
 
-    def draw_from(self, order: Order) -> None:
+    def draw_from(self, order: Order, contradiction: Contradiction = lambda *_: None) -> None:
         """Say, on every rank alike, that steps draw in an order of Scalai's own. Its places are the
         samples that were consumed: the ledger has them data set by data set.
+
+        Args:
+            contradiction: Returns why a step that begins at one sample cannot have consumed those
+                up to another; None: it can.
 
         Raises:
             RefusedError: By ``note_sources``; or steps draw in another order already.
@@ -45,7 +49,7 @@ class Drawing:
                 f"{_names(order)}. Say is_training=False of the OrderedBatches that are not "
                 "trained on, as those of an evaluation; put data sets that are into one Blend."
             )
-        self._consumption.order = order
+        self._consumption.order, self._consumption.contradiction = order, contradiction
         self.note_sources(order.facts())
 
 

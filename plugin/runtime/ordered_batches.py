@@ -66,8 +66,10 @@ class OrderedBatches(Sampler[list[int]]):
         self._most = job.micro_batch_size or micro_batch_size
         self._dp_rank = job.rank if dp_rank is None else dp_rank
         self._is_training = is_training
+        self._given = -1
+        """Where the samples end that were given in this process; -1: none were, others draw."""
         if is_training:
-            job.draw_from(order)
+            job.draw_from(order, self._contradiction)
 
     @property
     def now(self) -> Batches:
@@ -82,8 +84,20 @@ class OrderedBatches(Sampler[list[int]]):
         for begin, size in self._batches.after(self._consumed):
             if self._samples is not None and begin + size > self._samples:
                 return
-            for places in self._spread(size).contiguous_samples(begin, self._dp_rank):
+            micro_batches = list(self._spread(size).contiguous_samples(begin, self._dp_rank))
+            for number, places in enumerate(micro_batches, 1):
+                if number == len(micro_batches):
+                    self._given = max(self._given, begin + size)
                 yield self._order.samples_at(places).tolist()
+
+    def _contradiction(self, before: int, after: int) -> str | None:
+        """Return why a step that begins at one sample cannot have consumed those up to another."""
+        size = self._batches.size_at(before)
+        if after - before != size:
+            return f"the global batch from sample {before} on has {size}"
+        if -1 < self._given < after:
+            return f"samples were given up to {self._given} alone"
+        return None
 
     @property
     def _consumed(self) -> int:

@@ -374,11 +374,14 @@ class Session(Drawing):
 
         Returns:
             True: leave the loop and exit with 0; the next round goes on from here.
+
+        Raises:
+            RefusedError: The samples are others than those that ``OrderedBatches`` has given.
         """
         self.step = self.step + 1 if step is None else step
-        self.consumed_samples = (
-            self.consumed_samples + samples if consumed_samples is None else consumed_samples
-        )
+        before = self.consumed_samples
+        self.consumed_samples = before + samples if consumed_samples is None else consumed_samples
+        self._consumption.check(self.step, before, self.consumed_samples)
         self.end_step()
         if self._agent is None or self._snapshots is None:
             return False

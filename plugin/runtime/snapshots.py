@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from scalai.core.fingerprint import NOT_COMPARED
 from scalai.core.messages import JsonText
 from scalai.core.region import Piece
 from scalai.core.step_times import StepTimes
@@ -27,6 +28,7 @@ from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import Consumption
 from scalai.runtime.emergency import Between, Emergency
 from scalai.runtime.failpoints import reached
+from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import LiveState, Slot
 from scalai.runtime.registered import Registered
 from scalai.runtime.staging import StagingRing
@@ -169,7 +171,8 @@ class Snapshots:
         self.settle()
         if reason == "stop":
             reached("drain")
-        order = self._agent.call(BeginSnapshot(self._rank, self._round, reason, step))
+        prints = self._prints() if reason in ("start", "stop") else ()
+        order = self._agent.call(BeginSnapshot(self._rank, self._round, reason, step, prints))
         if order is None:
             return False
         self._is_leaving = reason == "stop"
@@ -180,6 +183,24 @@ class Snapshots:
             order = self._write(order, step, samples, began)
         reached("leave" if reason == "stop" else "train")
         return True
+
+    def _prints(self) -> tuple[int, ...]:
+        """Return fingerprints of the rows of this rank, but for those that passes may change: ranks
+        of one host that hold the same compare them, of which one alone is written. It takes as
+        long as the proof of all that this rank holds; empty: no other rank is here, or the device
+        has no room for the arithmetic."""
+        if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
+            return ()
+        kept = [row for row, (slot, _) in enumerate(self._rows) if not slot.is_volatile]
+        try:
+            with self._turn:
+                found = live_fingerprints([self._rows[row] for row in kept])
+        except torch.OutOfMemoryError:
+            return ()
+        prints = [NOT_COMPARED] * len(self._rows)
+        for row, value in zip(kept, found.tolist(), strict=True):
+            prints[row] = value
+        return tuple(prints)
 
     def _write(
         self, order: WriteOrder, step: int, samples: Samples, stands_since: float

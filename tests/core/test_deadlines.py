@@ -71,6 +71,27 @@ def test_a_stop_that_a_rank_does_not_come_to_is_taken_back_and_tried_again_later
     assert simulation.job.failures_left == 3 and simulation.job.withdrawn == 0
 
 
+def test_a_change_of_replicas_that_differ_is_refused_by_name_and_the_job_trains_on() -> None:
+    simulation = two_hosts()
+    simulation.hosts["b"].differing = "'param/w' on ranks [0, 1]"
+    simulation.feed(events.Rescaled(assign_all(allowed=(2,)), simulation.now))
+    until(simulation, m.Phase.DRAINING)
+    simulation.deliver()
+    assert simulation.job.phase is m.Phase.RUNNING and not simulation.snapshots
+    assert not simulation.hosts["a"].stands and simulation.job.failures_left == 3
+    assert "replicas that differ: 'param/w' on ranks [0, 1]" in reports(simulation)[-1]
+
+
+def test_replicas_that_differ_keep_no_host_from_leaving_and_are_named() -> None:
+    simulation = two_hosts()
+    simulation.hosts["b"].differing = "'param/w' on ranks [0, 1]"
+    simulation.feed(events.HostLeaving("a", simulation.now))
+    simulation.settle()
+    assert set(simulation.hosts) == {"b"} and rounds(simulation)[-1].steps_lost == 0
+    said = [each.text for each in simulation.logged if isinstance(each, actions.Say)]
+    assert any("event=replicas_differ host b holds" in text for text in said)
+
+
 @pytest.mark.parametrize("what", ["leave", "request"])
 def test_what_was_said_during_a_stop_that_is_taken_back_is_met_at_once(what: str) -> None:
     simulation = two_hosts(drain_timeout_s=20.0, build_timeout_s=0.0)

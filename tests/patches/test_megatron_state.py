@@ -2,6 +2,7 @@
 
 import pytest
 
+from scalai.core.fingerprint import differing_replicas
 from support.training.jobs import Job
 from support.training.worker_pool import WorkerPool
 
@@ -40,6 +41,33 @@ def test_parameter_groups_of_another_optimizer_are_refused(pool: WorkerPool) -> 
 def test_steps_are_told_by_ranks_that_own_parameters(pool: WorkerPool) -> None:
     ((steps, _),) = pool.run("state_checks:owner_of_a_group", [()])
     assert steps == [7]
+
+
+REPLICATED = [
+    Job(world=2),
+    Job(world=2, tp=2, sequence_parallel=True),
+    Job(world=2, pp=2),
+    Job(world=4, tp=2, precision="bf16", distributed=True),
+    Job(world=4, tp=2, sequence_parallel=True, experts=4, ep=2),
+]
+
+
+@pytest.mark.parametrize("job", REPLICATED, ids=["dp", "tp", "tied-pp", "tp-dp-split", "experts"])
+def test_what_ranks_hold_alike_is_equal_bit_by_bit(pool: WorkerPool, job: Job) -> None:
+    """Replicas of data and tensor parallelism, and tied weights of stages: a healthy job is never
+    taken for one whose replicas drift."""
+    held = dict(enumerate(pool.run("state_checks:replicas", [(job,)] * job.world)))
+    collections = {rank: collection for rank, (collection, _) in held.items()}
+    assert differing_replicas(collections, {rank: of for rank, (_, of) in held.items()}) == ""
+
+
+def test_replicas_that_drift_are_named(pool: WorkerPool) -> None:
+    job = Job(world=2, tp=2)
+    name = "param/decoder.layers.1.self_attention.linear_qkv.layer_norm_bias"
+    held = dict(enumerate(pool.run("state_checks:replicas", [(job, name)] * 2)))
+    collections = {rank: collection for rank, (collection, _) in held.items()}
+    found = differing_replicas(collections, {rank: of for rank, (_, of) in held.items()})
+    assert found == f"'{name}' on ranks [0, 1]"
 
 
 LOADED = {"max_lr": 1e-3, "min_lr": 1e-4, "start_wd": 0.2, "end_wd": 0.4}

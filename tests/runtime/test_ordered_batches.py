@@ -201,3 +201,41 @@ def test_what_a_script_says_of_its_draws_goes_before_the_order() -> None:
 def test_samples_are_those_of_one_run_without_scalai() -> None:
     """Outside of a job a session is inert: the order is the same."""
     assert step_of(1, 0) == (BLEND.samples_at(np.arange(4)).tolist(), 4)
+
+
+@pytest.mark.parametrize("samples", [32, 4, 0])
+def test_a_step_that_consumes_other_samples_than_its_batch_has_is_refused_at_once(
+    samples: int,
+) -> None:
+    job = session()
+    batches = scalai.OrderedBatches(job, WIKI, 8, micro_batch_size=8)
+    next(iter(batches))
+    with pytest.raises(RefusedError, match=f"0 to {samples}, and .* from sample 0 on has 8"):
+        job.boundary(samples=samples)
+
+
+def test_a_step_is_refused_before_all_of_its_micro_batches_were_given() -> None:
+    job = session()
+    drawn = iter(scalai.OrderedBatches(job, WIKI, 8, micro_batch_size=4))
+    for step in range(3):
+        next(drawn)
+        if step != 1:
+            next(drawn)
+            job.boundary(samples=8)
+        else:
+            with pytest.raises(RefusedError, match="samples were given up to 8 alone"):
+                job.boundary(samples=8)
+            next(drawn)
+
+
+def test_a_growing_batch_and_a_rank_without_a_loader_are_taken() -> None:
+    job, idle = session(), session()
+    drawing, silent = (scalai.OrderedBatches(each, WIKI, RAMP) for each in (job, idle))
+    drawn = iter(drawing)
+    for _ in range(12):
+        for each, batches in ((job, drawing), (idle, silent)):
+            size = batches.now.global_batch_size
+            if each is job:
+                next(drawn)
+            assert not each.boundary(samples=size)
+    assert job.consumed_samples == idle.consumed_samples > 40

@@ -29,6 +29,8 @@ class SimulatedHost:
     todo: Callable[[], events.Event | None] | None = None
     """What of a start its workers do once they hang no more."""
     is_hung: bool = False
+    differing: str = ""
+    """What its workers hold as replicas and is not the same on all."""
     is_silent: bool = False
     is_done: bool = False
     """Its workers have come to the end of their script."""

@@ -307,7 +307,7 @@ class Simulation(Known):
         host.step, host.stands = host.stop, True
         if self.is_saving:
             return events.Held(host.name, round, host.stop, "a save that began on the way")
-        return events.Arrived(host.name, round, host.stop)
+        return events.Arrived(host.name, round, host.stop, host.differing)
 
     def withdraw(self, host: SimulatedHost) -> None:
         is_written = host.stop is not None and host.written == (host.round, host.stop)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from scalai.core import events as job_events
 from scalai.core import reports
+from scalai.core.fingerprint import differing_replicas
 from scalai.core.host import actions
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Spaced
@@ -30,6 +31,10 @@ SEALED_KEPT = 2
 """Snapshots that stay sealed while nobody commits them, as where the coordinator is silent. Hosts
 are one apart at most: who begins to write one has sealed the one before. So the newest that all
 have is among the two newest of each."""
+_CHANGES = (
+    "A change would keep one rank's values for all: it is made only where a host has to leave. "
+    "Have the script keep them equal (sum their gradients over these ranks), or say they are cut."
+)
 AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
 """How long after a vain try room for the next snapshot is made again: at first, and at most."""
 
@@ -183,7 +188,12 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
         _without(step, request.rank)
         return
     waiting = {**current.snapshot.waiting, request.rank: call}
-    step.change_round(snapshot=replace(current.snapshot, waiting=waiting))
+    prints = current.snapshot.prints
+    if request.fingerprints:
+        prints = {**prints, request.rank: request.fingerprints}
+    current = step.change_round(snapshot=replace(current.snapshot, waiting=waiting, prints=prints))
+    if request.reason == "start" and current.is_complete(waiting) and (found := _differing(step)):
+        _say_differing(step, found)
     reserve(step)
     tell_arrived(step)
     give_orders(step)
@@ -219,8 +229,26 @@ def tell_arrived(step: Step) -> None:
         return
     waiting = set(under_way.waiting) if under_way else set()
     if current.is_complete(waiting | current.lost):
+        if found := _differing(step):
+            _say_differing(step, found)
         step.change_round(has_arrived=True)
-        step.tell(job_events.Arrived(step.state.host, current.number, current.stop))
+        step.tell(job_events.Arrived(step.state.host, current.number, current.stop, found))
+
+
+def _differing(step: Step) -> str:
+    """Name what ranks of this host hold as replicas and is not the same on all of them."""
+    current = step.present()
+    under_way = current.snapshot
+    if under_way is None or not under_way.prints:
+        return ""
+    found = differing_replicas(current.held(), under_way.prints)
+    step.change_round(snapshot=replace(under_way, prints={}))
+    return found
+
+
+def _say_differing(step: Step, found: str) -> None:
+    text = f"event=replicas_differ {found}: they should hold the same. {_CHANGES}"
+    step.log(Level.WARNING, text)
 
 
 def withdraw(step: Step) -> None:

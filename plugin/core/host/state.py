@@ -71,7 +71,8 @@ class Snapshot:
     ``taken_over`` is what was written for ranks that died, with its fingerprints; ``replaced`` are
     those ranks. ``queued`` and ``writing`` are what substitute writers will write, and write now.
     ``unwritten_by`` are ranks of which nothing counts, and that train on; ``since`` when the first
-    one asked; ``is_given_up``: there were no files, and none are waited for.
+    one asked; ``is_given_up``: there were no files, and none are waited for. ``prints``: by rank
+    the fingerprints of what it holds, where replicas are compared.
     """
 
     reason: str
@@ -90,6 +91,7 @@ class Snapshot:
     unwritten_by: frozenset[int] = frozenset()
     since: float = 0.0
     is_given_up: bool = False
+    prints: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @property
     def is_last(self) -> bool:

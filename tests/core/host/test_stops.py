@@ -4,6 +4,8 @@ workers die or hang."""
 import pytest
 
 from scalai.core import commands
+from scalai.core import events as job_events
+from scalai.core.collection import Collection, Tensor
 from scalai.core.host import actions, stops
 from scalai.core.host.events import (
     Agreed,
@@ -15,8 +17,15 @@ from scalai.core.host.events import (
     WorkerGone,
 )
 from scalai.core.messages import JsonText
+from scalai.core.region import whole
 from scalai.core.reports import Failed
-from scalai.core.worker_messages import BeginSnapshot, RankWritten, Stand, WorkerRequest
+from scalai.core.worker_messages import (
+    BeginSnapshot,
+    RankStepped,
+    RankWritten,
+    Stand,
+    WorkerRequest,
+)
 from support.law_host import LawHost
 from support.wire_words import start
 
@@ -138,6 +147,38 @@ def test_a_stop_that_is_taken_back_sends_on_whoever_waits_at_it() -> None:
     assert [host.answers()[call] for call in calls] == [None, None]
     late = host.ask(BeginSnapshot(0, 1, "stop", 8))
     assert host.answers()[late] is None
+
+
+@pytest.mark.parametrize(("other", "named"), [(5, ""), (6, "'param/w' on ranks [0, 1]")])
+def test_replicas_that_differ_at_a_stop_are_named_before_anybody_writes(
+    other: int, named: str
+) -> None:
+    host = LawHost()
+    held = Collection.of([(Tensor("param/w", (2,), "F32"), whole((2,)))])
+    host.begin(1, 2)
+    host.publish(1, 2, held=dict.fromkeys(range(2), held))
+    host.obey(commands.Expect(1, 1))
+    for rank in range(2):
+        host.ask(RankStepped(rank, 1, 1, None))
+    host.agree(8)
+    calls = [
+        host.ask(BeginSnapshot(rank, 1, "stop", 8, (value,)))
+        for rank, value in enumerate((5, other))
+    ]
+    arrived = host.reports()[-1]
+    assert isinstance(arrived, job_events.Arrived) and arrived.differing == named
+    assert not set(calls) & set(host.answers())
+
+
+def test_replicas_that_differ_at_the_start_are_named_and_the_job_begins() -> None:
+    host = LawHost()
+    held = Collection.of([(Tensor("param/w", (2,), "F32"), whole((2,)))])
+    host.begin(1, 2)
+    host.publish(1, 2, held=dict.fromkeys(range(2), held))
+    for rank in range(2):
+        host.ask(BeginSnapshot(rank, 1, "start", 0, (rank + 1,)))
+    (said,) = [log.text for log in host.all(actions.Log) if "replicas_differ" in log.text]
+    assert "'param/w' on ranks [0, 1]" in said
 
 
 def test_a_worker_that_dies_at_the_stop_is_written_for_by_a_replica() -> None:

@@ -14,6 +14,8 @@ from scalai.core.errors import RefusedError
 from scalai.patches.megatron.scalars import asked_of, put_scalars, take_scalars
 from scalai.patches.megatron.shapes import shards_of, unwrap
 from scalai.patches.megatron.state import MegatronState
+from scalai.runtime.fingerprints import live_fingerprints
+from scalai.runtime.live import collection_of, held_rows
 from support.training.jobs import BEFORE, OTHER_SEED, SEED, Job
 from support.training.tiny_gpt import Training
 
@@ -37,6 +39,24 @@ def held_twice(rank: int, store: dist.Store, job: Job) -> bool:
     same = places == [(slot.tensor, slot.buffer.data_ptr(), slot.pieces) for slot in state.slots()]
     training.close()
     return same
+
+
+def replicas(rank: int, store: dist.Store, job: Job, drifting: str = "") -> Any:
+    """Train a job; return what this rank holds then, and its fingerprints.
+
+    Args:
+        drifting: The second rank alone changes parameters of such names.
+    """
+    training = Training(job, rank, store, SEED)
+    slots = training.state().slots()
+    training.train(BEFORE)
+    for slot in slots:
+        if drifting and drifting in slot.tensor.name and rank == 1:
+            slot.buffer.add_(1e-6)
+    rows = [row for row in held_rows(slots) if not row[0].is_volatile]
+    found = collection_of(rows), live_fingerprints(rows).tolist()
+    training.close()
+    return found
 
 
 def rng_states(rank: int, store: dist.Store, job: Job) -> dict[str, Any]:
