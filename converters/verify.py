@@ -171,13 +171,21 @@ def equal_tensors(one: Checkpoint, two: Checkpoint, names: Iterable[str], worker
 
 
 def _only(placed: Placed, names: Iterable[str]) -> Placed:
-    """Return the rows of the named tensors."""
+    """Return the rows of the named tensors, and of these alone the table: of another model some
+    have other shapes, which nobody is to compare."""
     wanted = set(names)
     collection = placed.collection
     is_wanted = np.array([tensor.name in wanted for tensor in collection.tensors], dtype=bool)
     rows = np.flatnonzero(is_wanted[collection.tensor]) if len(collection) else collection.tensor
+    number = np.cumsum(is_wanted) - 1
+    own = Collection(
+        tuple(tensor for tensor in collection.tensors if tensor.name in wanted),
+        number[collection.tensor[rows]].astype(collection.tensor.dtype),
+        collection.offset[rows],
+        collection.shape[rows],
+    )
     return Placed(
-        collection.select(rows), placed.file[rows], placed.begin[rows], placed.stride[rows],
+        own, placed.file[rows], placed.begin[rows], placed.stride[rows],
         placed.files, placed.rounded()[rows],
     )  # fmt: skip
 

@@ -7,12 +7,23 @@ does not stand still with it.
 
 import logging
 import os
+import re
 import select
 import sys
 from functools import partial
 
+from scalai.core.actions import RESUMABLE
 from scalai.launch.patient_writer import PatientWriter
 
+WARNINGS = frozenset(
+    {
+        "damage", "function_differs", "given_up", "host_silent", "lost", "no_answer",
+        "no_replica", "no_replica_room",
+        "not_rescued", "report_failed", "restart", "snapshot_incomplete", "snapshot_refused",
+        "stood_down", "suspected", "unhooked", "went_back", "withdrawn",
+    }
+)  # fmt: skip
+"""Events of a coordinator by which a job has lost something, or is about to."""
 READ_S = 0.2
 """How long a line is waited for; behind one that takes longer, none is."""
 
@@ -49,6 +60,15 @@ class PatientHandler(logging.Handler):
                     select.select([], [self._descriptor], [])
         except (OSError, ValueError):
             pass  # nobody reads it any more, or its disk is full: the job goes on
+
+
+def say(text: str) -> None:
+    """Log a coordinator's line, at the level that its event has."""
+    event = re.search(r"event=(\w+)(?: code=(\d+))?", text)
+    name, code = (event[1], event[2]) if event else ("", None)
+    is_failed = name == "crashed" or code not in (None, "0", str(RESUMABLE))
+    level = logging.WARNING if name in WARNINGS else logging.INFO
+    logging.getLogger("scalai.coordinator").log(logging.ERROR if is_failed else level, "%s", text)
 
 
 def _handler() -> logging.Handler:

@@ -1,11 +1,14 @@
 """How a command ends: errors that a person can repair are one line, with the exit code for them."""
 
+import os
 import sys
 from collections.abc import Callable
 
 from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
 
 INTERRUPTED = 130
+ENOUGH = 141
+"""As of a program that SIGPIPE ends."""
 
 
 def escaped(text: str, kept: str = "") -> str:
@@ -28,7 +31,12 @@ def exit_code_of(program: str, run: Callable[[], int]) -> int:
         Exception: Anything that is a fault of ours: its traceback is what is needed.
     """
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads has enough: ``scalai inspect ... | head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ENOUGH
     except ScalaiError as error:
         text, code = str(error), error.exit_code
     except ModuleNotFoundError as error:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from scalai.core.actions import RESUMABLE
-from scalai.core.errors import AnswerError, EndedError, PeerError, RefusedError
+from scalai.core.errors import AnswerError, EndedError, PeerError, RefusedError, UsageError
 from scalai.core.planner.devices import custom_device
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
@@ -119,10 +119,19 @@ def _with_hostfile(argv: list[str]) -> list[str]:
     return expanded
 
 
+def _check_script(spec: JobSpec) -> None:
+    """Raise ``UsageError`` where the script is no file: the workers would find that out, a minute
+    later."""
+    script = spec.options.script
+    if script is not None and not spec.options.is_module and not os.path.exists(script):
+        raise UsageError(f"there is no script {script!r} (in {os.getcwd()}).")
+
+
 def run_agent(spec: JobSpec) -> int:
     """Run this host's agent until the job has ended or the host is drained. Returns the exit
     code."""
     options = spec.options
+    _check_script(spec)
     host = check_host(options.host_id or socket.gethostname())
     configure(host)
     spec = _with_device(spec)

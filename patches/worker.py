@@ -7,10 +7,12 @@ hooked.
 """
 
 import atexit
+import json
 import os
 import runpy
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str]) -> None:
             job.finish()
     except (RefusedError, UsageError) as error:
         if not is_elastic or isinstance(error, StoreError):
+            _leave_word(error)
             raise
         _be_refused(error)
     except SystemExit as ending:
@@ -70,6 +73,7 @@ def main(arguments: Sequence[str]) -> None:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
             _wait_to_be_rescued(error)
+            _leave_word(error)
             raise
         _wait_to_be_rescued(error)
         traceback.print_exc()
@@ -77,7 +81,17 @@ def main(arguments: Sequence[str]) -> None:
         os._exit(OUT_OF_MEMORY_EXIT)
     except Exception as error:
         _wait_to_be_rescued(error)
+        _leave_word(error)
         raise
+
+
+def _leave_word(error: Exception) -> None:
+    """Leave the script's error where torch's agent looks for it, as torch's ``record`` does."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not os.path.exists(path):
+        text = f"{type(error).__name__}: {error}"
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def _wait_to_be_rescued(failure: Exception | str) -> None:

@@ -217,7 +217,8 @@ def find_config(script_args: Sequence[str]) -> FoundConfig | None:
     file with the block.
 
     Raises:
-        UsageError: Two of them have a block, or a file that has one cannot be read.
+        UsageError: Two of them have a block, or a file that has one, or that DeepSpeed's flag
+            names, cannot be read.
     """
     found = {config.name: config for config in _candidates(script_args)}
     blocks = [config for config in found.values() if BLOCK in config.content]
@@ -279,6 +280,9 @@ def _candidates(script_args: Sequence[str]) -> Iterator[FoundConfig]:
         flag = ""
         if given in FLAGS:
             config = read_config(source)
+            # Behind ``--deepspeed``, which some scripts read as a switch, it may be anything.
+            if config is None and given.endswith("config") and source.endswith(".json"):
+                raise UsageError(f"{given} {source}: there is no file of that name to be read.")
         elif source.endswith(".json") and Path(source).is_file():
             config = _of_any_json(source)
         else:

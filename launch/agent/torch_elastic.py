@@ -11,6 +11,7 @@ the same as a contract.
 import atexit
 import importlib
 import inspect
+import json
 import logging
 import multiprocessing
 import os
@@ -49,6 +50,8 @@ WORKER_MODULE = "scalai.patches.worker"
 PRELOAD_MODULE = "scalai.patches.preload"
 STARTED_S = 1.0
 """How long the kernel may take to show the command line of a process that was started."""
+MOST_RAISED = 400
+"""Characters of a script's error that the reason of a failure has."""
 LOCK_S = 1.0
 """How long a worker may hold the lock of an event that takes it microseconds."""
 
@@ -268,7 +271,7 @@ class WorkerSet(LocalElasticAgent):
             ended = sorted(self.ended().items())
             failed = {place.first_rank + local: code for local, code in ended if code}
             if failed:
-                return Outcome(_endings(failed))
+                return Outcome(self._endings(failed))
         result: RunResult = self._monitor_workers(self._worker_group)
         if result.state is WorkerState.HEALTHY:
             return None
@@ -277,7 +280,16 @@ class WorkerSet(LocalElasticAgent):
         # Torch ends the others by SIGTERM and then counts them among the failed.
         first = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
         is_good = result.state is WorkerState.SUCCEEDED
-        return Outcome(_endings(first) or (() if is_good else (result.state.name,)))
+        return Outcome(self._endings(first) or (() if is_good else (result.state.name,)))
+
+    def _endings(self, codes: Mapping[int, int]) -> tuple[str, ...]:
+        """Say of each rank how it ended, and what its script has raised."""
+        place, files = self._assigned.placement, getattr(self._pcontext, "error_files", {})
+        assert place is not None
+        return tuple(
+            f"rank {rank} {_ending(code)}{_raised(files.get(rank - place.first_rank))}"
+            for rank, code in codes.items()
+        )
 
     def ended(self) -> dict[int, int]:
         """Return the exit codes of the workers that have ended, by local rank, and 0 for forked
@@ -319,8 +331,7 @@ class WorkerSet(LocalElasticAgent):
             context = weakly()
             assert context is not None
             for pid in context.pids().values():
-                with suppress(ProcessLookupError):  # it has no group (yet), or nobody is left of it
-                    os.killpg(pid, signal.SIGKILL)
+                _kill_group(pid)
             close(context, signal.SIGKILL, timeout)
 
         # Where one worker fails torch ends the others by SIGTERM, and takes no other signal for it.
@@ -442,9 +453,30 @@ def _kill_workers(children: Iterable[int]) -> None:
     for pid in children:
         with suppress(OSError):  # it has ended
             if pid in forked or WORKER_MODULE.encode() in _command_of(pid):
-                with suppress(ProcessLookupError):  # it leads no group yet
-                    os.killpg(pid, signal.SIGKILL)
+                _kill_group(pid)
                 os.kill(pid, signal.SIGKILL)
+
+
+def _kill_group(leader: int) -> None:
+    """Kill a worker's group, and what else is of its session: a build (ninja) gives each of its
+    compilers a group of its own, and they would write on where the next build does."""
+    with suppress(ProcessLookupError):  # it leads no group (yet), or nobody is left of it
+        os.killpg(leader, signal.SIGKILL)
+    killed = set[int]()
+    while left := set(_session_of(leader)) - killed:  # who is killed has begun no other
+        killed |= left
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _session_of(leader: int) -> Iterator[int]:
+    """Yield the processes of a session, its leader's too."""
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            stat = Path("/proc", pid, "stat").read_text(errors="replace")
+            if int(stat.rpartition(")")[2].split()[3]) == leader:
+                yield int(pid)
 
 
 def _command_of(pid: int) -> bytes:
@@ -458,9 +490,14 @@ def _command_of(pid: int) -> bytes:
         time.sleep(0.01)
 
 
-def _endings(codes: Mapping[int, int]) -> tuple[str, ...]:
-    """Say of each rank how it ended."""
-    return tuple(f"rank {rank} {_ending(code)}" for rank, code in codes.items())
+def _raised(error_file: str | None) -> str:
+    """Return the error that a worker has left in its file, in one line, as the end of a text."""
+    try:
+        found = json.loads(Path(error_file or os.devnull).read_text())["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # it has raised nothing, or was killed as it wrote
+    said = found.get("message", "") if isinstance(found, dict) else found
+    return f": {' '.join(str(said).split())[:MOST_RAISED]}" if said else ""
 
 
 def _ending(exit_code: int) -> str:

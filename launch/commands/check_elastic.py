@@ -57,6 +57,18 @@ def check_elastic(
         policy = replace(facts.policy, preference=planner.on_hosts(slots))
         facts = replace(facts, policy=policy)
     check_rules(facts.limits, facts.policy)
+    most = options.max_nodes * slots
+    if (sizes := facts.policy.allowed_sizes) and min(sizes) > most:
+        raise RefusedError(
+            f"--allowed-sizes {', '.join(map(str, sizes))}: {options.max_nodes} hosts of {slots} "
+            f"workers are {most} at most, so that the job would never begin."
+        )
+    replicas = config.store.replicas
+    if "store.replicas" in config.origin and replicas >= options.max_nodes:
+        raise RefusedError(
+            f"--replicas {replicas}: other hosts keep them, and --nnodes has {options.max_nodes} "
+            f"at most. Use {options.max_nodes - 1}."
+        )
     worlds = worlds_of(facts.policy, options.max_nodes * slots)
     lines = folded(report(facts.limits, facts.policy, worlds))
     if all(line.choice is None for line in lines):

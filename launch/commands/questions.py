@@ -104,9 +104,10 @@ def _status(arguments: argparse.Namespace) -> int:
         phases = ", ".join(
             f"{name} {value:.2f}" for name, value in last["seconds"].items() if value
         )
+        paused = f"paused {last['paused_s']:.2f} s, " if "paused_s" in last else ""
         print(
-            f"{'last resize':16} {last.get('before')} -> {last.get('after')}{_passes(last)} in "
-            f"{last['total_s']:.2f} s ({phases})"
+            f"{'last resize':16} {last.get('before')} -> {last.get('after')}{_passes(last)}: "
+            f"{paused}{last['total_s']:.2f} s in all ({phases})"
         )
     return 0
 

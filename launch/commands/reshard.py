@@ -26,7 +26,7 @@ from scalai.converters.parts import Part
 from scalai.converters.suspects import find_suspects
 from scalai.core.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
-from scalai.launch.config.sizes import parse_size, size_text
+from scalai.launch.config.sizes import parse_size, size_text, worker_number
 from scalai.launch.program import show
 from scalai.store.pool import available_memory
 
@@ -74,7 +74,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )  # fmt: skip
     parser.add_argument("--memory", metavar="SIZE", help="at most (default: a quarter of the free)")
     parser.add_argument(
-        "--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N",
+        "--workers", type=worker_number, default=min(os.cpu_count() or 1, 8), metavar="N",
         help="processes (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

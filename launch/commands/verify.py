@@ -19,6 +19,7 @@ from scalai.converters.repeats import find_repeats
 from scalai.converters.suspects import find_suspects, guess_text
 from scalai.converters.verify import compare, verify
 from scalai.core.fingerprint import VERSION
+from scalai.launch.config.sizes import worker_number
 from scalai.launch.program import show
 
 DIFFERS = 4
@@ -35,7 +36,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("one", type=Path, metavar="A")
     parser.add_argument("two", type=Path, metavar="B", nargs="?")
-    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N")
+    parser.add_argument(
+        "--workers", type=worker_number, default=min(os.cpu_count() or 1, 8), metavar="N"
+    )
     parser.add_argument("--mapping", metavar="NAME|TOML", help="names of another framework")
     parser.add_argument("--cuts", metavar="NAME|TOML", help="as for scalai reshard")
     parser.add_argument("--trust-pickle", action="store_true", help="as for scalai reshard")

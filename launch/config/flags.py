@@ -6,6 +6,7 @@ torch.
 """
 
 import argparse
+import importlib.metadata
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -80,6 +81,8 @@ def _torchruns_parser() -> argparse.ArgumentParser:
     """Return torchrun's parser, under our name; it asks for no script."""
     parser = get_args_parser()
     parser.prog = "scalai-run"
+    # An error shows it, behind which the error itself is lost where all flags are in it.
+    parser.usage = "scalai-run [flags] script [its arguments]    (--help: all flags)"
     parser.description = "torchrun for jobs whose resources change while they run"
     for action in parser._actions:  # argparse has no public way to make a positional optional
         if action.dest == "training_script":
@@ -95,6 +98,8 @@ def _torchruns_parser() -> argparse.ArgumentParser:
 def build_parser() -> argparse.ArgumentParser:
     """Return torchrun's parser with our flags added; every flag may be written with - or _."""
     parser = _torchruns_parser()
+    version = f"scalai {importlib.metadata.version('scalai')}"
+    parser.add_argument("--version", action="version", version=version)
     group = parser.add_argument_group("elastic training")
 
     def add(flag: str, *more: str, **settings: object) -> None:

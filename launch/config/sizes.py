@@ -1,4 +1,6 @@
-"""Sizes in bytes, read and written for people, in powers of ten."""
+"""Sizes in bytes, read and written for people, in powers of ten; numbers of processes."""
+
+import argparse
 
 from scalai.core.errors import UsageError
 
@@ -29,3 +31,10 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise UsageError(f"{text!r} is no size of memory. Write 500MB or 2GB.")
     return size
+
+
+def worker_number(text: str) -> int:
+    """Read ``--workers``, for argparse."""
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of processes (1 or more)")

@@ -57,6 +57,8 @@ def judge_snapshot(live: "LiveJob", reason: str, snapshot: str) -> None:
             live.command(sorted(held), commands.DropSnapshot(snapshot))
         return
     live.log(f"event={reason} committed={number} step={step}{_cost(seconds)}")
+    if reason == "start":
+        live.note_start(step)
     measured = _measured(seconds) if reason == "snapshot" else None
     live.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number, measured))
 

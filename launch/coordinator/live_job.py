@@ -135,6 +135,14 @@ class LiveJob:
 
     # ------------------------------------------------------------------ what changes beside events
 
+    def note_start(self, step: int) -> None:
+        """The workers have begun from this step."""
+        if (lost := self.timeline.correct(step)) is not None:
+            self.log(
+                f"event=went_back steps_lost={lost}: the script has loaded its own checkpoint, of "
+                f"step {step}"
+            )
+
     def forget(self, host: str) -> None:
         """An agent is gone without a word, and what it held."""
         self.lost_at = time.monotonic()
@@ -454,11 +462,22 @@ class LiveJob:
             report = self.timeline.close()
             self.calibrating.changed(report)
             again = (report.get("passes_after") or {}).get("recompute")
-            line = f"event=resized total_s={report['total_s']:.3f} degrees={report.get('after')}"
-            self.log(line + (f" recompute={again}" if again else ""))
+            self.log(_resized(report) + (f" recompute={again}" if again else ""))
         if action.keep is not None:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))
         if action.leaving:
             let_go(self, action.leaving)
             self.recount()
+
+
+def _resized(report: Mapping[str, Json]) -> str:
+    """Say in one line what a change has come to, or the first start."""
+    if "paused_s" not in report:
+        took = f"total_s={report['total_s']:.3f}"
+        return f"event=started {took} degrees={report.get('after')}"
+    return (
+        f"event=resized paused_s={report['paused_s']:.3f} steps_lost={report.get('steps_lost', 0)} "
+        f"degrees={report.get('after')} before={report.get('before')} "
+        f"total_s={report['total_s']:.3f} reason={report['reason']!r}"
+    )

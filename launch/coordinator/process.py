@@ -41,7 +41,7 @@ from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
 from scalai.launch.coordinator.vote_file import forget_electorate, known_of_json
-from scalai.launch.logs import configure
+from scalai.launch.logs import configure, say
 from scalai.launch.patient_writer import drain
 
 ALONE_S = 60.0
@@ -139,7 +139,7 @@ def _open(
         term = max(term, 1 + await_ownership(owned, durable, spec.job))
     patience = Patience(lost_after_s=spec.config.resize.silent_s)
     coordinator = Coordinator(
-        spec, address, token, log.info, alone_s, patience, term=term, is_successor=is_successor,
+        spec, address, token, say, alone_s, patience, term=term, is_successor=is_successor,
         refusals=Refusals(token),
     )  # fmt: skip
     register: Register | None = open_register(spec.options.coordinator_lease, spec.job)

@@ -26,13 +26,15 @@ class ReportFolder:
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
+        self._last = -1
         self._files = PatientWriter("reports", ANSWER_S, self._say_late, self._say_back)
         self._files.do(self._try)
 
-    def write(self, name: str, report: Mapping[str, Any]) -> None:
-        """Leave a report in a file. It is there on return, unless the log says otherwise."""
+    def write(self, number: int, report: Mapping[str, Any]) -> None:
+        """Leave a report in a file of this number, or of the next one that no earlier run of the
+        job has left there. It is there on return, unless the log says otherwise."""
         content = (json.dumps(report, indent=1) + "\n").encode()
-        self._files.do(partial(self._write, name, content))
+        self._files.do(partial(self._write, number, content))
 
     def _say_late(self) -> None:
         self._say(
@@ -56,10 +58,16 @@ class ReportFolder:
                 "there will be no reports"
             )
 
-    def _write(self, name: str, content: bytes) -> None:
-        path = self._folder / name
+    def _write(self, number: int, content: bytes) -> None:
+        path = self._path(number := max(number, self._last + 1))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            while path.exists():
+                path = self._path(number := number + 1)
+            self._last = number
             replace_file(path, content, is_durable=False)
         except OSError as error:
             self._say(f"event=report_failed path={path} {error}: the job goes on without it")
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"resize-{number:04d}.json"

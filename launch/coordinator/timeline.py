@@ -92,6 +92,7 @@ class Timeline:
             if failure:
                 self.begin(failure)
             self.mark("failed")
+            self.mark_first("stood")
         elif now is Phase.COMMITTING and was is Phase.RESCUING:
             self.phase("snapshot", self.since("failed"), is_emergency=True)
             self.mark("sealed")
@@ -100,6 +101,9 @@ class Timeline:
             self.phase("drain", max(0.0, self.since("preparing") - snapshot))
             self.phase("snapshot", snapshot, snapshot_proof_s=round(proof, 6))
             self.mark("sealed")
+            self._marks.setdefault("stood", time.monotonic() - snapshot)
+        elif now is Phase.STOPPING and was is not Phase.STARTING:
+            self.mark_first("stood")
 
     def start(self, round: int, generation: int | None, step: int, assignment: Assignment) -> None:
         """A round starts from the state of this step."""
@@ -118,8 +122,20 @@ class Timeline:
         # After a commit the old workers were stopped: their end is part of the relaunch.
         self.mark_first("committed")
 
+    def correct(self, step: int) -> int | None:
+        """The workers have begun from this step, which may be that of a checkpoint of the script's
+        own. Return the steps that were lost then, None where it was known already."""
+        lost, begun = self._facts.get("steps_lost"), self._facts.get("step", 0)
+        if not self.is_open or not lost or step <= begun:
+            return None
+        self.note(steps_lost=max(0, lost - (step - begun)), step=step)
+        return int(self._facts["steps_lost"])
+
     def close(self, **facts: Any) -> Mapping[str, Any]:
-        """The first step is done: write the report and return it."""
+        """The first step is done: write the report and return it. ``paused_s``: how long no step
+        was made; of a first start there is none."""
+        if "stood" in self._marks:
+            facts["paused_s"] = round(self.since("stood"), 6)
         report = {
             "reason": self._reason,
             **self._facts,
@@ -131,5 +147,5 @@ class Timeline:
         self.reports.append(report)
         self._marks = {}
         if self._folder is not None:
-            self._folder.write(f"resize-{report.get('round', 0):04d}.json", report)
+            self._folder.write(int(report.get("round", 0)), report)
         return report

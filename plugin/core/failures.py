@@ -1,11 +1,13 @@
 """What comes of workers that fail: what was on standby goes, those that live write what they have,
 and the job goes on, with other degrees where these are to blame."""
 
+import re
 from dataclasses import replace
 
 from scalai.core import events, probing, respacing
 from scalai.core.actions import Action, Freeze, Say
 from scalai.core.assigning import failure_of, members_of, next_assignment
+from scalai.core.endings import kind_of
 from scalai.core.membership import (
     TRAINING,
     Emergency,
@@ -25,6 +27,9 @@ from scalai.core.transitions import (
     stop_workers,
     without_standby,
 )
+
+_PASSING = re.compile(r"Dist\w*Error|Connection|[Tt]im(?:ed ?|e)out|[Aa]ddress already in use")
+"""Errors of a network, which may be well the next time."""
 
 STEPPING = (*TRAINING, Phase.PREPARING, Phase.DRAINING)
 """Phases in which workers have made steps of their own, and none has left."""
@@ -67,15 +72,19 @@ def fail(
     else:
         is_free = is_free or was_built or is_changing or (is_loss and job.is_loss_free)
         job = replace(job, tries=job.tries + (is_changing or is_standstill))
-    if job.failures_left <= 0 and not is_free:
+    error = "" if is_loss or is_chance else _error_of_the_script(job, reason)
+    is_same, job = bool(error) and error == job.start_error, replace(job, start_error=error)
+    if is_same or (job.failures_left <= 0 and not is_free):
         ending = f"{reason}; the restart budget (--max-restarts) is used up"
+        if is_same:
+            ending = f"{reason}; the start before has ended alike, and no step was ever made"
         job, actions = _freeze(job, reason, ending=ending)
         return job, (*respaced, *given_up, *message, *actions)
     job = replace(job, was_standby=False, trained_s=0.0)
     if not is_free:
         job = replace(job, failures_left=job.failures_left - 1, counted_round=job.round)
     job, actions = _freeze(job, reason, is_counted=not is_free)
-    message = (Say(f"{reason}; {job.failures_left} restarts left"), *message)
+    message = (Say(f"event=restart {reason}; {job.failures_left} restarts left"), *message)
     return job, (*respaced, *given_up, *message, *actions)
 
 
@@ -91,6 +100,16 @@ def computes_otherwise(job: Job, text: str) -> Result:
         return job, (warning, *actions)
     job, actions = fail(job, f"{layout} computes another function than what ran", is_refusal=True)
     return job, (warning, *actions)
+
+
+def _error_of_the_script(job: Job, reason: str) -> str:
+    """Return what a script raises that has never come to a step, without what differs from start to
+    start; empty where the world around it may be to blame, which may change."""
+    kind = kind_of(reason)
+    is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
+    if job.ran is not None or job.phase is not Phase.STARTING or not is_own:
+        return ""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", reason)
 
 
 def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:

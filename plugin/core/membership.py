@@ -296,6 +296,8 @@ class Job:
     """The round whose failure has cost a restart last."""
     tries: int = 0
     """Failures of the present assignment that may have been chance."""
+    start_error: str = ""
+    """Before any round of this job has stepped: what its script has raised in the last start."""
     standby: Standby | None = None
     was_standby: bool = False
     """The present round was, so its first failure may come from that and is not counted."""

@@ -55,7 +55,9 @@ def test_without_a_block_only_deepspeeds_flags_name_a_configuration(write: Write
     assert found is not None and found.block is None
     assert find_config(["--model_config", path]) is None
     assert find_config(["--model_config", write("[not json", "other.json")]) is None
-    assert find_config(["--deepspeed", "--deepspeed_config", "missing.json"]) is None
+    assert find_config(["--deepspeed", "missing.json"]) is None
+    with pytest.raises(UsageError, match=r"--deepspeed_config missing\.json: there is no file"):
+        find_config(["--deepspeed", "--deepspeed_config", "missing.json"])
 
 
 def test_base64_and_comments_are_read_as_deepspeed_reads_them(write: Write) -> None:

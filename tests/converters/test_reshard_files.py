@@ -48,6 +48,17 @@ def test_a_state_is_the_same_in_every_layout_and_at_all_degrees(
         assert other.values.param_groups[0]["betas"] == (0.9, 0.95)
 
 
+def test_two_models_differ_by_name_and_that_is_no_refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wider = {name: (2 * shape[0], *shape[1:]) for name, shape in SHAPES.items() if "word" in name}
+    write(tmp_path / "one")
+    write(tmp_path / "two", "torch_dist", state(shapes={**SHAPES, **wider}))
+    assert run("verify", tmp_path / "one", tmp_path / "two") == 4
+    said = capsys.readouterr()
+    assert "param/embedding.word_embeddings.weight is F32" in said.out and not said.err
+
+
 def test_an_existing_destination_is_left_alone_and_replaced_on_demand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ NCCL = "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2074, unhandled cu
         ("rank 1 was killed by SIGSEGV", "segmentation fault"),
         ("rank 1 was killed by SIGBUS", "bus error (is the shared memory full?)"),
         ("rank 4: ValueError: no such file", "the script raised ValueError"),
+        ("rank 4 exited with 1: ValueError: no such file", "the script raised ValueError"),
         ("rank 4: the script left with 7", "the script left with 7"),
         ("rank 4 exited with 1; rank 5 was killed by SIGKILL", "killed by SIGKILL"),
         ("its workers cannot be started: no room", "other"),

@@ -223,3 +223,51 @@ def test_a_last_host_whose_steps_are_not_saved_has_failed() -> None:
     simulation.feed(events.HostLeaving("b", simulation.now))
     simulation.settle()
     assert [each.code for each in simulation.exits] == [1]
+
+
+def starting(**settings: object) -> Simulation:
+    simulation = Simulation(job(failures_left=5, **settings))
+    simulation.join("a", 2)
+    simulation.tick()
+    assert simulation.job.phase is m.Phase.STARTING
+    return simulation
+
+
+def fail_start(simulation: Simulation, reason: str, *, is_chance: bool = False) -> None:
+    simulation.feed(events.WorkersFailed("a", simulation.job.round, reason, is_chance))
+    while simulation.job.phase is not m.Phase.ENDED and simulation.job.phase is m.Phase.STOPPING:
+        simulation.answer(simulation.waiting()[0])
+
+
+def test_a_script_that_raises_the_same_before_its_first_step_again_ends_the_job() -> None:
+    simulation = starting()
+    fail_start(simulation, "rank 0 exited with 1: FileNotFoundError: no data (pid 17)")
+    assert not simulation.exits and simulation.job.failures_left == 4
+    fail_start(simulation, "rank 1 exited with 1: FileNotFoundError: no data (pid 23)")
+    assert [each.code for each in simulation.exits] == [1]
+    assert "no step was ever made" in simulation.exits[0].reason
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("rank 0 exited with 1: KeyError: 'a'", "rank 0 exited with 1: KeyError: 'b'"),
+        ("rank 0 exited with 1: DistNetworkError: lost",) * 2,
+        ("rank 0 was killed by SIGKILL",) * 2,
+    ],
+    ids=["another error", "a network", "a signal"],
+)
+def test_what_may_be_well_the_next_time_is_tried_within_the_budget(first: str, second: str) -> None:
+    simulation = starting()
+    for reason in (first, second):
+        fail_start(simulation, reason, is_chance="killed" in reason)
+    assert not simulation.exits and simulation.job.phase is m.Phase.STARTING
+
+
+def test_an_error_behind_steps_is_tried_within_the_budget() -> None:
+    simulation = two_hosts(failures_left=5)
+    for _ in range(2):
+        simulation.train(3)
+        simulation.feed(events.WorkersFailed("a", simulation.job.round, "rank 0 exited with 1"))
+        simulation.settle()
+    assert not simulation.exits and simulation.job.phase is m.Phase.RUNNING

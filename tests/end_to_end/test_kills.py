@@ -193,7 +193,7 @@ def test_a_second_signal_stops_now_and_the_state_stays(tmp_path: Path) -> None:
     # A step is long enough for the second signal to come before the stop of the first.
     with one_worker(tmp_path, step_s=6.0) as agents:
         agents.start("a")
-        agents.wait_until(lambda: "event=resized" in agents.text(), "the first step")
+        agents.wait_until(lambda: "event=started" in agents.text(), "the first step")
         agents.drain("a")
         agents.wait_until(lambda: "event=leaving" in agents.text(), "the first signal is heard")
         agents.drain("a")

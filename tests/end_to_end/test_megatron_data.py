@@ -133,7 +133,7 @@ def change(job: Job, nproc: int, rounds: int) -> None:
     """Have the job go on on so many ranks, as its round of this number."""
     made = max(job.ledger())
     job.scale(nproc)
-    job.wait_until(lambda: job.log.count("event=resized") >= rounds, f"{nproc} ranks")
+    job.wait_until(lambda: job.log.count("event=resized") >= rounds - 1, f"{nproc} ranks")
     job.wait_for_step(made + 2)
 
 

@@ -164,3 +164,15 @@ def test_it_is_said_who_chooses_degrees(tmp_path: Path) -> None:
     assert "planner: degrees are computed for a100-80gb" in cost
     assert "by cost" in rows(cost)["8"][2]
     assert int(rows(cost)["1"][1]) == 0, "what fits in memory is computed, not what ran"
+
+
+def test_worlds_that_the_hosts_never_make_are_refused() -> None:
+    with pytest.raises(RefusedError, match="1 hosts of 4 workers are 4 at most"):
+        check(f"--nnodes 1 --allowed-sizes 5,7 {GPT}")
+    assert list(rows(check(f"--nnodes 1 --allowed-sizes 4,7 {GPT}"))) == ["4", "7"]
+
+
+def test_more_replicas_than_other_hosts_are_refused() -> None:
+    with pytest.raises(RefusedError, match=r"--replicas 5: .*Use 1\."):
+        check(f"--nnodes 1:2 --replicas 5 {GPT}")
+    check(f"--nnodes 1:2 --replicas 1 {GPT}")

@@ -61,3 +61,13 @@ def test_the_status_of_a_coordinator_of_another_release_is_shown(
     logged = capsys.readouterr()
     assert not ended.value.code, logged.err
     assert shown in logged.out and "a (2 slots)" in logged.out
+
+
+@pytest.mark.parametrize("command", [["verify", "a"], ["reshard", "a", "b"]])
+@pytest.mark.parametrize("workers", ["0", "-1"])
+def test_a_number_of_processes_is_one_or_more(
+    command: list[str], workers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command, "--workers", workers])
+    assert "is no number of processes" in capsys.readouterr().err

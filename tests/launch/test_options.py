@@ -223,3 +223,16 @@ def test_a_host_that_drains_may_have_an_exit_code_of_its_own() -> None:
     assert parse("--drained-exit-code", "76", "t.py").drained_exit_code == 76
     with pytest.raises(SystemExit):
         parse("--drained-exit-code", "256", "t.py")
+
+
+def test_a_wrong_flag_is_said_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse("--allowed-sizes", "x", "t.py")
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "'x' is neither a number nor LOW-HIGH" in said[1]
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse("--version")
+    assert capsys.readouterr().out.startswith("scalai ")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from scalai.launch import logs
-from scalai.launch.logs import PatientHandler
+from scalai.launch.logs import PatientHandler, say
 from scalai.launch.patient_writer import PatientWriter
 from support.coordinator_line import wait_until
 
@@ -134,3 +134,22 @@ def test_how_many_lines_were_left_out_is_said(
         text += os.read(reading, 1 << 20).decode()
     left_out = 50 - text.count("line ")
     assert left_out >= 39 and f"event=log_back {left_out} lines are left out" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        ("generation=3 round=2 event=went_back steps_lost=94", "WARNING"),
+        ("event=lost host=b: its connections have ended", "WARNING"),
+        ("event=restart host b is lost; 3 restarts left", "WARNING"),
+        ("event=exit code=1 reason='no agent'", "ERROR"),
+        ("event=exit code=75 reason='saved'", "INFO"),
+        ("event=resized paused_s=2.1", "INFO"),
+    ],
+)
+def test_what_a_job_loses_is_no_information_only(
+    line: str, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "scalai")
+    say(line)
+    assert [record.levelname for record in caplog.records] == [level]

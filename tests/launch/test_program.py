@@ -29,14 +29,14 @@ def ended(*command: str) -> tuple[int, str]:
 
 
 def test_a_number_of_workers_that_is_none() -> None:
-    code, logged = ended("-m", *RUN, "--nproc-per-node", "x", "script.py")
+    code, logged = ended("-m", *RUN, "--nproc-per-node", "x", __file__)
     assert code == 2
     assert "scalai-run: --nproc-per-node x: expected a number, auto, cpu or gpu" in logged
 
 
 def test_a_store_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code, logged = ended("-m", *RUN, "--store-dir", str(tmp_path / "file" / "store"), "script.py")
+    code, logged = ended("-m", *RUN, "--store-dir", str(tmp_path / "file" / "store"), __file__)
     assert code in (1, 3)
     assert str(tmp_path / "file") in logged
 
@@ -78,3 +78,43 @@ def test_the_version_is_told() -> None:
         capture_output=True, text=True, timeout=DEADLINE_S, check=True,
     )  # fmt: skip
     assert done.stdout.startswith("scalai 0.")
+
+
+def test_a_script_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    code, logged = ended("-m", *RUN, str(tmp_path / "nosuch.py"))
+    assert code == 2 and "there is no script" in logged and "event=" not in logged
+
+
+ENOUGH = """
+import sys
+from scalai.launch.program import exit_code_of
+def run():
+    print("ready", flush=True)
+    sys.stdin.read()
+    for line in range(100_000):
+        print(line)
+    return 0
+sys.exit(exit_code_of("scalai inspect", run))
+"""
+
+
+def test_who_reads_no_further_gets_no_traceback() -> None:
+    """As ``scalai inspect ... | head``."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ENOUGH], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as command:  # fmt: skip
+        assert command.stdout is not None and command.stdout.readline() == "ready\n"
+        command.stdout.close()
+        assert command.stdin is not None
+        command.stdin.close()
+        assert command.stderr is not None and command.stderr.read() == ""
+        assert command.wait(DEADLINE_S) == 141
+
+
+def test_the_package_is_its_command_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scalai", "--version"],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("scalai ")

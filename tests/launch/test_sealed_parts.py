@@ -39,7 +39,7 @@ class TwoHosts:
         self.a.unanswered = {"stop"}
         self.run = self.a.wait_for("start")["run"]
         self.step = 0
-        wait_until(lambda: logged(self.line, "event=resized"), "every rank has stepped")
+        wait_until(lambda: logged(self.line, "event=started"), "every rank has stepped")
 
     def join(self, host: str, *sealed: HostManifest) -> FakeAgent:
         old = self._old[host]

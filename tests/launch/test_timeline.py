@@ -3,11 +3,13 @@
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scalai.core import membership as m
 from scalai.launch.coordinator import report_folder
 from scalai.launch.coordinator.timeline import Timeline
 from scalai.store.atomic import replace_file
@@ -63,6 +65,43 @@ def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     assert "event=report_failed" in logged[-1] and "the job goes on" in logged[-1]
     Timeline(folder / "below", logged.append)
     assert "there will be no reports" in logged[-1]
+
+
+def test_reports_of_an_earlier_run_stay(tmp_path: Path) -> None:
+    for reason in ("first run", "second run"):
+        timeline = Timeline(tmp_path, lambda line: None)
+        finish_start(timeline)
+        timeline.begin(reason)
+        timeline.note(round=2)
+        timeline.close()
+    found = [json.loads(path.read_text())["reason"] for path in sorted(tmp_path.iterdir())]
+    assert found == ["start", "first run", "start", "second run"]
+
+
+def test_the_pause_begins_where_training_stands_still() -> None:
+    """At a planned change that is the snapshot at the stop; at a failure, the failure."""
+    timeline = Timeline(None, lambda line: None)
+    timeline.note(round=1)
+    assert "paused_s" not in timeline.close()
+    timeline.begin("scale")
+    timeline.note(round=2)
+    timeline.enter(m.Phase.RUNNING, m.Phase.BUILDING, "", lambda part: 0.0)
+    time.sleep(0.2)
+    timeline.enter(m.Phase.SNAPSHOTTING, m.Phase.COMMITTING, "", lambda part: 0.05)
+    timeline.enter(m.Phase.COMMITTING, m.Phase.STOPPING, "", lambda part: 0.0)
+    planned = timeline.close()
+    assert 0.05 <= planned["paused_s"] <= planned["total_s"] - 0.1
+    timeline.note(round=3)
+    timeline.enter(m.Phase.RUNNING, m.Phase.FREEZING, "rank 0 died", lambda part: 0.0)
+    failed = timeline.close()
+    assert failed["total_s"] - failed["paused_s"] < 0.1 and failed["reason"] == "rank 0 died"
+
+
+def test_a_checkpoint_of_the_scripts_own_costs_only_the_steps_behind_it() -> None:
+    timeline = Timeline(None, lambda line: None)
+    timeline.note(round=2, step=0, steps_lost=22)
+    assert timeline.correct(0) is None
+    assert timeline.correct(20) == 2 and timeline.close()["steps_lost"] == 2
 
 
 def test_a_folder_that_answers_nobody_holds_nothing_up(

@@ -305,6 +305,40 @@ def test_workers_that_outlive_signals_are_ended_by_the_agents_own_means(
     assert "via SIGTERM" not in caplog.text  # for whose effect torch waits half a minute
 
 
+def test_compilers_that_a_worker_has_started_end_with_it(
+    workers: WorkerSet, tmp_path: Path
+) -> None:
+    """As ninja starts them: each in a group of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        "if os.getsid(0) != os.getpid():\n"
+        "    os.setsid()\n"
+        "compiler = subprocess.Popen(['sleep', '600'], process_group=0)\n"
+        "path = sys.argv[1] + '/compiler' + os.environ['LOCAL_RANK']\n"
+        "open(path + '.new', 'w').write(str(compiler.pid))\n"
+        "os.rename(path + '.new', path)\n"
+        "time.sleep(600)\n"
+    )
+    workers.start(place(outlives_signals=True), [str(script), str(tmp_path)], warm=False)
+    files = [tmp_path / f"compiler{rank}" for rank in range(2)]
+    wait_until(lambda: all(file.exists() for file in files), "they build")
+    compilers = [psutil.Process(int(file.read_text())) for file in files]
+    workers.stop()
+    assert not psutil.wait_procs(compilers, 30)[1]
+
+
+@both
+def test_what_a_script_has_raised_is_in_the_reason_of_its_failure(
+    workers: WorkerSet, tmp_path: Path, warm_server: Path, warm: bool
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise FileNotFoundError('no\\nsuch data')\n")
+    workers.start(place(1, outlives_signals=True), [str(script)], warm=warm)
+    (failure,) = outcome(workers).failures
+    assert failure == "rank 2 exited with 1: FileNotFoundError: no such data"
+
+
 @both
 def test_a_worker_that_is_killed_is_named_with_its_signal(
     workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool

@@ -75,8 +75,10 @@ def no_room(step: Step, number: int, reason: str) -> None:
     current = step.change_round(is_reserving=False)
     is_on_the_way = current.snapshot is not None and current.snapshot.reason == "snapshot"
     is_wanted = current.snapshot is not None and not is_on_the_way
-    if is_wanted or not current.is_complete(current.stepped):
-        step.fail(f"making room for a snapshot: {reason}")
+    is_start = not current.is_complete(current.stepped)
+    if is_wanted or is_start:
+        # At the start no room for two generations is a refusal: to begin again makes none.
+        step.fail(f"making room for a snapshot: {reason}", is_refusal=is_start)
         return
     wait_s = min(2 * current.reserve_wait_s or AGAIN_S, LONGEST_AGAIN_S)
     step.change_round(reserve_wait_s=wait_s, reserve_at=step.now + wait_s)

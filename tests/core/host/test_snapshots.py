@@ -155,6 +155,15 @@ def without_files(hang_s: float = 0.0) -> LawHost:
     return host
 
 
+def test_a_host_without_room_for_two_generations_refuses_the_job_at_its_start() -> None:
+    host = LawHost()
+    host.begin()
+    host.publish()
+    host.feed(NoRoom(1, "no room."))
+    (failure,) = [r for r in host.reports() if isinstance(r, reports.Failed)]
+    assert failure.is_refusal and "no room." in failure.reason
+
+
 def test_a_snapshot_that_is_wanted_at_a_stop_and_finds_no_room_fails_the_round() -> None:
     host = without_files()
     host.agree(9)
