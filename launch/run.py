@@ -8,7 +8,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -33,7 +34,7 @@ from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.discovery import Place, find_coordinator, has_moved
+from scalai.launch.coordinator.discovery import Place, find_coordinator, has_moved, job_directory
 from scalai.launch.logs import configure
 from scalai.launch.long_waits import said
 from scalai.launch.patient_writer import drain
@@ -119,6 +120,17 @@ def _with_hostfile(argv: list[str]) -> list[str]:
     return expanded
 
 
+@contextmanager
+def _named(flag: str, folder: str | None) -> Iterator[None]:
+    """Name the flag whose folder cannot be made or used."""
+    try:
+        yield
+    except OSError as error:
+        raise RefusedError(
+            f"{flag} {folder} cannot be used ({error.strerror or error}). Name another one."
+        ) from error
+
+
 def _check_script(spec: JobSpec) -> None:
     """Raise ``UsageError`` where the script is no file: the workers would find that out, a minute
     later."""
@@ -149,11 +161,14 @@ def run_agent(spec: JobSpec) -> int:
             check_writable(spec.durable_dir)
             if not spec.is_fresh:
                 refuse_finished(spec.durable_dir / spec.job)
-    logs = DefaultLogsSpecs(
-        log_dir=options.log_dir,
-        redirects=Std.from_str(options.redirects),
-        tee=Std.from_str(options.tee),
-    )
+    with _named("--store-dir", spec.config.store.dir):
+        job_directory(spec)
+    with _named("--log-dir", options.log_dir):
+        logs = DefaultLogsSpecs(
+            log_dir=options.log_dir,
+            redirects=Std.from_str(options.redirects),
+            tee=Std.from_str(options.tee),
+        )
     host_signals.name(options.signals_to_handle)
     host_signals.end_at_the_first()
     try:

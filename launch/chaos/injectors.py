@@ -136,6 +136,12 @@ def _signal_in_vain(scene: Scene) -> Injected:
 # ------------------------------------------------------------------ hosts
 
 
+def _kill_agents(scene: Scene) -> Injected:
+    for host in sorted(processes.agents(scene.folder)):
+        processes.send(scene.agent(host), signal.SIGKILL)
+    return Injected()
+
+
 def _kill_hosts(scene: Scene) -> Injected:
     """Kill all processes of hosts at once, and take their memory away."""
     damage.kill_hosts(scene, scene.fault.hosts)
@@ -266,6 +272,7 @@ TABLE: dict[str, Injector] = {
     "term-worker": Injector(_signal_in_vain),
     "int-worker": Injector(_signal_in_vain),
     "usr1-agent": Injector(_signal, _no_usr1),
+    "kill-agents": Injector(_kill_agents),
     "kill-host": Injector(_kill_hosts),
     "kill-hosts": Injector(_kill_hosts),
     "kill-more-hosts": Injector(_kill_hosts, damage.no_disk_state),

@@ -12,6 +12,7 @@ from scalai.core.messages import JsonText, Request
 from scalai.launch.config.endpoint import (
     TOKEN_VARIABLE,
     read_card,
+    read_ending,
     read_identity,
     split_endpoint,
     take_token,
@@ -59,8 +60,8 @@ def _ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
     card = read_card(folder)
     if card is None:
         raise PeerError(
-            f"no job {arguments.job!r} runs here (looked in {folder}). Name it by --job, "
-            f"--store-dir or --coordinator."
+            f"no job {arguments.job!r} runs here (looked in {folder}). "
+            f"{read_ending(folder) or 'Name it by --job, --store-dir or --coordinator.'}"
         )
     return _answer(*card, request, read_identity(folder))
 

@@ -13,6 +13,7 @@ from typing import Any
 from scalai.core.errors import (
     AbsentError,
     PeerError,
+    ScalaiError,
     SilentError,
     TlsError,
     UnprovenError,
@@ -28,6 +29,7 @@ from scalai.store.secure import open_below
 TOKEN_VARIABLE = "SCALAI_JOB_TOKEN"
 """Environment variable: the job's secret, where hosts do not share a machine."""
 CARD = "coordinator.json"
+ENDED = "coordinator.ended.json"
 ATTEMPTS, PAUSE_S = 4, 0.2
 """How often a coordinator is asked whose connections break, and how long it is left between."""
 
@@ -201,6 +203,27 @@ def write_card(folder: Path, address: tuple[str, int], token: bytes, term: int =
     }
     with open_below(folder.parent, folder.name) as job:
         job.write(CARD, json.dumps(card).encode())
+        with contextlib.suppress(FileNotFoundError):
+            job.remove(ENDED)
+
+
+def write_ending(folder: Path, code: int, reason: str) -> None:
+    """Leave word of how the job has ended, for who asks for it. Raises as ``write_card``."""
+    ending = {"code": code, "reason": reason, "at": time.time()}
+    with open_below(folder.parent, folder.name) as job:
+        job.write(ENDED, json.dumps(ending).encode())
+
+
+def read_ending(folder: Path) -> str:
+    """Return how the last job of this name has ended, as a sentence; empty where nobody has said
+    it."""
+    try:
+        with open_below(folder.parent, folder.name) as job:
+            found = json.loads(job.read(ENDED))
+        ago_s = max(0.0, time.time() - float(found["at"]))
+        return f"The last one ended {ago_s:.0f} s ago, exit code {found['code']}: {found['reason']}"
+    except (OSError, ScalaiError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def remove_card(folder: Path, of: tuple[str, int] | None = None) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from scalai.core.errors import ScalaiError, UsageError
@@ -15,6 +16,7 @@ from scalai.launch.config.endpoint import (
     read_card,
     split_endpoint,
     write_card,
+    write_ending,
 )
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
@@ -194,6 +196,9 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
         code = coordinator.run()
         if code != STOOD_DOWN:
             forget_electorate(folder)
+            if not spec.options.is_standalone:  # whose folder goes with it
+                with suppress(ScalaiError, OSError):
+                    write_ending(folder, code, coordinator.ended_by)
         return code
     finally:
         clear_away(folder, address, is_last=spec.options.is_standalone)

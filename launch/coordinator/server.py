@@ -71,6 +71,8 @@ class Coordinator(Desk):
         """Says whether this is the job's coordinator; None: no other can be."""
         self.heard: Heard | None = None
         """Signals that this process was sent."""
+        self.ended_by = ""
+        """Why the job has ended."""
         self._told = ""
         """The signal by which it was told to end: it does once it has no agents."""
         self.owns: Lease | None = None
@@ -132,6 +134,7 @@ class Coordinator(Desk):
                 if live.has_ended:
                     ended_at = ended_at or now
                     if self._is_farewell_over(now - ended_at):
+                        self.ended_by = live.farewell.reason if live.farewell else ""
                         break
                 if live.members.hosts():
                     alone_since = now
@@ -165,7 +168,8 @@ class Coordinator(Desk):
     def _leave(self, code: int, reason: str) -> None:
         self._live.exit_code = code
         stays = "what the stores hold stays there: start the same job again"
-        self._live.log(f"event=exit code={code} reason='{reason}; {stays}'")
+        self.ended_by = f"{reason}; {stays}"
+        self._live.log(f"event=exit code={code} reason={self.ended_by!r}")
 
     def _holds(self, lease: Lease) -> bool:
         """Whether nobody else can be the coordinator. A register that hangs takes nobody's place:

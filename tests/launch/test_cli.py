@@ -7,7 +7,7 @@ import pytest
 
 from scalai.core.messages import JsonText
 from scalai.launch import cli
-from scalai.launch.config.endpoint import write_card
+from scalai.launch.config.endpoint import read_ending, write_card, write_ending
 from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Server
 
@@ -71,3 +71,19 @@ def test_a_number_of_processes_is_one_or_more(
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command, "--workers", workers])
     assert "is no number of processes" in capsys.readouterr().err
+
+
+def test_the_status_of_a_job_that_has_ended_says_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "j"
+    folder.mkdir(mode=0o700)
+    tmp_path.chmod(0o700)
+    write_ending(folder, 75, "saved to the durable directory")
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["status", "--store-dir", str(tmp_path), "--job", "j"])
+    said = capsys.readouterr().err
+    assert "no job 'j' runs here" in said
+    assert "exit code 75: saved to the durable directory" in said
+    write_card(folder, ("127.0.0.1", 1), TOKEN)
+    assert read_ending(folder) == "", "another one runs"

@@ -67,7 +67,7 @@ def test_an_agent_that_stands_still_while_it_looks_is_named(
 class EndingCoordinator:
     """One whose job ends while ``meanwhile`` happens."""
 
-    address, term, lease = ("127.0.0.1", 1), 1, None
+    address, term, lease, ended_by = ("127.0.0.1", 1), 1, None, "finished"
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
         self._meanwhile = meanwhile

@@ -68,8 +68,8 @@ PARTS = (
     Part("processes", (
         "kill-worker", "segv-worker", "abort-worker", "bus-worker", "exit-worker", "raise-worker",
         "memory-worker", "tear-worker", "stop-worker", "kill-in-snapshot", "kill-in-recovery",
-        "term-worker", "int-worker", "kill-agent", "kill-in-commit", "stop-agent", "term-agent",
-        "int-agent", "usr1-agent", "duplicate-host",
+        "term-worker", "int-worker", "kill-agent", "kill-agents", "kill-in-commit",
+        "stop-agent", "term-agent", "int-agent", "hup-agent", "usr1-agent", "duplicate-host",
     )),
     Part("hosts", (
         "kill-host", "stop-host", "notice", "clock-forward", "clock-back", "stop-coordinator",
