@@ -175,7 +175,8 @@ def _lines(found: Found) -> Iterator[str]:
         yield f"  {name_of(each)}: {each.taken}{of}{times}, {seen}{left}"
     yield "rounds"
     for stretch, until, samples in ledger.rounds():
-        degrees = " ".join(f"{axis}{size}" for axis, size in stretch.degrees.items() if size > 1)
+        sizes = [f"{axis}{size}" for axis, size in stretch.degrees.items() if size > 1]
+        degrees = " ".join(sizes or ["dp1"] * bool(stretch.degrees))
         steps = f"steps {stretch.step + 1} to {until}" if until > stretch.step else "no step"
         counted = ""
         if samples is not None and stretch.samples is not None:

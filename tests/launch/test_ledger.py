@@ -71,6 +71,17 @@ def test_a_job_that_has_changed_and_failed_is_proven_wherever_its_state_lies(
         assert "note: steps 4 to 6 of round r-2 were lost, 2 of them done again so far" in text
 
 
+def test_a_round_of_one_rank_says_its_degrees_too(
+    open_store: Opener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger.begun(0, 0).with_round("r-1", {"dp": 1, "tp": 1})
+    for step in range(1, STEP + 1):
+        draw = Draw("train", Number(0), step - 1, step, 120, 120, is_dealt=True)
+        ledger = ledger.stepped(step, step, [draw])
+    _, text = run(capsys, "show", keep(open_store(), ledger.to_json()))
+    assert f"r-1: steps 1 to {STEP}, {STEP} samples, dp1" in text
+
+
 def test_what_was_skipped_is_a_difference_and_only_verify_ends_with_it(
     open_store: Opener, capsys: pytest.CaptureFixture[str]
 ) -> None:
