@@ -9,6 +9,7 @@ from typing import Any
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.fingerprint import Committed, compare
 from scalai.core.membership import Generation
+from scalai.core.recovery import Descent, contains
 from scalai.launch.coordinator.doubts import Doubts
 from scalai.launch.coordinator.parts import (
     HeldParts,
@@ -336,10 +337,12 @@ class Generations:
         return number in self._offered
 
     def give_up_after(self, number: int) -> tuple[int, ...]:
-        """A person goes on from this generation: newer ones, whole or not, are of no use. Return
-        them."""
-        known = {*self._committed, *self.doubts.numbers()}
-        later = tuple(sorted(n for n in known if n > number))
+        """A person goes on from this generation: newer ones, whole or not, and those of runs that
+        went on apart from it are of no use. Return them."""
+        known, mine = {*self._committed, *self.doubts.numbers()}, self._descent(number)
+        apart = {n for n, held in self._committed.items() if held and n not in self._offered}
+        apart = {n for n in apart if not contains(mine, self._descent(n))}
+        later = tuple(sorted(n for n in known if n > number or n in apart))
         for given_up in later:
             self._committed.pop(given_up, None)
         self.doubts.give_up(later)
@@ -401,8 +404,9 @@ class Generations:
         """Return the committed generations that the hosts hold wholly, oldest first; ``without``:
         that they would hold without this one.
 
-        By number: numbers only grow, also where the job went back to an earlier step. What is known
-        from a disk only is older than all else: another run may have left it there."""
+        What comes from another one is newer; else by number: within a run numbers only grow, also
+        where the job went back to an earlier step. What is known from a disk only is older than all
+        else: another run may have left it there."""
         whole = []
         for number, held in self._committed.items():
             parts = held.holders() if without is None else held.holders() - {without}
@@ -415,7 +419,28 @@ class Generations:
             except (LayoutError, ProofError):
                 continue
             whole.append(Generation(number, self.step(number), parts))
-        return tuple(sorted(whole, key=lambda g: (g.number not in self._offered, g.number)))
+        depth = {one.number: len(self._contained(one.number, whole)) for one in whole}
+        return tuple(
+            sorted(whole, key=lambda g: (g.number not in self._offered, depth[g.number], g.number))
+        )
+
+    def _contained(self, number: int, others: Iterable[Generation]) -> list[Generation]:
+        """Return those of the others that a generation comes from."""
+        mine = self._descent(number)
+        return [one for one in others if contains(mine, self._descent(one.number))]
+
+    def _descent(self, number: int) -> Descent:
+        return Descent.of(number, next(iter(self._committed[number].values())).about)
+
+    def forks(self, whole: Collection[Generation]) -> tuple[Generation, ...]:
+        """Return the newest generations of runs that went on apart, each without the others': more
+        than one where a person has to decide. ``whole``: those that are."""
+        own = [one for one in whole if one.number not in self._offered]
+        held = {one.number: self._contained(one.number, own) for one in own}
+        return tuple(
+            one for one in own
+            if not any(one in held[other.number] for other in own if other is not one)
+        )  # fmt: skip
 
     def prove(self, number: int, found: Mapping[str, int]) -> None:
         """Raise ``ProofError`` unless the fingerprints of the restored tensors, by name, are those

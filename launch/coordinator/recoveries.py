@@ -36,13 +36,16 @@ class Recoveries:
 
     def _states(self, present: Iterable[str]) -> Iterator[State]:
         generations = self._generations
-        whole = {each.number: each for each in generations.covered()}
+        held = generations.covered()
+        whole = {each.number: each for each in held}
+        newest = held[-1].number if held else 0
         for number, each in whole.items():
             stated = generations.stated(number)
             hosts = tuple(sorted(each.hosts))
             lost = sorted(set(stated.hosts) - each.hosts) if stated else []
             yield State(
                 self._origin(number), each.step, number, hosts, tuple(lost),
+                doubt=f"generation {newest} goes on from it" if number > newest else "",
                 is_left_behind=generations.is_offered(number),
             )  # fmt: skip
         for lacking in generations.incomplete(()):

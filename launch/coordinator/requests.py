@@ -44,6 +44,7 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
     found = whole[generation]
     steps = {one.number: one.step for one in live.generations.incomplete(held)}
     steps |= {one.number: one.step for one in held[held.index(found) + 1 :]}
+    steps |= {one.number: one.step for one in live.generations.forks(held) if one != found}
     answer = f"going on from generation {generation} of step {found.step}"
     if steps:
         lost = max(live.state.newest, *(step or 0 for step in steps.values())) - found.step

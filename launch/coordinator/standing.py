@@ -50,11 +50,24 @@ def first_obstacle(
         whole: The generations that are whole, oldest first.
         hosts: Those that are there.
     """
-    text = _refused(generations.refused(), whole, job)
+    text = _forked(generations.forks(whole), job)
+    text = text or _refused(generations.refused(), whole, job)
     text = text or _unread(generations.unread(whole), whole, job)
     if not text and not whole:
         text = _sealed(generations.unfinished(hosts))
     return text
+
+
+def _forked(forks: Sequence[Generation], job: str) -> str:
+    """Say which runs of the job went on apart, and how a person decides; empty for none."""
+    if len(forks) < 2:
+        return ""
+    named = " and ".join(f"generation {one.number} of step {one.step}" for one in forks)
+    ways = ", or ".join(f"scalai resume --job {job} --generation {one.number}" for one in forks)
+    return (
+        f"because two runs of the job went on apart, and left {named}: neither contains the "
+        f"other's steps. Choose one, which gives the other up: {ways}"
+    )
 
 
 def _refused(refused: Refused | None, whole: Sequence[Generation], job: str) -> str:

@@ -141,6 +141,10 @@ def about(value: Json) -> dict[str, Json]:
         whole_number(size, f"about.degrees.{axis}", 1)
     mapped(table.get("facts", {}), "about.facts")
     mapped(table.get("dataset", {}), "about.dataset")
+    for entry in listed(table.get("lineage", []), "about.lineage"):
+        run, number = listed(entry, "a run in about.lineage")
+        text(run, "a run in about.lineage")
+        whole_number(number, f"about.lineage of {run}")
     attached = mapped(table.get("attached", {}), "about.attached")
     for hosts in (table.get("hosts", []), attached.get("hosts", [])):
         named = listed(hosts, "hosts in about")

@@ -6,11 +6,59 @@ replicas that hosts keep for each other, and what only a disk has. The answer sa
 and of every other candidate why it was not.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from scalai.core.jsonable import Json
+
+LINEAGE = "lineage"
+"""In ``about`` of a manifest: the earlier runs of the job that the state comes from, each with the
+number of the generation that the next one went on from, oldest first."""
+MOST_RUNS = 64
+"""Earlier runs that a lineage names."""
+
+
+def lineage_from(source: Mapping[str, Json], number: int, run: str) -> list[list[Json]]:
+    """Return the lineage of what ``run`` makes from generation ``number``, of which ``source`` is
+    the ``about``."""
+    before, its = list(source.get(LINEAGE, [])), _run_of(source)
+    if its is not None and its != run:
+        before.append([its, number])
+    return before[-MOST_RUNS:]
+
+
+def contains(one: "Descent", other: "Descent") -> bool:
+    """Whether ``one`` comes from ``other``, or from what the same run has made after it. By number,
+    which only grows within a run, where it is not known what they come from."""
+    if one.run == other.run:
+        return one.number >= other.number
+    if any(run == other.run and number >= other.number for run, number in one.lineage or ()):
+        return True
+    is_known = None not in (one.run, other.run, one.lineage, other.lineage)
+    return not is_known and one.number >= other.number
+
+
+@dataclass(frozen=True, slots=True)
+class Descent:
+    """Where a generation comes from: its number, the run of the job that made it, and its lineage;
+    None: not known."""
+
+    number: int
+    run: str | None
+    lineage: tuple[tuple[str, int], ...] | None
+
+    @classmethod
+    def of(cls, number: int, about: Mapping[str, Json]) -> "Descent":
+        """Read it of the ``about`` of a manifest."""
+        found = about.get(LINEAGE)
+        named = None if found is None else tuple((run, its) for run, its in found)
+        return cls(number, _run_of(about), named)
+
+
+def _run_of(about: Mapping[str, Json]) -> str | None:
+    parts = str(about.get("snapshot", "")).rsplit("-", 2)
+    return parts[0] if len(parts) == 3 else None
 
 
 class Origin(Enum):

@@ -1,12 +1,23 @@
 """The newest state that is whole is found, whatever is lost, and what is passed over says why."""
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.collection import Collection, Tensor, concatenate
 from scalai.core.coverage import Cover
-from scalai.core.recovery import Origin, State, newest_whole
+from scalai.core.recovery import (
+    LINEAGE,
+    MOST_RUNS,
+    Descent,
+    Origin,
+    State,
+    contains,
+    lineage_from,
+    newest_whole,
+)
 from scalai.core.region import Box
 from scalai.core.replicas import ring_of, to_keep
 
@@ -139,3 +150,40 @@ def test_what_was_not_committed_counts_where_it_is_further() -> None:
     assert newest_whole([kept, State(Origin.SEALED, 10)]).state is kept
     further = State(Origin.SURVIVORS, 11, hosts=("a",))
     assert newest_whole([kept, further, State(Origin.SEALED, None)]).state is further
+
+
+# ---------------------------------------------------------------------- lineage
+
+
+def made(run: str, number: int, source: tuple[Descent, dict[str, Any]] | None = None) -> (
+    tuple[Descent, dict[str, Any]]
+):  # fmt: skip
+    """Return a generation that a run has made from another one, with its ``about``."""
+    lineage = [] if source is None else lineage_from(source[1], source[0].number, run)
+    about = {"snapshot": f"{run}-1-{10 * number}", LINEAGE: lineage}
+    return Descent.of(number, about), about
+
+
+def test_a_state_contains_what_it_comes_from_and_nothing_that_was_made_apart() -> None:
+    first = made("r", 3)
+    later, last = made("r", 5, first), made("r", 9, made("r", 5, first))
+    second = made("s", 6, later)
+    third = made("t", 7, second)
+    assert contains(third[0], first[0]) and contains(third[0], later[0])
+    assert contains(third[0], second[0]) and not contains(second[0], third[0])
+    for one, other in ((third, last), (last, third), (second, last), (last, second)):
+        assert not contains(one[0], other[0]), "r went on from 5 to 9 without them"
+
+
+def test_where_a_lineage_is_not_known_the_number_counts() -> None:
+    old = Descent.of(4, {"snapshot": "x-1-40"})
+    new = made("s", 6)[0]
+    assert contains(new, old) and not contains(old, new)
+    assert contains(Descent.of(5, {}), Descent.of(4, {}))
+
+
+def test_a_lineage_has_an_end() -> None:
+    state = made("r0", 1)
+    for number in range(2, 3 * MOST_RUNS):
+        state = made(f"r{number}", number, state)
+    assert len(state[1][LINEAGE]) == MOST_RUNS

@@ -2,6 +2,7 @@
 in whatever order its death, the end of the round and its successor become known."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -343,3 +344,38 @@ def test_what_was_sealed_first_after_a_resume_is_gone_on_from(start: Line, tmp_p
     first = start.join("a", parts=(old,), sealed=(half(sealed, "a", 0),))
     start.join("b", sealed=(half(sealed, "b", 1),))
     assert first.wait_for("start")["restorable_step"] == 25
+
+
+# ---------------------------------------------------------------------- two runs that went on apart
+
+
+def test_of_two_runs_that_went_on_apart_a_person_decides(tmp_path: Path) -> None:
+    """Not the higher number: the other one may be further."""
+    line = Line(tmp_path, "--nnodes", "1:2", "--settle-s", "0.1")
+    ours = part(tmp_path, "a", 8, 90, "ours-1-90", lineage=[["old", 5]])
+    theirs = part(tmp_path, "b", 7, 400, "theirs-1-400", lineage=[["old", 5]])
+    first = line.join("a", parts=(ours,))
+    assert first.wait_for("start")["generation"] == 8, "alone it is the newest"
+    line.end()
+    line = Line(tmp_path, "--nnodes", "2", "--settle-s", "0.1")
+    first, second = line.join("a", parts=(ours,)), line.join("b", parts=(theirs,))
+    wait_until(lambda: any("went on apart" in text for text in line.log), "it says so")
+    (told,) = [text for text in line.log if "went on apart" in text][:1]
+    assert "generation 7 of step 400" in told and "generation 8 of step 90" in told
+    assert not first.heard("start")
+    with closing(Channel(line.coordinator.address, TOKEN)) as person:
+        answer = person.call(Resume(7, dry_run=False)).value()
+    assert "given up: generation 8" in answer["reason"]
+    assert first.wait_for("start")["generation"] == 7 == second.wait_for("start")["generation"]
+    line.end()
+
+
+def test_of_two_runs_the_one_that_contains_the_other_is_gone_on_from(tmp_path: Path) -> None:
+    line = Line(tmp_path, "--nnodes", "2", "--settle-s", "0.1")
+    early = part(tmp_path, "a", 9, 90, "old-2-90", lineage=[])
+    further = part(tmp_path, "b", 7, 400, "new-1-400", lineage=[["old", 9]])
+    first, second = line.join("a", parts=(early,)), line.join("b", parts=(further,))
+    assert first.wait_for("start")["generation"] == 7 == second.wait_for("start")["generation"]
+    recovery = next(text for text in line.log if "event=recovery" in text)
+    assert "step=400" in recovery and "generation 7 goes on from it" in recovery
+    line.end()

@@ -5,19 +5,22 @@ from pathlib import Path
 
 import numpy as np
 
+from scalai.core.jsonable import Json
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from support.store_states import report, two_ranks, write
 
 
-def part(folder: Path, host: str, number: int, step: int, snapshot: str) -> HostManifest:
+def part(
+    folder: Path, host: str, number: int, step: int, snapshot: str, **about: Json
+) -> HostManifest:
     """Return a host's part of a state, whole by itself; ``number`` -1: sealed."""
     with HostStore("j", host, folder / f"{host}-{number}-{step}-{snapshot}") as store:
         held = two_ranks()
         slot = store.reserve(held)
         written = {rank: report(rank, write(slot.orders[rank], held[rank])) for rank in (0, 1)}
         about = {
-            "consumed_samples": 1, "degrees": {"tp": 2}, "world_size": 2, "tensors": 5,
+            **about, "consumed_samples": 1, "degrees": {"tp": 2}, "world_size": 2, "tensors": 5,
             "snapshot": snapshot,
         }  # fmt: skip
         manifest = store.seal(slot, step=step, about=about, parts=written)

@@ -9,12 +9,15 @@ from dataclasses import replace
 
 from scalai.core import events as job_events
 from scalai.core import reports
+from scalai.core.commands import Start
 from scalai.core.fingerprint import differing_replicas
 from scalai.core.host import actions
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Spaced
 from scalai.core.host.state import Call, Round, Slot, Snapshot
 from scalai.core.host.step import Step
+from scalai.core.jsonable import Json
+from scalai.core.recovery import LINEAGE, lineage_from
 from scalai.core.remembered import ASKED
 from scalai.core.worker_messages import (
     AwaitSlot,
@@ -413,6 +416,7 @@ def _seal(step: Step, current: Round, under_way: Snapshot) -> None:
         "tensors": current.tensors,
         "hosts": list(current.workers.placement.group),
         "facts": dict(current.facts),
+        LINEAGE: _lineage(current),
     }
     if (known := step.state.remembered) is not None:
         about["facts"] = {**current.facts, ASKED: known.value.request.value()}
@@ -422,6 +426,14 @@ def _seal(step: Step, current: Round, under_way: Snapshot) -> None:
             under_way.taken_over,
         )
     )  # fmt: skip
+
+
+def _lineage(current: Round) -> Json:
+    command = current.command
+    if not isinstance(command, Start) or command.sources is None:
+        return []
+    source = command.sources.value
+    return lineage_from(source.about.value(), source.generation, current.workers.run)
 
 
 def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:

@@ -1,5 +1,8 @@
 """The law of a host: room for snapshots, who writes what, and what is sealed."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from scalai.core import commands, reports
@@ -20,6 +23,7 @@ from scalai.core.host.events import (
 )
 from scalai.core.messages import JsonText, Shared
 from scalai.core.remembered import Remembered
+from scalai.core.source_list import SourceList, source_list
 from scalai.core.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
@@ -103,6 +107,35 @@ def test_a_snapshot_that_is_missing_and_was_not_given_up_fails_its_round() -> No
     host.obey(commands.Commit(3, "r-1-7", None, {}))
     host.feed(events.NothingToCommit(3, "sealed"))
     assert "failed" in host.reported()
+
+
+def test_a_snapshot_says_of_which_runs_it_comes() -> None:
+    host = LawHost()
+    assert snapshot_of(host, None).about["lineage"] == []
+    again = LawHost()
+    source = source_of(8, {"snapshot": "old-2-90", "lineage": [["older", 3]]})
+    assert snapshot_of(again, source).about["lineage"] == [["older", 3], ["old", 8]]
+    same = LawHost()
+    source = source_of(8, {"snapshot": "r-1-90", "lineage": [["older", 3]]})
+    assert snapshot_of(same, source).about["lineage"] == [["older", 3]]
+
+
+def source_of(number: int, about: dict[str, Any]) -> Shared[SourceList]:
+    return Shared(source_list(
+        [], generation=number, step=90, fingerprint_version=2, about=about, scalars={}, ranks=0
+    ))  # fmt: skip
+
+
+def snapshot_of(host: LawHost, sources: Shared[SourceList] | None) -> actions.Seal:
+    """Return how the first snapshot of a round is sealed that begins from this source."""
+    host.obey(replace(start(1, 0, 2), sources=sources))
+    host.feed(events.GroupStarted(1))
+    host.publish()
+    host.feed(events.Reserved(1, MadeSlot(range(2))))
+    host.obey(commands.Expect(1, 5))
+    for rank in range(2):
+        host.ask(RankStepped(rank, 1, 1, None))
+    return snapshot(host)
 
 
 def test_no_files_are_made_while_the_store_holds_two_generations() -> None:
