@@ -14,10 +14,10 @@ from scalai.launch.coordinator.doubts import Doubts
 from scalai.launch.coordinator.parts import (
     HeldParts,
     check_alike,
-    check_whole,
     committed_fingerprints,
     written_fingerprints,
 )
+from scalai.store.generation import check_whole
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import attached_hosts, proven_only, snapshot_name
 

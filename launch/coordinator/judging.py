@@ -8,7 +8,7 @@ from scalai.core.commits import step_of
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.recovery import Origin
 from scalai.core.spacing import Measured
-from scalai.launch.coordinator.parts import check_whole
+from scalai.store.generation import check_whole
 
 if TYPE_CHECKING:
     from scalai.launch.coordinator.live_job import LiveJob

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import numpy as np
 
 from scalai.core.collection import concatenate
-from scalai.core.coverage import Cover, check_coverage
-from scalai.core.errors import LayoutError, ProofError
+from scalai.core.coverage import Cover
+from scalai.core.errors import ProofError
 from scalai.core.fingerprint import (
     VERSION,
     Committed,
@@ -23,27 +23,6 @@ from scalai.core.region import Box
 from scalai.store.generation import contradiction
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import is_fetched
-
-
-def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
-    """Raise ``LayoutError`` unless the parts hold every element of every tensor of the job, all
-    from one step.
-
-    ``exact`` False: pieces that hosts fetched from each other may overlap with those that were
-    written.
-    """
-    parts = list(parts)
-    steps = sorted({part.step for part in parts})
-    if len(steps) != 1:
-        raise LayoutError(f"parts of steps {steps}; a state is made of one step only.")
-    rows = concatenate([part.collection for part in parts])
-    expected = max(int(part.about.get("tensors", -1)) for part in parts)
-    if len(rows.tensors) != expected:
-        raise LayoutError(
-            f"{len(rows.tensors)} of {expected} tensors are held by "
-            f"{sorted(p.host for p in parts)}."
-        )
-    check_coverage(rows, exact_partition=exact)
 
 
 def written_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:

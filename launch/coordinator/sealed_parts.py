@@ -10,7 +10,7 @@ from typing import NamedTuple
 from scalai.core.errors import LayoutError, UsageError
 from scalai.core.membership import ENDED_BY_A_LOSS, Phase
 from scalai.launch.coordinator.live_job import LiveJob
-from scalai.launch.coordinator.parts import check_whole
+from scalai.store.generation import check_whole
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import snapshot_name
 

@@ -11,13 +11,14 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from scalai.core.errors import StoreError
+from scalai.core.errors import LayoutError, StoreError
 from scalai.store.atomic import open_new, rename_durably, sync_directory
 from scalai.store.durable import free_name, missing_files, no_disk, parts_there, write_part
+from scalai.store.generation import check_whole, unite_hosts
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.parts import StoredRows, is_fetched, snapshot_name
 from scalai.store.places import NUMBERED, generation_name
@@ -113,18 +114,21 @@ def show(directory: Path, generation: int, snapshot: str) -> None:
 
 def repair(directory: Path, host: str) -> None:
     """See to what a death has left below ``<durable_dir>/<job>``: parts appear whose generation is
-    shown already, for it was written as a whole; what this host had begun to write goes."""
+    shown already, for it was written as a whole, or that are the whole of it; a generation of which
+    nothing is shown, and that is not whole, is named. What this host had begun to write goes."""
     for folder in sorted(directory.glob("generation-*")) if directory.is_dir() else ():
         if NUMBERED.fullmatch(folder.name) is None:
             continue
         try:
             shown = {snapshot_name(part) for part in _shown(folder)}
-            for path, part in _hidden(folder) if shown else ():
-                if snapshot_name(part) in shown:
+            hidden = dict(_hidden(folder))
+            lacks = "" if shown or not hidden else _lacks(hidden.values())
+            for path, part in hidden.items():
+                if snapshot_name(part) in shown or not (shown or lacks):
                     log.warning("event=repaired directory=%s", path)
                     _appear(path, part)
-            # Of a hidden part nobody knows here whether the others have theirs: it goes with later
-            # generations, by ``retire``.
+            if lacks:  # it goes with later generations, by ``retire``
+                log.warning("event=not_shown directory=%s is not whole: %s", folder, lacks)
             shutil.rmtree(folder / f".{host}.partial", ignore_errors=True)
         except OSError as error:
             log.debug("%s: %s", folder, error)
@@ -161,6 +165,18 @@ def retire(directory: Path, before: int) -> list[int]:
 def _remove_retired(directory: Path) -> None:
     for left in directory.glob(f"{RETIRED}*"):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def _lacks(parts: Iterable[HostManifest]) -> str:
+    """Say what hidden parts lack to be the whole of one state; empty where they are."""
+    try:
+        generation = unite_hosts(list(parts))
+        if len({snapshot_name(part) for part in generation.hosts}) > 1:
+            return "its parts are of several snapshots"
+        check_whole(generation.hosts, exact=False)
+    except (LayoutError, StoreError) as error:
+        return str(error)
+    return ""
 
 
 def _hidden(folder: Path) -> Iterator[tuple[Path, HostManifest]]:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalai.core.collection import concatenate
+from scalai.core.coverage import check_coverage
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import unite_committed
 from scalai.core.jsonable import Json
@@ -158,3 +160,24 @@ def contradiction(parts: Iterable[HostManifest]) -> str | None:
             )
         committed_by.update({name: (part.host, value) for name, value in prints.items()})
     return None
+
+
+def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
+    """Raise ``LayoutError`` unless the parts hold every element of every tensor of the job, all
+    from one step.
+
+    ``exact`` False: pieces that hosts fetched from each other may overlap with those that were
+    written.
+    """
+    parts = list(parts)
+    steps = sorted({part.step for part in parts})
+    if len(steps) != 1:
+        raise LayoutError(f"parts of steps {steps}; a state is made of one step only.")
+    rows = concatenate([part.collection for part in parts])
+    expected = max(int(part.about.get("tensors", -1)) for part in parts)
+    if len(rows.tensors) != expected:
+        raise LayoutError(
+            f"{len(rows.tensors)} of {expected} tensors are held by "
+            f"{sorted(p.host for p in parts)}."
+        )
+    check_coverage(rows, exact_partition=exact)

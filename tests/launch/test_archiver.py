@@ -50,7 +50,7 @@ def test_what_is_damaged_in_memory_is_examined_when_it_is_archived(
     config.write_text("[model]\nnum_attention_heads = 8\n")
     flags = ["--elastic", str(config), "--durable-dir", str(tmp_path / "disk"), "--job", "job"]
     spec, loop = JobSpec.read(parse_options([*flags, "script.py"])), Loop()
-    beside: Any = SimpleNamespace(submit=lambda work: work())
+    beside: Any = SimpleNamespace(submit=lambda work, **where: work())
     holdings = Holdings(spec, damaged(open_store), loop.told.append, beside, loop.put)
     holdings.archiver.start()
     try:

@@ -14,7 +14,7 @@ from scalai.store.archive import repair, retire, show
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.parts import snapshot_name
 from scalai.store.places import find_generations
-from support.store_states import Opener, generation
+from support.store_states import Opener, generation, two_ranks
 
 
 def names(folder: Path) -> list[str]:
@@ -77,10 +77,7 @@ def test_a_host_lets_the_part_of_another_appear_that_died(
     open_store: Opener, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"
-    with open_store(host="a") as store:
-        generation(store, 3, step=30)
-        name = snapshot_name(store.manifest(3))
-        store.archive(3, disk, own_only=True)
+    name = archive_half(open_store, disk, "a", 0)
     repair(disk, "b")
     assert names(disk / "generation-3") == [".a.archived"], "nobody knows whether all are written"
     shutil.copytree(disk / "generation-3" / ".a.archived", disk / "generation-3" / "b")
@@ -91,6 +88,38 @@ def test_a_host_lets_the_part_of_another_appear_that_died(
     assert names(disk / "generation-3") == [".a.partial", "a", "b"], "a may still write"
     assert names(disk) == ["generation-3"]
     show(disk, 3, name)
+
+
+def archive_half(open_store: Opener, disk: Path, host: str, rank: int) -> str:
+    """Have a host write its half of generation 3; return the snapshot's name."""
+    with open_store(host=host) as store:
+        generation(store, 3, step=30, held={rank: two_ranks()[rank]})
+        store.archive(3, disk, own_only=True)
+        return snapshot_name(store.manifest(3))
+
+
+def test_a_generation_that_all_had_written_when_all_died_appears(
+    open_store: Opener, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    archive_half(open_store, disk, "a", 0)
+    repair(disk, "c")
+    assert names(disk / "generation-3") == [".a.archived"]
+    assert "event=not_shown" in caplog.text and str(disk / "generation-3") in caplog.text
+    archive_half(open_store, disk, "b", 1)
+    repair(disk, "c")
+    assert names(disk / "generation-3") == ["a", "b"]
+
+
+def test_hidden_parts_of_two_snapshots_are_no_state(open_store: Opener, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    for rank, host in enumerate("ab"):
+        with open_store(host=host) as store:
+            held = {rank: two_ranks()[rank]}
+            generation(store, 3, step=30, held=held, snapshot=f"{host}-1-30")
+            store.archive(3, disk, own_only=True)
+    repair(disk, "c")
+    assert names(disk / "generation-3") == [".a.archived", ".b.archived"]
 
 
 def test_what_is_saved_at_the_end_meanwhile_is_the_same(open_store: Opener, tmp_path: Path) -> None:

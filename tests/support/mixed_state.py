@@ -88,6 +88,7 @@ def about() -> dict[str, Any]:
     return {
         "snapshot": SNAPSHOT, "consumed_samples": 12 * STEP, "degrees": degrees, "world_size": 4,
         "tensors": len(TENSORS), "hosts": ["a", "b"], "facts": {"padded_vocab_size": 128},
+        "lineage": [["9f8e7d6c", 5]],
         "dataset": {"global_batch_size": 12}, "time": 1.5,
     }  # fmt: skip
 
