@@ -48,6 +48,7 @@ class Archiver:
         self._commands = queue.SimpleQueue[Command | None]()
         self._newest: Command | None = None
         self._snapshots: dict[int, str] = {}
+        """Of the generation that was written last, the name of its snapshot."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -118,7 +119,7 @@ class Archiver:
         if self._newest is not command:
             raise StoreError("it is not needed any more: something newer is archived.")
         generation = command.generation
-        self._snapshots[generation] = snapshot_name(self._store.manifest(generation))
+        self._snapshots = {generation: snapshot_name(self._store.manifest(generation))}
         try:
             return self._store.archive(generation, directory, own_only=command.own_only)
         except DamageError:

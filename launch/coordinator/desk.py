@@ -99,9 +99,6 @@ class Desk:
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the coordinator knows of the round under way."""
         self._brief_joins = BriefJoins()
-        self._host_lists: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._named: dict[tuple[Json, ...], list[Json]] = {}
-        """Lists of hosts that parts name: all of a generation name the same, and one is kept."""
 
     def tick_s(self) -> float:
         """Return how long after a tick the next one is due."""
@@ -175,19 +172,7 @@ class Desk:
         if not found:
             return {}
         with self._reading:
-            return {each: self._alike(manifest_of_bytes(each, host)) for each in found}
-
-    def _alike(self, part: HostManifest) -> HostManifest:
-        """Return a part with the one list of each kind that all parts share which name the same
-        hosts: of thousands, each names all."""
-        named, committed = part.about.get("hosts"), part.committed
-        if isinstance(named, list):
-            same = self._named.setdefault(tuple(named), named)
-            part = replace(part, about={**part.about, "hosts": same})
-        if committed is not None:
-            hosts = self._host_lists.setdefault(committed.hosts, committed.hosts)
-            part = replace(part, committed=replace(committed, hosts=hosts))
-        return part
+            return {each: _alike(manifest_of_bytes(each, host)) for each in found}
 
     def _of_another_job(self, request: CoordinatorRequest) -> ScalaiError:
         """Return why a call that is meant for another job is refused; an agent of that joins
@@ -355,3 +340,25 @@ def _spec_of(text: JsonText) -> JobSpec:
         if isinstance(error, ScalaiError):
             raise
         raise UsageError(f"an agent brings no job: {error!r}. Do the versions differ?") from error
+
+
+def _alike(part: HostManifest) -> HostManifest:
+    """Return a part with the one list of each kind that all parts share which name the same hosts:
+    of thousands, each names all."""
+    named, committed = part.about.get("hosts"), part.committed
+    if isinstance(named, list):
+        part = replace(part, about={**part.about, "hosts": _one_list(tuple(named))})
+    if committed is not None:
+        hosts = _one_tuple(committed.hosts)
+        part = replace(part, committed=replace(committed, hosts=hosts))
+    return part
+
+
+@lru_cache(maxsize=64)
+def _one_list(names: tuple[Json, ...]) -> list[Json]:
+    return list(names)
+
+
+@lru_cache(maxsize=64)
+def _one_tuple(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names

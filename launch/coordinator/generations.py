@@ -76,6 +76,8 @@ class Generations:
         self._refused: dict[str, Refused] = {}
         self._unread: dict[str, str] = {}
         """By host why it cannot read what it had sealed."""
+        self._oldest = 0
+        """Generations before this one were dropped, whatever was known of them."""
         self._made: set[int] = set()
         self._numbers: dict[str, int] = {}
         self._abandoned: set[int] = set()
@@ -251,12 +253,16 @@ class Generations:
         """A host holds this part of a committed generation (it was re-adopted, or grew by what was
         fetched). False: the job has dropped or left that generation behind, the part must go."""
         known = self._numbers.get(snapshot_name(part)) == part.generation
-        if part.generation in self._abandoned or (known and part.generation not in self._committed):
+        is_left = part.generation in self._abandoned or self._is_past(part.generation)
+        if is_left or (known and part.generation not in self._committed):
             return False
         if not known and not self._committed.get(part.generation):
             self._forget_number(part.generation)
         self._take(part)
         return True
+
+    def _is_past(self, number: int) -> bool:
+        return number < self._oldest and number not in self._committed
 
     def _forget_number(self, number: int) -> None:
         """Who held another state under this number has gone before the job began: what was stated
@@ -394,10 +400,18 @@ class Generations:
         dropped = tuple(sorted(n for n in self._committed if n < number))
         for old in dropped:
             del self._committed[old]
-            self._fingerprints.pop(old, None)
-            self._stated.pop(old, None)
         aside, self._set_aside = self._set_aside, set()
         self.doubts.keep(number)
+        self._oldest = max(self._oldest, number)
+        self._numbers = {name: n for name, n in self._numbers.items() if not self._is_past(n)}
+        tables: tuple[dict[int, Any], ...]
+        tables = self._steps, self._versions, self._stated, self._fingerprints
+        for table in tables:
+            for old in [n for n in table if self._is_past(n)]:
+                del table[old]
+        for numbers in (self._made, self._abandoned, self._given_up):
+            numbers -= {n for n in numbers if self._is_past(n)}
+        self._left &= {host for known in self._stated.values() for host in known.hosts}
         return tuple(sorted({*dropped, *aside}))
 
     def covered(self, without: str | None = None) -> tuple[Generation, ...]:

@@ -14,6 +14,9 @@ from scalai.core.messages import Named
 from scalai.launch.coordinator.calls import Commands, StoreIdentity
 from scalai.runtime.calls import Peer
 
+MOST_KNOWN = 1 << 15
+"""Agents that are remembered when they take part no longer."""
+
 
 class Member:
     """What the coordinator keeps of one incarnation of a host's agent.
@@ -148,8 +151,8 @@ class Members:
         self._pausing = threading.Condition(lock)
         self._present: dict[str, Member] = {}
         self._released: dict[str, Member] = {}
-        self._incarnations: set[tuple[str, str]] = set()
-        """All that ever took part."""
+        self._incarnations: dict[tuple[str, str], None] = {}
+        """Those that took part last, ``MOST_KNOWN`` of them."""
         self._named = set[str]()
         """Their hosts."""
 
@@ -186,7 +189,10 @@ class Members:
         """Note who the agent of a host is."""
         agent = self._present[host]
         agent.incarnation, agent.store = incarnation, store
-        self._incarnations.add((host, incarnation))
+        self._incarnations[host, incarnation] = None
+        if len(self._incarnations) > MOST_KNOWN:
+            self._incarnations = dict.fromkeys(list(self._incarnations)[-MOST_KNOWN // 2 :])
+            self._named = {name for name, _ in self._incarnations} | set(self._present)
         self._named.add(host)
 
     def has_had(self, host: str, incarnation: str) -> bool:

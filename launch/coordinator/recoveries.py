@@ -19,7 +19,8 @@ class Recoveries:
 
     def note_committed(self, number: int, origin: Origin) -> None:
         """A snapshot has become this generation."""
-        self._origins[number] = origin
+        has = self._generations.has
+        self._origins = {n: kept for n, kept in self._origins.items() if has(n)} | {number: origin}
 
     def note_failed(self, step: int, why: str) -> None:
         """What workers that outlived a failure wrote at this step is no state."""

@@ -4,6 +4,7 @@ listens any more. Then nothing is to be waited for."""
 import logging
 import queue
 import threading
+from typing import TypeVar
 
 from scalai.core.errors import AbsentError, PeerError
 from scalai.launch.coordinator.members import Member
@@ -13,9 +14,13 @@ from scalai.runtime.handshake import DATA_PLANE, service_key
 ANSWER_S = 1.0
 """How long the other side may take to say who it is."""
 
+MOST = 8192
+"""Answers and addresses that are remembered: those of the hosts of the largest job, some times."""
+
 log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
+Key, Value = TypeVar("Key"), TypeVar("Value")
 _Knock = tuple[str, Address, float | None]
 """At which host's address, for an agent that has no connection since when."""
 
@@ -36,7 +41,7 @@ class Refusals:
         self._asked: queue.SimpleQueue[_Knock] = queue.SimpleQueue()
         self._found: dict[_Knock, bool] = {}
         """What came of knocking; where that is not over, False."""
-        self._reached = set[tuple[str, Address]]()
+        self._reached: dict[tuple[str, Address], None] = {}
         """Where somebody of the job has answered."""
         self._thread: threading.Thread | None = None
 
@@ -56,7 +61,7 @@ class Refusals:
 
     def _ask(self, knock: _Knock) -> None:
         with self._mutex:
-            self._found[knock] = False
+            _remember(self._found, knock, False)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="refusals", daemon=True)
                 self._thread.start()
@@ -67,9 +72,9 @@ class Refusals:
             knock = self._asked.get()
             answers = self._answers(*knock[:2])
             with self._mutex:
-                self._found[knock] = answers is False
+                _remember(self._found, knock, answers is False)
                 if answers:
-                    self._reached.add(knock[:2])
+                    _remember(self._reached, knock[:2], None)
 
     def _answers(self, host: str, address: Address) -> bool | None:
         """Whether somebody of the job listens there; None: it cannot be told."""
@@ -83,3 +88,11 @@ class Refusals:
             log.warning("event=not_knocked address=%s: %r", address, error)
             return None
         return True
+
+
+def _remember(table: dict[Key, Value], key: Key, value: Value) -> None:
+    """Note this as the newest of a table, of which the oldest goes where it is full."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > MOST:
+        del table[next(iter(table))]

@@ -102,7 +102,9 @@ class SealedParts:
             return False
         place = origin(part)
         if live.state.round:
-            return place is not None and place[:2] == (live.run, live.state.round)
+            newest = live.generations.newest_part()
+            is_passed = newest is not None and part.step < newest.step
+            return place is not None and place[:2] == (live.run, live.state.round) and not is_passed
         known, own = live.generations.newest_part(), max(held, key=_number, default=None)
         newest = own if own and (not known or own.generation >= known.generation) else known
         if newest is None:

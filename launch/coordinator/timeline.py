@@ -1,6 +1,7 @@
 """When a resize's phases began and ended: one log line a phase, one JSON report a resize."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ class Timeline:
     def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
         self._folder = None if folder is None else ReportFolder(folder, say)
         self._say = say
-        self.reports: list[dict[str, Any]] = []
+        self.reports: deque[dict[str, Any]] = deque(maxlen=16)
+        """The last ones."""
         self._ran: Assignment | None = None
         self._begin("start")
 

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from scalai.remote.silences import Silences
@@ -42,6 +42,8 @@ class BlockCache:
         self._mutex = threading.Lock()
         self._blocks: OrderedDict[Key, bytes | Path] = OrderedDict()
         self._sizes: dict[Key, int] = {}
+        self._total = 0
+        """Bytes of all blocks, also of those that are just being written."""
         self._number = 0
         self._ahead = ReadAhead()
         self.silences = Silences()
@@ -75,8 +77,9 @@ class BlockCache:
             data = b""
         if len(data) == size:
             return data
-        with self._mutex:
-            self._drop(key)  # somebody has cut or removed it, or it has just made way
+        with self._mutex:  # somebody has cut or removed it, or it has just made way
+            gone = [self._taken(key)] if self._blocks.get(key) == held else []
+        _remove(gone)
         return None
 
     def put(self, key: Key, data: bytes) -> None:
@@ -84,44 +87,49 @@ class BlockCache:
         if len(data) > self._limit:
             return
         with self._mutex:
-            self._drop(key)
-            while self._blocks and sum(self._sizes.values()) + len(data) > self._limit:
-                self._drop(next(iter(self._blocks)))
-            try:
-                self._blocks[key] = data if self._folder is None else self._written(data)
-            except OSError as error:
-                if not self._is_full:
-                    log.warning(
-                        "event=cache_full directory=%s: %s. What does not fit is fetched again.",
-                        self._folder, error.strerror,
-                    )  # fmt: skip
-                self._is_full = True
-                return
+            gone = [self._taken(key)]
+            while self._blocks and self._total + len(data) > self._limit:
+                gone.append(self._taken(next(iter(self._blocks))))
+            self._total += len(data)
+            self._number += 1
+            path = None if self._folder is None else self._folder / str(self._number)
+        _remove(gone)  # without the mutex, for which every reader waits
+        if path is not None and not self._write(path, data):
+            return
+        with self._mutex:
+            gone = [self._taken(key)]  # another thread has fetched it, too
+            self._blocks[key] = data if path is None else path
             self._sizes[key] = len(data)
-            self._is_full = False
+        _remove(gone)
 
-    def _written(self, data: bytes) -> Path:
-        assert self._folder is not None
-        self._number += 1
-        path = self._folder / str(self._number)
+    def _write(self, path: Path, data: bytes) -> bool:
+        """Write a block to the disk; where there is no room, say so once and return False."""
         try:
             path.write_bytes(data)
-        except OSError:
+        except OSError as error:
             path.unlink(missing_ok=True)
-            raise
-        return path
+            with self._mutex:
+                self._total -= len(data)
+                is_said, self._is_full = self._is_full, True
+            if not is_said:
+                log.warning(
+                    "event=cache_full directory=%s: %s. What does not fit is fetched again.",
+                    path.parent, error.strerror,
+                )  # fmt: skip
+            return False
+        self._is_full = False
+        return True
 
-    def _drop(self, key: Key) -> None:
-        held = self._blocks.pop(key, None)
-        self._sizes.pop(key, None)
-        if isinstance(held, Path):
-            held.unlink(missing_ok=True)
+    def _taken(self, key: Key) -> bytes | Path | None:
+        """Take a block out, and return what is to be removed. Whoever calls holds the mutex."""
+        self._total -= self._sizes.pop(key, 0)
+        return self._blocks.pop(key, None)
 
     def forget(self, name: str) -> None:
         """Drop all blocks of a file."""
         with self._mutex:
-            for key in [key for key in self._blocks if key[0] == name]:
-                self._drop(key)
+            gone = [self._taken(key) for key in list(self._blocks) if key[0] == name]
+        _remove(gone)
 
     def beside(self, key: Key, fetch: Callable[[], None]) -> None:
         """Have a block fetched before it is asked for, unless it is here or many others wait."""
@@ -136,6 +144,12 @@ class BlockCache:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
             self._folder = None
+
+
+def _remove(blocks: Iterable[bytes | Path | None]) -> None:
+    for block in blocks:
+        if isinstance(block, Path):
+            block.unlink(missing_ok=True)
 
 
 def _remove_stale(directory: Path) -> None:

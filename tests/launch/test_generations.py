@@ -213,3 +213,24 @@ def test_what_only_a_late_part_holds_is_stated_from_then_on() -> None:
     stated = generations.parts(4)["b"].committed
     assert stated is not None and stated.fingerprints == {other.name: 5}
     assert [each.number for each in generations.covered()] == [4]
+
+
+def test_what_is_known_of_generations_that_were_dropped_has_an_end() -> None:
+    """A job of months makes hundreds of thousands."""
+    generations, whole = Generations(), part("a", {"x": [WRITTEN]})
+    for number in range(1, 101):
+        made = replace(whole, step=number, about={**whole.about, "snapshot": f"r-1-{number}"})
+        generations.add_sealed(made)
+        generations.commit(number, f"r-1-{number}")
+        generations.forget(f"host-{number}", is_released=True)
+        assert generations.keep(number) in ((), (number - 1,))
+        if number % 10 == 0:
+            generations.go_back_to(number - 1)
+    sizes = {
+        name: len(each) for name, each in vars(generations).items() if hasattr(each, "__len__")
+    }
+    assert len(sizes) > 10 and max(sizes.values()) <= 2, sizes
+    late = replace(whole, generation=50, step=50, about={**whole.about, "snapshot": "r-1-50"})
+    assert not generations.add(late), "it was left behind"
+    assert generations.offer(late), "a person may go back to what a disk has"
+    assert generations.add(late)

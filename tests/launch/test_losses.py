@@ -128,7 +128,7 @@ def test_whose_process_is_gone_is_not_waited_for_and_whose_lives_is(tmp_path: Pa
         dies = line.join("c", address=goes.address)
         walled = line.join("d", address=("127.0.0.1", 1))
         wait_until(
-            lambda: {("b", there.address), ("c", goes.address)} <= refusals._reached,
+            lambda: {("b", there.address), ("c", goes.address)} <= set(refusals._reached),
             "both are reached",
         )
         goes.close()

@@ -313,3 +313,29 @@ def test_a_file_system_that_is_no_disk_is_read_in_blocks(tmp_path: Path) -> None
             )
     finally:
         memory.rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_blocks_make_way_and_no_reader_waits_for_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_disk: bool
+) -> None:
+    cache = BlockCache(100, tmp_path if is_on_disk else None)
+    touched = list[bool]()
+    for name in ("write_bytes", "unlink"):
+        real = getattr(Path, name)
+
+        def touch(self: Path, *given: Any, real: Any = real, **named: Any) -> Any:
+            touched.append(cache._mutex.locked())
+            return real(self, *given, **named)
+
+        monkeypatch.setattr(Path, name, touch)
+    for number in range(30):
+        cache.put(("f", number % 12), bytes([number]) * 20)
+    held = {n: cache.get(("f", n)) for n in range(12)}
+    assert {n: data for n, data in held.items() if data is not None} == {
+        n: bytes([number]) * 20 for n, number in ((n % 12, n) for n in range(25, 30))
+    }
+    cache.forget("f")
+    assert not any(cache.has(("f", n)) for n in range(12)) and cache._total == 0
+    assert not any(touched) and bool(touched) == is_on_disk
+    cache.close()

@@ -272,7 +272,7 @@ def _expelled(step: Step, reason: str) -> None:
     if step.round is None:
         step.do(actions.Rejoin())
         return
-    step.change(is_rejoining=True, expelled=step.state.expelled | {step.round.number})
+    step.change(is_rejoining=True, expelled=step.state.with_expelled(step.round.number))
     rounds.end(step, 0.0)
 
 

@@ -342,6 +342,11 @@ class HostState:
     def host(self) -> str:
         return self.settings.host
 
+    def with_expelled(self, round: int) -> frozenset[int]:
+        """Return the rounds that have ended without this host, with this one: the last few, whose
+        snapshots may still be sealed just now."""
+        return frozenset(sorted({*self.expelled, round})[-8:])
+
     @property
     def is_leaving(self) -> bool:
         """Whether a signal or a notice says that the host is to be taken away."""

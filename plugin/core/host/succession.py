@@ -28,7 +28,7 @@ def replaced(step: Step) -> None:
         step.do(actions.Rejoin())
         return
     if current.is_ending:
-        step.change(is_rejoining=True, expelled=step.state.expelled | {current.number})
+        step.change(is_rejoining=True, expelled=step.state.with_expelled(current.number))
         return
     if not current.has_arrived and current.emergency is None:
         stops.withdraw(step)
