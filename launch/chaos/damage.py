@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.scene import Injected, Scene
+from scalai.launch.coordinator.leases import OWNER
 from scalai.store.places import find_generations
 
 MOST_FILLED = 1 << 28
@@ -113,6 +114,22 @@ def refuse_disk(scene: Scene) -> Injected:
     scene.undo.callback(put_back)
     job.write_text("no folder any more")
     return Injected()
+
+
+def no_owner(scene: Scene) -> str:
+    return no_disk(scene) or ("" if _owners(scene) else "nothing says there which run has it")
+
+
+def tear_lease(scene: Scene) -> Injected:
+    """Cut the entry of the owner of the job's folder there, as a power cut may; its holder mends
+    it."""
+    os.truncate(_owners(scene)[-1], 0)
+    return Injected()
+
+
+def _owners(scene: Scene) -> list[Path]:
+    assert scene.settings.durable_dir is not None
+    return sorted((scene.settings.durable_dir / scene.folder.name).glob(f"{OWNER}*.json"))
 
 
 # ------------------------------------------------------------------ files

@@ -1,6 +1,8 @@
 """How each kind of fault is injected, and where it cannot be."""
 
+import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -172,6 +174,33 @@ def _duplicate(scene: Scene) -> Injected:
     return Injected(seen)
 
 
+def _no_second_run(scene: Scene) -> str:
+    if processes.flag(scene.agent(), "--coordinator-lease") not in (None, "none", "vote"):
+        return "the job has a --coordinator-lease, by which a second one joins it"
+    return damage.no_owner(scene)
+
+
+def _second_run(scene: Scene) -> Injected:
+    """Start the job's command as another machine would: with a store and a coordinator of its
+    own."""
+    log, store = scene.out / "second-run.log", scene.folder.parent.with_name(".scalai-chaos-second")
+    log.unlink(missing_ok=True)
+    command = scene.commands[scene.host].with_flag("--store-dir", str(store))
+    if processes.flag(scene.agent(), "--coordinator") is not None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            command = command.with_flag("--coordinator", f"127.0.0.1:{free.getsockname()[1]}")
+    scene.undo.callback(shutil.rmtree, store, ignore_errors=True)
+    second = command.start(output=log)
+    scene.undo.callback(second.wait, ENDS_S)
+    scene.undo.callback(second.kill)
+
+    def seen() -> str:
+        refused = second.poll() not in (None, 0) and "is in use by run" in log.read_text()
+        return f"the second run is refused: exit code {second.returncode}" if refused else ""
+
+    return Injected(seen)
+
+
 def _notice_file(scene: Scene) -> Path | None:
     given = processes.flag(scene.agent(), "--preemption") or ""
     files = [each.strip()[5:] for each in given.split(",") if each.strip().startswith("file:")]
@@ -285,6 +314,8 @@ TABLE: dict[str, Injector] = {
     "truncate-store": Injector(damage.truncate_store, damage.no_workers_here),
     "full-disk": Injector(damage.fill_disk, damage.no_small_disk),
     "refuse-disk": Injector(damage.refuse_disk, damage.no_disk),
+    "torn-lease": Injector(damage.tear_lease, damage.no_owner),
+    "second-run": Injector(_second_run, _no_second_run),
     "damage-disk": Injector(damage.damage_disk, damage.no_older_disk_state),
     "clock-forward": Injector(_shift_clock, _no_clock),
     "clock-back": Injector(_shift_clock, _no_clock),

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scalai.core.errors import PeerError
@@ -184,6 +184,21 @@ class Command:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
+
+    def with_flag(self, name: str, value: str) -> "Command":
+        """Return it with another value of a flag of ``scalai-run``."""
+        words = list(self.words)
+        for number, word in enumerate(words):
+            if word == name:
+                words[number + 1] = value
+                break
+            if word.startswith(f"{name}="):
+                words[number] = f"{name}={value}"
+                break
+        else:
+            first = next(n for n, word in enumerate(words) if word.startswith("--"))
+            words[first:first] = [name, value]
+        return replace(self, words=tuple(words))
 
 
 def output_of(pid: int) -> str | None:

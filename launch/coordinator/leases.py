@@ -44,6 +44,7 @@ LOOK_S = 0.5
 NO_LEASE = "none"
 """Nothing says which coordinator the job has."""
 LEASE_FLAG = "--coordinator-lease"
+NOT_RENEWED = "it was not renewed in time."
 OWNER = "owner-"
 """How the files of a folder's register begin."""
 
@@ -198,7 +199,9 @@ class FolderRegister:
         with os.fdopen(descriptor, "rb") as file:
             beat = os.fstat(descriptor).st_mtime_ns
             try:
-                return replace(Entry.of_text(file.read()), beat=beat)
+                found = Entry.of_text(file.read())
+                self._torn = ""
+                return replace(found, beat=beat)
             except ValueError as error:
                 if self._torn != name:
                     self._torn = name
@@ -413,7 +416,7 @@ class Lease:
         """When it was renewed last; whether a later coordinator has it."""
         self._ended, self._writing = threading.Event(), threading.Lock()
         self._due = threading.Event()
-        self.problem = "it was not renewed in time."
+        self.problem = NOT_RENEWED
         """Why it was not renewed last."""
         if waits_over is None and not register.claim(self._entry):
             raise UsageError(f"another coordinator has claimed term {entry.term} of the job.")
@@ -475,8 +478,9 @@ class Lease:
                 else:
                     self._take(self._over)
             except PeerError as error:
+                if self.problem != str(error):  # said once, however long it lasts
+                    log.warning("event=lease_not_renewed %s", error)
                 self.problem = str(error)
-                log.warning("event=lease_not_renewed %s", error)
             is_over = self._is_over()
 
     def _take(self, over: int) -> None:
@@ -505,7 +509,7 @@ class Lease:
                     self._register.claim(self._entry)  # it was removed, or its folder was
                 else:
                     self._register.renew(self._entry)
-        self.renewed_at = began
+        self.renewed_at, self.problem = began, NOT_RENEWED
 
     def _lose_to(self, newest: Entry) -> None:
         self.problem = f"coordinator {newest.term} has it: {_named(newest)}."

@@ -146,6 +146,10 @@ _ROWS = (
          Target.DISK, NOTED, Loss.NONE, Heard.WORD, r"event=not_archived .*No space left"),
     Kind("refuse-disk", "the durable directory of the job cannot be written any more",
          Target.DISK, NOTED, Loss.NONE, Heard.WORD, r"event=not_archived .*cannot be written"),
+    Kind("torn-lease", "the entry in the durable directory that says which run has it is torn",
+         Target.DISK, NOTED, Loss.NONE, Heard.WORD, r"event=torn_lease"),
+    Kind("second-run", "a second run of the job starts elsewhere, with the same durable directory",
+         Target.DISK, NOTED, Loss.NONE, Heard.WORD, ""),
     Kind("damage-disk", "the newest generation on the disk is cut, and then more hosts die than "
          "there are replicas", Target.DISK, ROUND, Loss.DISK, Heard.PROCESS,
          r"event=recovery .*from='a durable directory'"),

@@ -76,7 +76,8 @@ PARTS = (
         "fail-health", "term-coordinator", "int-coordinator", "kill-coordinator",
     )),
     Part("replicas", ("kill-hosts", "truncate-store", "corrupt-store"), flags=("--replicas", "2")),
-    Part("state", ("full-memory", "full-disk", "refuse-disk", "kill-more-hosts", "damage-disk"),
+    Part("state", ("full-memory", "full-disk", "refuse-disk", "torn-lease", "second-run",
+                   "kill-more-hosts", "damage-disk"),
          flags=("--replicas", "0")),
     # A second fault at each station of the recovery from a first one.
     Part("doubles", tuple(
@@ -90,7 +91,7 @@ PARTS = (
 SHORT = {
     "processes": ("kill-worker", "memory-worker", "term-agent"),
     "replicas": ("corrupt-store",),
-    "state": ("refuse-disk", "kill-more-hosts"),
+    "state": ("refuse-disk", "torn-lease", "second-run", "kill-more-hosts"),
 }
 """What a short campaign runs, by part."""
 
