@@ -22,7 +22,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +44,8 @@ LOOK_S = 0.5
 NO_LEASE = "none"
 """Nothing says which coordinator the job has."""
 LEASE_FLAG = "--coordinator-lease"
+TRIES = 5
+"""How often a folder is looked at whose entries change just then."""
 NOT_RENEWED = "it was not renewed in time."
 OWNER = "owner-"
 """How the files of a folder's register begin."""
@@ -152,12 +154,11 @@ class FolderRegister:
         """Return the entry of the highest term. A torn one has no address: its holder writes it
         anew, and where nobody renews it the next term may be claimed."""
         with self._open("read") as folder:
-            while names := _terms(folder):
-                try:
-                    return self._read(folder, names[-1])
-                except FileNotFoundError:
-                    continue  # a later one was claimed
-            return None
+            for _ in range(TRIES):
+                names = _terms(folder)
+                with suppress(FileNotFoundError):  # a later one was claimed meanwhile
+                    return self._read(folder, names[-1]) if names else None
+            raise StoreError(f"{names[-1]} is listed and is not there.")
 
     def claim(self, entry: Entry) -> bool:
         mine = f".{OWNER}claim-{secrets.token_hex(8)}"
