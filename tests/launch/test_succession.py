@@ -118,6 +118,24 @@ def test_who_holds_the_lease_on_another_host_is_followed(tmp_path: Path) -> None
         server.close()
 
 
+def test_a_holder_that_answers_is_followed_though_its_register_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk hangs, and no more than that: nobody takes its place."""
+    monkeypatch.setattr(succession, "LEASE_S", 0.2)
+    spec, register = leased(tmp_path)
+    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
+    try:
+        assert register.claim(Entry(7, "127.0.0.1", int(server.address[1])))
+        place = Place(("192.0.2.1", 29400), TOKEN, is_here=False)
+        found = Succession(spec, "127.0.0.1").find(place, 7, threading.Event())
+        assert found.address == server.address
+        newest = register.newest()
+        assert newest is not None and newest.term == 7
+    finally:
+        server.close()
+
+
 def test_a_lease_of_a_job_that_is_over_is_not_claimed(tmp_path: Path) -> None:
     spec, register = leased(tmp_path)
     register.claim(Entry(7, "127.0.0.1", 1, is_over=True))
