@@ -178,6 +178,7 @@ def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
         return
     commits.retry(step)
     snapshots.retry(step)
+    snapshots.give_up_older(step, 0 if seen is None else seen.newest)
     snapshots.watch(step)
     stops.watch(step, seen)
     emergency.watch(step, seen)

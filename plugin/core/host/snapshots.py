@@ -31,9 +31,11 @@ FILES_S = 20.0
 """How long a snapshot on the way waits for its files at most: then the training goes on without
 it."""
 SEALED_KEPT = 2
-"""Snapshots that stay sealed while nobody commits them, as where the coordinator is silent. Hosts
-are one apart at most: who begins to write one has sealed the one before. So the newest that all
-have is among the two newest of each."""
+"""Snapshots that stay sealed while nobody commits them, as where the coordinator is silent: those
+that all hosts may have."""
+PASSED_STEPS = 2
+"""So many steps behind a snapshot every host has begun to write it, and so has sealed the one
+before: the update of the next step waits for the files, and the step after that for the update."""
 _CHANGES = (
     "A change would keep one rank's values for all: it is made only where a host has to leave. "
     "Have the script keep them equal (sum their gradients over these ranks), or say they are cut."
@@ -51,6 +53,7 @@ def reserve(step: Step) -> None:
     is_early = current.snapshot is None and step.now < current.reserve_at
     has_stepped = current.is_complete(current.stepped)
     is_full = not is_first and (not has_stepped or len(step.state.generations) > 1)
+    is_full |= len(current.uncommitted) > SEALED_KEPT
     if current.reserved is not None or current.is_reserving or is_early or is_full:
         return
     step.change_round(is_reserving=True)
@@ -448,16 +451,29 @@ def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
     under_way = current.snapshot
     if under_way is not None:
         uncommitted = (*current.uncommitted, _name(current, under_way.step))
-        step.change_round(sealed_step=under_way.step, uncommitted=uncommitted[-SEALED_KEPT:])
-        for name in uncommitted[:-SEALED_KEPT]:
-            step.log(
-                Level.WARNING,
-                f"event=snapshot_given_up snapshot={name} nobody has committed it, and "
-                f"{SEALED_KEPT} later ones are sealed: is the coordinator silent?",
-            )
-            step.do(actions.DropSnapshot(name))
+        step.change_round(sealed_step=under_way.step, uncommitted=uncommitted)
     step.change_round(reserved=None, snapshot=None)
     _begin_postponed(step)
+
+
+def give_up_older(step: Step, newest: int) -> None:
+    """Let sealed snapshots go that nobody has committed, once all hosts have later ones, or may
+    have: the workers' ``newest`` step tells."""
+    current = step.round
+    if current is None or len(current.uncommitted) <= SEALED_KEPT or current.sealed_step is None:
+        return
+    every = current.workers.snapshot_every if current.every is None else current.every
+    if newest < current.sealed_step + min(PASSED_STEPS, max(1, every)):
+        return
+    step.change_round(uncommitted=current.uncommitted[-SEALED_KEPT:])
+    for name in current.uncommitted[:-SEALED_KEPT]:
+        step.log(
+            Level.WARNING,
+            f"event=snapshot_given_up snapshot={name} nobody has committed it, and {SEALED_KEPT} "
+            "later ones are sealed: is the coordinator silent?",
+        )
+        step.do(actions.DropSnapshot(name))
+    reserve(step)
 
 
 def settled(step: Step, name: str) -> None:
