@@ -20,7 +20,8 @@ MOST = 8192
 log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
-Key, Value = TypeVar("Key"), TypeVar("Value")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 _Knock = tuple[str, Address, float | None]
 """At which host's address, for an agent that has no connection since when."""
 
