@@ -7,7 +7,8 @@ from dataclasses import replace
 from scalai.core import events, respacing
 from scalai.core.actions import Action, Release, Replicate, Say
 from scalai.core.copies import Replication
-from scalai.core.membership import TRAINING, Job, Phase
+from scalai.core.links import largest_hearing
+from scalai.core.membership import TRAINING, Job, Phase, active
 from scalai.core.slow import report_if_slow
 
 Result = tuple[Job, tuple[Action, ...]]
@@ -24,8 +25,13 @@ _NEEDING = (
 
 
 def keepers(job: Job) -> frozenset[str]:
-    """Return the hosts that keep replicas: all that stay."""
-    return frozenset(host.name for host in job.hosts.values() if not host.is_leaving)
+    """Return the hosts that keep replicas: all that stay and hear each other."""
+    there = [(host.name, host.slots) for host in job.hosts.values() if not host.is_leaving]
+    if job.links.unheard:
+        training = active(job)
+        there.sort(key=lambda entry: entry[0] not in training)
+        there = list(largest_hearing(tuple(there), job.links.unheard))
+    return frozenset(name for name, _ in there)
 
 
 def is_to_be_replicated(job: Job) -> bool:

@@ -86,6 +86,22 @@ def test_where_two_hosts_do_not_hear_each_other_the_others_and_one_of_them_go_on
     assert set(simulation.job.hosts) == {"a", "b", "c"}, "the other one serves its store"
 
 
+def test_nobody_waits_for_replicas_of_who_is_not_heard() -> None:
+    """The next snapshot would wait for them, and the training for that."""
+    simulation = three_hosts(replicas=1)
+    cut(simulation, "b", "c")
+    simulation.feed(events.WorkersFailed("b", simulation.job.round, "connection reset"))
+    simulation.pass_time(200.0, 10.0)
+    for taking_part in (("a", "b"), ("a", "b", "c")):
+        simulation.train(3)
+        simulation.snapshot()
+        simulation.pass_time(60.0, 10.0)
+        made = [a.hosts for a in simulation.logged if isinstance(a, actions.Replicate)]
+        assert made[-1] == taking_part
+        simulation.join_links()
+        simulation.pass_time(3600.0, 10.0)
+
+
 def test_who_is_heard_again_takes_part_again() -> None:
     simulation = three_hosts()
     cut(simulation, "b", "c")

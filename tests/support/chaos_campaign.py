@@ -201,7 +201,7 @@ def run_part(part: Part, where: Ground, seed: int, faults: Sequence[str]) -> dic
             "--every", str(3 * SNAPSHOT_EVERY), "--out", str(folder / "chaos"), "--wait-s", "90",
         ]  # fmt: skip
         if isinstance(agents, ChaosHosts):
-            command = [*agents.beside(part.hosts[0], command), "--hosts", part.hosts[1:]]
+            command = [*agents.beside(part.hosts[0], command), "--hosts", ",".join(part.hosts[1:])]
         ran = subprocess.run(command, timeout=PART_S, check=False, stdout=subprocess.DEVNULL)
         assert ran.returncode in (0, 4), f"scalai chaos: exit code {ran.returncode}"
         _drain(agents, part.hosts)
