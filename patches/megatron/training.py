@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
@@ -304,8 +304,12 @@ class TrainingHooks:
 
         if not _UNCHECKED or REFUSED in self._session.facts:
             return
-        found = refused_layouts(sys.argv[1:], *_UNCHECKED.pop(), release)
-        self._session.report_facts(**{REFUSED: found})
+        try:
+            found = refused_layouts(sys.argv[1:], *_UNCHECKED.pop(), release)
+        except Exception as error:  # nothing depends on it
+            log.warning("event=layouts_not_asked %r", error)
+        else:
+            self._session.report_facts(**{REFUSED: found})
 
     def _keep_first_degrees(self, job: Any) -> None:
         """Tell the degrees that the job began with; random samplers keep their order."""
@@ -408,7 +412,8 @@ def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
         log.info("event=hook %s=1, which tensor parallelism needs", CUDA_CONNECTIONS)
         os.environ[CUDA_CONNECTIONS] = "1"
     if os.environ.get("RANK") == "0":
-        _UNCHECKED[:] = [(deepcopy(args[0]), lambda job: wrapped(job, *args[1:], **kwargs))]
+        with suppress(TypeError):  # a script's own argument that nobody can copy
+            _UNCHECKED[:] = [(deepcopy(args[0]), lambda job: wrapped(job, *args[1:], **kwargs))]
     job = wrapped(*args, **kwargs)
     _check_cache(vars(job))
     if getattr(job, "async_save", False):

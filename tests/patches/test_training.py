@@ -357,3 +357,16 @@ def test_what_cannot_be_elastic_is_refused_before_the_model_is_built() -> None:
     with pytest.raises(RefusedError, match="order of samples"):
         framework.setup_model_and_optimizer("provider", "type")
     assert framework.loaded_from == []
+
+
+def test_a_question_about_layouts_that_fails_stops_no_job(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def stumbles(job: Any) -> None:
+        raise AssertionError("never asked: the command line is this test's")
+
+    training._UNCHECKED[:] = [(Namespace(), stumbles)]
+    session = FakeSession()
+    hooked(session)
+    assert "event=layouts_not_asked" in caplog.text
+    assert "refused_layouts" not in session.facts
