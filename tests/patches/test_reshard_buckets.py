@@ -148,7 +148,7 @@ def test_muon_of_shards_stays_at_its_tp(
     with pytest.raises(SystemExit) as ended:
         cli.main(["reshard", str(tmp_path / "saved"), str(tmp_path / "new"), "--tp", "2"])
     assert ended.value.code == 3
-    assert "tp=2 must stay 1: --muon-tp-mode is not given" in capsys.readouterr().err
+    assert "tp=2 must stay 1: --muon-tp-mode blockwise" in capsys.readouterr().err
 
 
 LATER = {
