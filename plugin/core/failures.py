@@ -107,7 +107,9 @@ def _error_of_the_script(job: Job, reason: str) -> str:
     start; empty where the world around it may be to blame, which may change."""
     kind = kind_of(reason)
     is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
-    if job.ran is not None or job.phase is not Phase.STARTING or not is_own:
+    newest = job.newest_generation
+    has_stepped = job.ran is not None or (newest is not None and newest.step > 0)
+    if has_stepped or job.phase is not Phase.STARTING or not is_own:
         return ""
     return re.sub(r"0x[0-9a-f]+|\d+", "#", reason)
 
