@@ -13,6 +13,8 @@ optimizer, one bucket) changes from TP2 DP1 to TP1 DP2 and back, two ranks on on
 * ``move_ratio``: snapshot, move and restore over two copies of the same bytes, from memory into
   shared memory and back, all touched before, by as many processes. Not in it: the fingerprints
   (``fingerprint_s``) and the first touch of memory (``page_fault_s``).
+* ``prove_s``: the step of the old workers by which a change is proven to compute the same function,
+  beside the start of the next ones (``--prove always``; ``never``, the default, makes none).
 * ``overhead_ratio``: a step with ``boundary`` over one without, in pairs of alternating order.
 
 ``ours_s`` has the phases of the launcher's reports, ``ours_worker_s`` and ``stock_s`` what passes
@@ -46,6 +48,7 @@ class Gpt:
     layers: int
     steps: int
     standby: str = "auto"
+    prove: str = "never"
     seq_length: int = 32
     global_batch: int = WORKERS
     script = Path(__file__).with_name("resize_job.py")
@@ -69,6 +72,7 @@ class Gpt:
             f"[model]\nnum_attention_heads = {self.hidden // 64}\nnum_layers = {self.layers}\n"
             f"padded_vocab_size = {VOCABULARY}\nglobal_batch_size = {self.global_batch}\n"
             f'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\nstandby = "{self.standby}"\n'
+            f'prove_function = "{self.prove}"\n'
             '[probe]\nkind = "none"\n'
         )
         return ["--elastic", str(config)], []
@@ -113,7 +117,7 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
 def main() -> None:
     options = read_options(__doc__, ("downtime", "ours", "move", "overhead"))
     report = Report("resize")
-    job = replace(SMALL if options.small else FULL, standby=options.standby)
+    job = replace(SMALL if options.small else FULL, standby=options.standby, prove=options.prove)
     wanted = {options.only} if options.only else {"downtime", "ours", "move", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     try:

@@ -41,6 +41,7 @@ class Linears:
     layers: int
     steps: int
     standby: str = "auto"
+    prove: str = "never"
     script = Path(__file__).with_name("resize_deepspeed_job.py")
 
     def layouts(self, rounds: int) -> list[Layout]:
@@ -51,7 +52,7 @@ class Linears:
 
     def elastic(self, folder: Path) -> tuple[list[str], list[str]]:
         block = {
-            "resize": {"settle_s": 0.0, "standby": self.standby},
+            "resize": {"settle_s": 0.0, "standby": self.standby, "prove_function": self.prove},
             "probe": {"kind": "none"},
             "deepspeed": {"data_order": "own"},
         }
@@ -102,7 +103,7 @@ PAIRED = Linears(hidden=256, layers=48, steps=0)
 def main() -> None:
     options = read_options(__doc__, ("downtime", "ours", "overhead"))
     report = Report("resize_deepspeed")
-    job = replace(SMALL if options.small else FULL, standby=options.standby)
+    job = replace(SMALL if options.small else FULL, standby=options.standby, prove=options.prove)
     wanted = {options.only} if options.only else {"downtime", "ours", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     os.environ["DS_ACCELERATOR"] = "cpu"

@@ -10,6 +10,8 @@ import numpy as np
 from report import Report
 from resize_runs import Change, Job, Layout, Run, elastic_job
 
+from scalai.core.function_proof import POLICIES
+
 LOSS_TOLERANCE = 1e-4
 
 
@@ -22,6 +24,7 @@ def read_options(description: str | None, only: Sequence[str]) -> argparse.Names
     parser.add_argument("--changes", type=int, default=5, help="there, back, there, ...")
     parser.add_argument("--pairs", type=int, default=400)
     parser.add_argument("--standby", default="auto", choices=("auto", "never"))
+    parser.add_argument("--prove", default="never", choices=POLICIES)
     parser.add_argument("--only", choices=only)
     return parser.parse_args()
 
@@ -44,6 +47,7 @@ def add_ours(report: Report, changes: Sequence[Change]) -> None:
     report.add("downtimes_s", [round(change.downtime_s, 3) for change in changes])
     report.add("slowed_s", median(change.slowed_s for change in forth), "s")
     report.add("step_s", median(change.step_s for change in forth), "s")
+    report.add("prove_s", [change.report.get("prove_s") for change in changes])
     report.add("ours_s", medians([change.report["seconds"] for change in forth]))
     report.add("ours_worker_s", medians([change.stages for change in forth]))
     report.add("ours_worker_cpu_s", medians([change.cpu for change in forth]))

@@ -1,6 +1,7 @@
 """The numbers by which a change is proven to compute the same function, of whichever framework."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,6 +15,14 @@ log = logging.getLogger(__name__)
 
 class NumberedSession(Protocol):
     """What is needed of ``scalai.runtime.session.Session``."""
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether the numbers of this step are wanted."""
+
+    @property
+    def is_to_probe(self) -> bool:
+        """Whether this step is made without its update, and is the last."""
 
     def note_numbers(self, numbers: Numbers) -> None:
         """Say what a step has computed before its update."""
@@ -35,10 +44,93 @@ def mean(value: float, group: Any, device: torch.device) -> float:
     return float(summed.item()) / dist.get_world_size(group)
 
 
-def randomness_of(modules: list[torch.nn.Module]) -> str:
-    """Return why two passes of a model differ by their random streams; empty: they do not."""
-    for module in modules:
-        for name, part in module.named_modules():
-            if isinstance(part, torch.nn.modules.dropout._DropoutNd) and part.p and part.training:
-                return f"dropout {part.p:g} ({name}): other degrees have other random streams"
+class RandomDraws:
+    """Whether passes within this context draw from the random streams of this process.
+
+    Attributes:
+        found: What did; empty: nothing.
+    """
+
+    found = ""
+    _before: list[torch.Tensor]
+
+    def __enter__(self) -> None:
+        self._before = _streams()
+
+    def __exit__(self, *error: object) -> None:
+        after = _streams()
+        if any(not torch.equal(a, b) for a, b in zip(self._before, after, strict=True)):
+            self.found = "a forward pass draws random numbers, as dropout does"
+
+
+def _streams() -> list[torch.Tensor]:
+    has_cuda = torch.cuda.is_available()
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if has_cuda else [])]
+
+
+def random_parts(model: torch.nn.Module) -> str:
+    """Return the first part of a model that draws random numbers in training; empty: none."""
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.modules.dropout._DropoutNd) and part.p:
+            return f"dropout {part.p:g} ({name})"
+        for key, value in vars(part).items():
+            if ("dropout" in key or "jitter" in key) and isinstance(value, float) and value:
+                return f"{key} {value:g} ({name})"
     return ""
+
+
+class OwnLoop:
+    """Measures the steps of a loop of one's own, which tells nothing but its ``boundary``: the
+    gradient's norm, at the door of the update. Behind its stop the worker leaves there.
+
+    Args:
+        session: Of this worker.
+        modules: What is trained.
+        framework: Its name and version.
+    """
+
+    def __init__(
+        self, session: NumberedSession, modules: list[torch.nn.Module], framework: str
+    ) -> None:
+        self._session, self._modules, self._framework = session, modules, framework
+        self._draws, self._began = RandomDraws(), 0.0
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: self._forward(is_begin=True))
+            module.register_forward_hook(lambda *_: self._forward(is_begin=False))
+
+    def _forward(self, *, is_begin: bool) -> None:
+        if self._session.is_proving and is_begin:
+            self._began = self._began or time.monotonic()
+            self._draws.__enter__()
+        elif self._session.is_proving:
+            self._draws.__exit__()
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether the norm of this step is wanted."""
+        return self._session.is_proving
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this step is made without its update."""
+        return self._session.is_to_probe
+
+    def tell(self, norm: float | None) -> None:
+        """Tell the norm of the step; a worker behind its stop leaves."""
+        probe(self._session, lambda: self._numbers(norm))
+        if self.is_last:
+            raise SystemExit(0)
+
+    def _numbers(self, norm: float | None) -> Numbers:
+        random = self._draws.found or next(filter(None, map(random_parts, self._modules)), "")
+        seconds = time.monotonic() - self._began if self._began else 0.0
+        self._draws, self._began = RandomDraws(), 0.0
+        dtype = next(self._modules[0].parameters()).dtype
+        return Numbers(
+            norm=norm,
+            is_skipped=norm is None,
+            dtype=str(dtype).removeprefix("torch."),
+            framework=self._framework,
+            obstacle=f"{random}: other degrees have other random streams" if random else "",
+            seconds=seconds,
+        )

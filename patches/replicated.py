@@ -13,6 +13,7 @@ from scalai.core.exact_json import from_json, to_json
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.patches.first_step import torch_state
+from scalai.patches.function_proof import NumberedSession, OwnLoop
 from scalai.patches.param_groups import Group, put_groups, take_groups
 from scalai.runtime.live import Slot, whole_slot
 
@@ -46,6 +47,19 @@ class ReplicatedState:
                 self._begin(parameter, group)
         if scheduler is not None:
             _check_carried(scheduler)
+
+    def watch_steps(self, session: NumberedSession) -> None:
+        """Have the norm of the gradients told where it is wanted."""
+        loop = OwnLoop(session, [self._model], f"torch {torch.__version__}")
+
+        def at_the_door(*_: object) -> None:
+            if loop.is_proving:
+                grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+                norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
+                norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+                loop.tell(None if norm is None else float(norm))
+
+        self._optimizer.register_step_pre_hook(at_the_door)
 
     def slots(self) -> Sequence[Slot]:
         return list(self._slots())

@@ -270,10 +270,15 @@ class CoordinatorLink:
         stalled: Callable[[], Stalled | None],
     ) -> None:
         is_last, keep_s = False, KEEP_S
+        told = (0, 0)  # the round, and the step of which the coordinator has heard last
         while not member.is_over.is_set() and not is_last:
             # Who is told to exit calls once more, to say that it was.
             is_last = member.is_told_to_exit
             current, group = present.round, present.group
+            if current is None or current.number != told[0]:
+                told = (current.number if current else 0, 0)
+            made = group.page.made(told[1]) if group else []
+            told = (told[0], made[-1][0]) if made else told
             member.polls.allow(keep_s + self._waits.poll_s + member.extra_s)
             answer = member.polls.call(
                 Poll(
@@ -286,6 +291,7 @@ class CoordinatorLink:
                     stalled=stalled(),
                     keep_s=keep_s,
                     known=member.known,
+                    made=tuple(made),
                 )
             )
             if answer.term < self._term:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from scalai.core.commands import Command, Exit
 from scalai.core.electorate import Electorate
 from scalai.core.events import Stalled
+from scalai.core.function_proof import Made
 from scalai.core.messages import JsonText, Named, Request, Shared
 from scalai.core.remembered import Remembered
 from scalai.core.reports import Report
@@ -106,7 +107,8 @@ class Commands:
 class Poll(Request[Commands]):
     """Hand out the commands behind number ``received``, once there are any, or after ``keep_s``
     seconds. ``newest`` is the furthest step of the workers of ``round``, ``known`` the number of
-    the newest electorate that the agent knows."""
+    the newest electorate that the agent knows. ``made``: what newer steps have computed, of the
+    host that has the worker that tells."""
 
     job: str
     host: str
@@ -117,6 +119,7 @@ class Poll(Request[Commands]):
     stalled: Stalled | None
     keep_s: float
     known: int = 0
+    made: tuple[Made, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

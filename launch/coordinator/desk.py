@@ -247,6 +247,8 @@ class Desk:
         agent.stalled = poll.stalled if is_present else None
         if is_present:
             agent.newest = poll.newest
+            if poll.made:
+                self._live.note_made(poll.made)
         assert agent.ready is not None
         keep_s = self._patience.to_keep_s(len(members))
         if not agent.has_commands and not agent.is_dismissed:

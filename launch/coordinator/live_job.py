@@ -5,15 +5,16 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from scalai.core import actions, commands, events
+from scalai.core import actions, commands, events, probing
 from scalai.core import membership as m
 from scalai.core.assigning import next_assignment
 from scalai.core.endings import kind_of, rank_of
 from scalai.core.errors import ProofError
 from scalai.core.function_proof import FACT as PROVEN
+from scalai.core.function_proof import Made
 from scalai.core.jsonable import Json
 from scalai.core.messages import Shared
 from scalai.core.planner.preference import Preference
@@ -159,6 +160,12 @@ class LiveJob:
                 "round": round,
             }  # fmt: skip
             self.timeline.note(failure=self.last_failure)
+
+    def note_made(self, made: Sequence[Made]) -> None:
+        """Workers of the present round have made these steps."""
+        self.state, text = probing.made(self.state, made)
+        if text:
+            self.log(f"event=function_differs level=WARNING {text}")
 
     def note_examined(
         self, host: str, number: int, damage: Iterable[str], directory: str = ""

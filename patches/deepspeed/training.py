@@ -23,6 +23,7 @@ from scalai.converters.deepspeed.config import StatedBatch
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
 from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
+from scalai.core.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of
 from scalai.patches.calls import Args, Call, Kwargs
@@ -31,6 +32,7 @@ from scalai.patches.deepspeed import loaders, offloading, workarounds
 from scalai.patches.deepspeed.accumulation import Accumulation, tell
 from scalai.patches.deepspeed.auxiliary import Auxiliary
 from scalai.patches.deepspeed.engine import randomness
+from scalai.patches.deepspeed.function_proof import StepNumbers, without_update
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
     RoundOrder,
@@ -40,6 +42,7 @@ from scalai.patches.deepspeed.round_config import (
     without_batches,
 )
 from scalai.patches.deepspeed.stages import refuse_unfit_stages
+from scalai.patches.function_proof import probe
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
 from scalai.runtime.live import LiveState
 
@@ -82,6 +85,20 @@ class ElasticSession(Protocol):
 
     def note_sources(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
         """Say what the order of data sets follows from."""
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether the numbers of this step are wanted."""
+
+    @property
+    def is_to_probe(self) -> bool:
+        """Whether the next step is made without its update, and is the last."""
+
+    def note_numbers(self, numbers: Numbers) -> None:
+        """Say what a step has computed before its update."""
+
+    def note_made(self, loss: Any, norm: Any) -> None:
+        """Say what each step has computed, on one rank."""
 
     def begin_update(self) -> None:
         """Say that memory of the state is about to change."""
@@ -131,6 +148,7 @@ class EngineHooks:
     """
 
     _version: str
+    numbers: StepNumbers
 
     def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
         self._get_session = get_session
@@ -263,11 +281,18 @@ class EngineHooks:
         assert self.feed.batches is not None
         samples = self.feed.batches.global_batch_size
         if self._session.boundary(self.engine.global_steps, samples=samples):
-            _leave(self.engine)
+            if not self._session.is_to_probe:
+                _leave(self.engine)
+            without_update(self.engine)
 
     def _loaded(self) -> None:
         """A checkpoint stands in the place of the newest step: the job hears of that no more."""
         self.is_due = False
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether the step under way has no update, and is the last: nobody else hears of it."""
+        return self._session.is_to_probe
 
     @property
     def _session(self) -> ElasticSession:
@@ -364,20 +389,22 @@ class EngineHooks:
         tell(engine, self.feed)
         if not is_pipeline:
             self._accumulation.install(engine)
+        self.numbers = StepNumbers(engine, self._version, is_pipeline=is_pipeline)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
-            method = self._after_a_step(getattr(engine, name), is_pipeline=is_pipeline)
-            setattr(engine, name, method)
+            setattr(engine, name, self._after_a_step(name, getattr(engine, name)))
         name = "train_batch" if is_pipeline else "step"
         setattr(engine, name, self._counting_steps(getattr(engine, name)))
         if is_pipeline and session.settings.get("data_order") != "own":
             self.replay.install(engine)
 
-    def _after_a_step(self, method: Call, *, is_pipeline: bool) -> Call:
+    def _after_a_step(self, name: str, method: Call) -> Call:
         """Where the next step begins, the script has logged, evaluated and saved the one before:
         what it does in a step is done once, before a change or after it.
 
         A pipeline's ``train_batch`` is a step: ``eval_batch`` leaves the model in ``eval()``.
         """
+
+        is_pipeline = name == "train_batch"
 
         @functools.wraps(method)
         def begin(*args: Any, **kwargs: Any) -> Any:
@@ -387,13 +414,26 @@ class EngineHooks:
             if is_step:
                 if self.is_due:
                     self.end_step()
+                if self._session.is_to_probe:
+                    return self._measuring(name, method, args, kwargs)
                 self.auxiliary.record.uses_modes |= self.engine.module.training
                 self.auxiliary.schedules.begin(compares=self.keeps_order)
                 self._continue_rng_state()
                 self._session.begin_step()
+                if self._session.is_proving:
+                    return self._measuring(name, method, args, kwargs)
             return method(*args, **kwargs)
 
         return begin
+
+    def _measuring(self, name: str, method: Call, args: Args, kwargs: Kwargs) -> Any:
+        """Make a pass of a step whose numbers are wanted."""
+        if name == "backward":
+            loss = args[0] if args else kwargs.get("loss")
+            self.numbers.note_loss(loss, is_share=kwargs.get("scale_wrt_gas") is False)
+        elif name == "forward":
+            return self.numbers.forward(method, args, kwargs)
+        return method(*args, **kwargs)
 
     def _continue_rng_state(self) -> None:
         """RNG states go on where the last round left them, whatever the script has drawn until
@@ -405,9 +445,18 @@ class EngineHooks:
     def _counting_steps(self, method: Call) -> Call:
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
-            before = self.engine.global_steps
+            before, session = self.engine.global_steps, self._session
+            if session.is_proving:
+                self.numbers.at_the_door()
             result = method(*args, **kwargs)
             if self.engine.global_steps != before:
+                if session.is_proving:
+                    probe(session, lambda: self.numbers.take(result, tp=session.tp))
+                if session.is_to_probe:
+                    _leave(self.engine)
+                if torch.distributed.get_rank() == 0:
+                    session.note_made(*self.numbers.known(result))
+                self.numbers.begin()
                 self.count_step()
             return result
 

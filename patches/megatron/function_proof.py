@@ -1,15 +1,16 @@
 """What a step of Megatron-LM's ``train_step`` has computed before its update."""
 
+import functools
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from scalai.core.function_proof import Numbers
-from scalai.patches.function_proof import mean
+from scalai.patches.function_proof import NumberedSession, OwnLoop, mean
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,22 @@ def without_update(optimizer: Any) -> Iterator[None]:
         del optimizer.step_with_ready_grads
 
 
+def loss_of(result: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return the sum of the losses of a step, as its result has it; None: another stage has it."""
+    if not result[LOSSES]:
+        return None
+    return torch.stack([torch.as_tensor(v).double().sum() for v in result[LOSSES].values()]).sum()
+
+
+def tells_of_steps() -> bool:
+    """Whether this rank is the one that tells of each step: the first of the last stage."""
+    from megatron.core import parallel_state
+
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    is_first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    return bool(is_last and is_first and not parallel_state.get_tensor_model_parallel_rank())
+
+
 def numbers_of(
     training: Any, result: tuple[Any, ...], began: float, exact: float | None = None
 ) -> Numbers:
@@ -94,13 +111,11 @@ def numbers_of(
     import megatron.core
     from megatron.core import parallel_state
 
-    job, losses = training.get_args(), result[LOSSES]
+    job = training.get_args()
     norm = result[NORM] if exact is None else exact
-    loss = None
-    if losses:
+    loss, total = None, loss_of(result)
+    if total is not None:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        values = [torch.as_tensor(value).double().sum() for value in losses.values()]
-        total = torch.stack(values).sum()
         loss = mean(float(total), group, total.device)
     random = [f"{name} {value:g}" for name in RANDOM if (value := getattr(job, name, None))]
     dtype = "bfloat16" if job.bf16 else "float16" if job.fp16 else "float32"
@@ -113,3 +128,27 @@ def numbers_of(
         obstacle=f"{', '.join(random)}: other degrees have other random streams" if random else "",
         seconds=time.monotonic() - began,
     )
+
+
+def watch_optimizer(
+    session: NumberedSession, chunks: list[torch.nn.Module], optimizer: Any
+) -> None:
+    """Have a loop of one's own tell the norm of its gradients: the optimizer takes it."""
+    import megatron.core
+
+    if optimizer is None:
+        return
+    loop = OwnLoop(session, chunks, f"megatron-core {megatron.core.__version__}")
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        if not loop.is_proving:
+            return step(*args, **kwargs)
+        with without_update(optimizer) if loop.is_last else nullcontext():
+            with NormInDouble(optimizer) as exact:
+                result = step(*args, **kwargs)
+        loop.tell(exact.norm)
+        return result
+
+    optimizer.step = measured

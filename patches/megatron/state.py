@@ -16,7 +16,9 @@ from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.region import Piece, clip, whole
 from scalai.patches.faults import refuse_changed_axes
+from scalai.patches.function_proof import NumberedSession
 from scalai.patches.megatron import grid, randomness, refusals
+from scalai.patches.megatron.function_proof import watch_optimizer
 from scalai.patches.megatron.optimizer import (
     Owned,
     is_distributed,
@@ -72,6 +74,10 @@ class MegatronState:
     def coordinate(self) -> str:
         """Position of this rank: ``tp0-pp1-dp0``."""
         return grid.coordinate()
+
+    def watch_steps(self, session: NumberedSession) -> None:
+        """Have the norm of the gradients told where it is wanted, in a loop of one's own."""
+        watch_optimizer(session, self._chunks, self._optimizer)
 
     def slots(self) -> Sequence[Slot]:
         """List parameters, persistent buffers, masters and optimizer state of this rank.

@@ -9,6 +9,7 @@ and in ``scalai.converters.megatron.rules``, which the launcher asks too.
 import importlib
 import inspect
 import logging
+import math
 import os
 import sys
 import time
@@ -34,7 +35,14 @@ from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.function_proof import probe
 from scalai.patches.megatron import fixed_rows, save_process, script, writers
 from scalai.patches.megatron.draws import TrainingDraws
-from scalai.patches.megatron.function_proof import NormInDouble, numbers_of, without_update
+from scalai.patches.megatron.function_proof import (
+    NORM,
+    NormInDouble,
+    loss_of,
+    numbers_of,
+    tells_of_steps,
+    without_update,
+)
 from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
 from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
 from scalai.patches.megatron.saved import TRACKER
@@ -59,6 +67,7 @@ class ElasticSession(Protocol):
     """What the hooks need of ``scalai.runtime.session.Session``."""
 
     run: str
+    is_measured: bool
     facts: Mapping[str, Json]
 
     @property
@@ -106,6 +115,9 @@ class ElasticSession(Protocol):
     def note_numbers(self, numbers: Numbers) -> None:
         """Say what a step has computed before its update."""
 
+    def note_made(self, loss: Any, norm: Any) -> None:
+        """Say what each step has computed, on one rank."""
+
     def begin_step(self) -> None:
         """Say that a step begins."""
 
@@ -149,6 +161,7 @@ class TrainingHooks:
         self._iteration = 0
         self._flops = 0.0
         self._wandb_run_id = ""
+        self._is_reduced = False
         self._asked: Json = None
         self._start_wandb: Call | None = None
         self._saves = AsyncSaves()
@@ -201,6 +214,7 @@ class TrainingHooks:
         self._ask_of_layouts(release)
         session.register_state("megatron_training", self._take, self._put)
         fixed = dict(fixed_axes(vars(job), release))
+        session.is_measured = True
         session.attach(
             MegatronState(
                 model, optimizer, scheduler, seed=job.seed, fixed=fixed, asked=self._asked
@@ -239,8 +253,9 @@ class TrainingHooks:
             result = wrapped(*args, **kwargs)
         self._session.end_step()
         if norm is not None:
-            numbers = partial(numbers_of, self._training, result, began, norm.norm)
-            probe(self._session, numbers)
+            probe(self._session, partial(self._first_numbers, result, began, norm.norm))
+        if self._is_reduced and tells_of_steps():
+            self._session.note_made(loss_of(result), result[NORM])
         if self._ledger:
             self._ledger.keep_loss(result[0])
         return result
@@ -267,6 +282,14 @@ class TrainingHooks:
             if is_last or not self._session.is_to_probe:
                 _leave(self._training)
         return False
+
+    def _first_numbers(self, result: Any, began: float, norm: float | None) -> Numbers:
+        """Return the numbers of the round's first step; they say whether those of later ones are of
+        all replicas, or of this one's share alone."""
+        numbers, mine = numbers_of(self._training, result, began, norm), loss_of(result)
+        if mine is not None and numbers.loss is not None:
+            self._is_reduced = math.isclose(float(mine), numbers.loss, rel_tol=1e-9)
+        return numbers
 
     def _numbers(self, train_step: Call, args: Args, kwargs: Kwargs) -> Numbers:
         """Make a step up to the door of its update."""

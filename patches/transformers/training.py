@@ -195,6 +195,8 @@ class TrainerHooks:
         """Leave, where the job stops here, before callbacks hear of a step that is not made."""
         if self._engines.is_due:
             self._engines.end_step()
+        if self._engines.is_probing:
+            return inspect.signature(wrapped).bind(*args, **kwargs).arguments["control"]
         return wrapped(*args, **kwargs)
 
     def _drawn(self, step: int) -> Sequence[Draw]:

@@ -5,7 +5,8 @@ Fingerprints prove the state. They say nothing of a loss that is a function of t
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 POLICIES = ("auto", "always", "never")
 FACT = "proven_layouts"
@@ -20,6 +21,11 @@ LEAST = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 degrees sum in another order."""
 MOST_STEPS = 64
 """Steps whose numbers are kept, to compare with when they are made again."""
+REMADE = (3e-6, 3e-4)
+"""Largest relative difference of a step that is made again, in float32: the norm is the framework's
+own, whose sum is off by 1e-5 on a CPU."""
+Made = tuple[int, float, float]
+"""A step, its loss and its gradient norm; NaN: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,57 @@ def compare(before: Numbers | None, after: Numbers | None, spread: Spread = Spre
     return Verdict(not beyond, f"{text} ({before}; then {after})")
 
 
+@dataclass(frozen=True, slots=True)
+class Remade:
+    """The newest steps of a job, and what is known of those that were made again.
+
+    Attributes:
+        steps: By step what it has computed last, in which round and layout.
+        spread: Of steps that were made again in their layout.
+        warned: The round of which it was said last that its steps differ.
+    """
+
+    steps: Mapping[int, tuple[int, str, float, float]] = field(default_factory=dict)
+    spread: Spread = Spread()
+    warned: int = 0
+
+
+def remade(known: Remade, round: int, layout: str, dtype: str, made: Sequence[Made]) -> (
+    tuple[Remade, str]
+):  # fmt: skip
+    """Compare steps that a round has made with what an earlier round has told of them.
+
+    Returns:
+        What is known now, and what is to be said: once a round, where a step differs by more than
+        the limits.
+    """
+    steps, spread, text = dict(known.steps), known.spread, ""
+    for step, loss, norm in made:
+        earlier = steps.get(step)
+        steps[step] = round, layout, loss, norm
+        if earlier is None or earlier[0] == round:
+            continue
+        off = difference_known(earlier[2], loss), difference_known(earlier[3], norm)
+        limits = REMADE if dtype not in LEAST else _limits(dtype, spread)
+        is_beyond = limits is not None and (off[0] > limits[0] or off[1] > limits[1])
+        if earlier[1] == layout and not is_beyond:
+            spread = Spread(max(spread.loss, off[0]), max(spread.norm, off[1]), spread.steps + 1)
+        if is_beyond and not text:
+            text = (
+                f"step {step} computes otherwise than before: loss {earlier[2]:.9g}, then "
+                f"{loss:.9g}; gradient norm {earlier[3]:.9g}, then {norm:.9g}; {earlier[1]}, then "
+                f"{layout}"
+            )
+    kept = {step: steps[step] for step in sorted(steps)[-MOST_STEPS:]}
+    warned = round if text else known.warned
+    return Remade(kept, spread, warned), "" if known.warned == round else text
+
+
+def difference_known(one: float, other: float) -> float:
+    """Return the relative difference of two numbers, 0 where one is not known."""
+    return 0.0 if math.isnan(one) or math.isnan(other) else difference(one, other)
+
+
 def _limits(dtype: str, spread: Spread) -> tuple[float, float] | None:
     if dtype not in LEAST:
         return FP32
@@ -140,7 +197,8 @@ class FunctionProof:
         before, after: Numbers of that step by the old workers and by the new ones.
         found: What came of the newest comparison, for the report; empty: none was made.
         seconds: How long the old workers' step took.
-        spread: Of steps that were made again at the same degrees.
+        remade: What the newest steps have computed.
+        dtype: Of the passes, as the newest round's first step has told.
         said: Why changes are not proven, as it was said last.
     """
 
@@ -152,5 +210,6 @@ class FunctionProof:
     after: Numbers | None = None
     found: str = ""
     seconds: float = 0.0
-    spread: Spread = Spread()
+    remade: Remade = Remade()
+    dtype: str = "float32"
     said: str = ""

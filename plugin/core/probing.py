@@ -1,12 +1,21 @@
 """The rules by which a change is proven to compute the same function: when the old workers make a
 step more, up to the door of its update, and what comes of the numbers of both sides."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from scalai.core import events
 from scalai.core.actions import Action, Say
 from scalai.core.assigning import next_assignment
-from scalai.core.function_proof import FunctionProof, Verdict, compare, merged
+from scalai.core.function_proof import (
+    FunctionProof,
+    Made,
+    Numbers,
+    Verdict,
+    compare,
+    merged,
+    remade,
+)
 from scalai.core.membership import Assignment, Job, Phase, leaving
 from scalai.core.pace import estimate
 
@@ -72,13 +81,20 @@ def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
     """Every rank of the new round has stepped: compare, where there is something to compare."""
     function, current = job.function, job.current
     assert current is not None
-    framework = function.after.framework if function.after is not None else ""
-    job = replace(job, function=replace(function, framework=framework))
+    told = function.after or Numbers()
+    job = replace(
+        job,
+        function=replace(function, framework=told.framework, dtype=told.dtype, after=None),
+    )
+    framework = told.framework
     if not function.round:
         if job.ran is None and framework:  # what the job begins with is the measure
             job = _known(job, current)
+        is_change = job.ran is not None and not current.has_layout_of(job.ran)
+        if is_change and not framework and function.policy != "never" and job.is_elastic:
+            return _unproven(job, "nothing tells what the steps of the script compute")
         return job, None, ()
-    verdict = compare(function.before, function.after, function.spread)
+    verdict = compare(function.before, function.after, function.remade.spread)
     job = replace(job, function=replace(job.function, round=0))
     if verdict.is_same is None:
         return _unproven(job, verdict.text)
@@ -88,6 +104,17 @@ def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
         return job, verdict, ()
     line = Say(f"event=function_proven layout='{current.layout}' {verdict.text}")
     return _known(job, current), verdict, (line,)
+
+
+def made(job: Job, made: Sequence[Made]) -> tuple[Job, str]:
+    """Return the job whose present round has made these steps, and what is to be said: they may
+    have been made before, and were lost."""
+    if job.current is None:
+        return job, ""
+    layout = f"{job.current.layout} micro_batch={job.current.micro_batch_size or '-'}"
+    function = job.function
+    known, text = remade(function.remade, job.round, layout, function.dtype, made)
+    return replace(job, function=replace(function, remade=known)), text
 
 
 def _known(job: Job, assignment: Assignment) -> Job:

@@ -23,17 +23,21 @@ from pathlib import Path
 import numpy as np
 
 from scalai.core.errors import StoreError
+from scalai.core.function_proof import MOST_STEPS, Made
 from scalai.core.schedule import Schedule
 from scalai.store.secure import Folder
 
 STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, PROBED, FIRST_WORKER = 0, 1, 2, 3, 4, 5, 6, 8
 EVERY_BITS = 20
 """So many bits say how many steps lie between snapshots."""
-PAGE_BYTES = 4096
+PAGE_BYTES = 8192
 OUT_OF_MEMORY_EXIT = errno.ENOMEM
 """Exit code by which a worker tells its agent that these degrees do not fit into its device."""
-MAX_WORKERS = (PAGE_BYTES // 8 - FIRST_WORKER) // 2
+MAX_WORKERS = (512 - FIRST_WORKER) // 2
 FIRST_IN_STEP = FIRST_WORKER + MAX_WORKERS
+FIRST_MADE = 512
+MADE_CELLS = 3
+"""Step, loss, gradient norm of each of the newest steps."""
 MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365, "s390x": 356}
 """Number of the system call, by machine: the C library has no name for it."""
 ON_ALL = 1
@@ -197,6 +201,22 @@ class ControlPage:
         """Worker: 0: no stop waits for a save in flight; 1: one does; 2: one was put off before,
         because another save began on the way to it."""
         return int(self._cells[WANTED])
+
+    def report_made(self, step: int, loss: float, norm: float) -> None:
+        """One worker of the job: what step ``step`` has computed; NaN: it is not known."""
+        begin = FIRST_MADE + step % MOST_STEPS * MADE_CELLS
+        self._cells[begin] = 0
+        self._cells[begin + 1 : begin + MADE_CELLS] = np.array([loss, norm]).view(np.int64)
+        self._cells[begin] = step
+
+    def made(self, after: int) -> list[Made]:
+        """Agent: what steps behind ``after`` have computed, as far as they are still kept."""
+        rows = self._cells[FIRST_MADE : FIRST_MADE + MOST_STEPS * MADE_CELLS].copy()
+        rows = rows.reshape(MOST_STEPS, MADE_CELLS)
+        rows = rows[rows[:, 0] > after]
+        values = rows[:, 1:].copy().view(np.float64)
+        found = zip(rows[:, 0].tolist(), values.tolist(), strict=True)
+        return sorted((step, loss, norm) for step, (loss, norm) in found)
 
     def must_probe(self, step: int) -> bool:
         """Worker, at the stop of this step: make the next one up to the door of its update."""

@@ -16,6 +16,7 @@ Outside ``scalai-run --elastic`` a session is inert: it hands out the degrees th
 restores nothing and never stops the loop.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -93,6 +94,8 @@ class Session(Drawing):
             ``attach`` returns once they have stopped.
         facts: What the job's first workers told by ``report_facts``; empty on a fresh start.
         settings: What the elastic configuration says to a framework's hooks.
+        is_measured: Whether a framework's hooks call ``note_numbers``. Else the state may, from
+            ``attach`` on (``watch_steps``).
         replaying: What a framework's hooks say for ``is_replaying``.
     """
 
@@ -118,6 +121,9 @@ class Session(Drawing):
         self._is_stopped = False
         self._has_stepped = False
         self._numbers: Numbers | None = None
+        self._made: tuple[int, Any, Any] | None = None
+        self.is_measured = False
+        self._is_own_loop = False
         self._save_in_flight: int | None = None
         self._schedule, self._is_async, self._has_emergency = Schedule(0), False, False
         self._snapshots: Snapshots | None = None
@@ -181,6 +187,14 @@ class Session(Drawing):
         if self._agent is not None and self._is_stopped:
             stepped = RankStepped(self.rank, self._round, self.step + 1, None, numbers)
             self._agent.call(stepped)
+
+    def note_made(self, loss: Any, norm: Any) -> None:
+        """Say what the step that ends has computed, on one rank of the job: if it is lost and made
+        again, that is compared. Numbers, or tensors of one, which are read a step later."""
+        made, self._made = self._made, (self.step + 1, loss, norm)
+        if made is not None and self._agent is not None:
+            step, *values = made
+            self._page.report_made(step, *(math.nan if v is None else float(v) for v in values))
 
     @property
     def stop_urgency(self) -> int:
@@ -281,6 +295,9 @@ class Session(Drawing):
             return False
         slots = [*state.slots(), *self._registered.slots()]
         self._held, wanted = held_rows(slots), wanted_rows(slots)
+        if not self.is_measured and (watch := getattr(state, "watch_steps", None)) is not None:
+            self._is_own_loop = True
+            watch(self)
         # Before the first step, because pinning memory is slow and may wait for the device.
         self._rings = rings_for({slot.buffer.device for slot in slots})
         if self._rings:
@@ -378,6 +395,8 @@ class Session(Drawing):
         Raises:
             RefusedError: The samples are others than those that ``OrderedBatches`` has given.
         """
+        if self._is_stopped:
+            return True  # a loop of one's own, that has come by no update behind its stop
         self.step = self.step + 1 if step is None else step
         before = self.consumed_samples
         self.consumed_samples = before + samples if consumed_samples is None else consumed_samples
@@ -400,7 +419,9 @@ class Session(Drawing):
         reached("step")
         if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
-        elif self._schedule.is_due(self.step):
+            # Behind a stop the loop makes its next step, and leaves at the door of the update.
+            return not (self._is_own_loop and self.is_to_probe)
+        if self._schedule.is_due(self.step):
             self._snapshots.take_on_the_way(self.step, self.consumed_samples)
         return self._is_stopped
 

@@ -5,9 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from scalai.core import actions, events
+from scalai.core import actions, events, probing
 from scalai.core import membership as m
-from scalai.core.function_proof import FunctionProof, Numbers, Spread, compare, merged
+from scalai.core.function_proof import (
+    FunctionProof,
+    Numbers,
+    Remade,
+    Spread,
+    compare,
+    merged,
+    remade,
+)
 from scalai.core.membership import active
 from scalai.core.messages import JsonText
 from scalai.core.probing import key_of
@@ -58,6 +66,44 @@ def test_half_precision_is_judged_by_the_jobs_own_repetitions_and_never_below_ro
 def test_what_the_stages_of_a_pipeline_know_is_put_together() -> None:
     first, last = Numbers(None, 2.0, seconds=1.0), Numbers(5.0, 2.0, framework="f", seconds=2.0)
     assert merged(merged(None, first), last) == Numbers(5.0, 2.0, framework="f", seconds=2.0)
+
+
+STEPS = [(step, 5.0 + step, 2.0) for step in range(1, 80)]
+
+
+def test_steps_that_are_made_again_are_compared_with_what_was_told_of_them_once_a_round() -> None:
+    known, text = remade(Remade(), 1, "dp2", "float32", STEPS)
+    assert not text and min(known.steps) == 16, "the table has an end"
+    known, text = remade(known, 2, "tp2", "float32", [(70, 75.00001, 2.0), (71, 76.0, 2.0)])
+    assert not text and not known.spread.steps
+    known, text = remade(known, 3, "dp2", "float32", [(72, 77.01, 2.0)])
+    assert "step 72" in text and "77.01" in text and "dp2, then dp2" in text
+    assert known.spread.steps == 0
+    known, text = remade(known, 3, "dp2", "float32", [(73, 79.0, 2.0), (80, 1.0, 2.0)])
+    assert not text, "once a round"
+    assert remade(known, 4, "dp2", "float32", [(74, 79.0, NAN)])[1] == "", "as far as it is known"
+
+
+def test_repeated_steps_of_half_precision_say_how_far_layouts_may_differ() -> None:
+    known, text = remade(Remade(), 1, "dp2", "bfloat16", [(1, 5.0, 2.0), (2, 5.0, 2.0)])
+    known, text = remade(known, 2, "tp2", "bfloat16", [(1, 6.0, 2.0)])
+    assert not text, "nothing was repeated yet"
+    known, text = remade(known, 3, "dp2", "bfloat16", [(2, 5.01, 2.0)])
+    assert not text and known.spread.steps == 1
+    assert known.spread.loss == pytest.approx(0.002, rel=0.01)
+    assert remade(known, 4, "tp2", "bfloat16", [(1, 5.0, 2.0)])[1]
+
+
+def test_the_coordinator_warns_of_steps_that_a_recovery_makes_otherwise() -> None:
+    simulation = training()
+    job, text = probing.made(simulation.job, [(6, 5.0, 2.0), (7, 4.9, 2.0)])
+    simulation.job = job
+    assert not text
+    simulation.feed(events.WorkersFailed("a", job.round, "killed", is_chance=True))
+    simulation.settle()
+    job, text = probing.made(simulation.job, [(6, 5.0, 2.0)])
+    assert not text and job.function.remade.spread.steps == 1
+    assert "step 7 computes otherwise" in probing.made(job, [(7, 4.8, 2.0)])[1]
 
 
 def training(policy: str = "auto", **settings: object) -> Simulation:
@@ -130,6 +176,16 @@ def test_a_change_whose_numbers_are_missing_stands_and_it_is_said_once(
     change(simulation, before, after)
     assert active(simulation.job) == {"a", "b", "c"}
     assert len(said(simulation, "function_unproven")) == 1
+
+
+def test_a_script_that_tells_nothing_of_its_steps_is_said_to_be_unproven_once() -> None:
+    simulation = two_hosts(max_hosts=3, function=FunctionProof("auto"))
+    for _ in range(2):
+        simulation.join("c", 2)
+        simulation.settle()
+        simulation.feed(events.HostLeaving("c", simulation.now))
+        simulation.settle()
+    assert len(said(simulation, "function_unproven")) == 1 and not any(probes(simulation))
 
 
 def test_where_a_notice_leaves_no_time_nothing_is_proven() -> None:

@@ -142,6 +142,7 @@ def test_losses_are_those_of_an_uninterrupted_run(
         agents.wait_until(lambda: last_step(metrics) >= made + 4, "more steps", deadline_s=200)
         assert [report["after"] for report in agents.resizes()][1:] == AFTER[slots]
         assert not any(report.get("steps_lost", 0) for report in agents.resizes())
+        assert agents.resizes()[2]["function"].startswith("proven: norm_differs="), agents.logs()
         agents.drain("c")
         wait_for_change(agents, 4)
         agents.exit_code("c")

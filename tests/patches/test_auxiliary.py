@@ -135,11 +135,12 @@ def test_what_trains_otherwise_than_before_is_refused_unless_a_person_has_change
 @pytest.mark.parametrize("is_pipeline", [True, False])
 def test_a_step_of_a_pipeline_begins_behind_its_evaluation_too(is_pipeline: bool) -> None:
     """``eval_batch`` leaves the model in ``eval()``; a stop would never be come to."""
-    session = SimpleNamespace(begin_step=lambda: None)
+    session = SimpleNamespace(begin_step=lambda: None, is_to_probe=False, is_proving=False)
     hooks, ended = EngineHooks(lambda: session), list[int]()
     hooks.engine = SimpleNamespace(module=SimpleNamespace(training=False), global_steps=3)
     hooks.auxiliary.record.uses_modes = hooks.is_due = True
     hooks.auxiliary.schedules.begin = lambda **given: None  # type: ignore[method-assign]
     hooks.end_step = lambda: ended.append(3)  # type: ignore[method-assign]
-    assert hooks._after_a_step(lambda: "loss", is_pipeline=is_pipeline)() == "loss"
+    name = "train_batch" if is_pipeline else "forward"
+    assert hooks._after_a_step(name, lambda: "loss")() == "loss"
     assert ended == [3] * is_pipeline

@@ -8,6 +8,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from scalai import ReplicatedState
 from scalai.core.errors import RefusedError
+from scalai.core.function_proof import Numbers
 from scalai.core.messages import JsonText
 from scalai.runtime.live import held_rows, piece_view, wanted_rows
 
@@ -33,6 +34,48 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
         optimizer.zero_grad()
         model(torch.randn(5, 4, generator=random)).square().sum().backward()
         optimizer.step()
+
+
+# ------------------------------------------------------------------ what a step computes
+
+
+class Proving:
+    """A session that wants the numbers of a step; behind its stop, of the last one."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        self.is_proving, self.is_to_probe = True, is_last
+        self.numbers: list[Numbers] = []
+
+    def note_numbers(self, numbers: Numbers) -> None:
+        self.numbers.append(numbers)
+
+
+def test_a_loop_of_ones_own_tells_the_norm_of_its_gradients_and_behind_its_stop_updates_nothing(
+) -> None:  # fmt: skip
+    told = []
+    for is_last in (False, True):
+        model, session = network(), Proving(is_last=is_last)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        ReplicatedState(model, optimizer).watch_steps(session)
+        weight = model.state_dict()["0.weight"]
+        before = weight.clone()
+        if is_last:
+            with pytest.raises(SystemExit) as end:
+                train(model, optimizer, 1)
+            assert end.value.code == 0
+        else:
+            train(model, optimizer, 1)
+        assert torch.equal(before, weight) is is_last
+        told += session.numbers
+    assert told[0].norm == told[1].norm and told[0].norm is not None and not told[0].obstacle
+
+
+def test_a_forward_pass_that_draws_random_numbers_is_told_of() -> None:
+    model, session = torch.nn.Sequential(network(), torch.nn.Dropout(0.1)), Proving(is_last=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ReplicatedState(model, optimizer).watch_steps(session)
+    train(model, optimizer, 1)
+    assert "random" in session.numbers[0].obstacle
 
 
 # ------------------------------------------------------------------ what is refused

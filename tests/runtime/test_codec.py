@@ -18,6 +18,7 @@ from scalai.core.dataset.ledger import Lost
 from scalai.core.electorate import Electorate, Record, Witness
 from scalai.core.errors import MessageError
 from scalai.core.fingerprint import Committed
+from scalai.core.function_proof import Numbers
 from scalai.core.messages import JsonText, Named, Shared
 from scalai.core.remembered import FailedRun, Remembered, Run
 from scalai.core.replicas import Ring
@@ -100,6 +101,8 @@ PARTS: list[Any] = [
     *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),
     *(words.AwaitFreeze(1, 2), words.RankFrozen(1, 2, None, "torn"), words.RankFailed(1, 2, "no")),
     calls.Poll("j", "a", "i", 1, 2, 3, events.Stalled((1, 3), 8, 2.5, 60.0), 1.0),
+    calls.Poll("j", "a", "i", 1, 2, 3, None, 1.0, 0, ((8, 5.25, 2.0), (9, 5.0, float("inf")))),
+    words.RankStepped(1, 2, 8, None, Numbers(5.0, None, True, "float16", "f", "dropout", 0.5)),
     calls.Bye("j", "a", "i"),
     calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
                TEXT, remembered=Shared(KNOWN)),

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import math
 import os
 import platform
 import tempfile
@@ -190,7 +191,7 @@ def test_a_page_that_there_is_no_room_for_is_refused_and_not_touched(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(StoreError, match="control-1 needs 4096 bytes, but No space left"):
+    with pytest.raises(StoreError, match="control-1 needs 8192 bytes, but No space left"):
         ControlPage(tmp_path / "control-1", create=True)
     assert os.listdir(tmp_path) == []
 
@@ -200,3 +201,14 @@ def test_a_page_replaces_what_lies_there(tmp_path: Path) -> None:
     (tmp_path / "control").symlink_to(tmp_path / "precious")
     ControlPage(tmp_path / "control", create=True).clear()
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_what_the_newest_steps_have_computed_is_read_once_and_the_table_has_an_end(
+    agent: ControlPage, worker: ControlPage
+) -> None:
+    for step in range(1, 101):
+        worker.report_made(step, 5.0 / step, math.nan if step == 100 else 2.0)
+    assert [made[0] for made in agent.made(0)] == list(range(37, 101))
+    ((step, loss, norm),) = agent.made(99)
+    assert (step, loss) == (100, 0.05) and math.isnan(norm)
+    assert agent.made(100) == [] and agent.newest_step(MAX_WORKERS) == -1

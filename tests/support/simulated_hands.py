@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalai.core import commands, reports
+from scalai.core.function_proof import Numbers
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
@@ -310,7 +311,8 @@ class SimulatedHands:
                 )
                 return RankRestored(rank, number, prints, {}, "restored")
             case "stepped":
-                return RankStepped(rank, number, worker.step, None)
+                numbers = Numbers(5.0, 2.0, framework="simulated")
+                return RankStepped(rank, number, worker.step, None, numbers)
             case "start" | "stop" | "snapshot":
                 return BeginSnapshot(rank, number, worker.doing, worker.step)
             case "write":

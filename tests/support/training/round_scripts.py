@@ -95,6 +95,20 @@ def evaluates(samples: int, micro_batch: int, epochs: int, config: dict[str, Any
         note(epoch=epoch, step=model.global_steps, seen=seen)
 
 
+def computes(stage: int, dropout: float, is_by_rank: bool) -> None:
+    """Two epochs; ``is_by_rank``: the loss is another one on another number of ranks."""
+    model = torch.nn.Sequential(build_model(), torch.nn.Dropout(dropout))
+    engine = build_engine(model, zero_optimization={"stage": stage})
+    loader, sampler = loaders()
+    scale = 1.0 + 1e-4 * torch.distributed.get_world_size() if is_by_rank else 1.0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for rows, classes, _ in loader:
+            engine.backward(scale * loss_of(engine, rows, classes))
+            engine.step()
+            note(step=engine.global_steps)
+
+
 def build_engine(model: torch.nn.Module, optimizer: Any = None, **more: Any) -> Any:
     config = {**CONFIG, **more}
     if optimizer is not None:

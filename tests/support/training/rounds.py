@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from scalai.core.function_proof import Numbers
 from support.training.worker_pool import WorkerPool
 
 
@@ -40,10 +41,11 @@ class Round:
 @dataclass
 class Seen:
     """What a rank of a round noted, logged, and how it ended: ``left``, ``finished``, or an error.
-    ``facts`` are what it told."""
+    ``facts`` are what it told; ``numbers`` those of its first step, and of one behind its stop."""
 
     notes: list[dict[str, Any]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    numbers: list[Numbers] = field(default_factory=list)
     ending: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 

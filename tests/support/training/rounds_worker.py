@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from scalai.core.errors import ScalaiError
+from scalai.core.function_proof import Numbers
 from scalai.patches import hooks
 from scalai.runtime import session as sessions
 from scalai.runtime.consumption import LEDGER
@@ -159,10 +160,22 @@ class RoundSession(Session):
     ) -> bool:
         super().boundary(step, consumed_samples, samples=samples)
         self._consumption.step_ended(self.step, self.consumed_samples)
+        self._has_stepped = True
         if self.step == self.given.stop_at:
             self._keep()
             self._is_stopped = True
         return self._is_stopped
+
+    @property
+    def is_proving(self) -> bool:
+        return not self._has_stepped or self._is_stopped
+
+    @property
+    def is_to_probe(self) -> bool:
+        return self._is_stopped and bool(self.given.settings.get("probes"))
+
+    def note_numbers(self, numbers: Numbers) -> None:
+        seen.numbers.append(numbers)
 
     def _keep(self) -> None:
         assert self._state is not None
