@@ -113,7 +113,9 @@ def differing_replicas(
         pair = rows[first[number[at]]], rows[at]
         name = together.tensors[together.tensor[pair[0]]].name
         found.setdefault(name, set()).update(int(rank_of[row]) for row in pair)
-    named = [f"{name!r} on ranks {sorted(of)}" for name, of in sorted(found.items())[:NAMED]]
+    # The parameters first: what an optimizer keeps of them differs with them.
+    by_kind = sorted(found.items(), key=lambda each: (not each[0].startswith("param/"), each[0]))
+    named = [f"{name!r} on ranks {sorted(of)}" for name, of in by_kind[:NAMED]]
     more = f" and {len(found) - NAMED} more tensors" if len(found) > NAMED else ""
     return ", ".join(named) + more
 

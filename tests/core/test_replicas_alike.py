@@ -31,6 +31,13 @@ def test_replicas_on_one_host_are_compared(prints: Sequence[Sequence[int]], foun
     assert differing_replicas({0: held(0), 1: held(1)}, dict(enumerate(prints))) == found
 
 
+def test_parameters_are_named_before_what_an_optimizer_keeps_of_them() -> None:
+    moment = Tensor("exp_avg/w", (4, 2), "F32")
+    same = Collection.of([(moment, whole((4, 2))), (WEIGHT, whole((4, 2)))])
+    text = differing_replicas({0: same, 1: same}, {0: (1, 2), 1: (3, 4)})
+    assert text == "'param/w' on ranks [0, 1], 'exp_avg/w' on ranks [0, 1]"
+
+
 def test_ranks_that_differ_are_named_and_no_others() -> None:
     same = {rank: Collection.of([(WEIGHT, whole((4, 2)))]) for rank in range(4)}
     text = differing_replicas(same, {0: (3,), 1: (3,), 2: (9,), 3: (3,)})
