@@ -18,7 +18,7 @@ from scalai.converters.megatron.batch_sizes import RAMP, SCHEDULE, ramp_sizes, s
 from scalai.converters.megatron.releases import QUERY_GROUPS_SHARED
 from scalai.converters.megatron.rules import Given, faults_of, fixed_axes, values_of
 from scalai.converters.megatron.sums import EVALUATION, Release, sums_of
-from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
+from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, chunk_group
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.faults import refuse_all
 from scalai.core.passes import Recompute
@@ -131,7 +131,7 @@ def derived_flags(
         flags.append("--sequence-parallel")  # Megatron-LM trains experts under TP no other way.
     flags += _evaluation(arguments, degrees.dp, micro_batch_size, eval_batch_size)
     flags += _vocabulary(given, degrees.tp, padded_vocab_size)
-    flags += _virtual_stages(arguments, degrees)
+    flags += _virtual_stages(arguments, degrees, micro_batch_size)
     return tuple(flags), tuple(_notes(arguments, degrees, padded_vocab_size))
 
 
@@ -238,6 +238,7 @@ def _limits(given: Given, initial: DegreeRequest, release: Release | None) -> Mo
         min_pp_with_vpp=3 if "--no-overlap-p2p-communication" in given else 2,
         min_tp=1 if needs_tp is None else 2,
         min_tp_reason="" if needs_tp is None else f"{needs_tp} needs tensor parallelism",
+        chunk_group=integer(given, _CHUNK_GROUP),
         needs_chunks=next((f"{flag} needs them" for flag in _NEEDS_CHUNKS if flag in given), ""),
         fixed=tuple(_fixed(given, initial, release)),
     )
@@ -339,7 +340,9 @@ def _vocabulary(given: Given, tp: int, padded: int | None) -> Iterator[str]:
         yield from ("--make-vocab-size-divisible-by", str(padded // tp))
 
 
-def _virtual_stages(arguments: MegatronArguments, degrees: Degrees) -> Iterator[str]:
+def _virtual_stages(
+    arguments: MegatronArguments, degrees: Degrees, micro: int | None
+) -> Iterator[str]:
     given, limits = arguments.given, arguments.limits
     if any(axis == "vpp" for axis, _, _ in limits.fixed) and degrees.vpp == arguments.initial.vpp:
         return
@@ -355,7 +358,8 @@ def _virtual_stages(arguments: MegatronArguments, degrees: Degrees) -> Iterator[
     elif _CHUNKS in given or degrees.vpp > 1:
         yield from (_CHUNKS, str(degrees.vpp))
     if _CHUNK_GROUP in given and degrees.vpp > 1:
-        yield from (_CHUNK_GROUP, str(degrees.pp))
+        size = micro or arguments.initial.micro_batch_size or 1
+        yield from (_CHUNK_GROUP, str(chunk_group(degrees, limits, size)))
 
 
 def underived_notes(arguments: MegatronArguments) -> Iterator[str]:

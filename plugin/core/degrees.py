@@ -172,6 +172,8 @@ class ModelLimits:
     """Layers that stages are made of, where these need not be equal."""
     no_tp_in_stages: str = ""
     """Why tensor parallelism does not go with a pipeline; empty: it does."""
+    chunk_group: int | None = None
+    """Micro-batches that a virtual stage takes at once, where it is stated."""
     needs_chunks: str = ""
     """Why there must be virtual stages; empty: there need not."""
     refused: tuple[tuple[int, int, int, str], ...] = ()
@@ -203,7 +205,7 @@ def refusal(
     Source:
         Checks of Megatron-LM 0.14 to 0.20 (``transformer_config.py``, ``arguments.py``,
         ``schedules.py``). Stricter for virtual stages: micro-batches must be a multiple of PP,
-        which every release accepts.
+        which every release accepts, or go with the group that is stated.
     """
     micro = micro_batch_size if micro_batch_size is not None else limits.micro_batch_size
     checks = (
@@ -324,7 +326,32 @@ def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterat
                 yield f"vpp={degrees.vpp} does not divide the {part} layers of a pipeline stage"
 
 
+def chunk_group(degrees: Degrees, limits: ModelLimits, micro: int) -> int:
+    """Return how many micro-batches a virtual stage takes at once: as stated where all batches go
+    with that, else PP.
+
+    Source: ``forward_backward_pipelining_with_interleaving`` of Megatron-LM's schedules.py.
+    """
+    stated = limits.chunk_group
+    sizes = (limits.global_batch_size, *limits.ramp_batch_sizes)
+    counts = [size // (micro * degrees.dp) for size in sizes if size]
+    if limits.eval_batch_size:
+        each = limits.eval_batch_size // degrees.dp
+        counts.append(each // gcd(each, micro))
+    fits = (
+        stated is not None
+        and bool(counts)
+        and all(_interleaves(n, degrees.pp, stated) for n in counts)
+    )
+    return stated if stated is not None and fits else degrees.pp
+
+
+def _interleaves(micro_batches: int, pp: int, group: int) -> bool:
+    return pp <= group <= micro_batches and not 0 < micro_batches % group < pp
+
+
 def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator[str]:
+    group = chunk_group(degrees, limits, micro or 1)
     yield from _evaluation(degrees, limits, micro or 1)
     if limits.evaluates_one_micro_batch and limits.eval_batch_size is None and degrees.vpp > 1:
         yield (
@@ -339,7 +366,7 @@ def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator
         if batch % once:
             factor = f"micro_batch_size*dp={micro}*{degrees.dp}" if micro else f"dp={degrees.dp}"
             yield f"{factor} does not divide {name}={batch}"
-        elif micro and degrees.vpp > 1 and (batch // once) % degrees.pp:
+        elif micro and degrees.vpp > 1 and not _interleaves(batch // once, degrees.pp, group):
             yield (
                 f"{batch // once} micro-batches a replica are not a multiple of pp={degrees.pp}, "
                 f"which vpp={degrees.vpp} needs"
@@ -363,7 +390,9 @@ def _evaluation(degrees: Degrees, limits: ModelLimits, micro: int) -> Iterator[s
             f"dp={degrees.dp} does not divide the evaluation's batch of {batch} samples, which "
             "stays what it is (--eval-global-batch-size states it from the start)"
         )
-    elif degrees.vpp > 1 and each // gcd(each, micro) % degrees.pp:
+    elif degrees.vpp > 1 and not _interleaves(
+        each // gcd(each, micro), degrees.pp, chunk_group(degrees, limits, micro)
+    ):
         yield (
             f"{each // gcd(each, micro)} micro-batches a replica of the evaluation are not a "
             f"multiple of pp={degrees.pp}, which vpp={degrees.vpp} needs"

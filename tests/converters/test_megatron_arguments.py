@@ -1,6 +1,7 @@
 """Megatron-LM's command line, read as its parser reads it; what is appended to it wins."""
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
@@ -238,8 +239,9 @@ def test_micro_batch_experts_and_chunk_groups_are_derived() -> None:
     experts = derive("--num-experts 4 --expert-model-parallel-size 4", Degrees(2, 1, 2, ep=2))
     assert "--expert-model-parallel-size 2" in experts
     assert "--sequence-parallel" in experts
-    group = "--microbatch-group-size-per-virtual-pipeline-stage 4"
-    assert group.replace("4", "2") in derive(group, Degrees(1, 2, 1, vpp=2))
+    group = "--microbatch-group-size-per-virtual-pipeline-stage 3"
+    assert group in derive(group, Degrees(1, 2, 1, vpp=2))
+    assert group.replace("3", "4") in derive(group, Degrees(1, 4, 1, vpp=2))
 
 
 @pytest.mark.parametrize(
@@ -323,3 +325,22 @@ def test_only_megatrons_arguments_are_taken_for_its() -> None:
     assert is_megatron(["--tensor-model-parallel-size", "2"])
     assert not is_megatron(["--lr", "1", "--micro-batch-size", "2"])
     assert not is_megatron([])
+
+
+def test_a_stated_group_of_micro_batches_stays_where_the_batch_goes_with_it() -> None:
+    """10 micro-batches on 4 stages go in fives, as Megatron-LM's own tests have it."""
+    flags = (
+        "--num-layers 12 --num-attention-heads 8 --micro-batch-size 1 --global-batch-size 20 "
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 5"
+    )
+    arguments = read_arguments(flags.split())
+    for degrees, group in ((Degrees(1, 4, 2, vpp=3), "5"), (Degrees(1, 2, 1, vpp=3), "5")):
+        assert refusal(degrees, arguments.limits) is None
+        assert derived_flags(arguments, degrees, None)[0][-1] == group
+    assert "10 micro-batches" in str(
+        refusal(Degrees(1, 4, 2, vpp=3), replace(arguments.limits, chunk_group=4))
+    )
+    other = Degrees(1, 4, 5, vpp=3)  # 4 micro-batches: one of each stage at once
+    assert refusal(other, arguments.limits) is None
+    assert derived_flags(arguments, other, None)[0][-1] == "4"
