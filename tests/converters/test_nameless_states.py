@@ -149,6 +149,22 @@ def test_masters_of_equal_weights_tell_nothing(tmp_path: Path) -> None:
     assert len(source.guessed) == 4
 
 
+@pytest.mark.parametrize("config", [{}, {"gradient_clipping": 0.5}])
+def test_a_limit_of_the_gradient_that_nobody_states_is_left_to_the_engine(
+    tmp_path: Path, config: dict[str, float]
+) -> None:
+    """DeepSpeed 0.19 clips at 1.0 by default, older ones do not; a 0 in a file would win."""
+    saved(tmp_path / "a", is_named=True)
+    file = tmp_path / "a/global_step1" / FILE
+    torch.save({**torch.load(file, weights_only=False), "ds_config": config}, file)
+    source = open_checkpoint(tmp_path / "a")
+    target = layout_named("deepspeed_zero1").lay_out(source, WriteOptions({"dp": 1}))
+    reshard(source, target, tmp_path / "b", LIMITS)
+    made = next((tmp_path / "b").rglob("*optim_states.pt"))
+    state = torch.load(made, weights_only=False)["optimizer_state_dict"]
+    assert state.get("clip_grad") == config.get("gradient_clipping")
+
+
 def test_verify_says_what_no_bytes_prove(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from scalai.converters.deepspeed.files import LATEST
 from scalai.converters.deepspeed.loss_scale import to_plain
 from scalai.converters.deepspeed.shards.expert_names import optimizer_file
 from scalai.converters.deepspeed.shards.flat import split_each
+from scalai.converters.deepspeed.validity import DEFAULT_CLIPPING
 from scalai.converters.deepspeed.writing.archives import Archives, Filled
 from scalai.converters.deepspeed.writing.buffers import Buffer, inner_state, part
 from scalai.converters.deepspeed.writing.draft import Draft, job_of
@@ -100,7 +101,8 @@ def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:
         "fp32_groups_flat": [
             part(draft, None, buffer, 0, buffer.flat.rank_elements, filled) for buffer in buffers
         ],
-        "clip_grad": draft.clip_grad,
+        "clip_grad": DEFAULT_CLIPPING,
+        **draft.clip_grad,
     }
 
 

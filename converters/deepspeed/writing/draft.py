@@ -126,19 +126,22 @@ class Draft:
         return config
 
     @property
-    def clip_grad(self) -> float:
-        """The largest norm of the gradient, as the source's optimizer or configuration says.
+    def clip_grad(self) -> dict[str, float]:
+        """The largest norm of the gradient, as the source's optimizer or configuration says; empty
+        where neither does: the engine then keeps its own, whose default releases have changed.
 
         Raises:
             RefusedError: It is no number.
         """
-        stated = self.job.optimizer.get("clip_grad", self.config.get("gradient_clipping", 0.0))
+        stated = self.job.optimizer.get("clip_grad", self.config.get("gradient_clipping"))
+        if stated is None:
+            return {}
         if not is_number(stated):
             raise RefusedError(
                 f"{self.source.directory}: the optimizer's clip_grad is {stated!r:.80}, and a "
                 "number that is not negative is expected. Use another checkpoint."
             )
-        return float(stated)
+        return {"clip_grad": float(stated)}
 
     @property
     def spreads_frozen_experts(self) -> bool:

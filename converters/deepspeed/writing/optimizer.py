@@ -50,7 +50,7 @@ def global_state(draft: Draft) -> dict[str, Any]:
     return {
         **static_scale(),
         **draft.job.optimizer,
-        "clip_grad": draft.clip_grad,
+        **draft.clip_grad,
         "zero_stage": _zero_stage(draft.stage),
         "ds_version": draft.job.model.get("ds_version"),
     }
@@ -58,7 +58,8 @@ def global_state(draft: Draft) -> dict[str, Any]:
 
 def _stage_3(draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled) -> dict[str, Any]:
     state = global_state(draft)
-    del state["clip_grad"], state["ds_version"]
+    del state["ds_version"]
+    state.pop("clip_grad", None)
     return {
         **state,
         "partition_count": draft.dp,
@@ -94,7 +95,7 @@ def _bf16_optimizer(
     draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
 ) -> dict[str, Any]:
     return {
-        "clip_grad": draft.clip_grad,
+        **draft.clip_grad,
         "base_optimizer_state": inner_state(draft, rank, buffers, filled),
         "single_partition_of_fp32_groups": [
             _masters(draft, buffer, rank, 0, filled) for buffer in buffers
