@@ -31,7 +31,7 @@ LAYOUT_DEPENDENT: list[tuple[str, Fields, Fields, Fields]] = [
 def test_a_model_that_is_a_function_of_its_layout_is_found_by_its_first_step(
     pool: WorkerPool, tmp_path: Path, model: Fields, before: Fields, after: Fields
 ) -> None:
-    job = {**MOE, **model}
+    job = {**MOE, **model, "is_lawless": True}
     result = resize(pool, Job(**{**job, **before}), Job(**{**job, **after}), tmp_path)
     proof = compare(result.uninterrupted.first, result.resized.first)
     print(proof.text)

@@ -37,6 +37,8 @@ class Job:
     experts: int | None = None
     router: str = "aux_loss"
     """How the load of experts is balanced."""
+    is_lawless: bool = False
+    """Nothing says which of its degrees have to stay."""
     top_k: int = 2
     balance: float = 0.0
     """Coefficient of the balancing loss."""
