@@ -2,6 +2,7 @@
 host where it holds most of what it needs."""
 
 from dataclasses import replace
+from itertools import combinations
 
 from scalai.core.links import all_hear
 from scalai.core.membership import (
@@ -13,6 +14,9 @@ from scalai.core.membership import (
     present,
     staying,
 )
+
+FEW = 4
+"""Of so many hosts any may be left out; of more the later ones."""
 
 
 def next_assignment(job: Job) -> Assignment | None:
@@ -72,9 +76,11 @@ def _fewer(
 ) -> tuple[Assignment, tuple[tuple[str, int], ...]] | None:
     """The assignment of the most hosts that has not failed, and these hosts."""
     for count in range(len(hosts) - 1, 0, -1):
-        fewer = job.assign(hosts[:count], present(job))
-        if fewer is not None and failure_of(job, fewer) is None:
-            return fewer, hosts[:count]
+        every = combinations(hosts, count) if len(hosts) <= FEW else (hosts[:count],)
+        for chosen in every:  # the earlier hosts first: any of them may be to blame
+            fewer = job.assign(chosen, present(job))
+            if fewer is not None and failure_of(job, fewer) is None:
+                return fewer, chosen
     return None
 
 

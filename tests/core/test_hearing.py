@@ -6,6 +6,7 @@ import pytest
 
 from scalai.core import actions, events
 from scalai.core import membership as m
+from scalai.core.assigning import members_of, next_assignment
 from scalai.core.links import MOST_EXACT, all_hear, largest_hearing
 from scalai.core.membership import active
 from support.membership_choice import assign_all
@@ -171,6 +172,22 @@ def test_where_nothing_fits_without_one_of_them_it_is_tried_and_its_end_names_th
     (ended,) = simulation.exits
     assert ended.code == 1 and "a and b do not hear each other" in ended.reason
     assert len(rounds(simulation)) == 4
+
+
+def test_where_one_needs_what_only_the_other_holds_who_hears_both_goes_on() -> None:
+    """Its rounds fail with any host that does not hear the holder, and none is tried twice."""
+    simulation = three_hosts()
+    ran = simulation.job.current
+    assert ran is not None
+    links = replace(simulation.job.links, unheard=pairs("ac"))
+    found = replace(simulation.job, links=links, ran=ran)
+    for names in ("ab", "a"):
+        target = next_assignment(found)
+        assert target is not None and "".join(sorted(target.active)) == names
+        failed = m.FailedChange(target, members_of(found, target), "nobody holds it")
+        found = replace(found, failed=(*found.failed, failed))
+    target = next_assignment(found)
+    assert target is not None and target.active == ("b",)
 
 
 def test_hosts_that_do_not_answer_hold_up_nobody() -> None:
