@@ -125,7 +125,7 @@ def test_status_tells_of_a_change_that_was_reported(
     last = json.loads((release / "reports" / "resize-0002.json").read_text())
     status: dict[str, Any] = {"workers": {}, "hosts": {}, "last_resize": last}
     monkeypatch.setattr(questions, "_ask", lambda *asked: status)
-    assert "TP2·PP1·DP1 -> TP1·PP1·DP1 in " in run(capsys, "status")
+    assert "TP2·PP1·DP1 -> TP1·PP1·DP1: " in run(capsys, "status")
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))

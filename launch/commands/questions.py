@@ -89,9 +89,9 @@ def _status(arguments: argparse.Namespace) -> int:
         return 0
     # A coordinator that was started before an upgrade may know less than this command.
     last, stalls = status.pop("last_resize", None), status.get("no_progress") or {}
-    held = status.pop("held", None) or {}
+    held, missing = status.pop("held", None) or {}, status.pop("missing", None)
     waits = [f"{host}: {what}" for host, what in held.items()]
-    status["waits_for"] = "; ".join(waits) or status.pop("missing", None)
+    status["waits_for"] = "; ".join(waits) or missing
     status["workers"] = ", ".join(f"{host}: {count}" for host, count in status["workers"].items())
     status["hosts"] = ", ".join(f"{h} ({of['slots']} slots)" for h, of in status["hosts"].items())
     unhealthy = status.pop("unhealthy_hosts", None) or {}
