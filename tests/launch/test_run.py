@@ -137,6 +137,7 @@ IGNORED = """
 import os, signal
 from scalai.launch import host_signals
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell ignores it for what it starts with &
 heard = host_signals.Heard()
 heard.listen()
 os.kill(os.getpid(), signal.SIGHUP)

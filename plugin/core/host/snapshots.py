@@ -81,10 +81,10 @@ def no_room(step: Step, number: int, reason: str) -> None:
     current = step.change_round(is_reserving=False)
     is_on_the_way = current.snapshot is not None and current.snapshot.reason == "snapshot"
     is_wanted = current.snapshot is not None and not is_on_the_way
-    is_start = not current.is_complete(current.stepped)
-    if is_wanted or is_start:
-        # At the start no room for two generations is a refusal: to begin again makes none.
-        step.fail(f"making room for a snapshot: {reason}", is_refusal=is_start)
+    if is_wanted or not current.is_complete(current.stepped):
+        # A job that begins is refused: to begin again makes no room. One that goes on has had some.
+        is_first = isinstance(current.command, Start) and not current.command.sources
+        step.fail(f"making room for a snapshot: {reason}", is_refusal=is_first and not is_wanted)
         return
     wait_s = min(2 * current.reserve_wait_s or AGAIN_S, LONGEST_AGAIN_S)
     step.change_round(reserve_wait_s=wait_s, reserve_at=step.now + wait_s)

@@ -192,13 +192,18 @@ def without_files(hang_s: float = 0.0) -> LawHost:
     return host
 
 
-def test_a_host_without_room_for_two_generations_refuses_the_job_at_its_start() -> None:
+@pytest.mark.parametrize("is_restoring", [False, True])
+def test_a_host_without_room_refuses_a_job_that_begins_and_fails_a_round_of_one_that_goes_on(
+    is_restoring: bool,
+) -> None:
     host = LawHost()
-    host.begin()
+    sources = source_of(8, {}) if is_restoring else None
+    host.obey(replace(start(1, 0, 2), sources=sources))
+    host.feed(events.GroupStarted(1))
     host.publish()
     host.feed(NoRoom(1, "no room."))
     (failure,) = [r for r in host.reports() if isinstance(r, reports.Failed)]
-    assert failure.is_refusal and "no room." in failure.reason
+    assert failure.is_refusal is not is_restoring and "no room." in failure.reason
 
 
 def test_a_snapshot_that_is_wanted_at_a_stop_and_finds_no_room_fails_the_round() -> None:
