@@ -226,6 +226,8 @@ def train(options: argparse.Namespace, session: Session, job: Job, marks: Marks,
         if session.boundary(step=step, samples=options.global_batch_size):
             marks.note("written")
             break
+        if session.is_stopped:  # the next step ends at the door of its update, and this process
+            marks.note("written")
     return step
 
 
