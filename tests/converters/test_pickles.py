@@ -169,8 +169,8 @@ def test_no_library_is_given_a_state_that_is_not_its_own(value: object) -> None:
 NAMES = [
     *((module, cls.__name__) for module, kinds in pickles._PLAIN.items() for cls in kinds),
     *pickles._SEALED_BY_NAME, *pickles._CALLS, *pickles._NUMPY, ("numpy", "ndarray"),
-    *torch_archive._REBUILDERS, *sorted(pickles._INERT), ("torch", "device"), ("torch", "FloatStorage"),
-    ("megatron.core.x", "Class"), ("torch.hub", "load"),
+    *torch_archive._REBUILDERS, *sorted(pickles._INERT), ("torch", "device"),
+    ("torch", "FloatStorage"), ("megatron.core.x", "Class"), ("torch.hub", "load"),
 ]  # fmt: skip
 ATTRIBUTES = [
     "__class__", "__defaults__", "__kwdefaults__", "__code__", "__dict__", "__call__", "__new__",
