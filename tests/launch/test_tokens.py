@@ -54,7 +54,7 @@ def test_a_guess_costs_memory_and_what_is_heard_of_one_job_tells_nothing_of_anot
 @pytest.mark.parametrize("program", ["run", "cli"])
 def test_both_launchers_refuse_it(tmp_path: Path, program: str) -> None:
     command = {
-        "run": ["--coordinator", "127.0.0.1:1", "--store-dir", str(tmp_path), "script.py"],
+        "run": ["--coordinator", "127.0.0.1:1", "--store-dir", str(tmp_path), __file__],
         "cli": ["coordinator", "--listen", "127.0.0.1:0", "--", "script.py"],
     }[program]
     ended = subprocess.run(
