@@ -31,16 +31,17 @@ def key_of(job: Job, assignment: Assignment) -> str:
 
 def agreed(job: Job) -> Job:
     """Return the job whose stop is agreed: whether its workers make a step more behind it."""
-    function = replace(job.function, round=0, before=None, after=None, found="", seconds=0.0)
+    job = not_probing(job)
     target = job.standby.assignment if job.standby is not None else next_assignment(job)
-    if target is not None and _is_due(job, target):
-        function = replace(function, round=job.round)
-    return job if function == job.function else replace(job, function=function)
+    is_due = target is not None and _is_due(job, target)
+    return replace(job, function=replace(job.function, round=job.round)) if is_due else job
 
 
 def not_probing(job: Job) -> Job:
-    """Return the job whose workers do not come to their stop, so that nobody makes the step."""
-    return replace(job, function=replace(job.function, round=0))
+    """Return the job whose workers do not come to their stop, or do not go on from it, so that no
+    step of both sides is the same one."""
+    function = replace(job.function, round=0, before=None, after=None, found="", seconds=0.0)
+    return job if function == job.function else replace(job, function=function)
 
 
 def _is_due(job: Job, target: Assignment) -> bool:

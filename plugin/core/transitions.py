@@ -248,6 +248,8 @@ def _start_round(job: Job) -> Result:
     if target is None or is_held_back or (job.has_state and source is None):
         return _wait(job)
     reached = job.newest
+    if step != job.stop:  # the step behind the stop is not the first one of this round
+        job = not_probing(job)
     is_built = source is not None and _is_built_for(job, target)
     job, given_up = (job, ()) if is_built else without_standby(job)
     number = job.standby.round if job.standby else job.last_round + 1

@@ -168,6 +168,37 @@ def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_an
     assert len(rounds(simulation)) == 3, "it is not tried again"
 
 
+def test_a_round_that_goes_on_from_an_older_state_is_not_compared_with_the_step_behind_the_stop(
+) -> None:  # fmt: skip
+    simulation = training(failures_left=5)
+    older = simulation.job.generations
+    simulation.computed = {4: HERE, 6: replace(HERE, loss=5.3)}
+    simulation.join("c", 2)
+    simulation.tick()
+    until(simulation, m.Phase.STOPPING)
+    for host in "ab":
+        simulation.feed(events.Stepped(host, simulation.job.round, HERE))
+    until(simulation, m.Phase.STARTING)
+    simulation.known = {one.number: simulation.known[one.number] for one in older}
+    job = m.replace_generations(simulation.job, simulation.covered())
+    simulation.job = job
+    assert job.newest_generation is not None and job.newest_generation.step < job.stop
+    simulation.feed(events.WorkersFailed("a", job.round, "killed", is_chance=True))
+    simulation.settle()
+    assert rounds(simulation)[-1].generation == older[-1].number
+    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b", "c"}
+    assert not said(simulation, "function_differs")
+
+
+def test_a_recovery_behind_a_proven_change_is_not_reported_as_proven() -> None:
+    simulation = training()
+    change(simulation, HERE, HERE)
+    assert simulation.job.function.found.startswith("proven")
+    simulation.feed(events.WorkersFailed("a", simulation.job.round, "killed", is_chance=True))
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING and not simulation.job.function.found
+
+
 @pytest.mark.parametrize(("before", "after"), [(None, HERE), (HERE, None)])
 def test_a_change_whose_numbers_are_missing_stands_and_it_is_said_once(
     before: Numbers | None, after: Numbers | None
