@@ -16,6 +16,7 @@ from scalai.core.membership import (
     Job,
     Phase,
     active,
+    leaving,
 )
 from scalai.core.quarantine import strike
 from scalai.core.transitions import (
@@ -90,16 +91,25 @@ def fail(
 
 def computes_otherwise(job: Job, text: str) -> Result:
     """The new workers' first step is not the one that the old ones would have made: back to what
-    ran, from the state that it is of. In a round that is no change, as where a host was lost
-    meanwhile, there is nothing to go back to."""
+    ran, from the state that it is of. In a round that is no change, and where there is nothing else
+    for the hosts that stay, the job goes on."""
     assert job.current is not None
     layout = job.current.layout
     warning = Say(f"event=function_differs level=WARNING layout='{layout}' {text}")
-    if not _is_change(job):
+    reason = f"{layout} computes another function than what ran"
+    if not _is_change(job) or not _has_other(job, reason):
         job, actions = next_phase(job)
-        return job, (warning, *actions)
-    job, actions = fail(job, f"{layout} computes another function than what ran", is_refusal=True)
+        return job, (warning, Say("there is nothing to go back to: the job goes on"), *actions)
+    job, actions = fail(job, reason, is_refusal=True)
     return job, (warning, *actions)
+
+
+def _has_other(job: Job, reason: str) -> bool:
+    """Whether there is an assignment without hosts that leave to go on with, if this one counts as
+    failed for ``reason``."""
+    blamed, _, is_free = _blame(job, reason)
+    target = next_assignment(blamed)
+    return is_free and target is not None and not target.members & leaving(job)
 
 
 def _error_of_the_script(job: Job, reason: str) -> str:

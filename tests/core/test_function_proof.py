@@ -168,6 +168,26 @@ def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_an
     assert len(rounds(simulation)) == 3, "it is not tried again"
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_where_what_ran_needs_a_host_that_is_gone_or_leaves_the_job_goes_on_and_it_is_said(
+    *, is_lost: bool
+) -> None:
+    simulation = training(failures_left=0)
+    simulation.computed = {2: replace(HERE, norm=2.114)}
+    simulation.feed(events.HostLeaving("b", simulation.now))
+    simulation.tick()
+    until(simulation, m.Phase.STOPPING)
+    simulation.feed(events.Stepped("a", simulation.job.round, HERE))
+    until(simulation, m.Phase.STARTING)
+    if is_lost:
+        simulation.lose("b")
+    simulation.settle()
+    assert len(said(simulation, "function_differs")) == 1
+    assert said(simulation, "nothing to go back to")
+    assert simulation.job.phase is m.Phase.RUNNING and simulation.job.hosts.keys() == {"a"}
+    assert len(rounds(simulation)) == 2 and simulation.job.failures_left == 0
+
+
 def test_a_round_that_goes_on_from_an_older_state_is_not_compared_with_the_step_behind_the_stop(
 ) -> None:  # fmt: skip
     simulation = training(failures_left=5)
