@@ -393,7 +393,8 @@ class Lease:
         entry: What it says; its term is claimed here.
         run: Tells the run of the job.
         waits_over: Do not claim now: the thread does, once the register answers, and at once over
-            an entry of at most this term, whose holder is known to be gone. Nobody waits for it.
+            an entry of this run of at most this term, whose holder is known to be gone. Nobody
+            waits for it.
 
     Raises:
         UsageError: Somebody else has claimed that term.
@@ -410,7 +411,7 @@ class Lease:
     ) -> None:
         self._register, self._entry, self._run = register, entry.of_this_process(), run
         self._entry = replace(self._entry, run=run())
-        self._over, self._watch = waits_over, Watch(register)
+        self._over, self._watch, self._began = waits_over, Watch(register), time.monotonic()
         self._rival: Entry | None = None
         """Who has what is to be claimed, and may live."""
         self.renewed_at, self.is_superseded = time.monotonic(), False
@@ -487,14 +488,20 @@ class Lease:
     def _take(self, over: int) -> None:
         """Claim what is known to be nobody's any more."""
         newest, unchanged_s = self._watch.look()
-        is_left = newest is None or newest.is_over or newest.term <= over or newest.has_died()
+        run = self._run()
+        is_left = (
+            newest is None or newest.is_over or newest.has_died()
+            or (newest.term <= over and newest.run in ("", run))
+        )  # fmt: skip
         if newest is not None and not is_left and unchanged_s <= LEASE_S:
-            if self._rival not in (None, newest):  # it was renewed since
+            # What is of an earlier term may be this run's, whose name the agents have yet to bring.
+            may_be_own = newest.term <= over and time.monotonic() - self._began <= LEASE_S
+            if self._rival not in (None, newest) and not may_be_own:  # it was renewed since
                 self._lose_to(newest)
             self._rival = newest
             return
         term = max(self._entry.term, 0 if newest is None else newest.term + 1)
-        self._entry = replace(self._entry, term=term)
+        self._entry = replace(self._entry, term=term, run=run)
         if self._register.claim(self._entry):
             self._over, self.renewed_at = None, time.monotonic()
 

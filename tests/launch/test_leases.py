@@ -285,6 +285,21 @@ def test_where_another_run_has_taken_the_directory_meanwhile_the_successor_yield
     other.end(is_over=False)
 
 
+def test_no_later_successor_takes_the_directory_from_another_run_that_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor of one that has yielded has a term that is higher than the other run's."""
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    monkeypatch.setattr(leases, "LEASE_S", 2.0)
+    other = Lease(owned(tmp_path), entry(3), lambda: "other")
+    successor = Lease(owned(tmp_path), entry(4), lambda: "mine", waits_over=3)
+    _until(lambda: successor.is_superseded or other.is_superseded)
+    assert successor.is_superseded and not other.is_superseded
+    own = Lease(owned(tmp_path), entry(4), lambda: "other", waits_over=3)
+    _until(own.is_fresh)
+    own.end(is_over=False)
+
+
 def test_the_folder_of_a_lease_has_no_second_owner(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert open_ownership(f"file:{tmp_path / 'link'}", tmp_path, "j") is None
