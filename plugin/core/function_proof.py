@@ -132,10 +132,17 @@ class Remade:
     warned: int = 0
 
 
-def remade(known: Remade, round: int, layout: str, dtype: str, made: Sequence[Made]) -> (
-    tuple[Remade, str]
-):  # fmt: skip
-    """Compare steps that a round has made with what an earlier round has told of them.
+def remade(
+    known: Remade,
+    round: int,
+    layout: str,
+    dtype: str,
+    made: Sequence[Made],
+    *,
+    is_random: bool = False,
+) -> tuple[Remade, str]:
+    """Compare steps that a round has made with what an earlier round has told of them;
+    ``is_random``: only where both ran in the same layout, for others have other random streams.
 
     Returns:
         What is known now, and what is to be said: once a round, where a step differs by more than
@@ -145,7 +152,7 @@ def remade(known: Remade, round: int, layout: str, dtype: str, made: Sequence[Ma
     for step, loss, norm in made:
         earlier = steps.get(step)
         steps[step] = round, layout, loss, norm
-        if earlier is None or earlier[0] == round:
+        if earlier is None or earlier[0] == round or (is_random and earlier[1] != layout):
             continue
         off = difference_known(earlier[2], loss), difference_known(earlier[3], norm)
         limits = REMADE if dtype not in LEAST else _limits(dtype, spread)
@@ -199,6 +206,7 @@ class FunctionProof:
         seconds: How long the old workers' step took.
         remade: What the newest steps have computed.
         dtype: Of the passes, as the newest round's first step has told.
+        is_random: Whether it has told of random numbers, or of another obstacle.
         said: Why changes are not proven, as it was said last.
     """
 
@@ -212,4 +220,5 @@ class FunctionProof:
     seconds: float = 0.0
     remade: Remade = Remade()
     dtype: str = "float32"
+    is_random: bool = False
     said: str = ""

@@ -85,7 +85,13 @@ def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
     told = function.after or Numbers()
     job = replace(
         job,
-        function=replace(function, framework=told.framework, dtype=told.dtype, after=None),
+        function=replace(
+            function,
+            framework=told.framework,
+            dtype=told.dtype,
+            is_random=bool(told.obstacle),
+            after=None,
+        ),
     )
     framework = told.framework
     if not function.round:
@@ -114,7 +120,9 @@ def made(job: Job, made: Sequence[Made]) -> tuple[Job, str]:
         return job, ""
     layout = f"{job.current.layout} micro_batch={job.current.micro_batch_size or '-'}"
     function = job.function
-    known, text = remade(function.remade, job.round, layout, function.dtype, made)
+    known, text = remade(
+        function.remade, job.round, layout, function.dtype, made, is_random=function.is_random
+    )
     return replace(job, function=replace(function, remade=known)), text
 
 

@@ -106,6 +106,27 @@ def test_the_coordinator_warns_of_steps_that_a_recovery_makes_otherwise() -> Non
     assert "step 7 computes otherwise" in probing.made(job, [(7, 4.8, 2.0)])[1]
 
 
+def test_with_dropout_steps_are_compared_with_those_of_the_same_layout_alone() -> None:
+    simulation = training()
+    random = replace(HERE, obstacle="dropout 0.1")
+    simulation.computed = {2: random, 4: random}
+    simulation.join("c", 2)  # so that there is a first step that tells of it
+    simulation.settle()
+    simulation.feed(events.HostLeaving("c", simulation.now))
+    simulation.settle()
+    before, _ = probing.made(simulation.job, [(20, 5.0, 2.0), (21, 4.9, 2.0)])
+    simulation.job = before
+    simulation.lose("b")
+    simulation.settle()
+    assert active(simulation.job) == {"a"}
+    job, text = probing.made(simulation.job, [(20, 5.01, 2.0)])
+    assert not text, "other degrees have other random streams"
+    simulation.job = job
+    simulation.feed(events.WorkersFailed("a", job.round, "killed", is_chance=True))
+    simulation.settle()
+    assert "step 20 computes otherwise" in probing.made(simulation.job, [(20, 5.02, 2.0)])[1]
+
+
 def training(policy: str = "auto", **settings: object) -> Simulation:
     """Return a job on a and b with two workers each, that knows the numbers of its steps."""
     simulation = two_hosts(max_hosts=3, function=FunctionProof(policy), **settings)
