@@ -46,6 +46,15 @@ def all_hear(hosts: Iterable[str], unheard: Iterable[Pair]) -> bool:
     return not any(pair <= names for pair in unheard)
 
 
+def hearing_with(ran: Iterable[str], hosts: Slots, unheard: frozenset[Pair]) -> Slots:
+    """Return those of the hosts that all hear each other, as of ``largest_hearing``. Where those
+    that ``ran`` do, none of them makes way for others: these could not fetch its state."""
+    kept = frozenset(ran) & {name for name, _ in hosts}
+    if all_hear(kept, unheard):
+        hosts = tuple(entry for entry in hosts if all_hear(kept | {entry[0]}, unheard))
+    return largest_hearing(hosts, unheard)
+
+
 def largest_hearing(hosts: Slots, unheard: frozenset[Pair]) -> Slots:
     """Return those of the hosts that all hear each other: with the most slots, then the most hosts,
     then the earlier ones. Among more than ``MOST_EXACT`` hosts with broken links it may not be the

@@ -29,7 +29,7 @@ from scalai.core.copies import Archiving, Replication
 from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees import Degrees
 from scalai.core.function_proof import FunctionProof
-from scalai.core.links import NOTHING_KNOWN, Links, largest_hearing
+from scalai.core.links import NOTHING_KNOWN, Links, hearing_with
 from scalai.core.pace import Pace
 from scalai.core.passes import Passes, Recompute
 from scalai.core.remembered import Remembered
@@ -431,7 +431,8 @@ def staying(job: Job) -> tuple[tuple[str, int], ...]:
         hosts.sort(key=lambda host: place.get(host.name, len(place)))  # else in that order
     free = tuple([(host.name, host.slots) for host in hosts if host.name not in job.barred])
     if job.links.unheard:
-        heard = largest_hearing(free, job.links.unheard)
+        ran = job.ran.active if job.ran else ()
+        heard = hearing_with(ran, free, job.links.unheard)
         if heard and job.assign(heard, present(job)) is not None:
             return heard
     if len(free) == len(hosts) or (free and job.assign(free, present(job)) is not None):

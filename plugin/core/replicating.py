@@ -7,7 +7,7 @@ from dataclasses import replace
 from scalai.core import events, respacing
 from scalai.core.actions import Action, Release, Replicate, Say
 from scalai.core.copies import Replication
-from scalai.core.links import largest_hearing
+from scalai.core.links import hearing_with
 from scalai.core.membership import TRAINING, Job, Phase, active
 from scalai.core.slow import report_if_slow
 
@@ -30,7 +30,7 @@ def keepers(job: Job) -> frozenset[str]:
     if job.links.unheard:
         training = active(job)
         there.sort(key=lambda entry: entry[0] not in training)
-        there = list(largest_hearing(tuple(there), job.links.unheard))
+        there = list(hearing_with(training, tuple(there), job.links.unheard))
     return frozenset(name for name, _ in there)
 
 

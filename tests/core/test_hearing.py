@@ -130,6 +130,27 @@ def test_a_host_that_comes_and_is_not_heard_by_all_costs_no_step() -> None:
     assert active(simulation.job) == {"a", "b", "c", "d"}
 
 
+@pytest.mark.parametrize("build_timeout_s", [300.0, 0.0])
+def test_no_larger_host_takes_the_place_of_one_that_trains_and_does_not_hear_it(
+    build_timeout_s: float,
+) -> None:
+    """It could not fetch the state."""
+    simulation = Simulation(job(max_hosts=2, build_timeout_s=build_timeout_s))
+    simulation.join("a", 2)
+    simulation.pass_time(100.0, 10.0)
+    simulation.snapshot()
+    simulation.settle()
+    assert active(simulation.job) == {"a"}
+    cut(simulation, "a", "b")
+    simulation.join("b", 4)
+    simulation.pass_time(2000.0, 10.0)
+    assert simulation.job.links.unheard and active(simulation.job) == {"a"}
+    assert {each.assignment.active for each in rounds(simulation)} <= {("a",), ("a", "b")}
+    simulation.join_links()
+    simulation.pass_time(7200.0, 10.0)
+    assert active(simulation.job) == {"a", "b"}
+
+
 def test_such_a_host_costs_no_restart_where_nothing_is_built_beside_the_training() -> None:
     simulation = three_hosts(max_hosts=4, failures_left=0)
     cut(simulation, "d", "b")
