@@ -24,10 +24,10 @@ _BY_SHAPE = {
 }  # fmt: skip
 """Entries that the tensors' shapes and names say too."""
 _NO_FUNCTION = {
-    "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward",
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward",
     "classifier_dropout", "dtype", "eos_token_id", "gradient_checkpointing", "id2label",
     "initializer_range", "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference",
-    "label2id", "max_window_layers", "model_type", "output_attentions", "output_hidden_states",
+    "label2id", "max_window_layers", "output_attentions", "output_hidden_states",
     "pad_token_id", "pretraining_tp", "problem_type", "quantization_config",
     "reorder_and_upcast_attn", "return_dict", "scale_attn_weights", "sep_token_id",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
@@ -36,6 +36,9 @@ _NO_FUNCTION = {
     "attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
 """Entries that change nothing of what is computed with the tensors, or are looked at below."""
+_READ_CLASSES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+"""Values of ``model_type`` whose classes were read. Others may compute otherwise from tensors of
+the same names, and no entry says so: interleaved positions, norms by one plus the weight."""
 _NORMS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -67,6 +70,12 @@ FLAGS = {
 }  # fmt: skip
 """Arguments, and Megatron's defaults, that ``--use-checkpoint-args`` does not take."""
 _REGULARIZING = {"attention_dropout", "hidden_dropout"}
+_OFF: Config = {
+    "apply_layernorm_1p": False, "apply_residual_connection_post_layernorm": False,
+    "quick_geglu": False, "rotary_seq_len_interpolation_factor": None, "squared_relu": False,
+    "use_rope_scaling": False, "window_size": None,
+}  # fmt: skip
+"""Arguments of what none of these classes computes unless an entry asks for it."""
 
 
 def config_arguments(
@@ -96,7 +105,7 @@ def _arguments(
     config: Config, shaped: Mapping[str, Any], directory: Path
 ) -> tuple[dict[str, Any], list[str]]:
     whole = {**_CLASS_DEFAULTS.get(str(config.get("model_type")), {}), **config}
-    found: dict[str, Any] = {}
+    found = dict(_OFF) if whole.get("model_type") in _READ_CLASSES else {}
     wrong = [
         *_blocks(whole),
         *_rotary(whole, shaped, found),
@@ -125,8 +134,9 @@ def contradictions(said: Mapping[str, Any], arguments: Mapping[str, Any]) -> Ite
     """Yield where Megatron's arguments say another model than ``config.json`` (by
     ``config_arguments``)."""
     for name in sorted(said.keys() - _REGULARIZING - {"max_position_embeddings"}):
-        mine, theirs = said[name], arguments.get(name, FLAGS.get(name))
-        if name in arguments and not _is_equal(mine, theirs):
+        mine, theirs = said[name], arguments.get(name)
+        is_off = not mine and (not theirs or (theirs == 1 and theirs is not True))
+        if name in arguments and not is_off and not _is_equal(mine, theirs):
             yield f"{name} is {theirs} by Megatron's arguments, and {mine} by config.json"
 
 
@@ -222,11 +232,18 @@ def _notes(config: Config, found: Mapping[str, Any], shaped: Mapping[str, Any]) 
             f"by config.json load with {' '.join(flags)}: Megatron's --use-checkpoint-args does "
             "not take these"
         )
+    yield from unknown_notes(config)
+
+
+def unknown_notes(config: Config) -> Iterator[str]:
+    """Yield what a ``config.json`` says that is not known here."""
     known = {
         *_BY_SHAPE, *_NO_FUNCTION, *_SCALINGS, *_NORMS, *_ACTIVATIONS, *_BASES, *_PARTS,
         *_POSITIONS, *_ATTENTION_DROPOUTS, *_DROPOUTS, "rope_parameters", "rope_scaling",
         "sliding_window", "layer_types", "use_parallel_residual", "parallel_attn",
     }  # fmt: skip
+    if config.get("model_type") in (None, *_READ_CLASSES):
+        known.add("model_type")
     unknown = [f"{name} {config[name]!r:.40}" for name in sorted(config.keys() - known)]
     if unknown:
         yield f"config.json says what is not known here, look whether it matters: {unknown}"

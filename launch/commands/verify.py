@@ -3,12 +3,15 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.between.megatron_described import shape_arguments
-from scalai.converters.between.model_config import config_arguments, contradictions
+from scalai.converters.between.model_config import (
+    config_arguments,
+    contradictions,
+    unknown_notes,
+)
 from scalai.converters.between.translation import heads_of, in_our_names, is_in_our_names
 from scalai.converters.checkpoint import CONFIG, Checkpoint, ReadOptions, parameters_of
 from scalai.converters.checksums import count_checksums
@@ -72,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
             )
         return 0
     two = others[0]
-    lines = [*_other_models(one, two), *compare(one, two, args.workers)]
-    warnings = [f"{of.directory}: {guess_text(of)}" for of in (one, two) if of.guessed]
+    models, warnings = _other_models(one, two)
+    lines = [*models, *compare(one, two, args.workers)]
+    warnings += [f"{of.directory}: {guess_text(of)}" for of in (one, two) if of.guessed]
     if one.values.step != two.values.step:
         lines.insert(0, f"steps {one.values.step} and {two.values.step}")
     if args.json:
@@ -86,15 +90,19 @@ def run(args: argparse.Namespace) -> int:
     return DIFFERS if lines else 0
 
 
-def _other_models(one: Checkpoint, two: Checkpoint) -> Iterator[str]:
-    """Yield where Megatron's arguments make another model of the tensors than the ``config.json``
-    of the other checkpoint. Raises ``RefusedError`` where no arguments make the same."""
+def _other_models(one: Checkpoint, two: Checkpoint) -> tuple[list[str], list[str]]:
+    """Return where Megatron's arguments make another model of the tensors than the ``config.json``
+    of the other checkpoint, and what nobody knows of it. Raises ``RefusedError`` where no arguments
+    make the same."""
+    lines, notes = list[str](), list[str]()
     for mine, other in ((one, two), (two, one)):
         config, arguments = mine.values.extra.get(CONFIG), other.values.arguments
         if config and arguments and other.values.framework == "megatron":
             shaped = shape_arguments(parameters_of(mine), None)
             said, _ = config_arguments(config, shaped, mine.directory)
-            yield from contradictions(said, arguments)
+            lines += contradictions(said, arguments)
+            notes += unknown_notes(config)
+    return lines, notes
 
 
 def _options(args: argparse.Namespace) -> ReadOptions:

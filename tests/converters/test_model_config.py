@@ -88,12 +88,34 @@ def test_what_a_checkpoints_arguments_leave_out_or_nobody_knows_is_said() -> Non
     assert "--norm-epsilon 1e-06 --qk-layernorm" in flags
     assert "mystery 3" in unknown
     assert not config_arguments({**LLAMA, "rms_norm_eps": 1e-5}, ROPE, Path("hf"))[1]
+    other = {**LLAMA, "model_type": "helium"}  # of Llama's names, and positions interleaved
+    assert "model_type 'helium'" in config_arguments(other, ROPE, Path("hf"))[1][0]
 
 
 def test_other_arguments_are_named() -> None:
     said = arguments({**LLAMA, "rope_theta": 1e6}, ROPE)
     assert not list(contradictions(said, {"rotary_base": 1000000}))
-    assert ["rotary_base is 10000" in line for line in contradictions(said, {"rotary_base": 10000})]
+    (line,) = contradictions(said, {"rotary_base": 10000})
+    assert "rotary_base is 10000" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_same"),
+    [
+        ("use_rope_scaling", True, False),
+        ("use_rope_scaling", False, True),
+        ("rotary_seq_len_interpolation_factor", 2, False),
+        ("rotary_seq_len_interpolation_factor", 1, True),
+        ("apply_layernorm_1p", True, False),
+        ("window_size", (128, 0), False),
+        ("window_size", None, True),
+    ],
+)
+def test_arguments_that_no_entry_asks_for_make_another_model(
+    name: str, value: object, is_same: bool
+) -> None:
+    found = list(contradictions(arguments(LLAMA, ROPE), {name: value}))
+    assert [name in line for line in found] == [True] * (not is_same)
 
 
 # Whole conversions of a small Llama.
@@ -211,9 +233,13 @@ def test_arguments_of_another_model_are_refused_and_found(
     assert convert(saved(tmp_path / "a", model, rope_theta=500.0), tmp_path / "mg") == 0
     written = open_checkpoint(tmp_path / "mg").values.arguments
     assert written is not None and written["rotary_base"] == 500
-    assert run("verify", tmp_path / "a", tmp_path / "mg", "--mapping", "llama") == 0
-    other = saved(tmp_path / "b", model)
     capsys.readouterr()
+    assert run("verify", tmp_path / "a", tmp_path / "mg", "--mapping", "llama") == 0
+    assert "warning" not in capsys.readouterr().out
+    unread = saved(tmp_path / "unread", model, rope_theta=500.0, model_type="helium")
+    assert run("verify", unread, tmp_path / "mg", "--mapping", "llama") == 0
+    assert "warning: config.json says what is not known here" in capsys.readouterr().out
+    other = saved(tmp_path / "b", model)
     assert run("verify", other, tmp_path / "mg", "--mapping", "llama") == 4
     assert "rotary_base is 500 by Megatron's arguments" in capsys.readouterr().out
     assert run("reshard", other, tmp_path / "no", "--to", "torch_dist", "--mapping", "llama",
