@@ -4,6 +4,7 @@ Readers check what only they know; paths, sizes and small files are the same for
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -81,14 +82,23 @@ def layers_of(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
     return layers
 
 
-def short_layer(names: Iterable[str]) -> str | None:
+def short_layer(names: Iterable[str], *, is_usual: bool = False) -> str | None:
     """Return a tensor that a layer lacks and another one has, by the place where it would be. A
-    layer that has something of its own, as experts beside dense layers, lacks nothing."""
+    layer that has something of its own, as experts beside dense layers, lacks nothing.
+
+    Args:
+        is_usual: Of tensors of modules within layers alone, and of those that at least half of the
+            layers have: in a model of which nothing is known, one layer may have what no other has.
+    """
     for stem, of in sorted(layers_of(names).items()):
+        held = Counter(kind for kinds in of.values() for kind in kinds)
         fullest = max(sorted(of), key=lambda number: len(of[number]))
         for number, kinds in sorted(of.items()):
-            if kinds < of[fullest]:
-                return f"{stem}.{number}.{min(of[fullest] - kinds)}"
+            lacking = of[fullest] - kinds if kinds < of[fullest] else set()
+            if is_usual:
+                lacking = {kind for kind in lacking if "." in kind and 2 * held[kind] >= len(of)}
+            if lacking:
+                return f"{stem}.{number}.{min(lacking)}"
     return None
 
 

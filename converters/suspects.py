@@ -76,7 +76,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
     if checkpoint.values.framework == "deepspeed":
         return
     names = [*parameters_of(checkpoint)]
-    short = short_layer(names)
+    short = short_layer(names, is_usual=True)
     if short is not None:
         yield f"{short} is not there, and other layers have it"
     config = checkpoint.values.extra.get(CONFIG, {})

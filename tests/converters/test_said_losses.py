@@ -145,6 +145,20 @@ def test_a_layer_lacks_what_another_has_unless_it_has_its_own(
     assert short_layer(names) == missing
 
 
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["block.0.attention.bias", *(f"block.{n}.attention.q" for n in range(4))], None),
+        (["net.0.weight", "net.0.bias", "net.2.weight"], None),
+        ([f"a.{n}.mlp.{of}" for n in range(3) for of in "xy" if (n, of) != (1, "y")], "a.1.mlp.y"),
+    ],
+)
+def test_what_one_layer_alone_has_no_other_is_warned_of(
+    names: list[str], missing: str | None
+) -> None:
+    assert short_layer(names, is_usual=True) == missing
+
+
 POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 
 
