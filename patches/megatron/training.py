@@ -435,7 +435,7 @@ def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
         log.info("event=hook %s=1, which tensor parallelism needs", CUDA_CONNECTIONS)
         os.environ[CUDA_CONNECTIONS] = "1"
     if os.environ.get("RANK") == "0":
-        with suppress(TypeError):  # a script's own argument that nobody can copy
+        with suppress(Exception):  # a script's own argument that nobody can copy
             _UNCHECKED[:] = [(deepcopy(args[0]), lambda job: wrapped(job, *args[1:], **kwargs))]
     job = wrapped(*args, **kwargs)
     _check_cache(vars(job))

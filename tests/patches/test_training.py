@@ -370,3 +370,17 @@ def test_a_question_about_layouts_that_fails_stops_no_job(
     hooked(session)
     assert "event=layouts_not_asked" in caplog.text
     assert "refused_layouts" not in session.facts
+
+
+def test_an_argument_that_nobody_can_copy_stops_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Single:
+        def __deepcopy__(self, memo: object) -> "Single":
+            raise RuntimeError("there is one of it")
+
+    module = SimpleNamespace(validate_args=lambda job: job)
+    training._hook_arguments(module)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(training, "_UNCHECKED", [])
+    job = Namespace(own=Single())
+    assert module.validate_args(job) is job
+    assert not training._UNCHECKED
