@@ -2,7 +2,7 @@
 any layout.
 
 * ``--full-validation``: a rank's share of a validation set, and how often it has each row, follow
-  from micro-batch and DP. Here an evaluation takes whole passes over all rows.
+  from micro-batch and DP. Here every evaluation begins with the first row and takes all rows.
 * ``--fim-data``: one stream of random numbers permutes the samples that a process reads, one after
   the other. Here each sample has its own, as Megatron-LM's masked data sets have it
   (``MaskedWordPieceDataset``): ``seed + place``.
@@ -25,11 +25,14 @@ from scalai.patches.calls import Args, Call, Kwargs
 
 SEEDS = 2**32
 """Seeds that numpy's ``RandomState`` takes."""
+MANY_STEPS = 64
+"""Steps within which an evaluation takes rows again until it has each as often as any other."""
 
 
 class WholePasses:
     """Micro-batches of one replica, for ever, and as its length the steps of one evaluation: the
-    fewest that take each row as often as any other.
+    fewest that take each row as often as any other; where these are many, those of fewer passes
+    over the rows, and the last step is filled with the first rows.
 
     Args:
         rows: Of the validation set.
@@ -42,11 +45,16 @@ class WholePasses:
         self._first, self._block = dp_rank * size, dp * size
 
     def __len__(self) -> int:
-        return self._rows // gcd(self._rows, self._batch)
+        passes = min(
+            self._batch // gcd(self._rows, self._batch),
+            max(1, MANY_STEPS * self._batch // self._rows),
+        )
+        return -(-passes * self._rows // self._batch)
 
     def __iter__(self) -> Iterator[list[int]]:
+        samples = len(self) * self._batch
         for begin in count(self._first, self._block):
-            yield [place % self._rows for place in range(begin, begin + self._size)]
+            yield [place % samples % self._rows for place in range(begin, begin + self._size)]
 
 
 def hook_samplers(samplers: Any) -> None:

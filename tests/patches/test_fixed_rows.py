@@ -73,6 +73,17 @@ def test_a_whole_validation_has_each_row_equally_often_at_any_layout(rows: int) 
             assert len(set(found.values())) == 1
 
 
+def test_a_whole_validation_of_many_rows_takes_few_passes_and_is_the_same_at_any_layout() -> None:
+    rows = fixed_rows.MANY_STEPS * BATCH + 1
+    first, *others = [
+        found
+        for dp, micro in ((1, 1), (3, 2), (12, 1))
+        for found in evaluated(rows, dp, micro, evaluations=2)
+    ]
+    assert set(first) == set(range(rows)) and first.total() < rows + BATCH
+    assert all(found == first for found in others)
+
+
 def test_other_data_is_dealt_as_megatron_does() -> None:
     module = samplers(3, 0, 1, full_validation=True)
     assert len(module.build_pretraining_data_loader(Rows(10, "train"), 0)) == 3
