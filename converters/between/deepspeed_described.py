@@ -92,10 +92,17 @@ def described_job(
 
 
 def members(
-    entries: Sequence[Mapping[str, Any]], names: Sequence[str], where: Path
+    entries: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    where: Path,
+    *,
+    are_some: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the parameters of each group: of the first that names them, else of the one that names
     none.
+
+    Args:
+        are_some: Parameters may be in no group, as frozen ones are, and groups have none of these.
 
     Raises:
         RefusedError: A parameter is in no group. UsageError: A group has none.
@@ -109,10 +116,12 @@ def members(
             if any(fnmatchcase(name, pattern) for pattern in entry.get("parameters", ()))
         )
         number = next(named, rest[0] if rest else None)
+        if number is None and are_some:
+            continue
         if number is None:
             raise RefusedError(f"{name} is in no [[deepspeed.group]] of {where}. Add it to one.")
         found[number].append(name)
-    if not all(found):
+    if not all(found) and not are_some:
         raise UsageError(f"a [[deepspeed.group]] of {where} has no parameters. Remove it.")
     for entry, group in zip(entries, found, strict=True):
         listed = entry.get("parameters", ())

@@ -73,7 +73,9 @@ class Reference:
         """How a DeepSpeed engine's optimizer orders the parameters of a module, if it is said."""
         if self.checkpoint is None:
             entries = self.given.get("deepspeed", {}).get("group")
-            return None if entries is None else lambda names: members(entries, names, self.where)
+            if entries is None:
+                return None
+            return lambda names: members(entries, names, self.where, are_some=True)
         job = self.checkpoint.values.extra.get(STATE)
         if not isinstance(job, DeepSpeedJob) or self.checkpoint.guessed:
             return None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from scalai.converters.between.reference import read_reference
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
@@ -117,6 +118,15 @@ def test_the_order_may_be_said_in_a_file(
               str(tmp_path / "job.toml")])  # fmt: skip
     assert ended.value.code == 0, capsys.readouterr().err
     assert (moments(open_checkpoint(target)) == RIGHT) is is_right
+
+
+def test_a_file_that_says_the_order_leaves_frozen_parameters_out(tmp_path: Path) -> None:
+    trained = SORTED[1:]
+    (tmp_path / "job.toml").write_text(GROUP + str(trained).replace("'", '"'))
+    saved(tmp_path / "a", order=trained)
+    order = read_reference(tmp_path / "job.toml", ReadOptions()).order
+    source = open_checkpoint(tmp_path / "a", ReadOptions(order=order))
+    assert moments(source) == {name: RIGHT[name] for name in trained} and not source.guessed
 
 
 def test_an_order_of_other_shapes_or_other_parameters_is_refused(tmp_path: Path) -> None:
