@@ -74,6 +74,7 @@ def _shards_of_chunk(model: Any) -> Iterator[Shard]:
     }
     missing = {id(p): name for name, p in model.named_parameters()}
     live = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    duplicated = _duplicated(model)
     for item in _leaves(model.sharded_state_dict(metadata=metadata)):
         if not _is_sharded_tensor(item) and not _is_factory(item):
             _refuse_extra_state(item, getattr(model, "config", None))
@@ -86,7 +87,8 @@ def _shards_of_chunk(model: Any) -> Iterator[Shard]:
                 "an elastic job."
             )
         parts = tuple(parts_of(item))
-        _refuse_uncut(item.key, item.data, parts)
+        if id(item.data) not in duplicated:
+            _refuse_uncut(item.key, item.data, parts)
         yield Shard(item.data, parts)
     if missing:
         raise RefusedError(
@@ -173,6 +175,18 @@ def _affine(positions: torch.Tensor, key: str) -> tuple[int, tuple[int, ...]]:
             "parameter. Keep this module out of an elastic job."
         )
     return start, stride
+
+
+def _duplicated(model: torch.nn.Module) -> set[int]:
+    """Return the identities of parameters that all tensor-parallel ranks have the same, whatever
+    their attributes say: Transformer Engine marks each weight as cut, also those of a module that
+    it does not cut, and Megatron-LM takes the mark away from 0.17 on alone (``TELinear``)."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if getattr(module, "parallel_mode", "") is None
+        for parameter in module.parameters(recurse=False)
+    }
 
 
 def _refuse_uncut(key: str, data: torch.Tensor, parts: Sequence[Part]) -> None:

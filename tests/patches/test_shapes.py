@@ -45,3 +45,10 @@ def test_a_parameter_that_ranks_have_cut_and_that_is_said_to_be_whole_is_refused
         assert "decoder.layers.1.self_attention.lora.b [8, 2]" in message and "axis 0" in message
     assert pool.run("state_checks:adapter", [(2, True)] * 2) == ["taken"] * 2
     assert pool.run("state_checks:adapter", [(1, False)] * 2) == ["taken"] * 2
+
+
+def test_a_weight_that_transformer_engine_duplicates_and_marks_as_cut_is_taken(
+    pool: WorkerPool,
+) -> None:
+    """So are the down projections of latent attention, up to Megatron-core 0.16."""
+    assert pool.run("state_checks:adapter", [(2, False, True)] * 2) == ["taken"] * 2

@@ -105,13 +105,21 @@ def owner_of_a_group(rank: int, store: dist.Store) -> Any:
     return [values["step"] for values in said["values"].values()], first["wd_mult"]
 
 
-def adapter(rank: int, store: dist.Store, tp: int, is_described: bool) -> str:
+def adapter(
+    rank: int, store: dist.Store, tp: int, is_described: bool, is_duplicated: bool = False
+) -> str:
     """List a model with an adapter of a script's own that tensor parallelism cuts; its module says
-    so to megatron's checkpoints, or not. Returns the refusal."""
+    so to megatron's checkpoints, or not. Returns the refusal.
+
+    Args:
+        is_duplicated: The module is marked as Transformer Engine marks one that nothing cuts.
+    """
     training = Training(Job(world=2, tp=tp), rank, store, SEED)
     lora: Any = torch.nn.Module()
     lora.b = torch.nn.Parameter(torch.zeros(8, 2))
     lora.b.tensor_model_parallel, lora.b.partition_dim = True, 0
+    if is_duplicated:
+        lora.parallel_mode = None
     if is_described:
         lora.sharded_state_dict = lambda prefix="", sharded_offsets=(), metadata=None: (
             make_sharded_tensors_for_checkpoint({"b": lora.b}, prefix, {"b": 0}, sharded_offsets)
