@@ -1,6 +1,7 @@
 """The numbers by which a change is proven to compute the same function, of whichever framework."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -44,6 +45,23 @@ def mean(value: float, group: Any, device: torch.device) -> float:
     return float(summed.item()) / dist.get_world_size(group)
 
 
+def norm_of_gradients(module: torch.nn.Module) -> float | None:
+    """Return the norm of the gradients of parameters that are whole on this rank, in float64; None:
+    there are none, or no norm of theirs is taken: no step fails for its measure."""
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    try:
+        found = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        norms = [float(torch.linalg.vector_norm(grad, dtype=_wide(grad))) for grad in found]
+    except Exception as error:
+        log.warning("event=function_unproven no norm of the gradients: %r", error)
+        return None
+    return math.hypot(*norms) if norms else None
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
 class RandomDraws:
     """Whether passes within this context draw from the random streams of this process.
 
@@ -66,6 +84,10 @@ class RandomDraws:
 def _streams() -> list[torch.Tensor]:
     has_cuda = torch.cuda.is_available()
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if has_cuda else [])]
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def random_parts(model: torch.nn.Module) -> str:
@@ -99,6 +121,8 @@ class OwnLoop:
             module.register_forward_hook(lambda *_: self._forward(is_begin=False))
 
     def _forward(self, *, is_begin: bool) -> None:
+        if torch.compiler.is_compiling() or _is_capturing():
+            return  # a graph has no place for this; its parts are looked at (``random_parts``)
         if self._session.is_proving and is_begin:
             self._began = self._began or time.monotonic()
             self._draws.__enter__()

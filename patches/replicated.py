@@ -13,7 +13,7 @@ from scalai.core.exact_json import from_json, to_json
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.patches.first_step import torch_state
-from scalai.patches.function_proof import NumberedSession, OwnLoop
+from scalai.patches.function_proof import NumberedSession, OwnLoop, norm_of_gradients
 from scalai.patches.param_groups import Group, put_groups, take_groups
 from scalai.runtime.live import Slot, whole_slot
 
@@ -54,10 +54,7 @@ class ReplicatedState:
 
         def at_the_door(*_: object) -> None:
             if loop.is_proving:
-                grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-                norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
-                norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
-                loop.tell(None if norm is None else float(norm))
+                loop.tell(norm_of_gradients(self._model))
 
         self._optimizer.register_step_pre_hook(at_the_door)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from scalai.core.function_proof import Numbers
-from scalai.patches.function_proof import RandomDraws, mean, random_parts
+from scalai.patches.function_proof import RandomDraws, mean, norm_of_gradients, random_parts
 
 
 class StepNumbers:
@@ -48,9 +48,7 @@ class StepNumbers:
         is_plain = engine.optimizer is getattr(engine, "basic_optimizer", None)
         if self._is_pipeline or not (is_plain and engine.is_gradient_accumulation_boundary()):
             return
-        grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
-        self._norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
+        self._norm = norm_of_gradients(engine.module)
 
     def take(self, result: Any, *, tp: int) -> Numbers:
         """Return the numbers of the step that has ended. A collective of the replicas.

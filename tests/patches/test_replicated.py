@@ -70,6 +70,41 @@ def test_a_loop_of_ones_own_tells_the_norm_of_its_gradients_and_behind_its_stop_
     assert told[0].norm == told[1].norm and told[0].norm is not None and not told[0].obstacle
 
 
+def test_sparse_gradients_have_a_norm() -> None:
+    model, session = torch.nn.Embedding(5, 2, sparse=True), Proving(is_last=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ReplicatedState(model, optimizer).watch_steps(session)
+    model(torch.tensor([1, 1, 3])).sum().backward()
+    optimizer.step()
+    (numbers,) = session.numbers
+    assert numbers.norm == pytest.approx((2 * 2**2 + 2) ** 0.5)
+
+
+def test_gradients_of_which_no_norm_is_taken_stop_no_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stumbles(*_: object, **__: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    model, session = network(), Proving(is_last=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ReplicatedState(model, optimizer).watch_steps(session)
+    monkeypatch.setattr(torch.linalg, "vector_norm", stumbles)
+    train(model, optimizer, 1)
+    assert [each.norm for each in session.numbers] == [None]
+    assert "event=function_unproven" in caplog.text
+
+
+def test_a_model_that_is_compiled_as_one_graph_stays_one() -> None:
+    model, session = network(), Proving(is_last=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ReplicatedState(model, optimizer).watch_steps(session)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert isinstance(compiled, torch.nn.Module)
+    train(compiled, optimizer, 1)
+    assert session.numbers
+
+
 def test_a_forward_pass_that_draws_random_numbers_is_told_of() -> None:
     model, session = torch.nn.Sequential(network(), torch.nn.Dropout(0.1)), Proving(is_last=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
