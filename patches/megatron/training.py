@@ -436,7 +436,10 @@ def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
         os.environ[CUDA_CONNECTIONS] = "1"
     if os.environ.get("RANK") == "0":
         with suppress(Exception):  # a script's own argument that nobody can copy
-            _UNCHECKED[:] = [(deepcopy(args[0]), lambda job: wrapped(job, *args[1:], **kwargs))]
+            given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+            parsed = given.pop(next(iter(given)))
+            others = tuple(given.values())
+            _UNCHECKED[:] = [(deepcopy(parsed), lambda job: wrapped(job, *others))]
     job = wrapped(*args, **kwargs)
     _check_cache(vars(job))
     if getattr(job, "async_save", False):

@@ -372,15 +372,27 @@ def test_a_question_about_layouts_that_fails_stops_no_job(
     assert "refused_layouts" not in session.facts
 
 
-def test_an_argument_that_nobody_can_copy_stops_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Single:
-        def __deepcopy__(self, memo: object) -> "Single":
-            raise RuntimeError("there is one of it")
+class Uncopied:
+    """What a script keeps among its arguments."""
 
-    module = SimpleNamespace(validate_args=lambda job: job)
-    training._hook_arguments(module)
+    def __deepcopy__(self, memo: object) -> object:
+        raise RuntimeError("not a leaf")
+
+
+@pytest.mark.parametrize("kept", [3, Uncopied()])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_arguments_are_checked_whatever_a_script_keeps_in_them_and_however_it_gives_them(
+    kept: object, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def validate_args(args: Any, defaults: object = None) -> Any:
+        args.checked_with = defaults
+        return args
+
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(training, "_UNCHECKED", [])
-    job = Namespace(own=Single())
-    assert module.validate_args(job) is job
-    assert not training._UNCHECKED
+    job = Namespace(kept=kept)
+    given: Any = ((), {"args": job, "defaults": 5}) if is_named else ((job, 5), {})
+    assert training._validate_args(validate_args, None, *given).checked_with == 5
+    for parsed, check in training._UNCHECKED:
+        assert not hasattr(parsed, "checked_with") and vars(check(parsed))["checked_with"] == 5
+    assert bool(training._UNCHECKED) is (kept == 3)
