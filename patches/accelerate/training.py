@@ -73,6 +73,9 @@ class LoopHooks:
         self._accelerator: Any = None
         self._saved: Mapping[str, Any] | None = None
         """What the last round has left; None: nothing."""
+        self._stepping: dict[int, int] = {}
+        """How many ranks step a schedule, by the identity of Accelerate's wrapper, where that is
+        not the first round's number."""
         self._accumulates = False
         engines.auxiliary.schedules.stepped_elsewhere.append(self._schedules)
 
@@ -102,7 +105,7 @@ class LoopHooks:
             if is_now or is_of_framework(sys._getframe(1)):
                 return now
             session = self._get_session()
-            if session.settings.get("data_order") == "own":
+            if self._is_own_order:
                 return now
             then = int(session.facts.get("first_dp", now))
             if then != now:
@@ -225,7 +228,7 @@ class LoopHooks:
         over."""
         if self._accelerator is not None and self._engines.auxiliary.is_behind():
             return None
-        ranks = self._get_session().facts.get("first_dp")
+        ranks = self._stepping.get(id(instance), self._get_session().facts.get("first_dp"))
         if ranks is None or self._accelerator is None or ranks == self._accelerator.num_processes:
             return wrapped(*args, **kwargs)
         return schedules.step(instance, wrapped, ranks, *args, **kwargs)
@@ -282,8 +285,12 @@ class LoopHooks:
 
     def _take(self) -> Json:
         """Return where the schedules stand."""
+        first = int(self._get_session().facts.get("first_dp", self._accelerator.num_processes))
         return {
-            "schedules": [schedules.taken(wrapper) for wrapper in self._accelerator._schedulers]
+            "schedules": [
+                schedules.taken(wrapper, self._stepping.get(id(wrapper), first))
+                for wrapper in self._accelerator._schedulers
+            ]
         }
 
     def _put(self, saved: Mapping[str, Any]) -> None:
@@ -292,8 +299,19 @@ class LoopHooks:
     def _put_schedules(self, saved: Mapping[str, Any]) -> None:
         # Before the first step there were none: those of the script begin.
         for stored, wrapper in zip(saved["schedules"], self._accelerator._schedulers, strict=False):
-            if stored is not None:
-                schedules.put(stored, wrapper)
+            if stored is None:
+                continue
+            told = self._accelerator.num_processes if self._is_own_order else None
+            stepping = schedules.put(stored, wrapper, told)
+            if stepping is not None:
+                self._stepping[id(wrapper)], follows = stepping
+                if follows:
+                    self._engines.auxiliary.schedules.following.add(id(wrapper.scheduler))
+
+    @property
+    def _is_own_order(self) -> bool:
+        """Whether the script places its data itself, and so needs the ranks of now."""
+        return bool(self._get_session().settings.get("data_order") == "own")
 
 
 def _is_ordered(loader: Any) -> bool:

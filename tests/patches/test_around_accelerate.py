@@ -187,3 +187,20 @@ def test_a_batch_that_accelerate_takes_from_another_loader_is_refused_with_its_o
     assert "has batches of 2, the engine of 1" in seen.ending
     assert "smallest batch of the loaders" in seen.ending
     assert "training_data=" not in seen.ending
+
+
+@pytest.mark.campaign
+def test_a_schedule_by_the_ranks_of_now_goes_on_where_the_script_places_its_data(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """It is told the ranks of each round, and its schedule is stepped by them."""
+    given: dict[str, Any] = {"kind": "ratio", "epochs": 5, "config": CONFIG}
+    (alone,) = play(rounds_pool, tmp_path / "alone", "prepares_schedule", [(2, None)], **given)
+    made = play(
+        rounds_pool, tmp_path / "job", "prepares_schedule", [(2, 7), (1, 13), (2, 20)],
+        settings={"data_order": "own"}, **given,
+    )  # fmt: skip
+    assert [ranks[0].ending for ranks in made] == ["left"] * 3
+    expected = {line["step"]: line["rate"] for line in notes([alone]) if "step" in line}
+    for line in notes(made):
+        assert line["rate"] == pytest.approx(expected[line["step"]], rel=1e-12)

@@ -78,12 +78,30 @@ def test_a_prepared_schedule_goes_on_where_it_was() -> None:
     for _ in range(5 * 2):
         before.optimizer.step()
         before.scheduler.step()
-    schedules.put(schedules.taken(before), after)
+    assert schedules.put(schedules.taken(before, 2), after) is None
     assert after.optimizer.param_groups[0]["lr"] == before.optimizer.param_groups[0]["lr"]
     for _ in range(2):
         after.optimizer.step()
         after.scheduler.step()
     assert after.optimizer.param_groups[0]["lr"] == pytest.approx(1 - 6 * 2 / (4096 * 8))
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_script_that_is_told_the_ranks_of_now_has_its_schedule_stepped_as_it_made_it(
+    follows: bool,
+) -> None:
+    """In units of these ranks, or of the first ones whatever the ranks."""
+    now = 4 if follows else 2
+    before, after = Wrapper(4096 * 2), Wrapper(4096 * now)
+    for _ in range(5 * 2):
+        before.optimizer.step()
+        before.scheduler.step()
+    assert schedules.put(schedules.taken(before, 2), after, told=4) == (now, follows)
+    assert after.optimizer.param_groups[0]["lr"] == 1 - 5 / 4096
+    for _ in range(now):
+        after.optimizer.step()
+        after.scheduler.step()
+    assert after.optimizer.param_groups[0]["lr"] == pytest.approx(1 - 6 / 4096)
 
 
 def test_a_trainer_that_counts_one_process_a_rank_is_refused() -> None:
