@@ -121,7 +121,7 @@ def test_megatron_computes_by_the_written_arguments_what_the_class_does(tmp_path
     """With other norms' epsilons, bases, scaled and partial rotary positions, and GELU by tanh."""
     run = subprocess.run(
         [sys.executable, "-m", "support.configured_logits", str(tmp_path)],
-        check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1],
+        check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=280,
     )  # fmt: skip
     apart = json.loads(run.stdout.splitlines()[-1])
     assert len(apart) == 4 and max(apart.values()) < 1e-5, apart

@@ -79,7 +79,7 @@ def test_a_framework_beside_the_script_that_was_never_tried_is_refused_before_th
 def test_a_coordinator_whose_port_is_taken_says_so(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = run(tmp_path, "--coordinator", f"127.0.0.1:{port}", "script.py")
+        done = run(tmp_path, "--coordinator", f"127.0.0.1:{port}", "-m", "script")
     assert done.returncode == 1
     (logged,) = [line for line in done.stderr.splitlines() if "Address already in use" in line]
     assert logged.startswith("scalai-run: ") and str(port) in logged

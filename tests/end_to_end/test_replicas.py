@@ -93,8 +93,8 @@ def test_hosts_of_one_rack_may_be_lost_together(tmp_path: Path) -> None:
 
 @pytest.mark.turns
 def test_without_room_for_replicas_the_training_goes_on_and_says_so(tmp_path: Path) -> None:
-    # Two snapshots of 528 bytes and a manifest of 1,003 fit, but no 160 bytes of others beside.
-    with hosts_abc(tmp_path, flags=("--store-budget-gb", "0.00000214")) as agents:
+    # Two snapshots of 528 bytes and a manifest of 1,315 fit, but no 160 bytes of others beside.
+    with hosts_abc(tmp_path, flags=("--store-budget-gb", "0.00000245")) as agents:
         train(agents)
         agents.wait_until(lambda: "event=no_replica" in agents.text(), "it is said")
         for host in "abc":

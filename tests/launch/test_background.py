@@ -66,7 +66,7 @@ def test_a_disk_that_answers_nobody_leaves_the_threads_for_memory_free() -> None
     background.start()
 
     def wait() -> None:
-        hang.wait()
+        hang.wait(300)
 
     for _ in range(20):
         background.submit(wait, on_disk=True)

@@ -129,7 +129,7 @@ def test_a_terminal_that_closes_drains_and_never_stops(caplog: pytest.LogCapture
     while caplog.text.count("event=signal") < 3:
         time.sleep(0.01)
     over.set()
-    waiting.join()
+    waiting.join(120)
     assert reported == ["leave"] * 3 and heard.count == 1
 
 

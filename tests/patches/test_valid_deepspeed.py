@@ -26,6 +26,9 @@ DECISION = "AutoTP takes all ranks for its own"
 not."""
 
 
+NOT_TAKEN = "DeepSpeed would not take its configuration"
+
+
 def cases_of(count: int, release: str = "0.19.8") -> list[Case]:
     draw = random.Random(int(os.environ.get("SEED", "20")))
     return [random_case(draw, numbers_of(release)) for _ in range(count)]
@@ -93,9 +96,9 @@ def verdicts(cases: list[Case], ours: list[Verdict]) -> list[tuple[str | None, l
 
 
 def test_once_a_round_has_told_of_its_model_no_worker_refuses_what_is_offered() -> None:
-    late = [
-        case for case in cases_of(CASES) if is_stated(case.config) and judge(case).by == "worker"
-    ]
+    judged = [(case, judge(case)) for case in cases_of(CASES) if is_stated(case.config)]
+    # A configuration that a worker refuses at any degrees is refused in the first round.
+    late = [case for case, found in judged if found.by == "worker" and NOT_TAKEN not in str(found)]
     # A script may build a plain model for one stage: only a round of one stage tells.
     assert all(case.first is None or case.first.pp > 1 for case in late)
     assert all(case.degrees.pp == 1 for case in late)

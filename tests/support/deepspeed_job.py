@@ -95,11 +95,16 @@ def main():
             engine.backward(loss)
             losses.append(loss.detach())
             seen += numbers.tolist()
+            line = None
             if engine.is_gradient_accumulation_boundary():
-                write(options.metrics, engine, losses, seen)
+                line = line_of(engine, losses, seen)
                 losses, seen = [], []
                 compute(options, engine)
             engine.step()
+            # Behind the update: a step that proves a change comes to its door alone.
+            if line is not None and dist.get_rank() == 0:
+                with options.metrics.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
         if options.save:
             engine.save_checkpoint(str(options.save), client_state={"epoch": epoch})
 
@@ -148,20 +153,17 @@ def compute(options, engine):
     time.sleep(options.step_s * (1 if engine.global_steps < steps / 2 else 8))
 
 
-def write(metrics, engine, losses, seen):
+def line_of(engine, losses, seen):
     total = torch.stack(losses).mean()
     dist.all_reduce(total)
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, seen)
-    if dist.get_rank() == 0:
-        line = {
-            "step": engine.global_steps + 1, "world": dist.get_world_size(),
-            "loss": float(total) / dist.get_world_size(), "lr": engine.get_lr()[0],
-            "samples": sorted({number for each in everyones for number in each}),
-            "stage": engine.zero_optimization_stage(), "version": deepspeed.__version__,
-        }  # fmt: skip
-        with metrics.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    return {
+        "step": engine.global_steps + 1, "world": dist.get_world_size(),
+        "loss": float(total) / dist.get_world_size(), "lr": engine.get_lr()[0],
+        "samples": sorted({number for each in everyones for number in each}),
+        "stage": engine.zero_optimization_stage(), "version": deepspeed.__version__,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
