@@ -134,6 +134,12 @@ class Clock:
         return self._is_taken_up and len(self.ends) > 1 and self.ends[-1][1] == 1
 
     @property
+    def ends_as_one(self) -> bool:
+        """Whether the pass begun last will end where one pass before it did, and no other says so:
+        that one may have been cut short for once."""
+        return self.until is not None and self.ends[0][1] == 1
+
+    @property
     def is_replaying(self) -> bool:
         """Whether the script goes through passes that were consumed in earlier rounds."""
         return self.has_stepped and (self._newest is None or self._newest < self.current)

@@ -59,8 +59,8 @@ class Feed:
     ``on_pass``, with a data set's name and what its order follows from, where one begins that is.
     ``on_other`` is called where the script's place in its data is another one than the state's,
     with the detail and the way out; ``on_other_end`` where a pass has ended elsewhere than those
-    before. ``way_out`` is for orders that cannot be kept. ``has_drawn`` says whether this round has
-    drawn its first batch of the training.
+    before, or is to end where one alone has. ``way_out`` is for orders that cannot be kept.
+    ``has_drawn`` says whether this round has drawn its first batch of the training.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class Feed:
                 "Have the loop begin with the epoch of the checkpoint that it loads, or with its "
                 "first one: epochs that are over yield nothing",
             )
-        if clock.has_ended_otherwise:
+        if clock.has_ended_otherwise or clock.ends_as_one:
             self.on_other_end(clock)
         if len(clock.drawn) > max(LOOK_AHEAD, 2 * self.batches.num_micro_batches):
             raise RefusedError(

@@ -174,7 +174,16 @@ class Auxiliary:
             )
 
     def ends_otherwise(self, clock: Clock) -> None:
-        """Notice a pass that was taken up within, or one behind it, and ended elsewhere."""
+        """Notice a pass that was taken up within, or one behind it, and ended elsewhere, or is to
+        end where the only one before it was broken off."""
+        if clock.ends_as_one:
+            self.say(
+                "ends_as_one",
+                f"this pass over {clock.name} ends behind {clock.until} samples, where the only "
+                "one before it was broken off. If that was for once, begin again from a state "
+                "behind it, or limit passes by engine.global_steps",
+            )
+            return
         (before, _), (now, _) = clock.ends[-2:]
         words = [f"{end} samples" if end else "its end" for end in (now, before)]
         self.say(
