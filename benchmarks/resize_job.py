@@ -72,8 +72,11 @@ class Job:
     ) -> None:
         self._options, self._micro_batch = options, micro_batch
         config = self._config(session)
-        # Weights that a restore overwrites need no random values; both ways to restart do without.
-        config.perform_initialization = not is_restoring
+        if is_restoring:
+            # Weights that a restore overwrites need no random values; both ways to restart do
+            # without. Without any initialization they would not be marked as cut by TP.
+            for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
+                setattr(config, name, lambda weight: weight)
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(),

@@ -169,6 +169,14 @@ SUMS: tuple[Sum, ...] = (
         lambda values: _is_positive(values.get("dsa_indexer_loss_coeff")), (0, 18),
     ),
     Sum(
+        "--no-initialization",
+        "leaves weights unmarked that TP cuts, so that the norm of the gradient has those of the "
+        "first TP rank alone",
+        ("tp",), "core/tensor_parallel/layers.py:VocabParallelEmbedding.__init__",
+        lambda values: bool(values.get("no_initialization"))
+        or values.get("perform_initialization") is False,
+    ),
+    Sum(
         "--num-experts",
         "balances the experts within a micro-batch, so that it is part of the loss",
         ("micro-batch",), _ROUTER + "routing", _has_experts,

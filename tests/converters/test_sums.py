@@ -22,6 +22,7 @@ LOCAL = "weighs auxiliary and z losses by one rank's tokens"
 ASKED: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("", {}, {}),
     ("--num-experts 4", EXPERTS, {}),
+    ("--no-initialization", {"perform_initialization": False}, {"tp": "leaves weights unmarked"}),
     (
         f"{MOE} global_aux_loss --moe-aux-loss-coeff 1e-2",
         {
