@@ -90,7 +90,8 @@ def look_ahead(source: Checkpoint, target: Target, limits: Limits) -> tuple[Work
             f"{source.directory} does not name the optimizer's parameters, and {guess_text(source)}"
             ". Say the optimizer's order: --args-from FILE with [[deepspeed.group]] and its "
             'parameters (["*"] are all, in the module\'s order; a list of names is in its own), or '
-            "with a checkpoint of the job in ZeRO stage 1."
+            "with a checkpoint of the job in ZeRO stage 1; on the way to another framework convert "
+            "it to deepspeed_zero1 so, first."
         )
     work = plan_work(source, target, limits.buffer_bytes)
     return work, Outlook(

@@ -108,8 +108,16 @@ def test_megatron_to_deepspeed_and_back(
     assert {tuple(group[1]) for group in seen["groups"]} == {(0.9, 0.999)}
     assert "Megatron's arguments" in " ".join(there["left out"])
     assert "lr_scheduler" in " ".join(there["invented"])
+    source = tmp_path / "deepspeed"
+    if stage == 0:  # its files do not say whose states they have
+        named, _ = deepspeed_saved(model, 1, world)
+        reshard(
+            source, tmp_path / "named", "--to", "deepspeed_zero1", "--dp", world,
+            "--args-from", named / f"global_step{AFTER.stop}",
+        )  # fmt: skip
+        source = tmp_path / "named"
     reshard(
-        tmp_path / "deepspeed", tmp_path / "back", "--to", "torch_dist",
+        source, tmp_path / "back", "--to", "torch_dist",
         *(word for axis in ("tp", "pp") for word in (f"--{axis}", getattr(new, axis))),
         "--dp", new.world // (new.tp * new.pp), "--mapping", names,
         "--args-from", tmp_path / "megatron",

@@ -40,7 +40,7 @@ def scenario(folder: Path, memory: Path) -> None:
         agents.scale(nproc=3)
         made = agents.wait_for_all(3)
         log = agents.text()
-        assert "control-2 needs 4096 bytes, but No space left on device" in log, log
+        assert "control-2 needs 8192 bytes, but No space left on device" in log, log
         filler.unlink()
         agents.scale(nproc=2)
         assert agents.wait_for_world(2) > made
