@@ -159,6 +159,7 @@ def _sources(
             rank_state=JsonText.of(states[rank]),
             fingerprint_version=listed.fingerprint_version,
             lost=start.lost,
+            proves=start.proves,
         )
         for number, rank in enumerate(ranks)
     }

@@ -92,7 +92,7 @@ class Starter:
         is_built = action.is_built and port is not None
 
         def command(each: commands.Workers) -> commands.Start:
-            return commands.Start(each, sources, is_built, lost)
+            return commands.Start(each, sources, is_built, lost, action.proves)
 
         if port is None:
             self._open(action, workers, command)

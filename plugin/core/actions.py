@@ -164,7 +164,8 @@ class StartRound:
     """Start these workers from this generation (None: from the script's own initial state).
     ``steps_lost``: steps that were made and are in no generation; ``is_built``: the workers were
     started by ``Build``. Their snapshots lie ``every`` steps apart. ``lost`` is all that rounds of
-    this job have done and that it went back behind, as of ``Job``."""
+    this job have done and that it went back behind, as of ``Job``. ``proves``: its first step is
+    compared with what the workers before have computed."""
 
     round: int
     assignment: Assignment
@@ -173,6 +174,7 @@ class StartRound:
     is_built: bool = False
     every: int = 0
     lost: tuple[Lost, ...] = ()
+    proves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

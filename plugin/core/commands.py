@@ -102,12 +102,14 @@ class GiveUp:
 class Start:
     """Begin a round: with the workers that were built for it, where ``is_built``. They go on from
     the generation that the hosts of ``sources`` hold; None: from the script's own initial
-    state. ``lost``: steps that were done before and are in no generation."""
+    state. ``lost``: steps that were done before and are in no generation. ``proves``: the round's
+    first step is compared with what the workers before have computed."""
 
     workers: Workers
     sources: Shared[SourceList] | None
     is_built: bool
     lost: tuple[Lost, ...] = ()
+    proves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ class Numbers:
         framework: Name and version.
         obstacle: Why the numbers cannot be compared, such as dropout; empty: they can.
         seconds: How long the step took.
+        norms: Of parts of the gradient that the framework updates apart, by their names.
+        is_random: Whether steps draw random numbers, also where these numbers are of a pass without
+            any.
     """
 
     loss: float | None = None
@@ -49,6 +52,8 @@ class Numbers:
     framework: str = ""
     obstacle: str = ""
     seconds: float = 0.0
+    norms: Mapping[str, float] = field(default_factory=dict)
+    is_random: bool = False
 
     def __str__(self) -> str:
         return f"loss {_digits(self.loss)}, gradient norm {_digits(self.norm)}"
@@ -66,9 +71,11 @@ def merged(one: Numbers | None, other: Numbers | None) -> Numbers | None:
         one,
         loss=other.loss if one.loss is None else one.loss,
         norm=other.norm if one.norm is None else one.norm,
+        norms={**other.norms, **one.norms},
         is_skipped=one.is_skipped or other.is_skipped,
         framework=one.framework or other.framework,
         obstacle=one.obstacle or other.obstacle,
+        is_random=one.is_random or other.is_random,
         seconds=max(one.seconds, other.seconds),
     )
 
@@ -105,6 +112,9 @@ def compare(before: Numbers | None, after: Numbers | None, spread: Spread = Spre
     pairs = [("loss", before.loss, after.loss, limits[0])]
     if not is_skipped:
         pairs.append(("norm", before.norm, after.norm, limits[1]))
+        for part in sorted(before.norms.keys() & after.norms.keys()):
+            pair = before.norms[part], after.norms[part]
+            pairs.append((f"norm_of_{part}", *pair, limits[1]))
     found = [
         (name, difference(one, other), limit)
         for name, one, other, limit in pairs

@@ -89,7 +89,7 @@ def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
             function,
             framework=told.framework,
             dtype=told.dtype,
-            is_random=bool(told.obstacle),
+            is_random=told.is_random or bool(told.obstacle),
             after=None,
         ),
     )

@@ -285,7 +285,8 @@ def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) ->
     message = [Report(f"event=round {target.reason!r} generation={source}", ())]
     lost = [Report(f"event=went_back steps_lost={steps_lost}", ())] if steps_lost else []
     every = job.spacing.told
-    start = StartRound(job.round, target, source, steps_lost, is_built, every, job.lost)
+    proves = bool(job.function.round)
+    start = StartRound(job.round, target, source, steps_lost, is_built, every, job.lost, proves)
     return (*message, Discard(everyone), GoBack(everyone, source), *lost, start)
 
 

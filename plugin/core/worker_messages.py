@@ -113,7 +113,8 @@ class Source:
 
     ``scalars`` are those of all ranks; ``rank_state`` maps this rank's coordinate to its state, or
     is empty; fingerprints of what was read are to be of ``fingerprint_version``. ``lost`` are the
-    steps that were done before and are in no generation.
+    steps that were done before and are in no generation. ``proves``: the first step is compared
+    with what the workers before have computed.
     """
 
     order: ReadOrder
@@ -123,6 +124,7 @@ class Source:
     rank_state: JsonText
     fingerprint_version: int
     lost: tuple[Lost, ...] = ()
+    proves: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)

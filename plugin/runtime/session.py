@@ -120,6 +120,7 @@ class Session(Drawing):
         self._restored_step: int | None = None
         self._is_stopped = False
         self._has_stepped = False
+        self._is_compared = False
         self._numbers: Numbers | None = None
         self._made: tuple[int, Any, Any] | None = None
         self.is_measured = False
@@ -172,6 +173,12 @@ class Session(Drawing):
         """Whether ``note_numbers`` of this step is wanted: it is the round's first one, or one
         behind its stop."""
         return self._agent is not None and (not self._has_stepped or self._is_stopped)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this step is compared with another layout's, in which random numbers differ: the
+        round's first one where its workers have to prove the change, or one behind its stop."""
+        return self.is_proving and (self._is_compared or self.is_to_probe)
 
     @property
     def is_to_probe(self) -> bool:
@@ -493,7 +500,7 @@ class Session(Drawing):
     def _restore(self, wanted: Sequence[Row], source: Source) -> None:
         assert self._agent is not None and self._state is not None
         filled = fill_state(self._state, wanted, source, self._rings)
-        self.step = source.step
+        self.step, self._is_compared = source.step, source.proves
         self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
         self._restored_step = self.step
         ledger = filled.scalars.get(LEDGER)

@@ -40,13 +40,18 @@ NAN = math.nan
         (Numbers(), None),
         (None, None),
         (replace(HERE, obstacle="dropout 0.1"), None),
+        (replace(HERE, is_random=True), True),
+        (replace(HERE, norms={"experts": 0.1, "others": 2.0}), True),
+        (replace(HERE, norms={"experts": 0.101, "others": 2.0}), False),
+        (replace(HERE, norms={"experts": 0.0}), False),
     ],
 )
 def test_numbers_of_float32_agree_within_the_limits(
     after: Numbers | None, is_same: bool | None
 ) -> None:
-    assert compare(HERE, after).is_same is is_same
-    assert compare(after, HERE).is_same is is_same
+    here = replace(HERE, norms={"experts": 0.1, "idle": 0.0})
+    assert compare(here, after).is_same is is_same
+    assert compare(after, here).is_same is is_same
 
 
 def test_numbers_that_are_not_finite_on_both_sides_are_equal() -> None:
@@ -64,8 +69,9 @@ def test_half_precision_is_judged_by_the_jobs_own_repetitions_and_never_below_ro
 
 
 def test_what_the_stages_of_a_pipeline_know_is_put_together() -> None:
-    first, last = Numbers(None, 2.0, seconds=1.0), Numbers(5.0, 2.0, framework="f", seconds=2.0)
-    assert merged(merged(None, first), last) == Numbers(5.0, 2.0, framework="f", seconds=2.0)
+    first = Numbers(None, 2.0, norms={"others": 2.0}, seconds=1.0)
+    last = Numbers(5.0, 2.0, framework="f", obstacle="o", is_random=True, seconds=2.0)
+    assert merged(merged(None, first), last) == replace(last, norms={"others": 2.0})
 
 
 STEPS = [(step, 5.0 + step, 2.0) for step in range(1, 80)]
@@ -172,6 +178,7 @@ def test_a_change_that_computes_the_same_stands_and_is_not_proven_again() -> Non
         simulation.settle()
         assert active(simulation.job) == present
     assert probes(simulation) == [True, False, False]
+    assert [each.proves for each in rounds(simulation)] == [False, True, False, False]
 
 
 def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_and_stays_there(
@@ -183,6 +190,7 @@ def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_an
     assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b"}
     tried, back = rounds(simulation)[-2:]
     assert back.generation == tried.generation, "the state of the stop, which nobody has changed"
+    assert tried.proves and not back.proves
     assert simulation.job.failures_left == 0
     simulation.feed(events.Rescaled(simulation.job.assign, simulation.now))
     simulation.settle()

@@ -103,6 +103,7 @@ PARTS: list[Any] = [
     calls.Poll("j", "a", "i", 1, 2, 3, events.Stalled((1, 3), 8, 2.5, 60.0), 1.0),
     calls.Poll("j", "a", "i", 1, 2, 3, None, 1.0, 0, ((8, 5.25, 2.0), (9, 5.0, float("inf")))),
     words.RankStepped(1, 2, 8, None, Numbers(5.0, None, True, "float16", "f", "dropout", 0.5)),
+    words.RankStepped(1, 2, 8, None, Numbers(5.0, norms={"experts": 0.1}, is_random=True)),
     calls.Bye("j", "a", "i"),
     calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
                TEXT, remembered=Shared(KNOWN)),
