@@ -66,7 +66,10 @@ _UNKNOWN = (
     "what this does, pass --trust-pickle."
 )
 
-_NUMBERS = "of numpy numbers, truth values and texts are read. Save it as a list, or as a tensor."
+_NUMBERS = (
+    "of numpy, numbers, truth values and texts are read, and arrays of such objects and None. Save "
+    "it as a list, or as a tensor."
+)
 
 Classes = Mapping[tuple[str, str], Any]
 """What stands in for the class of a module and a name."""
@@ -190,8 +193,8 @@ def foreign(module: str, name: str) -> type[Foreign]:
     return _made[path]
 
 
-_SIMPLE = re.compile(r"b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,5}")
-"""numpy's numbers and texts of a fixed length, as its pickles call them."""
+_SIMPLE = re.compile(r"b1|[iu][1248]|f[248]|c8|c16|[SU](0|[1-9]\d{0,5})|O8")
+"""numpy's numbers, texts of a fixed length and objects, as its pickles call them."""
 
 
 class _Dtype(Foreign):
@@ -207,30 +210,46 @@ class _Dtype(Foreign):
             raise pickle.UnpicklingError(f"a numpy.dtype {name} with {flags!r:.80}")
 
     def __setstate__(self, state: Any) -> None:
+        if self.state is not None:
+            raise pickle.UnpicklingError("a numpy.dtype with two states")
+        super().__setstate__(state)
         if state != self.numpy.__reduce__()[2]:
             raise _Forbidden(
                 f"holds numpy's dtype {self.args[:1]} with the state {state!r:.80}: {_NUMBERS}"
             )
-        super().__setstate__(state)
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        if not self.is_called:
+        if not self.is_called or not isinstance(self.state, tuple):
             raise pickle.UnpicklingError("a numpy.dtype of nothing")
         known: np.dtype[Any] = np.dtype(self.args[0])
-        return known
+        return known.newbyteorder(">") if self.state[1:2] == (">",) else known
+
+
+_ITEMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+"""Elements of an array of objects: no pickle can alter them afterwards."""
 
 
 def _elements(dtype: Any, data: Any) -> npt.NDArray[Any]:
-    """Return the elements that bytes are, read-only; those of a text and of a bool are checked."""
-    if not isinstance(dtype, _Dtype) or type(data) is not bytes:
+    """Return the elements that bytes, or a list of objects, are, read-only; those of a text, of a
+    bool and of a list are checked."""
+    kind = dtype.numpy.kind if isinstance(dtype, _Dtype) else None
+    known: type = list if kind == "O" else bytes
+    if kind is None or type(data) is not known:
         raise pickle.UnpicklingError(f"numpy's elements {dtype!r:.80}, {type(data).__name__}")
+    if kind == "O":
+        for item in data:
+            if not isinstance(item, _ITEMS):
+                raise _Forbidden(f"holds numpy's array with a {type(item).__name__}: {_NUMBERS}")
+        return np.fromiter(data, object, len(data))
+    if not data and not dtype.numpy.itemsize:
+        return np.zeros(1, dtype.numpy)  # one empty text
     elements: npt.NDArray[Any] = np.frombuffer(data, dtype.numpy)
-    if elements.dtype.kind == "U":
-        data.decode("utf-32-le")
-    elif elements.dtype.kind == "b" and data.strip(b"\0\1"):
+    if kind == "U":
+        data.decode("utf-32-be" if dtype.numpy.byteorder == ">" else "utf-32-le")
+    elif kind == "b" and data.strip(b"\0\1"):
         raise pickle.UnpicklingError("truth values other than 0 and 1")
-    return elements
+    return elements.astype(elements.dtype.newbyteorder("="), copy=False)  # as numpy reads its own
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
@@ -255,7 +274,8 @@ class Array(Foreign):
             raise pickle.UnpicklingError(f"a numpy array of shape {shape!r:.80}")
         if prod(shape) != len(_elements(dtype, data)):
             raise pickle.UnpicklingError(f"a numpy array {shape!r:.80} of {len(data)} bytes")
-        super().__setstate__(state)
+        # A pickle could go on with its list.
+        super().__setstate__((version, shape, dtype, is_fortran, data[:]))
         self.array()
 
     def array(self) -> npt.NDArray[Any]:
@@ -264,6 +284,8 @@ class Array(Foreign):
             return np.zeros(0, np.int8)
         _, shape, dtype, is_fortran, data = self.state
         flat = _elements(dtype, data)
+        if flat.dtype.hasobject:  # numpy lists objects row by row, whatever their order in memory
+            return flat.reshape(shape).copy(order="F" if is_fortran else "C")
         return flat.reshape(shape, order="F" if is_fortran else "C").copy(order="A")
 
 

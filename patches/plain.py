@@ -42,12 +42,15 @@ def plain(value: Any, what: str) -> Json:
     """Return one value as JSON; a mapping as pairs, because its keys need not be strings."""
     if isinstance(value, torch.Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufUO":
+        items = plain(value.ravel().tolist(), what)
+        return {"array": items, "dtype": value.dtype.str, "shape": [*value.shape]}
     if isinstance(value, list | tuple):
         return [plain(entry, what) for entry in value]
     if isinstance(value, Mapping):
         pairs = [[plain(key, what), plain(entry, what)] for key, entry in value.items()]
         return {"pairs": pairs, "is_counter": isinstance(value, Counter)}
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return plain(value.item(), what)
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -64,6 +67,9 @@ def live(value: Json) -> Any:
         if "pairs" in value:
             pairs = {live(key): live(entry) for key, entry in value["pairs"]}
             return Counter(pairs) if value["is_counter"] else pairs
+        if "array" in value:
+            items = map(live, value["array"])
+            return np.fromiter(items, np.dtype(value["dtype"])).reshape(value["shape"])
         return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
     if isinstance(value, list):
         return [live(entry) for entry in value]

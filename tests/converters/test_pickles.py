@@ -110,16 +110,28 @@ def test_sets_are_written_alike_whatever_the_hash_seed() -> None:
 ARRAYS = [
     np.arange(6, dtype=np.float32).reshape(2, 3), np.asfortranarray(np.ones((2, 3), np.int64)),
     np.array([True, False]), np.array(["ab", "c"]), np.array(3, np.uint8), np.zeros((0, 4)),
+    np.arange(3, dtype=">f4"), np.array(["ab", "c"], ">U2"), np.array(["", ""]),
+    np.asfortranarray(np.array([[1, "a", None], [2.5, b"\0", np.float32(3)]], object)),
+    np.zeros((2, 0), object),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=str)
-def test_an_array_of_numpy_comes_back_as_it_was(array: np.ndarray) -> None:
-    value = pickles.loads(pickle.dumps({"rng": array}, 2), "file")
+def test_an_array_of_numpy_comes_back_as_numpy_reads_it(array: np.ndarray) -> None:
+    data = pickle.dumps({"rng": array}, 2)
+    value, array = pickles.loads(data, "file"), pickle.loads(data)["rng"]
     again = pickle.loads(pickles.dumps(value))["rng"]
     for back in (again, value["rng"].array()):
         assert back.dtype == array.dtype and back.shape == array.shape
-        assert np.array_equal(back, array)
+        assert np.array_equal(back, array) and back.flags.f_contiguous == array.flags.f_contiguous
+        assert [*map(type, back.flat)] == [*map(type, array.flat)]
+
+
+@pytest.mark.parametrize("text", [np.str_(""), np.bytes_(b""), np.str_("a")], ids=repr)
+def test_a_text_of_numpy_may_be_empty(text: Any) -> None:
+    value = pickles.loads(pickle.dumps([text], 2), "file")
+    for back in (*value, *pickle.loads(pickles.dumps(value))):
+        assert type(back) is type(text) and back == text
 
 
 class Reduced:
@@ -140,9 +152,17 @@ def array_of(dtype: object, shape: object = (4,), data: object = b"A" * 32) -> R
 
 POINTERS = Reduced(np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0))
 DOUBLE = np.dtype("f8")
+EMPTY = (3, "<", None, None, None, 0, 4, 8)
 HOSTILE = {
     "objects whose pointers are bytes of the file": array_of(POINTERS),
-    "objects": np.array([{}], dtype=object),
+    "objects that are no plain ones": np.array([{}], dtype=object),
+    "objects as bytes": array_of(np.dtype("O")),
+    "numbers as objects": array_of(DOUBLE, (4,), [1.0] * 4),
+    "more places than objects": array_of(np.dtype("O"), (3,), [1, 2]),
+    "text beyond Unicode, the other way": array_of(np.dtype(">U4"), (2,), b"\xff" * 32),
+    "empty texts without end": array_of(
+        Reduced(np.dtype, ("U0", False, True), EMPTY), (9**9,), b""
+    ),
     "a scalar that is a pointer": Reduced(multiarray.scalar, (POINTERS, b"A" * 8)),
     "a record": np.zeros(2, [("a", "f4"), ("b", "O")]),
     "a dtype with another state": Reduced(np.dtype, ("f8",), (3, "<", None, None, None, 99, 1, 63)),
@@ -202,11 +222,19 @@ ANY_NUMBER = st.sampled_from([0, 1, 3, 4, -1, 2**31, 2**62, True]).map(words)
 STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tQ"
 A_DTYPE = st.builds(
     given_state,
-    st.sampled_from(["f4", "f4", "f4", "O8", "U4"]).map(
+    st.sampled_from(["f4", "f4", "f4", "O8", "U4", "U0"]).map(
         lambda name: called(b"cnumpy\ndtype\n", words((name, False, True)))
     ),
     st.one_of(
-        st.sampled_from([words((3, "<", *[None] * 3, -1, -1, flags)) for flags in (0, 0, 63)]),
+        st.sampled_from(
+            [
+                words((3, *order, -1, -1, flags))
+                for order in (("<", *[None] * 3), (">", *[None] * 3), ("|", *[None] * 3))
+                for flags in (0, 0, 63)
+            ]
+        ),
+        st.sampled_from([words((3, order, None, None, None, 16, 4, 8)) for order in "<>"]),
+        st.just(words(EMPTY)),
         st.lists(st.one_of(ANY_NUMBER, ANY_TEXT), min_size=8, max_size=8).map(together),
     ),
 )  # fmt: skip
@@ -218,7 +246,9 @@ AN_ARRAY = st.builds(
     ),
     A_DTYPE,
     st.sampled_from([words(shape) for shape in [(4,), (2, 2), (-2, -2), (0,), 4]]),
-    st.sampled_from([words(data) for data in [b"A" * 16, b"A" * 16, b"A" * 32, "A" * 16]]),
+    st.sampled_from(
+        [words(data) for data in (b"A" * 16, b"A" * 16, b"A" * 32, "A" * 16, [1, None, "a", 2.5])]
+    ),
 )  # fmt: skip
 A_TENSOR = st.builds(
     lambda offset, shape: called(
@@ -321,7 +351,7 @@ def check_read(bodies: Iterable[bytes]) -> None:
             if isinstance(part, StoredTensor):
                 assert 64 <= part.begin < 80
             if isinstance(part, Array):
-                assert not part.array().dtype.hasobject
+                assert all(isinstance(item, pickles._ITEMS) for item in part.array().flat)
     assert (storage.begin, storage.size_bytes) == (64, 16)
     assert pickles.loads(WHOLE, "file", **known) == READ
 
