@@ -267,7 +267,7 @@ class Target:
     keeps_order: bool = False
 
 
-Order = Callable[[Sequence[str]], Sequence[Sequence[str]]]
+Order = Callable[[Sequence[str]], Sequence[Sequence[str]] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class ReadOptions:
         is_part: Take a generation of which parts are missing or lie elsewhere, to look at what is
             there.
         order: For layouts that do not name the optimizer's parameters: deals the module's, in its
-            order, to the optimizer's groups, in theirs.
+            order, to the optimizer's groups, in theirs; None: it does not tell.
     """
 
     trust_pickle: bool = False

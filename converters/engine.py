@@ -46,7 +46,7 @@ from scalai.converters.parts import Part, alone, begin, gather, remove_journals
 from scalai.converters.recorded import check_report, is_recorded
 from scalai.converters.records import Records, check_records, counted, find_records
 from scalai.converters.streaming import Gatherer, Job, run_tasks
-from scalai.converters.suspects import guess_text
+from scalai.converters.suspects import refuse_guessed
 from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.collection import Collection, split_name
@@ -85,13 +85,13 @@ def look_ahead(source: Checkpoint, target: Target, limits: Limits) -> tuple[Work
             as ``plan_work`` does.
     """
     kinds = {split_name(tensor.name)[0] for tensor in target.placed.collection.tensors}
-    if source.guessed and not target.keeps_order and kinds - {PARAM, USER}:
-        raise RefusedError(
-            f"{source.directory} does not name the optimizer's parameters, and {guess_text(source)}"
-            ". Say the optimizer's order: --args-from FILE with [[deepspeed.group]] and its "
+    if not target.keeps_order and kinds - {PARAM, USER}:
+        refuse_guessed(
+            source,
+            "Say the optimizer's order: --args-from FILE with [[deepspeed.group]] and its "
             'parameters (["*"] are all, in the module\'s order; a list of names is in its own), or '
             "with a checkpoint of the job in ZeRO stage 1; on the way to another framework convert "
-            "it to deepspeed_zero1 so, first."
+            "it to deepspeed_zero1 so, first.",
         )
     work = plan_work(source, target, limits.buffer_bytes)
     return work, Outlook(

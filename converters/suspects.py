@@ -12,6 +12,7 @@ from scalai.converters.checkpoint import CONFIG, MAIN, PARAM, Checkpoint, Placed
 from scalai.converters.opening import layers_of, short_layer
 from scalai.converters.source_files import SourceFiles
 from scalai.core.dtypes import Bits
+from scalai.core.errors import RefusedError
 from scalai.core.region import Box
 from scalai.store.files import blocks
 
@@ -44,6 +45,16 @@ def guess_text(checkpoint: Checkpoint) -> str:
         f"nothing proves which of the optimizer's states belong to {len(checkpoint.guessed)} "
         f"parameters, as {first}: they are alike, and taken in the module's order"
     )
+
+
+def refuse_guessed(checkpoint: Checkpoint, way_out: str) -> None:
+    """Raise ``RefusedError`` where the optimizer's states would go to parameters that they are not
+    known to belong to: no proof finds that."""
+    if checkpoint.guessed:
+        raise RefusedError(
+            f"{checkpoint.directory} does not name the optimizer's parameters, and "
+            f"{guess_text(checkpoint)}. {way_out}"
+        )
 
 
 def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterator[str]:

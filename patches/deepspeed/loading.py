@@ -10,6 +10,7 @@ can be done.
 """
 
 import functools
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from scalai.patches.deepspeed.checkpoint.saved import Saved, read_saved
 from scalai.patches.deepspeed.checkpoint.storages import check_storages, share, touched
 from scalai.patches.deepspeed.checkpoint.values import client_state
 from scalai.patches.deepspeed.engine import grid
-from scalai.patches.deepspeed.engine.masters import order_of
+from scalai.patches.deepspeed.engine.masters import order_here, order_of
 from scalai.patches.deepspeed.state import DeepSpeedState
 
 log = logging.getLogger(__name__)
@@ -90,9 +91,12 @@ def _load_pieces(
 ) -> Loaded:
     # A fresh optimizer gets the state that its first step would make.
     slots = ranks.together(lambda: DeepSpeedState(engine).slots())
-    order = ranks.together(lambda: order_of(engine))
+    here = ranks.together(lambda: json.dumps(order_here(engine)).encode())
+    order = order_of([json.loads(of) for of in ranks.to_first(here)])
     saved = Saved.from_bytes(
-        ranks.from_first(lambda: read_saved(directory, cuts, order).to_bytes())
+        ranks.from_first(
+            lambda: read_saved(directory, cuts, order, is_whole=request.is_whole).to_bytes()
+        )
     )
     plan = ranks.together(lambda: LoadPlan.of(engine, directory, saved, request, slots))
     plan.refuse_left_over(ranks.any_of(plan.used))

@@ -15,6 +15,8 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.source_files import SourceFiles
 from scalai.core.errors import RefusedError
 from scalai.launch.cli import main
+from scalai.patches.deepspeed.checkpoint.saved import read_saved
+from scalai.patches.deepspeed.engine.masters import order_of
 from support.checkpoints import LIMITS
 
 FILE = "mp_rank_00_model_states.pt"
@@ -91,6 +93,27 @@ def test_a_state_that_could_be_anothers_is_not_proven_to_be_one_parameters(
     with pytest.raises(RefusedError, match=r"l\.0\.weight and l\.1\.weight.*--args-from"):
         reshard(source, target, tmp_path / "b", LIMITS)
     assert not (tmp_path / "b").exists()
+
+
+def test_nothing_is_loaded_into_an_engine_as_another_parameters(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    with pytest.raises(RefusedError, match=r"l\.0\.weight and l\.1\.weight.*--args-from"):
+        read_saved(tmp_path / "a/global_step1")
+    assert read_saved(tmp_path / "a/global_step1", is_whole=False)
+    order = order_of([([SORTED], False)])
+    assert read_saved(tmp_path / "a/global_step1", order=order).steps.keys() == {*SORTED}
+
+
+def test_stages_tell_the_order_of_what_one_has_or_in_the_modules() -> None:
+    one, other = [["1.w", "0.w"], ["0.b"]], [["2.w"], ["2.b"]]
+    stages = order_of([(one, False), (other, True)])
+    assert stages(["0.w", "0.b", "1.w", "frozen"]) == one
+    assert stages(["2.w", "2.b"]) == other
+    assert stages(["0.w", "0.b", "1.w", "2.w", "2.b"]) is None
+    ordered = order_of([([["0.w", "1.w"], ["0.b"]], True), (other, True)])
+    assert ordered(["0.w", "0.b", "1.w", "2.w", "2.b"]) == [["0.w", "1.w", "2.w"], ["0.b", "2.b"]]
+    uneven = order_of([([["0.w"]], True), (other, True)])
+    assert uneven(["0.w", "2.w", "2.b"]) is None
 
 
 def test_without_the_moments_or_in_the_same_order_it_does_not_matter_whose_they_are(

@@ -93,14 +93,29 @@ MORE = [
     ("same-pipeline", pipeline(2, 1), pipeline(2, 1), 0.0),
 ]
 
+NO_CLIP = {"gradient_clipping": 0.0}
+BARE: dict[str, Any] = {"stage": 0, "tied": False, "config": NO_CLIP}
+"""Without ZeRO the file does not name the optimizer's parameters, of which some are alike: each
+stage's engine does. It clips each stage's gradients by their own norm."""
+BACKWARDS: dict[str, Any] = {"tied": False, "config": NO_CLIP, "backwards": True}
+ORDERS = [
+    (
+        "the-stages-order",
+        pipeline(2, 1, **BACKWARDS, stage=0),
+        pipeline(2, 1, **BACKWARDS, stage=1),
+        FP32,
+    ),
+    ("the-modules-order", pipeline(1, 2, **BARE), pipeline(2, 1, **BARE), FP32),
+]
+
 LONG = [pytest.mark.campaign, pytest.mark.turns]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "tolerance"),
     [
-        *(pytest.param(*case[1:], id=case[0]) for case in CASES),
-        *(pytest.param(*case[1:], id=case[0], marks=LONG) for case in MORE),
+        *(pytest.param(*case[1:], id=case[0]) for case in (*CASES, ORDERS[0])),
+        *(pytest.param(*case[1:], id=case[0], marks=LONG) for case in (*MORE, ORDERS[1])),
     ],
 )
 def test_a_loaded_job_goes_on_as_the_one_that_saved(

@@ -115,10 +115,11 @@ class _Tree:
             return at + state.size(weight)
 
         given = [group.get("param_names") for group in groups]  # torch 2.7, by named_parameters()
+        told = None if order is None else order([*weights])
         if all(isinstance(names, list) and weights.keys() >= {*names} for names in given):
             named: Names = [tuple(names) for names in given]
-        elif order is not None:
-            named = [tuple(filter(weights.__contains__, names)) for names in order([*weights])]
+        elif told is not None:
+            named = [tuple(filter(weights.__contains__, names)) for names in told]
         else:
             sizes = [state.size(weight) for weight in weights.values()]
             found = match_names(list(weights), sizes, state.ends(), advance)

@@ -27,7 +27,7 @@ from scalai.converters.checksums import Stored, storages_in
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
-from scalai.converters.suspects import guess_text
+from scalai.converters.suspects import refuse_guessed
 from scalai.converters.verify import check_samples
 from scalai.core.collection import Collection, split_name
 from scalai.core.coverage import check_coverage
@@ -87,25 +87,35 @@ class Saved:
         return cls(placed, steps, groups, loss_scale, stored)
 
 
-def read_saved(directory: Path, cuts: str | None = None, order: Order | None = None) -> Saved:
+def read_saved(
+    directory: Path, cuts: str | None = None, order: Order | None = None, *, is_whole: bool = True
+) -> Saved:
     """Read the headers of all files of a tag, and check that they are of one whole save.
 
     Args:
         cuts: Name or path of a file that says how tensor-parallel ranks cut parameters, where the
             checkpoint does not.
         order: Of the optimizer's parameters, where the checkpoint does not say it.
+        is_whole: Whether the optimizer's states are wanted, too.
 
     Raises:
         UsageError: There is no such file of cuts.
-        RefusedError: It is damaged, incomplete or of a kind that is not read.
+        RefusedError: It is damaged, incomplete or of a kind that is not read, or nothing tells
+            whose the optimizer's states are.
         ProofError: Second copies differ at their start.
     """
     mapping = find_mapping(cuts, "cuts") if cuts else None
     checkpoint = open_checkpoint(directory, ReadOptions(cuts=mapping, order=order))
     check_coverage(checkpoint.placed.collection)
     check_samples(checkpoint)
-    guess = [guess_text(checkpoint)] if checkpoint.guessed else []
-    for note in (*checkpoint.notes, *guess):
+    if is_whole:
+        refuse_guessed(
+            checkpoint,
+            "Convert it first, with the order of the job that saved it: scalai reshard --to "
+            "deepspeed_zero1 --args-from FILE (docs/offline.md); or pass "
+            "load_optimizer_states=False.",
+        )
+    for note in checkpoint.notes:
         log.warning("event=load note=%s", note)
     job = checkpoint.values.extra.get(STATE)
     if not isinstance(job, DeepSpeedJob):

@@ -6,18 +6,23 @@ bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
+from scalai.converters.checkpoint import Order
 from scalai.core.errors import LayoutError, RefusedError
-from scalai.patches.deepspeed.engine import grid
 from scalai.patches.deepspeed.engine.first_step import ensure_state
 from scalai.patches.deepspeed.engine.flat import Fragment, offset_in, partitioned
 from scalai.patches.param_groups import Group
 
 Names = Mapping[torch.Tensor, str]
 """An engine's names of its parameters."""
+
+
+Dealt = tuple[Sequence[Sequence[str]], bool]
+"""By group its parameters, in the optimizer's order; whether that is the module's."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,13 +84,33 @@ def groups_of(masters: Sequence[Master], names: Names, *, vouched: bool) -> list
     return list(members.values())
 
 
-def order_of(engine: Any) -> Callable[[Sequence[str]], list[list[str]]] | None:
-    """Return what deals all parameters to the optimizer's groups, in its order (``ReadOptions``);
-    None: this rank does not have them all."""
-    if grid.degrees(engine)["pp"] > 1:
-        return None
+def order_here(engine: Any) -> Dealt:
+    """Return how this rank's optimizer orders its parameters, for ``order_of``."""
     groups = groups_of(masters_of(engine), engine.param_names, vouched=False)
-    return lambda _: [[*dict.fromkeys(names)] for _, names in groups]
+    dealt = [[*dict.fromkeys(names)] for _, names in groups]
+    place = {name: at for at, name in enumerate(engine.param_names.values())}
+    return dealt, all(names == sorted(names, key=place.__getitem__) for names in dealt)
+
+
+def order_of(ranks: Sequence[Dealt]) -> Order:
+    """Return what deals parameters to the optimizer's groups, as the ranks of a job do.
+
+    It tells the order of parameters that one rank has all of; of those that several have, as
+    stages of another pipeline, where each keeps the module's order.
+    """
+
+    def order(names: Sequence[str]) -> Sequence[Sequence[str]] | None:
+        trained = {name for groups, _ in ranks for group in groups for name in group} & {*names}
+        for groups, _ in ranks:
+            if trained <= {name for group in groups for name in group}:
+                return groups
+        if not all(is_modules for _, is_modules in ranks) or len({len(g) for g, _ in ranks}) != 1:
+            return None
+        place = {name: at for at, name in enumerate(names)}
+        members = [{*chain(*same)} & trained for same in zip(*(g for g, _ in ranks), strict=True)]
+        return [sorted(group, key=place.__getitem__) for group in members]
+
+    return order
 
 
 def vouched_parts(masters: Sequence[Master], names: Names) -> Iterator[tuple[str, Master]]:

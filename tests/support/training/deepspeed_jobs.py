@@ -59,7 +59,7 @@ class Job:
     ``compiled`` names one of its own, which count their steps in whole numbers.
     ``separate_steps`` repairs what a universal load of stage 3 leaves, and ``scheduled_rates``
     what one of an elastic checkpoint leaves, as the converter's notes say. ``weights_only``: the
-    optimizer's states are not loaded.
+    optimizer's states are not loaded. ``backwards``: the optimizer has each group's last first.
     """
 
     world: int = 1
@@ -81,6 +81,7 @@ class Job:
     compiled: str = ""
     separate_steps: bool = False
     weights_only: bool = False
+    backwards: bool = False
     scheduled_rates: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -311,7 +312,7 @@ def make_engine(job: Job) -> Any:
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [
-        {"params": members, "weight_decay": decay}
+        {"params": members[::-1] if job.backwards else members, "weight_decay": decay}
         for members, decay in zip((decayed, others), job.decay, strict=True)
     ]
     if job.experts:
