@@ -234,8 +234,8 @@ def _elements(dtype: Any, data: Any) -> npt.NDArray[Any]:
     """Return the elements that bytes, or a list of objects, are, read-only; those of a text, of a
     bool and of a list are checked."""
     kind = dtype.numpy.kind if isinstance(dtype, _Dtype) else None
-    known: type = list if kind == "O" else bytes
-    if kind is None or type(data) is not known:
+    given: type = type(data)
+    if kind is None or given is not (list if kind == "O" else bytes):
         raise pickle.UnpicklingError(f"numpy's elements {dtype!r:.80}, {type(data).__name__}")
     if kind == "O":
         for item in data:
