@@ -1,7 +1,8 @@
 """The durable directory of a job: what an agent finds there when it starts, and what it leaves.
 
 ``<durable_dir>/<job>/generation-<n>/<host>/`` are saved parts, ``finished.json`` says that the job
-has come to its end. An agent attaches what it can see before it joins; the coordinator decides.
+has come to its end, ``ledger-<host>.json`` which samples it had consumed. An agent attaches what it
+can see before it joins; the coordinator decides.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from scalai.core.errors import LayoutError, RefusedError, StoreError
 from scalai.core.jsonable import Json
+from scalai.core.messages import JsonText
 from scalai.store.atomic import make_folder, rename_durably, replace_file, write_new
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_saved_manifest
@@ -22,6 +24,8 @@ from scalai.store.places import NUMBERED, generation_name
 from scalai.store.secure import DURABLE, Folder, open_below
 
 FINISHED = "finished.json"
+FINAL_LEDGER = "ledger-"
+"""How the names of the ledgers of a finished job begin, one of each host that drew samples."""
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +137,12 @@ def write_finished(folder: Path, step: int, generation: int | None) -> None:
     record = {"step": step, "generation": generation, "at": _now("%Y-%m-%dT%H:%M:%SZ")}
     # The agents of all hosts say so, of one directory.
     replace_file(folder / FINISHED, json.dumps(record).encode(), mode=0o600, is_shared=True)
+
+
+def write_ledger(folder: Path, host: str, ledger: JsonText) -> None:
+    """Keep the ledger of a job at its end in ``<durable_dir>/<job>``. Raises ``OSError``."""
+    make_folder(folder)
+    replace_file(folder / f"{FINAL_LEDGER}{host}.json", ledger.text.encode(), mode=0o600)
 
 
 def refuse_finished(folder: Path) -> None:

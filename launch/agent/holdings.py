@@ -7,11 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from scalai.core import events, reports
-from scalai.core.commands import Ending
 from scalai.core.errors import ScalaiError, StoreError
+from scalai.core.host.actions import LeaveState
 from scalai.launch.agent.archiver import Archiver
 from scalai.launch.agent.background import Background
-from scalai.launch.agent.durable import attach_durable, numbers, set_aside, write_finished
+from scalai.launch.agent.durable import (
+    attach_durable,
+    numbers,
+    set_aside,
+    write_finished,
+    write_ledger,
+)
 from scalai.launch.agent.leftovers import left_by_others
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Joined
@@ -66,8 +72,6 @@ class Holdings:
         self._seen_damaged: dict[int, str] = {}
         """What cannot be used of the durable directory, as it was seen last, by number."""
         self._keeps = True
-        self.last_step = 0
-        """The last step of this host's workers that have come to the end of their script."""
 
     def found(self) -> "Found":
         """Return what this host brings to the job: what its store holds, with what ``attach`` has
@@ -196,14 +200,17 @@ class Holdings:
 
         self._background.submit(save, on_disk=True)
 
-    def told_to_exit(self, ending: Ending | None, keeps_state: bool) -> None:
-        """The coordinator ends this host's part; ``ending``: the job has come to its end."""
-        self._keeps = keeps_state
-        if ending is None or self._folder is None or not self.last_step:
+    def told_to_exit(self, leave: LeaveState) -> None:
+        """The coordinator ends this host's part; if the job has come to its end, that is kept in
+        the durable directory, with the ledger of all samples."""
+        self._keeps, ending = leave.keeps_state, leave.ending
+        if ending is None or self._folder is None or not leave.last_step:
             return
-        step = max(self.last_step, ending.step)
+        step = max(leave.last_step, ending.step)
         try:
             with said(f"{self._folder}, which is to say that the job has finished"):
+                if leave.ledger is not None:
+                    write_ledger(self._folder, self._store.host, leave.ledger)
                 write_finished(self._folder, step, ending.generation)
         except OSError as error:
             log.error("event=not_marked %s: the job has finished; %s", self._folder, error)

@@ -172,9 +172,8 @@ class Performer:
                 self._refuse(call, reason)
             case actions.Welcome():
                 self._welcome(action)
-            case actions.LeaveState(keeps_state, ending, last_step):
-                self._hands.holdings.last_step = last_step
-                self._hands.holdings.told_to_exit(ending, keeps_state)
+            case actions.LeaveState():
+                self._hands.holdings.told_to_exit(action)
             case actions.Rejoin():
                 return self._rejoin()
             case _:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalai.core.errors import PeerError, StoreError, UsageError
-from scalai.launch.agent.durable import FINISHED
+from scalai.launch.agent.durable import FINAL_LEDGER, FINISHED
 from scalai.launch.agent.leftovers import Leftover, find_leftovers, find_saved, sizes
 from scalai.launch.config.endpoint import read_card
 from scalai.launch.coordinator.leases import OWNER, await_ownership, open_ownership
 from scalai.store.lock import LOCK, StoreLock, find_owner
 from scalai.store.places import NUMBERED, check_job, default_store_dir
 from scalai.store.secure import open_below
+
+_MARKS = (FINISHED, FINAL_LEDGER, OWNER, "probe-", "retired-")
+"""How the names of a job's files in its durable directory begin, beside generations."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -136,7 +139,7 @@ def _checked_saved(folder: Path) -> Path:
     for path in sorted(folder.iterdir()):
         match = NUMBERED.fullmatch(path.name)
         is_part = match is not None and match[1] == "generation" and path.is_dir()
-        is_mark = path.name.lstrip(".").startswith((FINISHED, OWNER, "probe-", "retired-"))
+        is_mark = path.name.lstrip(".").startswith(_MARKS)
         if path.is_symlink() or not (is_part or is_mark):
             raise UsageError(
                 f"{folder} is not what a job has saved: {path} is neither a generation nor "

@@ -11,6 +11,7 @@ from scalai.core.dataset.step_lines import judge_lines, read_lines, united
 from scalai.core.dataset.verdict import Verdict, judge, left_of, name_of
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.jsonable import Json
+from scalai.launch.agent.durable import FINAL_LEDGER, FINISHED
 from scalai.launch.commands.ledger_picture import picture
 from scalai.runtime.consumption import LEDGER
 from scalai.store.atomic import replace_file
@@ -71,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The ledger of a generation, as the parts that are at hand have it. ``breaks`` are those
-    between them."""
+    """The ledger of a generation, as the parts that are at hand have it; None: of a job at its end.
+    ``breaks`` are those between them."""
 
-    generation: int
+    generation: int | None
     step: int
     samples: int | None
     directory: Path
@@ -113,6 +114,8 @@ def _path(args: argparse.Namespace) -> Path:
 def _find(path: Path, number: int | None) -> Found:
     """Read the ledger of a generation; None: the newest one. Of a job that runs, a generation may
     go while it is read: then the next one is."""
+    if number is None and (final := sorted(path.glob(f"{FINAL_LEDGER}*.json"))):
+        return _at_the_end(path, final)
     for left in reversed(range(TRIES)):
         found = find_generations(path)
         if not found or number not in (None, *found):
@@ -129,6 +132,36 @@ def _find(path: Path, number: int | None) -> Found:
             if not left or all(each.exists() for each in found[wanted_one]):
                 raise
     raise AssertionError("the last try raises")
+
+
+def _at_the_end(path: Path, files: list[Path]) -> Found:
+    """Return the ledger that the hosts of a finished job have left in a durable directory."""
+    ledgers: dict[str, Ledger] = {}
+    for file in files:
+        host = file.stem.removeprefix(FINAL_LEDGER)
+        try:
+            ledgers[host] = Ledger.from_json(json.loads(file.read_text()))
+        except (OSError, ValueError, RecursionError) as error:
+            raise StoreError(
+                f"{file}, the ledger at the job's end, is damaged: {error}. The newest generation "
+                "that is there, if any, has one of its own step: --generation N."
+            ) from error
+    try:
+        step = int(json.loads((path / FINISHED).read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{path / FINISHED}, which says at which step the job has finished, cannot be read "
+            f"({error!r})."
+        ) from error
+    ledger, breaks = _one_of(ledgers)
+    return Found(None, step, ledger.at[1], path, ledger, breaks)
+
+
+def _one_of(ledgers: dict[str, Ledger]) -> tuple[Ledger, tuple[str, ...]]:
+    """Return the ledger of all hosts, and which have another one."""
+    host, ledger = next(iter(ledgers.items()))
+    others = [name for name, each in ledgers.items() if each != ledger]
+    return ledger, tuple(f"hosts {host!r} and {other!r} have different ledgers" for other in others)
 
 
 def _united(path: Path, parts: list[HostManifest]) -> Found:
@@ -151,13 +184,11 @@ def _united(path: Path, parts: list[HostManifest]) -> Found:
             f"the hosts that draw samples are not here. Nothing is proven of its {first.step} "
             "steps; a job that goes on from it begins a ledger there."
         )
-    host, ledger = next(iter(ledgers.items()))
-    others = [name for name, each in ledgers.items() if each != ledger]
-    breaks = [f"hosts {host!r} and {other!r} have different ledgers" for other in others]
+    ledger, breaks = _one_of(ledgers)
     samples = first.about["consumed_samples"]
     return Found(
         first.generation, first.step, samples if type(samples) is int else None, path, ledger,
-        tuple(breaks),
+        breaks,
     )  # fmt: skip
 
 
@@ -165,7 +196,8 @@ def _lines(found: Found) -> Iterator[str]:
     """Yield what was consumed, as text."""
     ledger = found.ledger
     counted = "" if found.samples is None else f", {found.samples} samples"
-    yield f"generation {found.generation}: step {found.step}{counted}"
+    of = "the end" if found.generation is None else f"generation {found.generation}"
+    yield f"{of}: step {found.step}{counted}"
     yield "consumed"
     for place, each in enumerate(ledger.passes):
         of = "" if each.length is None else f" of {each.length}"

@@ -279,11 +279,13 @@ class RankStepped(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class RankFinished(Request[None]):
-    """The script of this rank has come to its end, at this step."""
+    """The script of this rank has come to its end, at this step; ``ledger``: of the samples that
+    the job has consumed, from ranks that draw them."""
 
     rank: int
     round: int
     step: int
+    ledger: JsonText | None = None
 
 
 @dataclass(frozen=True, slots=True)

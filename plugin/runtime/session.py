@@ -473,7 +473,9 @@ class Session(Drawing):
         if self._agent is not None and not self._is_stopped and not is_fork:
             if self._snapshots is not None:
                 self._snapshots.settle()
-            self._agent.call(RankFinished(self.rank, self._round, self.step))
+            ledger = self._consumption.scalars().get(LEDGER)
+            told = None if ledger is None else JsonText.of(ledger)
+            self._agent.call(RankFinished(self.rank, self._round, self.step, told))
             self._is_stopped = True
 
     def check_end(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scalai.core.dataset.ledger import Ledger
 from scalai.core.fingerprint import VERSION
 from support.agents import Agents, one_worker, tiny_agents
 from support.older_release import saved_by_an_older_release
@@ -67,6 +68,8 @@ def test_a_finished_job_begins_anew_only_where_a_person_says_so(tmp_path: Path) 
         assert check_steps(agents.lines()) == list(range(1, 41))
         reported = json.loads((tmp_path / "durable" / "tiny" / "finished.json").read_text())
         assert reported["step"] == 40 and reported["generation"] and reported["at"]
+        kept = json.loads((tmp_path / "durable" / "tiny" / "ledger-a.json").read_text())
+        assert Ledger.from_json(kept).at[0] == 40
         agents.start("a")
         assert agents.exit_code("a") == 3
         assert "job 'tiny' finished at step 40 on" in agents.text()

@@ -14,6 +14,8 @@ from scalai.core.dataset.drawn import Draw, Number
 from scalai.core.dataset.ledger import Ledger, Lost
 from scalai.core.dataset.step_lines import StepLine, line_text
 from scalai.core.errors import RefusedError, StoreError, UsageError
+from scalai.core.messages import JsonText
+from scalai.launch.agent.durable import write_finished, write_ledger
 from scalai.launch.commands import ledger as command
 from scalai.runtime.consumption import LEDGER
 from scalai.store.host import HostStore
@@ -69,6 +71,29 @@ def test_a_job_that_has_changed_and_failed_is_proven_wherever_its_state_lies(
         assert "train, pass 0: 0:60 of 120, seen at the samplers" in text
         assert "r-3: steps 4 to 5, 24 samples, dp4" in text
         assert "note: steps 4 to 6 of round r-2 were lost, 2 of them done again so far" in text
+
+
+def test_a_finished_job_is_proven_to_its_last_step(
+    open_store: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its newest generation, if it has one at all, is of an earlier step."""
+    folder = tmp_path / "gpt"
+    keep(open_store(host="a"), consumed().to_json())
+    for host in ("a", "b"):
+        write_ledger(folder, host, JsonText.of(consumed().to_json()))
+    write_finished(folder, STEP, None)
+    code, text = run(capsys, "verify", folder)
+    assert code == 0 and "the end: step 5, 60 samples" in text and "proven: no sample" in text
+    write_finished(folder, STEP + 1, None)
+    code, text = run(capsys, "verify", folder)
+    assert code == 4 and "BROKEN" in text
+    write_finished(folder, STEP, None)
+    write_ledger(folder, "b", JsonText.of(consumed(skip_at=4).to_json()))
+    code, text = run(capsys, "verify", folder)
+    assert code == 4 and "hosts 'a' and 'b' have different ledgers" in text
+    (folder / "ledger-b.json").write_text("{")
+    with pytest.raises(StoreError, match=r"ledger-b\.json.*damaged"):
+        run(capsys, "verify", folder)
 
 
 def test_a_round_of_one_rank_says_its_degrees_too(

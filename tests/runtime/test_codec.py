@@ -95,7 +95,7 @@ PARTS: list[Any] = [
     *(words.AwaitSlot(1, 2), words.BeginSnapshot(1, 2, "stop", 8), words.Stand(1, 2, 8, 6)),
     words.BeginSnapshot(1, 2, "stop", 8, (5, 2**64 - 1)),
     words.RankWritten(1, 2, 8, (2**64 - 1, 0), "tp0", TEXT, JsonText.of(None), 7, {"proof": 1.0}),
-    *(words.RankRestored(1, 2, PRINTS, {}, "note"), words.RankFinished(1, 2, 8)),
+    *(words.RankRestored(1, 2, PRINTS, {}, "note"), words.RankFinished(1, 2, 8, JsonText("{}"))),
     words.RankUnwritten(1, 2, 8, "full"),
     words.RankStepped(1, 2, 8, words.Imports(("torch",), ("/lib",))),
     *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),

@@ -11,6 +11,7 @@ from scalai.core.commands import Ending, Start, Workers
 from scalai.core.fingerprint import Committed
 from scalai.core.host.state import Call, Slot, Want
 from scalai.core.jsonable import Json
+from scalai.core.messages import JsonText
 from scalai.core.reports import Report
 from scalai.core.worker_messages import Imports, RankSnapshot, WriteOrder
 
@@ -312,11 +313,13 @@ class CheckHealth:
 
 @dataclass(frozen=True, slots=True)
 class LeaveState:
-    """The agent will end: whether its store stays as it is, and how the job has ended."""
+    """The agent will end: whether its store stays as it is, and how the job has ended; the last
+    step of this host's workers that have come to the end of their script, and their ledger."""
 
     keeps_state: bool
     ending: Ending | None
     last_step: int
+    ledger: JsonText | None
 
 
 @dataclass(frozen=True, slots=True)

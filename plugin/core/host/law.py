@@ -257,7 +257,11 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
 def _exit(step: Step, command: commands.Exit) -> None:
     code, reason = command.code, command.reason
     step.log(Level.INFO, f"event=exit host={step.state.host} code={code} reason={reason!r}")
-    step.do(actions.LeaveState(command.keeps_state, command.ending, step.state.last_step))
+    step.do(
+        actions.LeaveState(
+            command.keeps_state, command.ending, step.state.last_step, step.state.last_ledger
+        )
+    )
     step.change(exit=code)
 
 
@@ -322,9 +326,9 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
         case RankStepped():
             step.answer(call)
             rounds.stepped(step, request)
-        case RankFinished(rank, _, last):
+        case RankFinished():
             step.answer(call)
-            rounds.finished(step, request.round, rank, last)
+            rounds.finished(step, request)
         case RankRefused(_, number, reason):
             rounds.refuse(step, number, reason)  # it waits for no answer, but to be ended
         case AwaitFreeze():

@@ -15,7 +15,7 @@ from scalai.core.host.events import Fetched, GroupOver
 from scalai.core.host.state import Call, Published, Round, Want
 from scalai.core.host.step import Step
 from scalai.core.source_list import held_together
-from scalai.core.worker_messages import Publish, RankRestored, RankStepped
+from scalai.core.worker_messages import Publish, RankFinished, RankRestored, RankStepped
 
 ENDED = "this round of workers has ended."
 UNHOOKED = (
@@ -311,12 +311,15 @@ def stepped(step: Step, report: RankStepped) -> None:
         snapshots.reserve(step)
 
 
-def finished(step: Step, number: int, rank: int, last: int) -> None:
+def finished(step: Step, request: RankFinished) -> None:
     """The script of a worker has come to its end."""
-    current = step.of(number)
+    current = step.of(request.round)
     if current is not None:
-        step.change_of(number, finished=current.finished | {rank})
-    step.change(last_step=max(step.state.last_step, last))
+        step.change_of(request.round, finished=current.finished | {request.rank})
+    step.change(
+        last_step=max(step.state.last_step, request.step),
+        last_ledger=request.ledger or step.state.last_ledger,
+    )
 
 
 def unhooked(step: Step, number: int, rank: int) -> None:

@@ -13,7 +13,7 @@ from scalai.core.commands import Build, Start, Workers
 from scalai.core.fingerprint import Committed
 from scalai.core.function_proof import Numbers
 from scalai.core.jsonable import Json
-from scalai.core.messages import Shared
+from scalai.core.messages import JsonText, Shared
 from scalai.core.remembered import Remembered
 from scalai.core.reports import Failed
 from scalai.core.worker_messages import (
@@ -313,6 +313,7 @@ class HostState:
         notices: Who else says that it will be taken away, and when that is (None: at some time).
         is_rejoining: Whether the host joins again once its workers are gone.
         last_step: The last step of workers that came to the end of their script.
+        last_ledger: The ledger of samples that one of them had there; None: none has told one.
         last_round: The highest number of a round that the host has heard of.
         remembered: What it keeps of the job for a coordinator that takes this one's place.
         exit: With which code the agent ends.
@@ -334,6 +335,7 @@ class HostState:
     notices: Mapping[str, float | None] = field(default_factory=dict)
     is_rejoining: bool = False
     last_step: int = 0
+    last_ledger: JsonText | None = None
     last_round: int = 0
     remembered: Shared[Remembered] | None = None
     exit: int | None = None

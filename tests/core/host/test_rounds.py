@@ -27,6 +27,7 @@ from scalai.core.host.events import (
 )
 from scalai.core.host.rounds import ENDED
 from scalai.core.host.state import Slot
+from scalai.core.messages import JsonText
 from scalai.core.worker_messages import (
     BeginSnapshot,
     Hello,
@@ -353,9 +354,11 @@ def test_a_probe_that_tells_nothing_new_is_not_told_of() -> None:
 def test_an_agent_that_exits_does_nothing_more() -> None:
     host = LawHost()
     host.train()
-    host.ask(RankFinished(0, 1, 41))
-    host.obey(commands.Exit(0, "done", False, commands.Ending(41, 3)))
-    assert host.all(actions.LeaveState) == [actions.LeaveState(False, commands.Ending(41, 3), 41)]
+    ending, ledger = commands.Ending(41, 3), JsonText("{}")
+    host.ask(RankFinished(0, 1, 41, ledger))
+    host.ask(RankFinished(1, 1, 41))  # it draws no samples
+    host.obey(commands.Exit(0, "done", False, ending))
+    assert host.all(actions.LeaveState) == [actions.LeaveState(False, ending, 41, ledger)]
     assert host.state.exit == 0
     assert host.tick() == () and host.feed(LeaveAsked()) == ()
 
