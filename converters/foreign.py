@@ -61,6 +61,11 @@ def _has_pickled_weights(path: Path) -> bool:
     return any(path.glob("pytorch_model*.bin")) or any(path.glob("pytorch_model.bin.index.json"))
 
 
+def _is_torch_file(path: Path) -> bool:
+    files = [path] if path.is_file() else [*path.glob("*")] if path.is_dir() else []
+    return any(file.suffix in (".pt", ".pth", ".ckpt", ".bin") for file in files)
+
+
 def _is_nemo(path: Path) -> bool:
     return (path / "weights").is_dir() and (path / "context").is_dir()
 
@@ -132,6 +137,12 @@ _KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
         lambda path: path.is_dir() and any(path.glob("*/.zarray")),
         "It was saved by Megatron with the zarr backend, which is not read. Load it in a Megatron "
         "that still does and save it with --ckpt-format torch_dist",
+    ),
+    (
+        _is_torch_file,
+        "A file of torch.save alone does not say what its tensors are, and is not read. Load it "
+        "where it was made and save its weights by safetensors.torch.save_file, in a directory as "
+        "model.safetensors",
     ),
 )  # fmt: skip
 """In the order in which they are asked."""

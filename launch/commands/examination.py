@@ -16,6 +16,7 @@ from scalai.core.errors import RefusedError, ScalaiError, StoreError
 from scalai.launch.agent.extension_locks import extensions_root, find_locks
 from scalai.launch.agent.torch_elastic import self_check
 from scalai.launch.commands.check_elastic import check_elastic
+from scalai.launch.commands.mount import fuse_server
 from scalai.launch.config.endpoint import TOKEN_VARIABLE, split_endpoint
 from scalai.launch.config.flags import build_parser, parse_options
 from scalai.launch.config.frameworks import frameworks
@@ -54,6 +55,7 @@ def examine(store_dir: Path | None, job_arguments: Sequence[str]) -> Iterator[Fi
     yield from _devices()
     yield from _network()
     yield from _extensions()
+    yield _mounts()
     if job_arguments:
         yield from _job(job_arguments)
 
@@ -125,12 +127,20 @@ def _network() -> Iterator[Finding]:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", DEFAULT_MASTER_PORT))
-            text = f"{DEFAULT_MASTER_PORT} is free for a coordinator"
+            text = f"{DEFAULT_MASTER_PORT}, a coordinator's default, is free"
         except OSError:
             text = f"{DEFAULT_MASTER_PORT} is in use; name another one by --coordinator HOST:PORT"
     yield Finding("port", text)
     is_set = TOKEN_VARIABLE in os.environ
     yield Finding("token", f"{TOKEN_VARIABLE} is {'set' if is_set else 'not set: one host only'}")
+
+
+def _mounts() -> Finding:
+    try:
+        fuse_server()
+        return Finding("mount", "FUSE is there")
+    except RefusedError as error:
+        return Finding("mount", f"not by scalai mount: {error}")
 
 
 def _extensions() -> Iterator[Finding]:

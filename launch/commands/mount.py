@@ -97,7 +97,7 @@ def _mount(args: argparse.Namespace) -> int:
     point = absolute(args.point)
     prepare(point)
     tree = _tree(args)
-    serve = _fuse()
+    serve = fuse_server()
     if args.foreground:
         configure("mount")
         log.info("event=mount what=%s point=%s", args.what, point)
@@ -176,7 +176,7 @@ def _numbers(flag: str, given: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _fuse() -> Any:
+def fuse_server() -> Any:
     """Return what serves a mount. Raises ``RefusedError`` where this machine has no FUSE."""
     if not Path("/dev/fuse").exists():
         raise RefusedError(

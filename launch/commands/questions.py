@@ -154,9 +154,12 @@ def _scale(arguments: argparse.Namespace) -> int:
     scale = calls.Scale(
         arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )
-    target = _ask(arguments, scale)
-    print(target["reason"])
+    _print_reason(_ask(arguments, scale), is_dry=arguments.dry_run)
     return 0
+
+
+def _print_reason(answer: Mapping[str, Any], *, is_dry: bool) -> None:
+    print("dry run, nothing is changed: " * is_dry + answer["reason"])
 
 
 def _add_resume(commands: Any) -> None:
@@ -176,5 +179,5 @@ def _add_resume(commands: Any) -> None:
 
 def _resume(arguments: argparse.Namespace) -> int:
     answer = _ask(arguments, calls.Resume(arguments.generation, dry_run=arguments.dry_run))
-    print(answer["reason"])
+    _print_reason(answer, is_dry=arguments.dry_run)
     return 0

@@ -20,7 +20,11 @@ from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.megatron.data_facts import facts_of
-from scalai.patches.megatron.random_order import micro_batches, refuse_two_seeds
+from scalai.patches.megatron.random_order import (
+    micro_batches,
+    refuse_too_few,
+    refuse_two_seeds,
+)
 
 TRAIN = "train"
 """The data set that is trained on, as the ledger calls it; a blend is one. That of a later phase
@@ -140,6 +144,8 @@ class TrainingDraws:
 
         def iterate(sampler: Any) -> Iterator[Sequence[int]]:
             watch: Watch | None = getattr(sampler, "scalai_watch", None)
+            if is_random and type(sampler) is cls:
+                refuse_too_few(sampler)
             order = watches.order_of(sampler) if is_random and type(sampler) is cls else None
             batches: Iterator[Sequence[int]]
             batches = give(sampler) if order is None else micro_batches(sampler, order)

@@ -66,6 +66,22 @@ def refuse_two_seeds(sampler: Any, first: ShuffledBlocks) -> None:
         )
 
 
+def refuse_too_few(sampler: Any) -> None:
+    """Check that the data set fills one micro-batch of every replica: else a pass is empty, and the
+    sampler divides by its length.
+
+    Raises:
+        RefusedError: It does not.
+    """
+    each, replicas = sampler.micro_batch_size, sampler.data_parallel_size
+    if sampler.total_samples < each * replicas:
+        raise RefusedError(
+            f"--dataloader-type cyclic: a data set has {sampler.total_samples} samples, and "
+            f"{replicas} replicas with micro-batches of {each} draw {each * replicas} at once. Use "
+            "a smaller DP or micro-batch, or more data."
+        )
+
+
 def _has_seeds(sampler: Any) -> bool:
     return type(sampler.dataset).__name__ == "RandomSeedDataset"
 

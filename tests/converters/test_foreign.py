@@ -70,6 +70,7 @@ def keeping_fsdp_arguments(path: Path) -> None:
         (with_files("pytorch_model-00001-of-00002.bin"), "save_pretrained, which writes"),
         (with_files("weights/.metadata", "context/model.yaml"), "NeMo 2"),
         (with_files("embedding.word_embeddings.weight/.zarray"), "zarr backend"),
+        (with_files("model.pt"), r"torch\.save.*safetensors\.torch\.save_file"),
     ],
 )
 def test_other_layouts_are_called_by_their_names(

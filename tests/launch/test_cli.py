@@ -8,7 +8,7 @@ import pytest
 from scalai.core.messages import JsonText
 from scalai.launch import cli
 from scalai.launch.config.endpoint import read_ending, write_card, write_ending
-from scalai.launch.coordinator.person_calls import Status
+from scalai.launch.coordinator.person_calls import Resume, Scale, Status
 from scalai.runtime.calls import Server
 
 TOKEN = b"a secret of this job"
@@ -61,6 +61,25 @@ def test_the_status_of_a_coordinator_of_another_release_is_shown(
     logged = capsys.readouterr()
     assert not ended.value.code, logged.err
     assert shown in logged.out and "a (2 slots)" in logged.out
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]], ids=["done", "dry"])
+def test_a_wish_that_is_only_tried_says_that_nothing_is_changed(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "j"
+    folder.mkdir(mode=0o700)
+    answer = JsonText.of({"reason": "2 ranks: TP1·PP1·DP2"})
+    server = Server(("127.0.0.1", 0), TOKEN, Scale | Resume, lambda *call: answer)
+    assert not isinstance(server.address, str)
+    write_card(folder, server.address, TOKEN)
+    for wish in (["scale", "--nproc", "2"], ["resume", "--generation", "3"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*wish, *flags, "--store-dir", str(tmp_path), "--job", "j"])
+        said = capsys.readouterr().out
+        assert not ended.value.code and answer.value()["reason"] in said
+        assert ("nothing is changed" in said) is bool(flags)
+    server.close()
 
 
 @pytest.mark.parametrize("command", [["verify", "a"], ["reshard", "a", "b"]])

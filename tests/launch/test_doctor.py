@@ -28,6 +28,7 @@ def test_a_host_that_can_run_a_job_is_told_so(
     assert f"free in {tmp_path}" in report
     assert "deepspeed" in report and ", hooked: tried" in report
     assert "4  TP1·PP1·DP4" in report
+    assert "mount  " in report
 
 
 def test_what_is_in_the_way_is_named(

@@ -27,6 +27,8 @@ def samplers() -> Any:
             self, total_samples: int, consumed_samples: int, micro_batch_size: int,
             data_parallel_rank: int, data_parallel_size: int, drop_last: bool = True,
         ) -> None:  # fmt: skip
+            self.total_samples, self.micro_batch_size = total_samples, micro_batch_size
+            self.data_parallel_size = data_parallel_size
             self.places = range(consumed_samples, total_samples)
             self.share = micro_batch_size, data_parallel_rank, data_parallel_size
 
@@ -164,6 +166,15 @@ def test_a_random_order_is_counted_over_its_epochs() -> None:
         Draw("train", Number(0), 8, 12, 12, 12, is_dealt=True),
         Draw("train", Number(1), 0, 4, 12, 12, is_dealt=True),
     ]  # fmt: skip
+
+
+def test_a_data_set_that_fills_no_block_is_refused_with_its_numbers() -> None:
+    """The sampler itself divides by the length of an empty pass."""
+    draws, module = TrainingDraws(), samplers()
+    draws.hook(module)
+    sampler = module.MegatronPretrainingRandomSampler(None, 3, 0, 2, 0, 2, False)
+    with pytest.raises(RefusedError, match=r"has 3 samples.*draw 4 at once.*smaller DP"):
+        next(iter(sampler))
 
 
 def test_a_rank_without_data_draws_nothing_and_a_loader_of_the_scripts_own_is_not_known() -> None:

@@ -1,4 +1,5 @@
-"""Muon on megatron-core without the package that has its arithmetic, which is on no index.
+"""Muon on megatron-core without the package that has its arithmetic (emerging-optimizers, which
+needs Python 3.12).
 
 Which parameters are whose, how the optimizers are chained and what is saved of them is Megatron's
 (megatron/core/optimizer/muon.py, 0.16.1); what is here is an update by an orthogonalized momentum.
