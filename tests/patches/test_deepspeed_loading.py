@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scalai.converters.deepspeed.files import find_tag
 from scalai.converters.layouts import open_checkpoint
@@ -230,6 +231,19 @@ def test_a_flipped_byte_is_found_before_anything_is_written(
     assert all(text.startswith("ProofError") for text in texts), texts
     for named in (file.name, "data/", tensor.name, "copy it again", "The engine is as it was."):
         assert all(named in text for text in texts), (named, texts)
+
+
+@pytest.mark.campaign
+def test_a_checkpoint_without_an_optimizer_is_refused_by_name(
+    deepspeed_pool: WorkerPool, saves: Saves, tmp_path: Path
+) -> None:
+    """At the same degrees, too, where DeepSpeed itself fails with a TypeError."""
+    shutil.copytree(saves.of(ranks(2, 0, **TRAINED))[0], tmp_path, dirs_exist_ok=True)
+    (file,) = tmp_path.glob("*/mp_rank_00_model_states.pt")
+    torch.save({**torch.load(file, weights_only=False), "optimizer": None}, file)
+    for stage in (0, 1):
+        texts = refused(deepspeed_pool, ranks(2, stage, **TRAINED), tmp_path)
+        assert all("has no optimizer" in text for text in texts), texts
 
 
 @pytest.mark.campaign

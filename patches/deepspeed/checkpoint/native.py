@@ -83,9 +83,10 @@ def loads_itself(engine: Any, directory: Path, request: Request) -> bool:
     if (tp, pp, is_3) != (here["tp"], here["pp"], was_3):
         return False
     own = tag.ranks[engine.checkpoint_mp_rank]
-    if not engine.zero_optimization():
-        return not own.optimizer
     path = tag.directory / own.model[0]
+    if not engine.zero_optimization():
+        # Where there is no optimizer's state it would fail with a TypeError.
+        return not own.optimizer and read_dictionary(path, trust=True).get("optimizer") is not None
     return len(own.optimizer) == here["dp"] and _has_equal_buffers(engine, path)
 
 
