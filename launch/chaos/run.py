@@ -234,12 +234,11 @@ class Chaos:
                 outcome, sign=sign.words, seen_s=round(max(0.0, time.time() - struck), 2)
             )
             wall = struck
-        if outcome.is_seen and fault.kind.effect is Effect.ROUND:
-            watch.wait(lambda: bool(watch.rounds_since(wall)), plan.bite_s)
-        elif outcome.is_seen and fault.kind.effect is Effect.ENDS:
+        if outcome.is_seen and fault.kind.effect is not Effect.NOTED:
+            # Without agents no round comes before they are started again.
             watch.wait(
                 lambda: bool(watch.rounds_since(wall)) or not processes.agents(self._folder),
-                min(plan.bite_s, ENDS_S),
+                plan.bite_s if fault.kind.effect is Effect.ROUND else min(plan.bite_s, ENDS_S),
             )
         scene.undo.close()
         is_back = watch.wait(lambda: self._is_back(step, scene.before), plan.bite_s)

@@ -194,6 +194,7 @@ class FolderRegister:
                 is_same = _is_same(file.read(), entry)
             if not has_changed or not is_same:
                 folder.write(name, entry.to_text().encode(), is_durable=True)
+                self._torn = ""
 
     def _read(self, folder: Folder, name: str) -> Entry:
         descriptor = folder.open_file(name, os.O_RDONLY)
@@ -391,7 +392,7 @@ class Lease:
     Args:
         register: Where it is.
         entry: What it says; its term is claimed here.
-        run: Tells the run of the job.
+        run: Tells the run of the job; "" as long as its agents have yet to bring it.
         waits_over: Do not claim now: the thread does, once the register answers, and at once over
             an entry of this run of at most this term, whose holder is known to be gone. Nobody
             waits for it.
@@ -411,9 +412,9 @@ class Lease:
     ) -> None:
         self._register, self._entry, self._run = register, entry.of_this_process(), run
         self._entry = replace(self._entry, run=run())
-        self._over, self._watch, self._began = waits_over, Watch(register), time.monotonic()
+        self._over, self._watch = waits_over, Watch(register)
         self._rival: Entry | None = None
-        """Who has what is to be claimed, and may live."""
+        """Who has what is to be claimed, and may live; or who has superseded this one."""
         self.renewed_at, self.is_superseded = time.monotonic(), False
         """When it was renewed last; whether a later coordinator has it."""
         self._ended, self._writing = threading.Event(), threading.Lock()
@@ -432,6 +433,13 @@ class Lease:
     def is_held(self) -> bool:
         """Whether no other coordinator can have the lease."""
         return self.is_fresh() or (self._register.is_alone and not self.is_superseded)
+
+    @property
+    def has_another_run(self) -> bool:
+        """Whether a further run of the job has superseded this one, and no coordinator of its
+        own."""
+        theirs, own = self._rival.run if self._rival else "", self._run()
+        return self.is_superseded and "" not in (theirs, own) and theirs != own
 
     @property
     def is_alone(self) -> bool:
@@ -494,11 +502,10 @@ class Lease:
             or (newest.term <= over and newest.run in ("", run))
         )  # fmt: skip
         if newest is not None and not is_left and unchanged_s <= LEASE_S:
-            # What is of an earlier term may be this run's, whose name the agents have yet to bring.
-            may_be_own = newest.term <= over and time.monotonic() - self._began <= LEASE_S
-            if self._rival not in (None, newest) and not may_be_own:  # it was renewed since
-                self._lose_to(newest)
+            was_renewed = self._rival not in (None, newest)
             self._rival = newest
+            if was_renewed and run:  # else it may be of this run
+                self._lose_to(newest)
             return
         term = max(self._entry.term, 0 if newest is None else newest.term + 1)
         self._entry = replace(self._entry, term=term, run=run)
@@ -521,4 +528,4 @@ class Lease:
 
     def _lose_to(self, newest: Entry) -> None:
         self.problem = f"coordinator {newest.term} has it: {_named(newest)}."
-        self.is_superseded = True
+        self._rival, self.is_superseded = newest, True

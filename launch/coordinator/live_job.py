@@ -318,14 +318,20 @@ class LiveJob:
         stores."""
         if self.has_crashed:
             return
-        self.has_crashed, self.exit_code = True, 1
+        self.has_crashed = True
         reason = (
             f"the coordinator failed ({error!r}); its log says where. The state stays in the "
             "stores: start the same job again"
         )
         self._say(f"event=crashed reason={reason!r}\n{traceback.format_exc()}")
+        self.end(1, reason)
+
+    def end(self, code: int, reason: str) -> None:
+        """End the job for a reason outside of its rules. The state stays in the stores."""
+        self.log(f"event=exit code={code} reason={reason!r}")
+        self.exit_code = code
         self.state = replace(self.state, phase=m.Phase.ENDED, awaited=frozenset())
-        self.say_farewell(self.members.hosts(), commands.Exit(1, reason))
+        self.say_farewell(self.members.hosts(), commands.Exit(code, reason))
 
     def say_farewell(self, hosts: Iterable[str], farewell: commands.Exit) -> None:
         """Let hosts go; who is cut off learns it later."""

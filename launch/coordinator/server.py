@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scalai.core.actions import RESUMABLE
-from scalai.core.errors import PeerError
+from scalai.core.errors import PeerError, RefusedError
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest, Moved
 from scalai.launch.coordinator.desk import Desk
@@ -26,6 +26,10 @@ FAREWELL_S = 30.0
 """How long the coordinator of a job that has ended waits until every agent has its exit."""
 STOOD_DOWN = 4
 """Exit code of a coordinator that does not hold its lease any more."""
+SUPERSEDED = (
+    "This run ends, and its newest snapshots stay in the stores of its hosts. Do not start it again "
+    "while that run lives"
+)
 SEND_S = 60.0
 """How long an agent may take to read an answer."""
 
@@ -95,8 +99,9 @@ class Coordinator(Desk):
         return self._live.members.term
 
     def run_name(self) -> str:
-        """Return the name of the run of the job. Any thread may ask."""
-        return self._live.run
+        """Return the name of the run of the job; "" until the agents of a coordinator that is gone
+        have brought it. Any thread may ask."""
+        return "" if self._live.state.taking_over is not None else self._live.run
 
     def elect(self, folder: Path) -> Electing:
         """Have its agents vote on it. ``folder``: the job's, on this machine."""
@@ -120,8 +125,11 @@ class Coordinator(Desk):
                     self.forward(self.moved)
                     where = f"{self.moved.host}:{self.moved.port}"
                     return self._stand_down(f"coordinator {self.moved.term} is at {where}.")
-                if self.owns is not None and self.owns.is_superseded:
-                    return self._stand_down(f"another run has --durable-dir: {self.owns.problem}")
+                if self.owns is not None and self.owns.is_superseded and not live.has_ended:
+                    why = f"--durable-dir is not held: {self.owns.problem}"
+                    if not self.owns.has_another_run:
+                        return self._stand_down(why)
+                    live.end(RefusedError.exit_code, f"{why} {SUPERSEDED}")
                 is_over = live.has_ended and self.electing is not None  # its witnesses end, too
                 if self.lease is not None and not is_over:
                     if not self._holds(self.lease):

@@ -191,6 +191,20 @@ def test_a_torn_entry_of_a_dead_holder_is_named_and_the_next_term_is_claimed(
     assert register.claim(entry(4))
 
 
+def test_an_entry_that_is_torn_twice_within_a_beat_is_named_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    register = FolderRegister(tmp_path, "j")
+    assert register.claim(entry(3))
+    (path,) = (tmp_path / "j").iterdir()
+    for _ in range(2):
+        path.write_text("")
+        register.newest()
+        register.newest()
+        register.renew(entry(3))
+    assert caplog.text.count("event=torn_lease") == 2
+
+
 def test_one_file_stays_and_a_late_claim_of_an_earlier_term_fails(tmp_path: Path) -> None:
     register = FolderRegister(tmp_path, "j")
     for term in range(1, 9):
@@ -278,10 +292,14 @@ def test_where_another_run_has_taken_the_directory_meanwhile_the_successor_yield
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
-    other = Lease(owned(tmp_path), entry(3), lambda: "other")
-    successor = Lease(owned(tmp_path), entry(3), waits_over=2)
+    other, own = Lease(owned(tmp_path), entry(3), lambda: "other"), [""]
+    successor = Lease(owned(tmp_path), entry(3), lambda: own[0], waits_over=2)
+    time.sleep(0.5)
+    assert not successor.is_superseded, "it may be of the same run, whose name agents bring"
+    own[0] = "mine"
     _until(lambda: successor.is_superseded)
     assert "run other" in successor.problem and not successor.is_held()
+    assert successor.has_another_run
     other.end(is_over=False)
 
 
@@ -329,14 +347,29 @@ def test_a_register_that_hangs_takes_nobodys_place_while_all_hosts_are_heard(
     wait_until(lambda: line.code == [STOOD_DOWN], "it stands down")
 
 
-def test_a_coordinator_whose_durable_directory_another_run_has_stands_down(
+def test_a_run_that_a_further_one_has_superseded_ends_as_refused(
     line: Line, tmp_path: Path
 ) -> None:
-    line.join("a")
-    line.coordinator.owns = Lease(owned(tmp_path / "disk"), entry(3))
+    """Its agents start no further coordinator, nor does a scheduler start it again."""
+    agent, run = line.join("a"), line.coordinator.run_name
+    line.coordinator.owns = Lease(owned(tmp_path / "disk"), entry(3), run)
     later = Lease(owned(tmp_path / "disk"), entry(4), lambda: "later")
+    told = agent.wait_for("exit")
+    assert told["code"] == RefusedError.exit_code and told["keeps_state"]
+    assert "run later" in told["reason"] and "Do not start it again" in told["reason"]
+    agent.leave()
+    wait_until(lambda: line.code == [RefusedError.exit_code], "it ends")
+    later.end(is_over=False)
+
+
+def test_a_coordinator_that_another_one_of_its_run_has_followed_stands_down(
+    line: Line, tmp_path: Path
+) -> None:
+    agent, run = line.join("a"), line.coordinator.run_name
+    line.coordinator.owns = Lease(owned(tmp_path / "disk"), entry(3), run)
+    later = Lease(owned(tmp_path / "disk"), entry(4), run)
     wait_until(lambda: line.code == [STOOD_DOWN], "it stands down")
-    assert "another run has --durable-dir" in line.log[-1] and "run later" in line.log[-1]
+    assert "--durable-dir is not held" in line.log[-1] and not agent.heard("exit")
     later.end(is_over=False)
 
 
