@@ -8,7 +8,9 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 
 from scalai.core.commands import Replicate, Start
 from scalai.core.dataset.table import DATASET
+from scalai.core.deadlines import GONE_S
 from scalai.core.errors import PeerError, ProofError, ScalaiError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
@@ -24,7 +27,7 @@ from scalai.core.host.state import Call, Round, Want
 from scalai.core.messages import JsonText
 from scalai.core.reports import Holding, Report
 from scalai.core.worker_messages import Welcome
-from scalai.launch.agent.background import Background
+from scalai.launch.agent.background import THREADS, Background
 from scalai.launch.agent.fetch import prepare_restore
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
@@ -91,6 +94,8 @@ class Performer:
         """Workers by the number of their round."""
         self._calls, self._last_call = dict[Call, Future[Any]](), 0
         self._oom_kills = oom_kills()
+        self._ends = deque[threading.Event](maxlen=THREADS)
+        """Set once workers that were ended beside the loop are gone."""
         self._moving: Moving | None = None
         self._replicas = replicas or Replicas(hands.store, hands.token)
 
@@ -203,7 +208,7 @@ class Performer:
                 here({self._hands.host: os.getpid(), **self.groups[round].pids()})
                 reached("relaunch")
             case actions.EndGroup(round, grace_s):
-                return [self._end_group(round, grace_s)]
+                self._end_group(round, grace_s)
             case actions.Poll(round):
                 return self._poll(round)
             case actions.WantStop(round, urgency):
@@ -307,18 +312,26 @@ class Performer:
         workers = action.workers.placement.local_world_size
         return obstacle(policy, workers, present, on_devices=action.on_devices)
 
-    def _end_group(self, round: int, grace_s: float) -> Event:
-        group = self.groups.pop(round)
+    def _end_group(self, round: int, grace_s: float) -> None:
+        """End workers beside the loop: the kernel may not be able to for long."""
+        if not grace_s and self._hands.spec.is_elastic:  # before an error reaches any of them
+            self._kill(round, frozenset(map(int, self.groups[round].pids())))
+        group, is_over, ended = self.groups.pop(round), self._hands.is_over, threading.Event()
+        self._ends.append(ended)
         deadline = time.monotonic() + grace_s
-        while (
-            grace_s
-            and not self._hands.is_over()
-            and time.monotonic() < deadline
-            and group.poll() is None
-        ):
-            time.sleep(0.01)
-        group.end(self._hands.is_over)
-        return events.GroupEnded(round, group.newest_step())
+
+        def end() -> Event:
+            try:
+                while time.monotonic() < deadline and group.poll() is None and not is_over():
+                    time.sleep(0.01)
+                group.end(is_over)
+            except (ScalaiError, OSError):
+                log.exception("event=error host=%s workers of round %d", self._hands.host, round)
+            finally:
+                ended.set()
+            return events.GroupEnded(round, group.newest_step())
+
+        self._hands.background.run(end, self._hands.feed)
 
     def _poll(self, round: int) -> list[Event]:
         outcome = self.groups[round].poll()
@@ -349,6 +362,8 @@ class Performer:
         for group in self.groups.values():
             group.end(self._hands.is_over)
         self.groups.clear()
+        for ended in self._ends:
+            ended.wait(GONE_S)
         for call in list(self._calls):
             self._refuse(call, "the agent ends.")
 

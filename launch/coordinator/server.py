@@ -27,8 +27,8 @@ FAREWELL_S = 30.0
 STOOD_DOWN = 4
 """Exit code of a coordinator that does not hold its lease any more."""
 SUPERSEDED = (
-    "This run ends, and its newest snapshots stay in the stores of its hosts. Do not start it again "
-    "while that run lives"
+    "This run ends, and its newest snapshots stay in the stores of its hosts. Do not start it "
+    "again while that run lives"
 )
 SEND_S = 60.0
 """How long an agent may take to read an answer."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from scalai.core.choice import choose
+from scalai.core.choice import candidates, choose
 from scalai.core.commands import Placement
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
@@ -15,6 +15,9 @@ from scalai.core.policy import Choice, DegreePolicy
 
 KNOWN_CHOICES = 256
 """Changes of which it is kept what was chosen."""
+MOST_ASKED = 16_384
+"""Workers of a world that is not there, whose layouts are looked at: the coordinator answers nobody
+meanwhile."""
 
 
 def make_assign(
@@ -68,9 +71,12 @@ def make_assign(
         choice = chosen(world, max(slots for _, slots in used), *present)
         if isinstance(choice, str):
             slots = sum(count for _, count in used)
-            if max_workers is not None and slots < max_workers:
-                asked = chosen(max_workers, max(count for _, count in used), *present)
-                if not isinstance(asked, str):
+            if max_workers is not None and slots < max_workers <= MOST_ASKED:
+                found = candidates(
+                    max_workers, limits, policy, present[0], excluded=excluded,
+                    requested=requested, ran=present[1],
+                )  # fmt: skip
+                if next(found, None) is not None:
                     choice = (
                         f"{slots} slots are there for {max_workers} workers; start agents with "
                         f"{max_workers - slots} more"

@@ -54,6 +54,16 @@ def test_a_world_without_valid_degrees_is_no_assignment() -> None:
     assert odd((("a", 2),), None) is None
 
 
+def test_a_world_beyond_the_hosts_of_the_job_is_refused_without_counting_its_layouts() -> None:
+    why: list[str] = []
+    huge = make_assign(
+        LIMITS, DegreePolicy(), min_hosts=1, max_hosts=2, max_workers=10**9,
+        requested=DegreeRequest(8, 1), explain=why.append,
+    )  # fmt: skip
+    assert huge((("a", 2),), None) is None
+    assert len(why) == 1 and "TP8·PP1" in why[0]
+
+
 def test_ranks_stand_in_the_order_of_the_hosts() -> None:
     assignment = assign(max_workers=3)((("b", 2), ("a", 2)), None)
     assert assignment is not None

@@ -88,10 +88,12 @@ def states(agents: Agents) -> list[str]:
 def test_few_faults_of_each_part_are_seen_and_survived(tmp_path: Path) -> None:
     chosen = {name: SHORT[name] for name in ("processes", "replicas", "state")}
     figures = campaign(tmp_path / "out", 3, chosen)
-    assert figures["faults"] == figures["passed"] == 8, figures
+    assert figures["faults"] == figures["passed"] == 9, figures
     assert not figures["failed"] and not figures["differs"], figures
     assert figures["steps"] > 100 and figures["detect_s_max"]["process"] < 60, figures
     assert os.path.exists(tmp_path / "out" / "state" / "chaos" / "verdict.png")
+    logs = "".join(log.read_text() for log in (tmp_path / "out" / "processes").glob("?.log"))
+    assert "event=exit code=1" not in logs, "the coordinator has waited for the killed agents"
 
 
 @pytest.mark.campaign

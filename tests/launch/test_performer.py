@@ -34,6 +34,9 @@ class FakeGroup:
     def __init__(self) -> None:
         self.outcome: Any = None
         self.is_ended = False
+        self.kernel = threading.Event()
+        """Set once the kernel can end the workers."""
+        self.kernel.set()
         self.page: Any = SimpleNamespace(
             written=[], save_in_flight=lambda: None, save_looks=lambda: 0,
             has_reached_stop=lambda local: local == 1,
@@ -58,6 +61,7 @@ class FakeGroup:
         return self.newest_step()
 
     def end(self, is_over: object = None) -> None:
+        self.kernel.wait(DEADLINE_S)
         self.is_ended = True
 
 
@@ -77,7 +81,7 @@ class Set:
             store=SimpleNamespace(async_snapshots=True, emergency=True),
         )
         spec: Any = SimpleNamespace(
-            config=config, hook_settings=lambda world: {"world": world},
+            config=config, is_elastic=True, hook_settings=lambda world: {"world": world},
             dataset=lambda facts: DatasetTable(),
         )  # fmt: skip
         nothing: Any = None
@@ -272,8 +276,18 @@ def test_workers_are_started_asked_and_ended(made: Set) -> None:
     made.group.outcome = SimpleNamespace(failures=("rank 1 was killed by SIGKILL",))
     over = events.GroupOver(3, ("rank 1 was killed by SIGKILL",), False, True)
     assert made.perform(actions.Poll(3)) == [over] == made.perform(actions.Agree(3, 9))
-    assert made.perform(actions.EndGroup(3, 5.0)) == [events.GroupEnded(3, 7)]
+    assert made.later(actions.EndGroup(3, 5.0)) == events.GroupEnded(3, 7)
     assert made.group.is_ended and not made.performer.groups
+
+
+def test_workers_that_the_kernel_cannot_end_do_not_hold_up_the_loop(made: Set) -> None:
+    made.perform(actions.StartGroup(workers(3), is_standby=False))
+    made.group.kernel.clear()
+    assert made.perform(actions.EndGroup(3, 0.0)) == []
+    assert not made.group.is_ended and made.fed.empty()
+    made.group.kernel.set()
+    assert made.fed.get(timeout=DEADLINE_S) == events.GroupEnded(3, 7)
+    made.performer.close()
 
 
 def test_workers_that_cannot_be_started_or_built_are_told_of(made: Set) -> None:

@@ -89,7 +89,7 @@ PARTS = (
     Part("links", ("reset-link", "drop-link", "slow-link"), hosts="ab", has_links=True),
 )  # fmt: skip
 SHORT = {
-    "processes": ("kill-worker", "memory-worker", "term-agent"),
+    "processes": ("kill-worker", "memory-worker", "term-agent", "kill-agents"),
     "replicas": ("corrupt-store",),
     "state": ("refuse-disk", "torn-lease", "second-run", "kill-more-hosts"),
 }

@@ -93,7 +93,8 @@ class SimulatedHands:
             case actions.StartGroup(workers):
                 return self._start(workers)
             case actions.EndGroup(number):
-                return [self._end(number)]
+                ended = self._end(number)  # its memory may be in use for long
+                host.work.append(lambda: ended)
             case actions.Poll(number):
                 return self._poll(number)
             case actions.Propose(number, stop):

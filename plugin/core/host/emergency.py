@@ -120,7 +120,7 @@ def write(step: Step, at: int) -> None:
 def go_on(step: Step, number: int) -> None:
     """Order what can be ordered of a round, and seal what is written."""
     current = step.round
-    if current is None or current.number != number or current.emergency is None:
+    if current is None or not step.is_present(number) or current.emergency is None:
         return
     _report(step)
     emergency, under_way = step.present().emergency, current.snapshot

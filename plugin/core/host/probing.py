@@ -57,10 +57,10 @@ def watch(step: Step, seen: Seen | None) -> None:
         ended = frozenset(seen.ended if seen is not None else ())
         if _is_over(current, ended) or step.now >= current.probe_until:
             step.change_round(is_ending=True, probe_until=0.0)
-            step.do(actions.EndGroup(current.number, _grace_s(step, current)))
+            step.end_group(current.number, _grace_s(step, current))
     if aside is not None and step.now >= aside.probe_until:
         end(step)
-    elif aside is not None:
+    elif aside is not None and aside.has_group:
         step.do(actions.Poll(aside.number))
 
 
@@ -72,4 +72,4 @@ def _grace_s(step: Step, current: Round) -> float:
 def end(step: Step) -> None:
     """End the workers that make their step beside the present round."""
     if step.state.probing is not None:
-        step.do(actions.EndGroup(step.state.probing.number, 0.0))
+        step.end_group(step.state.probing.number)

@@ -31,9 +31,8 @@ def build(step: Step, command: commands.Build) -> None:
     """Start the next round's workers beside the present ones."""
     give_up(step)
     _heard(step, command.workers)
-    on_devices = step.round is not None and step.round.uses_devices
-    step.change(standby=Round(command, has_group=True))
-    step.do(actions.StartGroup(command.workers, is_standby=True, on_devices=on_devices))
+    step.change(standby=Round(command, is_due=True))
+    _start_due(step)
 
 
 def _heard(step: Step, workers: commands.Workers) -> None:
@@ -46,6 +45,8 @@ def start(step: Step, command: commands.Start) -> None:
     """Begin a round, with the workers that were built for it where there are any. Where they should
     be and are gone, the round has failed."""
     _heard(step, command.workers)
+    if step.round is not None and step.round.is_ending:
+        _gone(step, step.round, 0)
     standby, number = step.state.standby, command.workers.round
     if standby is not None and standby.number == number:
         step.change(round=standby, standby=None)
@@ -57,11 +58,24 @@ def start(step: Step, command: commands.Start) -> None:
         return
     give_up(step)
     probing.end(step)  # the next workers may need its memory
-    step.change(round=Round(command, has_group=not command.is_built))
+    step.change(round=Round(command, is_due=not command.is_built))
     if command.is_built:
         step.fail("what was on standby is gone")
-    else:
-        step.do(actions.StartGroup(command.workers, is_standby=False))
+    _start_due(step)
+
+
+def _start_due(step: Step) -> None:
+    """Start the workers that are due, once none holds memory that they may need."""
+    present, standby = step.round, step.state.standby
+    if step.state.ending:
+        return
+    if present is not None and present.is_due:
+        step.change_round(is_due=False, has_group=True)
+        step.do(actions.StartGroup(present.workers, is_standby=False))
+    if standby is not None and standby.is_due:
+        step.change_of(standby.number, is_due=False, has_group=True)
+        on_devices = present is not None and present.uses_devices
+        step.do(actions.StartGroup(standby.workers, is_standby=True, on_devices=on_devices))
 
 
 def group_started(step: Step, number: int) -> None:
@@ -86,7 +100,8 @@ def give_up(step: Step, number: int | None = None) -> None:
     standby = step.state.standby
     if standby is None or number not in (None, standby.number):
         return
-    step.do(actions.EndGroup(standby.number, 0.0))
+    if standby.has_group:
+        step.end_group(standby.number)
     dismiss(step, standby)
     step.change(standby=None)
 
@@ -108,21 +123,26 @@ def end(step: Step, grace_s: float) -> None:
     """End the workers of the present round."""
     current = step.change_round(is_ending=True)
     if current.has_group:
-        step.do(actions.EndGroup(current.number, grace_s))
-    else:
-        group_ended(step, current.number, 0)
+        step.end_group(current.number, grace_s)
+    elif current.number not in step.state.ending:
+        _gone(step, current, 0)
 
 
 def group_ended(step: Step, number: int, newest: int) -> None:
-    """No worker of a round is alive. Who had to leave because the job went on without this host
-    joins it again."""
-    ended = step.round
-    if step.state.probing is not None and step.state.probing.number == number:
-        dismiss(step, step.state.probing)
+    """No worker of a round is alive; nobody waits for one that was on standby."""
+    ended, probed = step.round, step.state.probing
+    step.change(ending=step.state.ending - {number})
+    if probed is not None and probed.number == number:
+        dismiss(step, probed)
         step.change(probing=None)
-        return
-    if ended is None or ended.number != number:
-        return  # it was on standby, and nobody waits for it
+    elif ended is not None and ended.number == number and ended.is_ending:
+        _gone(step, ended, newest)
+    _start_due(step)
+
+
+def _gone(step: Step, ended: Round, newest: int) -> None:
+    """The present round is over. Who had to leave because the job went on without this host joins
+    it again."""
     dismiss(step, ended)
     step.change(round=None)
     snapshots.give_back(step, ended)
@@ -130,7 +150,7 @@ def group_ended(step: Step, number: int, newest: int) -> None:
         step.change(is_rejoining=False)
         step.do(actions.Rejoin())
     else:
-        step.tell(job_events.Stopped(step.state.host, number, newest))
+        step.tell(job_events.Stopped(step.state.host, ended.number, newest))
 
 
 def dismiss(step: Step, ended: Round) -> None:

@@ -47,7 +47,7 @@ AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
 def reserve(step: Step) -> None:
     """Make the next snapshot's files beside the training, once the store has room for them."""
     current = step.round
-    if current is None or not current.is_complete(current.published):
+    if current is None or current.is_ending or not current.is_complete(current.published):
         return
     is_first = not current.is_restoring and current.snapshot is None and not current.stepped
     is_early = current.snapshot is None and step.now < current.reserve_at
@@ -105,7 +105,9 @@ def watch(step: Step) -> None:
     and the time."""
     current = step.round
     under_way = None if current is None else current.snapshot
-    if current is None or under_way is None or under_way.reason != "snapshot":
+    if current is None or current.is_ending:
+        return
+    if under_way is None or under_way.reason != "snapshot":
         return
     if current.reserved is not None or under_way.is_given_up:
         return

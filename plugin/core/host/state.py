@@ -145,6 +145,7 @@ class Round:
     Attributes:
         command: The coordinator's; ``Build`` where it was on standby and has not begun.
         has_group: Whether its processes were started, and none has ended them.
+        is_due: Whether they are started once those of earlier rounds are gone, with their memory.
         calls: Calls of its workers that wait for an answer.
         lost: Ranks whose connection has ended.
         tensors: Tensors of the whole job, once every host has published.
@@ -180,6 +181,7 @@ class Round:
 
     command: Build | Start
     has_group: bool = False
+    is_due: bool = False
     calls: frozenset[Call] = frozenset()
     published: Mapping[int, Published] = field(default_factory=dict)
     restored: Mapping[int, tuple[RankRestored, Call]] = field(default_factory=dict)
@@ -303,6 +305,7 @@ class HostState:
         generations: Those that the host's store holds.
         round, standby: The present round, and one that was built beside it.
         probing: A round that has stopped, whose workers make a step more beside the present one.
+        ending: Numbers of rounds whose workers are being ended.
         held: A proposed stop that waits for a save.
         standing: Calls of workers that stand at an agreed stop with a save in flight.
         late: Snapshots and statements by generation that have a number and are not committed.
@@ -326,6 +329,7 @@ class HostState:
     round: Round | None = None
     standby: Round | None = None
     probing: Round | None = None
+    ending: frozenset[int] = frozenset()
     held: HeldStop | None = None
     standing: tuple[Call, ...] = ()
     late: Mapping[int, tuple[str, Committed | None]] = field(default_factory=dict)

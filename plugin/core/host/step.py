@@ -58,8 +58,16 @@ class Step:
         return next((r for r in rounds if r is not None and r.number == number), None)
 
     def is_present(self, number: int) -> bool:
-        """Whether this is the number of the present round."""
-        return self.state.round is not None and self.state.round.number == number
+        """Whether this is the number of the present round, and its workers are not being ended."""
+        current = self.state.round
+        return current is not None and current.number == number and not current.is_ending
+
+    def end_group(self, number: int, grace_s: float = 0.0) -> None:
+        """Have the workers of a round end; ``GroupEnded`` says when they have."""
+        if number not in self.state.ending:
+            self.change_of(number, has_group=False)
+            self.change(ending=self.state.ending | {number})
+            self.do(actions.EndGroup(number, grace_s))
 
     def do(self, *due: Action) -> None:
         self.due += due
@@ -92,7 +100,7 @@ class Step:
         """The present round cannot go on: report it, once. ``is_chance``: a signal was the cause,
         which says nothing of the degrees."""
         current = self.state.round
-        if current is None or current.failure is not None:
+        if current is None or current.failure is not None or current.is_ending:
             return
         failure = Failed(current.number, reason, out_of_memory, is_chance, is_refusal)
         self.change_round(failure=failure)

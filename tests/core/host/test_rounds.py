@@ -156,6 +156,8 @@ def test_what_was_on_standby_and_is_gone_fails_the_round_that_counts_on_it() -> 
     failed = host.reports()[-1]
     assert isinstance(failed, reports.Failed) and "what was on standby is gone" in failed.reason
     host.obey(commands.Stop(2, False))
+    assert host.reported()[-1] != "stopped", "its workers are being ended"
+    host.feed(GroupEnded(2, 0))
     assert host.reported()[-1] == "stopped"
 
 
@@ -184,6 +186,36 @@ def test_a_change_that_is_given_up_ends_what_was_built() -> None:
     assert host.all(actions.EndGroup) == [actions.EndGroup(2, 0.0)]
     host.feed(GroupEnded(2, 0))
     assert host.state.standby is None and host.state.round is not None
+
+
+def test_workers_are_started_once_those_before_them_are_gone_with_their_memory() -> None:
+    host = LawHost()
+    host.train()
+    for number in (2, 3):
+        host.obey(commands.Build(workers(number, 0, 2)))
+    assert [each.workers.round for each in host.all(actions.StartGroup)] == [1, 2]
+    host.obey(commands.GiveUp(3))
+    host.obey(commands.Build(workers(4, 0, 2)))
+    assert host.all(actions.EndGroup) == [actions.EndGroup(2, 0.0)], "the third was not started"
+    host.obey(commands.Stop(1, False))
+    host.feed(GroupEnded(2, 0))
+    assert len(host.all(actions.StartGroup)) == 2, "the first is being ended, too"
+    host.feed(GroupEnded(1, 9))
+    assert [each.workers.round for each in host.all(actions.StartGroup)] == [1, 2, 4]
+
+
+def test_workers_that_are_being_ended_are_told_nothing_and_ended_once() -> None:
+    host = LawHost()
+    host.train()
+    host.obey(commands.Stop(1, False))
+    done = len(host.done)
+    host.obey(commands.Stop(1, False))
+    host.obey(commands.Prepare(1, 12))
+    host.obey(commands.Report())
+    host.tick(1.0)
+    assert host.done[done:] == []
+    host.feed(GroupEnded(1, 9))
+    assert host.reported().count("stopped") == 1 and host.state.round is None
 
 
 def test_calls_of_workers_that_are_not_there_are_refused() -> None:
