@@ -314,8 +314,6 @@ class Performer:
 
     def _end_group(self, round: int, grace_s: float) -> None:
         """End workers beside the loop: the kernel may not be able to for long."""
-        if not grace_s and self._hands.spec.is_elastic:  # before an error reaches any of them
-            self._kill(round, frozenset(map(int, self.groups[round].pids())))
         group, is_over, ended = self.groups.pop(round), self._hands.is_over, threading.Event()
         self._ends.append(ended)
         deadline = time.monotonic() + grace_s

@@ -53,6 +53,11 @@ def check_job(name: str) -> str:
 
 def check_host(name: str) -> str:
     """Return a host's name. Raises ``UsageError`` where it cannot be one."""
+    if name.endswith((".json", ".lock")):
+        raise UsageError(
+            f"host name {name!r} ends as the job's own files beside the folders of its hosts do. "
+            "Give it another name: --host-id NAME."
+        )
     return check_name("host", name, "--host-id")
 
 

@@ -224,6 +224,14 @@ def test_names_that_would_leave_the_store_are_refused(tmp_path: Path, name: str)
         HostStore("job", name, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["coordinator.json", "owner-000000000001.json", "coordinator.lock"]
+)
+def test_no_host_has_the_name_of_a_file_of_its_job(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="the job's own files"):
+        HostStore("job", name, tmp_path)
+
+
 def test_fetched_pieces_become_part_of_a_generation(open_store: Opener) -> None:
     first, second = open_store(host="a"), open_store(host="b")
     manifest = generation(first, 4, step=2)

@@ -298,8 +298,9 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
     is_known = current is not None and (
         request.rank in current.ranks or isinstance(request, AwaitSlot)
     )
-    is_due = step.is_present(request.round) or isinstance(request, OF_BOTH_ROUNDS)
-    is_due |= isinstance(request, RankStepped)  # of a round that probes
+    is_due = isinstance(request, RankStepped | RankFinished)  # also of one that probes or ends
+    if current is not None and not current.is_ending:
+        is_due |= step.is_present(request.round) or isinstance(request, OF_BOTH_ROUNDS)
     if current is None or not is_known or not is_due:
         step.refuse(call, rounds.ENDED)
         return

@@ -60,7 +60,7 @@ def watch(step: Step, seen: Seen | None) -> None:
             step.end_group(current.number, _grace_s(step, current))
     if aside is not None and step.now >= aside.probe_until:
         end(step)
-    elif aside is not None and aside.has_group:
+    elif aside is not None:
         step.do(actions.Poll(aside.number))
 
 
@@ -72,4 +72,5 @@ def _grace_s(step: Step, current: Round) -> float:
 def end(step: Step) -> None:
     """End the workers that make their step beside the present round."""
     if step.state.probing is not None:
-        step.end_group(step.state.probing.number)
+        step.end_group(step.state.probing.number, given_up=step.state.probing)
+        step.change(probing=None)

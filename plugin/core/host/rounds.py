@@ -101,8 +101,7 @@ def give_up(step: Step, number: int | None = None) -> None:
     if standby is None or number not in (None, standby.number):
         return
     if standby.has_group:
-        step.end_group(standby.number)
-    dismiss(step, standby)
+        step.end_group(standby.number, given_up=standby)
     step.change(standby=None)
 
 
@@ -129,14 +128,14 @@ def end(step: Step, grace_s: float) -> None:
 
 
 def group_ended(step: Step, number: int, newest: int) -> None:
-    """No worker of a round is alive; nobody waits for one that was on standby."""
-    ended, probed = step.round, step.state.probing
-    step.change(ending=step.state.ending - {number})
-    if probed is not None and probed.number == number:
-        dismiss(step, probed)
-        step.change(probing=None)
-    elif ended is not None and ended.number == number and ended.is_ending:
-        _gone(step, ended, newest)
+    """No worker of a round is alive; the coordinator waits for the end of the present one alone."""
+    present, ending = step.round, dict(step.state.ending)
+    given_up = ending.pop(number, None)
+    step.change(ending=ending)
+    if given_up is not None:
+        dismiss(step, given_up)
+    if present is not None and present.number == number and present.is_ending:
+        _gone(step, present, newest)
     _start_due(step)
 
 

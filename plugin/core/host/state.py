@@ -305,7 +305,7 @@ class HostState:
         generations: Those that the host's store holds.
         round, standby: The present round, and one that was built beside it.
         probing: A round that has stopped, whose workers make a step more beside the present one.
-        ending: Numbers of rounds whose workers are being ended.
+        ending: Numbers of rounds whose workers are being ended, and those that were given up.
         held: A proposed stop that waits for a save.
         standing: Calls of workers that stand at an agreed stop with a save in flight.
         late: Snapshots and statements by generation that have a number and are not committed.
@@ -329,7 +329,7 @@ class HostState:
     round: Round | None = None
     standby: Round | None = None
     probing: Round | None = None
-    ending: frozenset[int] = frozenset()
+    ending: Mapping[int, Round | None] = field(default_factory=dict)
     held: HeldStop | None = None
     standing: tuple[Call, ...] = ()
     late: Mapping[int, tuple[str, Committed | None]] = field(default_factory=dict)

@@ -62,11 +62,14 @@ class Step:
         current = self.state.round
         return current is not None and current.number == number and not current.is_ending
 
-    def end_group(self, number: int, grace_s: float = 0.0) -> None:
-        """Have the workers of a round end; ``GroupEnded`` says when they have."""
+    def end_group(
+        self, number: int, grace_s: float = 0.0, *, given_up: Round | None = None
+    ) -> None:
+        """Have the workers of a round end; ``GroupEnded`` says when they have. ``given_up``: the
+        round, where the host has it no more."""
         if number not in self.state.ending:
             self.change_of(number, has_group=False)
-            self.change(ending=self.state.ending | {number})
+            self.change(ending={**self.state.ending, number: given_up})
             self.do(actions.EndGroup(number, grace_s))
 
     def do(self, *due: Action) -> None:
