@@ -31,6 +31,7 @@ Curve = Sequence[Sequence[float]]
 _PROBED = (0, *(2**power for power in range(16)))
 """Steps of a schedule at which its functions are compared."""
 _MOST_FUNCTIONS = 16
+_CURVES: weakref.WeakKeyDictionary[Any, Curve] = weakref.WeakKeyDictionary()
 MAKERS = ("LRScheduler", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 """Those whose ``__init__`` does not call another one's of them, or may not."""
 
@@ -60,7 +61,7 @@ class OwnSchedules:
         self.following: set[int] = set()
         self._made: list[weakref.ref[Any]] = []
         self._curves: Sequence[Curve] = ()
-        """Of the schedules when the state was taken."""
+        """Of the schedules: until this round's first step those of the state, then its own."""
         self._guarded: set[type] = set()
         self._engine: Any = None
         self._saved: Sequence[Mapping[str, Any]] | None = None
@@ -97,7 +98,7 @@ class OwnSchedules:
             }
             for schedule in own
         ]
-        return {"own": states, "curves": [curve_of(schedule) for schedule in self._on_engine()]}
+        return {"own": states, "curves": self._curves}
 
     def put(self, saved: Any) -> None:
         if isinstance(saved, Mapping):
@@ -105,12 +106,10 @@ class OwnSchedules:
         else:  # of an older release
             self._saved = saved
 
-    def begin(self, *, compares: bool = True) -> None:
-        """Go on, at the first step of this round, where the last one has left the schedules.
-
-        Args:
-            compares: Whether the parameter groups, too, have to be here as they were when the state
-                was taken.
+    def begin(self) -> None:
+        """Go on, at the first step of this round, where the last one has left the schedules. The
+        parameter groups, too, have to be here as they were when the state was taken: called where a
+        stop would be.
 
         Raises:
             RefusedError: A schedule's state is nothing that can be carried, or the script has made
@@ -135,8 +134,7 @@ class OwnSchedules:
             )
         for entry, schedule in zip(saved, own, strict=False):
             schedule.load_state_dict(all_live(entry["state"]))
-        if had or compares:
-            self._put_groups(is_scheduled=bool(had))
+        self._put_groups(is_scheduled=bool(had))
 
     def _put_groups(self, *, is_scheduled: bool) -> None:
         """Have the parameter groups say what they did when the state was taken: to make a schedule
@@ -158,10 +156,12 @@ class OwnSchedules:
 
     def _compare_curves(self) -> None:
         """Compare the functions of schedules with those of the state: no state holds them."""
-        for schedule, then in zip(self._on_engine(), self._curves, strict=False):
+        schedules, curves = list(self._on_engine()), self._curves
+        self._curves = [curve_of(schedule) for schedule in schedules]
+        for schedule, now, then in zip(schedules, self._curves, curves, strict=False):
             if id(schedule) in self.following:
                 continue
-            for at, (value, before) in enumerate(zip(curve_of(schedule), then, strict=False)):
+            for at, (value, before) in enumerate(zip(now, then, strict=False)):
                 is_alike = len(value) == len(before)
                 if not is_alike or not np.allclose(value, before, 1e-9, 1e-12, equal_nan=True):
                     self._differs(
@@ -224,10 +224,25 @@ class OwnSchedules:
 
 def curve_of(schedule: Any) -> Curve:
     """Return what the functions of a LambdaLR say at some of its steps, [steps, functions]; empty:
-    it is made of none."""
-    each = {id(function): function for function in getattr(schedule, "lr_lambdas", ())}
-    functions = list(each.values())[:_MOST_FUNCTIONS]
-    return [[_value(function, at) for function in functions] for at in _PROBED] if functions else []
+    it is made of none.
+
+    They are a script's, and may be slow, or count how often they are called: each schedule is asked
+    once, and an object that is one goes back to the attributes that it had.
+    """
+    if schedule not in _CURVES:
+        each = {id(function): function for function in getattr(schedule, "lr_lambdas", ())}
+        _CURVES[schedule] = _asked(list(each.values())[:_MOST_FUNCTIONS])
+    return _CURVES[schedule]
+
+
+def _asked(functions: Sequence[Callable[[int], Any]]) -> Curve:
+    kept = [dict(getattr(function, "__dict__", {})) for function in functions]
+    values = [[_value(function, at) for function in functions] for at in _PROBED]
+    for function, attributes in zip(functions, kept, strict=True):
+        if attributes:
+            vars(function).clear()
+            vars(function).update(attributes)
+    return values if functions else []
 
 
 def _value(function: Callable[[int], Any], at: int) -> float:

@@ -417,7 +417,7 @@ class EngineHooks:
                 if self._session.is_to_probe:
                     return self._measuring(name, method, args, kwargs)
                 self.auxiliary.record.uses_modes |= self.engine.module.training
-                self.auxiliary.schedules.begin(compares=self.keeps_order)
+                self.auxiliary.schedules.begin()
                 self._continue_rng_state()
                 self._session.begin_step()
                 if self._session.is_proving:

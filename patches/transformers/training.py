@@ -192,11 +192,14 @@ class TrainerHooks:
             wrapped(*args, **kwargs)
 
     def begin_step(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Leave, where the job stops here, before callbacks hear of a step that is not made."""
+        """Leave, where the job stops here, before callbacks hear of a step that is not made; what
+        they set comes behind the comparison with the state, as it came behind the state."""
         if self._engines.is_due:
             self._engines.end_step()
         if self._engines.is_probing:
             return inspect.signature(wrapped).bind(*args, **kwargs).arguments["control"]
+        if self._engines.engine is not None:
+            self._engines.auxiliary.schedules.begin()
         return wrapped(*args, **kwargs)
 
     def _drawn(self, step: int) -> Sequence[Draw]:

@@ -169,6 +169,26 @@ def test_a_callback_of_trainers_that_counts_for_itself_is_told_of(
 
 
 @pytest.mark.campaign
+def test_parameter_groups_that_a_callback_of_trainers_begins_anew_are_those_of_the_state(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """As the training begins it halves the decay; at each step it sets the betas, which is no
+    difference."""
+    made = play(
+        rounds_pool, tmp_path / "job", "calls_back", [(1, 5), (2, 9), (1, None)],
+        steps=12, output=str(tmp_path), config=CONFIG,
+    )  # fmt: skip
+    assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
+    reported = notes(made)
+    assert {decay for line in reported for decay in line["decays"]} == {0.05, 0.0}
+    assert [line["betas"][1] for line in reported] == [1 - 1 / (n + 10) for n in range(12)]
+    for part, times in zip(made, (0, 1, 1), strict=True):
+        told = [text for text in log([part]) if text.startswith("event=rates ")]
+        assert len(told) == times
+        assert all("has weight_decay 0.025 before" in text for text in told)
+
+
+@pytest.mark.campaign
 def test_a_loop_without_an_engine_is_told_of(rounds_pool: WorkerPool, tmp_path: Path) -> None:
     ((seen,),) = play(rounds_pool, tmp_path, "has_no_engine", [(1, None)], config=CONFIG)
     assert seen.ending == "finished"

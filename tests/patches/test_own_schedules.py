@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.own_schedules import MAKERS, OwnSchedules
+from scalai.patches.deepspeed.own_schedules import MAKERS, OwnSchedules, curve_of
 
 
 class WarmupThen(torchs.LRScheduler):
@@ -206,17 +206,41 @@ def test_a_curve_that_is_another_one_is_found_before_the_first_step() -> None:
             assert "LambdaLR gives [0.9166" in said and "at its step 1, and gave [0.958" in said
 
 
-@pytest.mark.parametrize("compares", [True, False])
-def test_rates_that_a_script_has_begun_anew_are_those_of_the_state_and_are_told_of(
-    compares: bool,
-) -> None:
+def test_rates_that_a_script_has_begun_anew_are_those_of_the_state_and_are_told_of() -> None:
     first = Round()
     first.build_engine()
     first.hooks.begin()
     then = Round({"lr": 0.25}, first.hooks.take())
     then.build_engine()
     then.optimizer.param_groups[0]["lr"] = 1.0
-    then.hooks.begin(compares=compares)
-    assert then.optimizer.param_groups[0]["lr"] == (0.25 if compares else 1.0)
-    assert len(then.said) == compares
-    assert not compares or "has lr 1.0 before the first step; it had 0.25" in then.said[0]
+    then.hooks.begin()
+    assert then.optimizer.param_groups[0]["lr"] == 0.25
+    (said,) = then.said
+    assert "has lr 1.0 before the first step; it had 0.25" in said
+
+
+class Counting:
+    """A function of a script's that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, at: int) -> float:
+        self.calls += 1
+        return 1.0 / self.calls
+
+
+def test_snapshots_ask_nothing_of_a_schedules_functions() -> None:
+    """They are a script's own: slow ones, and ones that count."""
+    own, calls = Counting(), list[int]()
+    there = Round()
+    for function in (own, lambda at: float(calls.append(at) or 1.0)):
+        schedule = torchs.LambdaLR(there.optimizer, function)
+    there.build_engine()
+    there.train(schedule, 1)
+    made, asked = own.calls, len(calls)
+    assert made == 1, "asked for its curve, it counts on from where it was"
+    for _ in range(3):
+        there.hooks.take()
+        curve_of(schedule)
+    assert (own.calls, len(calls)) == (made, asked)

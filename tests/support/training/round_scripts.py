@@ -558,13 +558,22 @@ def calls_back(steps: int, output: str, config: dict[str, Any]) -> None:
         def __init__(self) -> None:
             self.n = 0  # line: counting
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_train_begin(self, *_: Any, **given: Any) -> None:
+            for group in given["optimizer"].param_groups:
+                group["weight_decay"] *= 0.5
+
+        def on_step_begin(self, arguments: Any, state: Any, *_: Any, **given: Any) -> None:
+            for group in given["optimizer"].param_groups:
+                group["betas"] = (0.9, 1.0 - 1.0 / (state.global_step + 10))
+
+        def on_step_end(self, *_: Any, **given: Any) -> None:
             self.n += 1
-            note(n=self.n)
+            groups = given["optimizer"].param_groups
+            note(n=self.n, decays=[g["weight_decay"] for g in groups], betas=groups[0]["betas"])
 
     arguments = TrainingArguments(
         output_dir=output, per_device_train_batch_size=2, max_steps=steps, use_cpu=True,
-        deepspeed=config, save_strategy="no", report_to=[], disable_tqdm=True,
+        weight_decay=0.1, deepspeed=config, save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
     rows = Rows()
     data: Any = [
