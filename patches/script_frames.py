@@ -23,9 +23,9 @@ def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def is_of_framework(frame: FrameType) -> bool:
+def is_of_framework(frame: FrameType, frameworks: frozenset[str] = _FRAMEWORKS) -> bool:
     """Whether a frame's code belongs to a framework or to the hooks, and not to a script."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _FRAMEWORKS
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in frameworks
 
 
 def script_place() -> str:

@@ -108,6 +108,7 @@ class LoopHooks:
             if self._is_own_order:
                 return now
             then = int(session.facts.get("first_dp", now))
+            self._engines.auxiliary.record.note_told(f"{then} processes")
             if then != now:
                 self._engines.auxiliary.say(
                     "ranks_then",
@@ -227,6 +228,7 @@ class LoopHooks:
         """Step a schedule as often as the script has meant it to be; not again in epochs that are
         over."""
         if self._accelerator is not None and self._engines.auxiliary.is_behind():
+            self._engines.auxiliary.record.note(f"a step of {type(instance.scheduler).__name__}")
             return None
         ranks = self._stepping.get(id(instance), self._get_session().facts.get("first_dp"))
         if ranks is None or self._accelerator is None or ranks == self._accelerator.num_processes:
@@ -260,6 +262,7 @@ class LoopHooks:
 
     def save_model(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """The weights of now do not belong under the name of an epoch that is over."""
+        self._engines.auxiliary.record.note("a save of the model")
         if instance is self._accelerator and self._engines.auxiliary.is_behind():
             log.info("event=save skipped='this was trained on in an earlier round'")
             return None

@@ -20,6 +20,40 @@ REMEMBERED = 64
 """How many runs of passes it is known of where they ended."""
 
 
+class Glances:
+    """Passes that a script has only looked into, in bounded memory.
+
+    Attributes:
+        runs: Passes at equal distances: the first, how far they are apart, and how many they are.
+        has_forgotten: Whether the oldest of more than ``REMEMBERED`` runs had to go.
+    """
+
+    def __init__(self, runs: Sequence[tuple[Number, Number, int]] = ()) -> None:
+        self.runs, self.has_forgotten = list(runs), False
+
+    def append(self, number: Number) -> None:
+        if self.runs:
+            first, apart, count = self.runs[-1]
+            far = Number(number.epoch - first.epoch, number.repeat - first.repeat)
+            if count == 1 or far == Number(apart.epoch * count, apart.repeat * count):
+                self.runs[-1] = first, far if count == 1 else apart, count + 1
+                return
+        self.runs.append((number, START, 1))
+        self.has_forgotten |= len(self.runs) > REMEMBERED
+        del self.runs[:-REMEMBERED]
+
+    def __contains__(self, number: Number) -> bool:
+        return any(_is_of(number, *run) for run in self.runs)
+
+
+def _is_of(number: Number, first: Number, apart: Number, count: int) -> bool:
+    epochs, repeats = number.epoch - first.epoch, number.repeat - first.repeat
+    far, each = (epochs, apart.epoch) if apart.epoch else (repeats, apart.repeat)
+    place = far // each if each else 0
+    is_within = 0 <= place < count
+    return is_within and (epochs, repeats) == (apart.epoch * place, apart.repeat * place)
+
+
 @dataclass(slots=True)
 class Clock:
     """The passes over one sampler.
@@ -35,6 +69,7 @@ class Clock:
         size, length: Samples of the data set, and places of a pass over it with what fills its last
             batch; None: none was begun yet.
         has_begun: Whether this process has begun a pass.
+        is_trained_on: Whether a step of this process was made of what was drawn.
         ends: Where passes that were trained on ended, as runs of passes, newest last: samples
             (None: all of the pass), and the number of passes.
         until: Samples at which the pass begun last ends, because it was taken up within and all
@@ -50,10 +85,11 @@ class Clock:
     consumed: int = 0
     drawn: deque[Number] = field(default_factory=deque)
     over: Number | None = None
-    glanced: list[Number] = field(default_factory=list)
+    glanced: Glances = field(default_factory=Glances)
     size: int | None = None
     length: int | None = None
     has_begun: bool = False
+    is_trained_on: bool = False
     ends: list[tuple[int | None, int]] = field(default_factory=list)
     until: int | None = None
     looked_at: list[Number] | None = None
@@ -96,7 +132,7 @@ class Clock:
         if is_trained and self.looked_at is not None and self._newest != self.over:
             self.drawn.extend(self.looked_at)
             self.looked_at = None
-        elif not is_trained and self.looked_at is None and not self.has_stepped:
+        elif not is_trained and self.looked_at is None and not self.is_known:
             self.looked_at = list(self.drawn)
             self.drawn.clear()
 
@@ -150,6 +186,11 @@ class Clock:
         return self.has_stepped and (self._newest is None or self._newest <= self.current)
 
     @property
+    def is_known(self) -> bool:
+        """Whether this is a sampler of the training, in whatever mode the model is."""
+        return self.has_stepped or self.is_trained_on
+
+    @property
     def has_stepped(self) -> bool:
         """Whether samples from here were trained on."""
         return self.current != START or self.consumed > 0
@@ -181,9 +222,9 @@ class Clock:
             return self._newest, 0
         return self.current, self.consumed
 
-    def restart(self, current: Number, consumed: int, glanced: Sequence[Number] = ()) -> None:
+    def restart(self, current: Number, consumed: int, glanced: Glances | None = None) -> None:
         """Be as far as told. What was begun and drawn before does not count."""
-        self.current, self.consumed, self.glanced = current, consumed, list(glanced)
+        self.current, self.consumed, self.glanced = current, consumed, glanced or Glances()
         self._is_taken_up = consumed > 0
         self.begin_after(None)
         self.drawn.clear()
@@ -235,7 +276,7 @@ class Clocks:
     @property
     def have_drawn(self) -> bool:
         """Whether a micro-batch was drawn that is not trained on yet."""
-        return any(clock.drawn for clock in self._clocks)
+        return any(clock.drawn or clock.looked_at for clock in self._clocks)
 
     @property
     def may_yield_nothing(self) -> bool:
@@ -258,7 +299,7 @@ class Clocks:
         return [
             {
                 "pass": list(clock.place[0]), "consumed": clock.place[1],
-                "glanced": [list(number) for number in clock.glanced],
+                "glanced": [[*first, *apart, n] for first, apart, n in clock.glanced.runs],
                 "ends": [list(run) for run in clock.ends], "length": clock.length,
             }
             for clock in (*self._clocks, *self._to_come)
@@ -273,7 +314,9 @@ class Clocks:
             if state is None:
                 clock.restart(START, 0)
             else:
-                glanced = [Number(*number) for number in state["glanced"]]
-                clock.restart(Number(*state["pass"]), int(state["consumed"]), glanced)
+                # Those of an older release are single passes.
+                runs = [[*run, 0, 0, 1][:5] for run in state["glanced"]]
+                glances = Glances([(Number(*r[:2]), Number(*r[2:4]), r[4]) for r in runs])
+                clock.restart(Number(*state["pass"]), int(state["consumed"]), glances)
                 clock.ends = [(end, count) for end, count in state.get("ends", [])]
                 clock.length = state.get("length")

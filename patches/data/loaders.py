@@ -25,7 +25,7 @@ from scalai.core.dataset.drawn import Number
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Call
-from scalai.patches.data.clock import Clock, Clocks
+from scalai.patches.data.clock import REMEMBERED, Clock, Clocks
 
 LOOK_AHEAD = 8
 """Micro-batches that a script may draw ahead of its steps, where two steps have no more."""
@@ -48,6 +48,10 @@ class FirstBatches:
         """Micro-batches that each replica ran for one optimizer step."""
         return max(1, self.global_batch_size // (self.micro_batch_size * self.dp))
 
+    def is_layout_of(self, batches: Batches) -> bool:
+        """Whether a round deals its micro-batches as the first one did."""
+        return (self.micro_batch_size, self.dp) == (batches.micro_batch_size, batches.dp)
+
 
 class Feed:
     """The loaders of one process and how far each is.
@@ -57,9 +61,11 @@ class Feed:
     drawn now is not trained on; ``first_dp`` the number of replicas of the first round, None while
     that is this one. ``on_other_pass`` is called where a pass begins that is not trained on,
     ``on_pass``, with a data set's name and what its order follows from, where one begins that is.
-    ``on_other`` is called where the script's place in its data is another one than the state's,
-    with the detail and the way out; ``on_other_end`` where a pass has ended elsewhere than those
-    before, or is to end where one alone has. ``way_out`` is for orders that cannot be kept.
+    ``on_begin`` is called where a pass begins that is counted, ``on_told`` where the script is told
+    a number of the first round's, ``on_other`` where its place in its data is another one than the
+    state's, with the detail and the way out; ``on_other_end`` where a pass has ended elsewhere than
+    those before, or is to end where one alone has; ``on_forgotten`` where not all is kept of the
+    passes. ``way_out`` is for orders that cannot be kept.
     ``has_drawn`` says whether this round has drawn its first batch of the training.
     """
 
@@ -76,12 +82,17 @@ class Feed:
         self.on_pass: Callable[[str, Mapping[str, Json]], None] = lambda name, facts: None
         self.on_other: Callable[[str, str], None] = _refuse
         self.on_other_end: Callable[[Clock], None] = lambda clock: None
+        self.on_begin: Callable[[Clock], None] = lambda clock: None
+        self.on_told: Callable[[str], None] = lambda answer: None
+        self.on_forgotten: Callable[[str], None] = lambda detail: None
         self.way_out = (
             "Use training_data= of deepspeed.initialize, or a DataLoader over a map-style data set "
             "with a DistributedSampler and the micro-batch of DeepSpeed's configuration"
         )
         self._latest: Clock | None = None
         """The clock from which was drawn last."""
+        self._uncounted: Pass | None = None
+        """The pass that was drawn from last, where nothing of it is counted."""
         self._declined: dict[str, None] = {}
 
     def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
@@ -95,7 +106,7 @@ class Feed:
     def is_training(self, clock: Clock | None = None) -> bool:
         """Whether what is drawn now may be trained on. From a sampler that was trained on before it
         may in ``eval()`` too: a script may turn ``train()`` on behind the draw."""
-        is_known = clock is not None and clock.has_stepped
+        is_known = clock is not None and clock.is_known
         return torch.is_grad_enabled() and (is_known or not self.is_evaluating())
 
     def is_micro_batch(self, batch_size: int) -> bool:
@@ -141,7 +152,13 @@ class Feed:
 
     def use(self, *, is_trained: bool) -> None:
         """Say how the engine has used the newest micro-batch: in a step, or in an evaluation, as
-        by a script that turns gradients off behind the draw, and does not say ``eval()``."""
+        by a script that turns gradients off behind the draw, and does not say ``eval()``. One that
+        trains in ``eval()`` shows by a step alone which pass is not that of an evaluation."""
+        uncounted = self._uncounted
+        if is_trained and uncounted is not None and not self.clocks.have_drawn:
+            self._uncounted = None
+            if uncounted.count():
+                self.has_drawn, self._latest = True, uncounted.sampler.clock
         if self._latest is not None:
             self._latest.use(is_trained=is_trained)
 
@@ -152,7 +169,10 @@ class Feed:
         layout = self.batches if self.has_drawn else self.first
         assert layout is not None
         length = pass_length(samples, layout.global_batch_size, drop_last=drop_last)
-        return length // (layout.micro_batch_size * layout.dp)
+        length //= layout.micro_batch_size * layout.dp
+        if not self.has_drawn:
+            self.on_told(f"a loader of {length} micro-batches")
+        return length
 
     def _make_sampler(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
@@ -189,6 +209,11 @@ class Feed:
             RefusedError: More was drawn than a script may draw ahead.
         """
         assert self.batches is not None
+        if clock.glanced.has_forgotten:
+            self.on_forgotten(
+                f"the script has only looked into passes over {clock.name} more than {REMEMBERED} "
+                "times, at no equal distances: of the oldest ones a later round gets no batch"
+            )
         if clock.jumped is not None:
             (epoch, repeat), consumed = clock.jumped
             again = f" (its pass {repeat + 1})" if repeat else ""
@@ -229,9 +254,13 @@ class Feed:
             drawn = wrapped(*args, **kwargs)
         except StopIteration:
             clock.over = source.number or clock.over
+            if source is self._uncounted:
+                self._uncounted = None
             raise
-        if self.is_counting and source.number is not None and self.is_training(clock):
-            self.has_drawn, self._latest = True, clock
+        if self.is_counting and source.number is None:
+            self._uncounted, source.drawn = source, source.drawn + 1
+        elif self.is_counting and source.number is not None and self.is_training(clock):
+            self.has_drawn, self._latest, self._uncounted = True, clock, None
             clock.draw(source.number)
         return drawn
 
@@ -319,6 +348,7 @@ class ElasticBatchSampler(BatchSampler):
         if not self.is_elastic or self.clock.next_pass(sampler.epoch)[1] is not None:
             return False
         self.clock.over, _ = self.clock.begin(sampler.epoch)
+        self.feed.on_begin(self.clock)
         return True
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
@@ -346,24 +376,48 @@ class Pass(Iterator[list[int]]):
     """One pass over a sampler: begins when its first batch is asked for.
 
     ``number`` says which; None where nothing is counted, because this is not what the engine trains
-    on.
+    on. Then ``drawn`` says how many batches the script has drawn.
     """
 
     def __init__(self, sampler: Dealer) -> None:
         self.sampler = sampler
         self._batches: Iterator[list[int]] | None = None
         self.number: Number | None = None
+        self.drawn = self._given = 0
+        self._may_count = False
 
     def __next__(self) -> list[int]:
         if self._batches is None:
             self._batches = self._begin()
-        return next(self._batches)
+        batch = next(self._batches)
+        self._given += 1
+        return batch
+
+    def count(self) -> bool:
+        """Count a pass from its beginning, because it is trained on, in ``eval()``. Returns whether
+        that can be: until here it is as torch deals it, which is the order of the first layout."""
+        sampler, clock, feed = self.sampler, self.sampler.clock, self.sampler.feed
+        assert feed.first is not None and feed.batches is not None
+        is_first = feed.first.is_layout_of(feed.batches)
+        clock.is_trained_on = is_first and self._may_count and self._given < len(sampler.plain)
+        if not clock.is_trained_on or not sampler.is_elastic:
+            clock.is_trained_on = False
+            return False
+        given, self._batches = self._given, self._begin()
+        for _ in range(given):
+            next(self._batches, None)
+        assert self.number is not None
+        for _ in range(self.drawn):
+            clock.draw(self.number)
+        return True
 
     def _begin(self) -> Iterator[list[int]]:
         if not self.sampler.is_elastic:
+            self._may_count = torch.is_grad_enabled()
             self.sampler.feed.note_evaluation()
             return iter(self.sampler.plain)
         self.number, consumed = self.sampler.clock.begin(self.sampler.epoch)
+        self.sampler.feed.on_begin(self.sampler.clock)
         self.sampler.feed.refuse_skipping(self.sampler.clock)
         if consumed is None:
             self.sampler.skip()

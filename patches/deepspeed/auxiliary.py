@@ -21,7 +21,7 @@ from scalai.patches.deepspeed.own_schedules import OwnSchedules
 from scalai.patches.deepspeed.record import Record
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.own_state import OwnState
-from scalai.patches.script_frames import script_place
+from scalai.patches.script_frames import is_of_framework, script_place
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ REMEMBERED = 100
 """How many names of checkpoints are known again."""
 OURS = frozenset(("data", "loaded", "beside", "record", "steps", "accelerate", "trainer"))
 """What the hooks register, under names that a script's variables may have, too."""
+_NO_SEEDERS = frozenset(("deepspeed", "scalai", "torch"))
+"""Those whose seeds are none of a script's: ``set_seed`` of the others is."""
 _SAVES = ("save_16bit_model", "save_fp16_model")
 _PLANNED = ("total_num_steps", "total_steps")
 """How DeepSpeed's and torch's schedules call the number of steps that they were made for."""
@@ -69,7 +71,11 @@ class Auxiliary:
     def __init__(self, clocks: Clocks, replay: Replay) -> None:
         self._clocks, self._replay = clocks, replay
         self.has_stepped = False
-        self.record = Record()
+        self.record = Record(
+            lambda detail, place: self.say("replays_otherwise", detail, place),
+            self.forgets,
+            script_place,
+        )
         self.schedules = OwnSchedules(self.is_behind, self.differs, self.say)
         self._engine: Any = None
         self._session: Told | None = None
@@ -89,6 +95,10 @@ class Auxiliary:
     def is_resuming(self) -> bool:
         """Whether the state is that of an earlier round, as it was restored."""
         return self._restored_step is not None and not self.has_stepped
+
+    def install_seeds(self) -> None:
+        """Hook what scripts seed torch by, before any of their lines."""
+        wrapt.wrap_function_wrapper(torch, "manual_seed", self._seed)
 
     def install(self) -> None:
         """Hook what scripts do beside the engine, in torch."""
@@ -132,6 +142,12 @@ class Auxiliary:
     def stepped(self) -> None:
         """An optimizer step has ended."""
         self.has_stepped = True
+        self.record.stepped()
+
+    def begins(self, clock: Clock) -> None:
+        """Notice a pass over data that are trained on. A pipeline's script begins steps."""
+        if not self._replay.counts_steps:
+            self.record.begin(f"a pass over {clock.name}", is_over=clock.is_replaying)
 
     def look(self, keepers: Sequence[Any] = ()) -> None:
         """Look behind an optimizer step, in code that the script has called.
@@ -166,6 +182,7 @@ class Auxiliary:
 
     def evaluates(self) -> None:
         """Notice a pass that is not trained on."""
+        self.record.note("an evaluation")
         if self.is_behind():
             self.say(
                 "evaluated_again",
@@ -192,6 +209,10 @@ class Auxiliary:
             "of the script's own (enumerate) that ends it began anew where the pass was taken up",
         )
 
+    def forgets(self, detail: str) -> None:
+        """Not all is kept of what the script has done."""
+        self.say("record_full", detail)
+
     def differs(self, detail: str, way_out: str) -> None:
         """What trains is another than it was when the state was taken.
 
@@ -205,11 +226,12 @@ class Auxiliary:
         place = script_place()
         raise RefusedError(f"{f'{place}: ' if place else ''}{detail}. {way_out}.")
 
-    def say(self, event: str, detail: str) -> None:
-        """Warn once, on rank 0, with the script's line."""
+    def say(self, event: str, detail: str, place: str = "") -> None:
+        """Warn once, on rank 0, with the script's line; that of now where none is given."""
         if event not in self._logged and _rank() == 0:
             self._logged.add(event)
-            log.warning("event=%s at=%s detail=%r", event, script_place() or "unknown", detail)
+            place = place or script_place() or "unknown"
+            log.warning("event=%s at=%s detail=%r", event, place, detail)
 
     def _look(self, step: int, keepers: Sequence[Any]) -> None:
         kept = self._own.look(sys._getframe(1), self._engine, keepers)
@@ -251,7 +273,14 @@ class Auxiliary:
                     return planned
         return None
 
+    def _seed(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not is_of_framework(sys._getframe(1), _NO_SEEDERS):
+            self.record.note(f"a seed of {(*args, *kwargs.values())[0]}")
+        return wrapped(*args, **kwargs)
+
     def _save_object(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not is_of_framework(sys._getframe(1)):
+            self.record.note("a torch.save")
         if self.is_behind():
             self.say(
                 "saved_behind",
@@ -262,6 +291,7 @@ class Auxiliary:
 
     def _skipping(self, method: Call) -> Call:
         def save(*args: Any, **kwargs: Any) -> Any:
+            self.record.note("a save of the model")
             if self.is_behind():
                 log.info("event=save skipped='this was trained on in an earlier round'")
                 return True

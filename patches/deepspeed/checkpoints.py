@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from scalai.patches.deepspeed.checkpoint.progress import (
     client_state,
     plain_client_state,
 )
+from scalai.patches.deepspeed.record import LOADS
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.progress import choose_source, describe_source
 from scalai.runtime.live import LiveState
@@ -96,6 +98,7 @@ class Checkpoints:
         from scalai.patches.deepspeed.state import DeepSpeedState
 
         auxiliary, request = self._auxiliary, Request.of(method, args, kwargs)
+        auxiliary.record.note(f"{LOADS} {_kind(request.tag or request.load_dir)}")
         if auxiliary.is_resuming:
             directory = request.directory()
             if self._clocks.have_begun:
@@ -114,6 +117,7 @@ class Checkpoints:
             if is_beginning:  # later it moves neither the script nor its data
                 self._clocks.put([])
                 self._replay.restart()
+                auxiliary.record.restart()
             auxiliary.loaded()
             self._on_load()
             self._session.renew(
@@ -144,6 +148,7 @@ class Checkpoints:
             return None, {}
         if request.is_whole:
             # The script goes on behind the epochs and steps that were over, not with its first.
+            self._auxiliary.record.resume()
             self._clocks.begin_after(self._over.get(_name(directory), []))
             self._replay.begin_at(checkpoint_step(directory))
         return _told_by(directory)
@@ -151,11 +156,12 @@ class Checkpoints:
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save, but not while the script goes through epochs or steps that are over: what it would
         save under their names is of a later step."""
+        given = inspect.signature(method).bind(*args, **kwargs).arguments
+        self._auxiliary.record.note(f"a save of {_kind(given.get('tag') or given['save_dir'])}")
         if self._auxiliary.is_behind():
             log.info("event=save skipped='this was trained on in an earlier round'")
             return True
         result = method(*args, **kwargs)
-        given = inspect.signature(method).bind(*args, **kwargs).arguments
         tag = given.get("tag") or f"global_step{self._engine.global_steps}"
         name = _name(Path(given["save_dir"]) / str(tag))
         self._over[name] = self._clocks.over()
@@ -163,6 +169,11 @@ class Checkpoints:
         for name in list(self._over)[:-REMEMBERED]:
             del self._over[name]
         return result
+
+
+def _kind(name: Any) -> str:
+    """Return what a checkpoint is called in any epoch."""
+    return re.sub(r"\d+", "#", Path(str(name)).name)
 
 
 def _asked(request: Request) -> str:

@@ -48,6 +48,7 @@ class OwnSchedules:
         stepped_elsewhere: Return the schedules that something else carries: a trainer's.
         following: Identities of those whose functions follow from the number of ranks of now, and
             are stepped so.
+        on_step: Called with a schedule's kind where one is stepped, or would be.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class OwnSchedules:
         self._is_behind, self._differs, self._say = is_behind, differs, say
         self.stepped_elsewhere: list[Callable[[], Iterable[Any]]] = []
         self.following: set[int] = set()
+        self.on_step: Callable[[str], None] = lambda kind: None
         self._made: list[weakref.ref[Any]] = []
         self._curves: Sequence[Curve] = ()
         """Of the schedules: until this round's first step those of the state, then its own."""
@@ -200,6 +202,8 @@ class OwnSchedules:
 
         @functools.wraps(plain)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if schedules._engine is not None:
+                schedules.on_step(type(self).__name__)
             is_again = schedules._engine is not None and schedules._is_behind()
             if is_again and any(own is self for own in schedules.own()):
                 return None  # stepped in an earlier round

@@ -1,13 +1,17 @@
 """What the rounds of a job have seen where script and framework meet, for the rounds behind a
 change: a script of a later round runs again from its beginning, and is compared with it.
 
-Its data's part is kept by the clocks of its loaders, that of its checkpoints with them.
+The record is a sequence of stretches. The first is the script's beginning; each other begins with a
+pass over data that are trained on, or with a step of a pipeline. A stretch has the events behind
+its newest step alone: a pass that is over gives no batch, and the body of its loop does not run
+again. Repetitions are folded. The clocks of the loaders keep where passes ended.
 """
 
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from scalai.core.jsonable import Json
@@ -15,10 +19,82 @@ from scalai.core.jsonable import Json
 _BY_RANK = ("--local_rank", "--local-rank")
 _MOST_ARGUMENTS = 4096
 """Bytes of arguments that are kept as they are."""
+MOST_BYTES = 48 << 10
+"""Of the stretches as JSON. With arguments and the stretch under way that is less than 64 KiB."""
+_MOST_EVENTS, _MOST_LETTERS = 80, 80
+"""Of a stretch, and of an event."""
+_LONGEST_PERIOD = 16
+"""Stretches, or repetitions of some, that may repeat together."""
+BEGINNING = "its beginning"
+_STEPS = "its first step"
+LOADS = "a load of"
+"""A script resumes by it at its beginning, at whatever there is then."""
+_MORE = "more"
+"""Stands for events that are not kept."""
+
+Stretch = list[str]
+"""How it begins, and the events in it."""
+Node = Any
+"""A stretch, or [how often, nodes that repeat]."""
+
+
+class Stretches:
+    """Stretches, folded where they repeat, in bounded memory.
+
+    Attributes:
+        nodes: Of the newest ones.
+        dropped: How many older ones there were.
+    """
+
+    def __init__(self, nodes: Sequence[Node] = (), dropped: int = 0) -> None:
+        self.nodes, self.dropped = list(nodes), dropped
+
+    def add(self, stretch: Stretch) -> bool:
+        """Add one. Returns whether older ones had to go."""
+        self.nodes.append(stretch)
+        while self._fold():
+            pass
+        before = self.dropped
+        if len(json.dumps(self.nodes)) > MOST_BYTES:
+            while len(json.dumps(self.nodes)) > MOST_BYTES // 2:
+                self.dropped += sum(1 for _ in _unfolded(self.nodes[:1]))
+                del self.nodes[0]
+        return self.dropped > before
+
+    def __iter__(self) -> Iterator[Stretch | None]:
+        """Yield all, oldest first; None for one that was dropped."""
+        yield from (None for _ in range(self.dropped))
+        yield from _unfolded(self.nodes)
+
+    def _fold(self) -> bool:
+        nodes = self.nodes
+        for period in range(1, min(_LONGEST_PERIOD, len(nodes) - 1) + 1):
+            newest, before = nodes[-period:], nodes[-period - 1]
+            if isinstance(before[0], int) and before[1] == newest:
+                nodes[-period - 1 :] = [[before[0] + 1, newest]]
+                return True
+            if nodes[-2 * period : -period] == newest:
+                nodes[-2 * period :] = [[2, newest]]
+                return True
+        return False
+
+
+def _unfolded(nodes: Sequence[Node]) -> Iterator[Stretch]:
+    for node in nodes:
+        if isinstance(node[0], int):
+            for _ in range(node[0]):
+                yield from _unfolded(node[1])
+        else:
+            yield node
 
 
 class Record:
-    """The record of one process; equal on all ranks.
+    """The record of one process.
+
+    Args:
+        differs: Called once a round, with the detail, where the script does something that it has
+            not done in the rounds before: what trains is compared for itself.
+        forgets: Called with the detail where the record has become too long.
 
     Attributes:
         uses_modes: Whether the script turns ``train()`` on and off, so that ``eval()`` says that it
@@ -26,18 +102,134 @@ class Record:
         other_arguments: Arguments of the script that a person has changed since the last round.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, differs: Callable[[str, str], None], forgets: Callable[[str], None],
+        place: Callable[[], str],
+    ) -> None:  # fmt: skip
+        self._differs, self._forgets, self._place = differs, forgets, place
         self.uses_modes = False
         self.other_arguments: tuple[str, ...] = ()
+        self._over = Stretches()
+        self._newest: Stretch = [BEGINNING]
+        """The stretch under way."""
+        self._first: dict[str, str] = {}
+        """This round's beginning: events, and where the script has them."""
+        self._is_first = True
+        """Whether the script is in its beginning."""
+        self._then: Iterator[Stretch | None] | None = None
+        """The stretches to come of the rounds before; None: the script is compared no more."""
+        self._expected: Sequence[str] = ()
+        """Events to come in the stretch that the script is in."""
+        self._number = 0
+        """Of that stretch."""
+        self._is_recording = True
+
+    def note(self, event: str) -> None:
+        """Note what the script does. Several alike are one."""
+        event = event[-_MOST_LETTERS:]
+        if self._is_first and event not in self._first and len(self._first) < _MOST_EVENTS:
+            self._first[event] = self._place()
+        if self._is_recording:
+            if event != self._newest[-1] and len(self._newest) <= _MOST_EVENTS:
+                self._newest.append(event if len(self._newest) < _MOST_EVENTS else _MORE)
+        elif self._then is not None:
+            self._compare(event)
+
+    def note_told(self, answer: str) -> None:
+        """Note a number of the first round's that the script is told in its beginning."""
+        if self._is_first:
+            self.note(answer)
+
+    def begin(self, stretch: str, *, is_over: bool) -> None:
+        """A pass over data begins, or a step of a pipeline.
+
+        Args:
+            is_over: Whether earlier rounds have made it.
+        """
+        self._is_first = False
+        if self._is_recording:
+            self._close(stretch)
+        elif not is_over:
+            self.resume()
+        elif self._then is not None:
+            self._number += 1
+            then = next(self._then, [_STEPS])
+            self._expected = [_MORE] if then is None else then[1:]
+            if then is not None and then[0] != stretch:
+                self._end(f"begins {stretch}, and began {then[0]} then")
+
+    def stepped(self) -> None:
+        """This round has made a step of its own."""
+        self._is_first, self._is_recording = False, True
+        self.resume()
+        if self._newest[0] == BEGINNING:
+            self._close(_STEPS)
+        del self._newest[1:]
+
+    def resume(self) -> None:
+        """The script goes on where the training is, or elsewhere than at its first pass."""
+        self._then = None
+
+    def restart(self) -> None:
+        """The script begins with a checkpoint that is newer, and the record with this round."""
+        self._over, self._newest = Stretches(), [BEGINNING, *self._first]
+        self._is_recording = True
+        self.resume()
 
     def take(self) -> Json:
-        return {"uses_modes": self.uses_modes, "arguments": _arguments()}
+        return {
+            "uses_modes": self.uses_modes, "arguments": _arguments(), "over": self._over.nodes,
+            "dropped": self._over.dropped, "newest": self._newest,
+        }  # fmt: skip
 
     def put(self, saved: Mapping[str, Any]) -> None:
         self.uses_modes |= saved["uses_modes"]
         then, now = saved["arguments"], _arguments()
         if then != now:
             self.other_arguments = tuple(sorted({*then} ^ {*now})) or ("their order",)
+        if not saved.get("over"):  # the script has not come to its first step yet, or did not say
+            return
+        self._over, self._newest = Stretches(saved["over"], saved["dropped"]), saved["newest"]
+        self._is_recording, self._number = False, 0
+        self._then = chain(self._over, [self._newest])
+        first = next(self._then)
+        self._expected = [_MORE] if first is None else first[1:]
+        for event, place in self._first.items():
+            if self._then is not None:
+                self._compare(event, place)
+
+    def _close(self, stretch: str) -> None:
+        if self._over.add(self._newest):
+            self._forgets(
+                f"the record of what the script does has reached {MOST_BYTES >> 10} KiB: a later "
+                f"round compares it from its pass {self._over.dropped} on alone"
+            )
+        self._newest = [stretch]
+
+    def _compare(self, event: str, place: str = "") -> None:
+        """Find an event among those to come in this stretch. Some may be left out: a script may ask
+        whether it is replaying."""
+        if event in self._expected:
+            self._expected = self._expected[self._expected.index(event) :]
+        elif _MORE not in self._expected and not (self._number == 0 and event.startswith(LOADS)):
+            then = ", ".join(self._expected) or "nothing more"
+            self._end(f"has {event}, and had {then} then", place)
+
+    def _end(self, detail: str, place: str = "") -> None:
+        where = f"behind pass {self._number}" if self._number else "at its beginning"
+        changed = ", ".join(self.other_arguments)
+        because = f" Its arguments have changed: {changed}." if changed else ""
+        way_out = (
+            "`if not scalai.elastic().is_replaying:` leaves out what was done"
+            if self._number
+            else "have it follow from the script's arguments alone"
+        )
+        self._differs(
+            f"{where} the script {detail}.{because} Nothing that was trained changes by it; what "
+            f"follows from ranks, time or metrics of today's weights is another here: {way_out}",
+            place or self._place(),
+        )
+        self.resume()
 
 
 def _arguments() -> list[str]:

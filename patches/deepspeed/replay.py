@@ -11,6 +11,7 @@ import base64
 import functools
 import sys
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,23 +25,34 @@ from scalai.patches.script_frames import is_of_framework
 FETCHED_TOGETHER = 100
 """Losses that wait on the device for being kept: fetching one waits for its whole step."""
 
+KEPT = 8192
+"""Losses that go to the next round, of the newest steps."""
+
 
 class Replay:
     """The steps of one pipeline engine, as its script counts them.
 
     Args:
         clocks: How far the data is.
+
+    Attributes:
+        on_step: Called where the script begins a step, with whether an earlier round has made it.
+        on_forgotten: Called with the detail where the losses have become too many.
     """
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
+        self.on_step: Callable[[bool], None] = lambda is_over: None
+        self.on_forgotten: Callable[[str], None] = lambda detail: None
         self._engine: Any = None
         self._begun: int | None = None
         """Steps that were done when the script of the first round made its first."""
         self._resumed: int | None = None
         """The same of this round's script, where that is another one."""
         self._losses = array("f")
-        """Of each step since then, but for the newest ones."""
+        """Of the steps since then, but for the newest ones."""
+        self._forgotten = 0
+        """How many of the oldest are kept no more."""
         self._newest: list[torch.Tensor] = []
         """Those of the newest, on their device: they are fetched together."""
         self._left = 0
@@ -64,6 +76,7 @@ class Replay:
         def train_batch(*args: Any, **kwargs: Any) -> Any:
             if not self._has_begun:
                 self._begin()
+            self.on_step(self._left > 0)
             if self._left:
                 return self._step_again()
             self.is_behind = False
@@ -84,16 +97,17 @@ class Replay:
         """Return where the script began, and the losses since then."""
         self._fetch()
         losses = base64.b64encode(self._losses.tobytes()).decode()
-        return {"begun": self._begun, "losses": losses}
+        return {"begun": self._begun, "losses": losses, "forgotten": self._forgotten}
 
     def put(self, saved: dict[str, Any]) -> None:
         self._begun = saved["begun"]
         self._losses = array("f", base64.b64decode(saved["losses"]))
+        self._forgotten = saved.get("forgotten", 0)
 
     def restart(self) -> None:
         """The engine has loaded a checkpoint that the script begins at."""
         self._begun, self._has_begun, self._was_asked = None, False, False
-        self._losses, self._newest = array("f"), []
+        self._losses, self._newest, self._forgotten = array("f"), [], 0
 
     def begin_at(self, step: int | None) -> None:
         """The script of this round begins behind a checkpoint of this step; None: it is not
@@ -115,7 +129,8 @@ class Replay:
             self._begun = done
             return
         # There is a loss of each of its calls, also where it has gone back on the way.
-        left = len(self._losses) if self._resumed is None else done - self._resumed
+        made = self._forgotten + len(self._losses)
+        left = made if self._resumed is None else done - self._resumed
         if left > 0:
             finds_its_place = np.array([self._was_asked or self._clocks.have_drawn])
             if not ranks_of(self._engine).any_of(finds_its_place)[0]:
@@ -125,9 +140,16 @@ class Replay:
         if self._newest:
             self._losses.extend(torch.stack(self._newest).tolist())
             self._newest.clear()
+        if (more := len(self._losses) - KEPT) > 0:
+            del self._losses[:more]
+            self._forgotten += more
+            self.on_forgotten(
+                f"the losses of the newest {KEPT} steps are kept: where a later round goes through "
+                "older ones, train_batch returns the oldest of these"
+            )
 
     def _step_again(self) -> torch.Tensor:
-        loss = self._losses[len(self._losses) - self._left]
+        loss = self._losses[max(0, len(self._losses) - self._left)]
         self._left -= 1
         self.is_behind = True
         return torch.tensor(loss, device=self._engine.device)

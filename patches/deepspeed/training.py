@@ -125,6 +125,7 @@ def install(get_session: Callable[[], ElasticSession]) -> "EngineHooks":
             a fork server imports DeepSpeed, hooks included, for workers to come.
     """
     hooks = EngineHooks(get_session)
+    hooks.auxiliary.install_seeds()
     wrapt.register_post_import_hook(hooks.hook_deepspeed, "deepspeed")
     return hooks
 
@@ -172,6 +173,13 @@ class EngineHooks:
         self.feed.on_other_pass = self.auxiliary.evaluates
         self.feed.on_other = self.auxiliary.differs
         self.feed.on_other_end = self.auxiliary.ends_otherwise
+        self.feed.on_begin = self.auxiliary.begins
+        self.feed.on_forgotten = self.replay.on_forgotten = self.auxiliary.forgets
+        self.feed.on_told = self.auxiliary.record.note_told
+        self.replay.on_step = lambda is_over: self.auxiliary.record.begin("a step", is_over=is_over)
+        self.auxiliary.schedules.on_step = lambda kind: self.auxiliary.record.note(
+            f"a step of {kind}"
+        )
         self.feed.is_evaluating = self._is_evaluating
         self.feed.first_dp = lambda: self._session.facts.get("first_dp")
         loaders.install(self.feed)
@@ -313,6 +321,14 @@ class EngineHooks:
 
         return note
 
+    def _noting_evaluations(self, evaluate: Call) -> Call:
+        @functools.wraps(evaluate)
+        def note(*args: Any, **kwargs: Any) -> Any:
+            self.auxiliary.evaluates()
+            return evaluate(*args, **kwargs)
+
+        return note
+
     def _first(self) -> FirstBatches | None:
         facts = self._session.facts
         if "first_dp" not in facts:
@@ -394,6 +410,8 @@ class EngineHooks:
             setattr(engine, name, self._after_a_step(name, getattr(engine, name)))
         name = "train_batch" if is_pipeline else "step"
         setattr(engine, name, self._counting_steps(getattr(engine, name)))
+        if is_pipeline:
+            engine.eval_batch = self._noting_evaluations(engine.eval_batch)
         if is_pipeline and session.settings.get("data_order") != "own":
             self.replay.install(engine)
 
@@ -401,16 +419,19 @@ class EngineHooks:
         """Where the next step begins, the script has logged, evaluated and saved the one before:
         what it does in a step is done once, before a change or after it.
 
-        A pipeline's ``train_batch`` is a step: ``eval_batch`` leaves the model in ``eval()``.
+        A pipeline's ``train_batch`` is a step: ``eval_batch`` leaves the model in ``eval()``. A
+        backward pass is of a step, too: a model may be trained in ``eval()``.
         """
 
         is_pipeline = name == "train_batch"
 
         @functools.wraps(method)
         def begin(*args: Any, **kwargs: Any) -> Any:
-            is_step = is_pipeline or (not self._is_evaluating() and torch.is_grad_enabled())
+            is_step = name != "forward" or (not self._is_evaluating() and torch.is_grad_enabled())
             if not is_pipeline:
                 self.feed.use(is_trained=is_step)
+            if not is_step:
+                self.auxiliary.record.note("an evaluation")
             if is_step:
                 if self.is_due:
                     self.end_step()

@@ -14,6 +14,7 @@ import torch
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate.training import LoopHooks
 from scalai.patches.data.clock import Clocks
+from scalai.patches.deepspeed import replay as replays
 from scalai.patches.deepspeed.auxiliary import Auxiliary
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.training import EngineHooks
@@ -130,6 +131,36 @@ def test_what_trains_otherwise_than_before_is_refused_unless_a_person_has_change
                 RefusedError, match=r"test_auxiliary.py:\d+: it is another curve. M"
             ):
                 then.differs("it is another curve", "Make the same")
+
+
+def test_of_a_pipelines_losses_the_newest_go_to_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All steps are gone through again, whatever is kept of them."""
+    nobody = SimpleNamespace(any_of=lambda values: values)
+    monkeypatch.setattr(replays, "ranks_of", lambda engine: nobody)
+    steps, said = 2 * replays.KEPT, list[str]()
+
+    def engine(done: int) -> Any:
+        return SimpleNamespace(
+            global_steps=done, device="cpu", train_batch=lambda: torch.tensor(float(made.pop()))
+        )
+
+    made = list(range(steps))[::-1]
+    first, first_engine = Replay(Clocks()), engine(0)
+    first.on_forgotten = said.append
+    first.install(first_engine)
+    losses = [float(first_engine.train_batch()) for _ in range(steps)]
+    saved = json.loads(json.dumps(first.take()))
+    assert len(json.dumps(saved)) < 64 << 10 and said
+    then, then_engine = Replay(Clocks()), engine(steps)
+    then.put(saved)
+    then.install(then_engine)
+    again = [float(then_engine.train_batch()) for _ in range(steps)]
+    kept = replays.KEPT
+    assert again[-kept:] == losses[-kept:] and set(again[:-kept]) == {losses[-kept]}
+    made.append(-1)
+    assert float(then_engine.train_batch()) == -1
 
 
 @pytest.mark.parametrize("is_pipeline", [True, False])

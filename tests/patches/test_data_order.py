@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scalai.core.batches import fit_batches
+from scalai.core.dataset.drawn import Number
 from scalai.core.dataset.ledger import Ledger
 from scalai.core.dataset.verdict import judge
 from scalai.core.errors import RefusedError
+from scalai.patches.data.clock import REMEMBERED, Glances
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.runtime.consumption import LEDGER, Consumption
 
@@ -264,6 +266,28 @@ def test_a_script_may_look_at_a_batch_before_it_trains() -> None:
             made += script(feed, steps)
             saved = feed.clocks.take()
     assert made == expected
+
+
+@pytest.mark.parametrize(
+    ("begins", "runs"),
+    [
+        (lambda n: (n, 0), 1),
+        (lambda n: (0, 2 * n), 1),
+        (lambda n: (n * n, n % 3), REMEMBERED),
+    ],
+    ids=["each epoch", "each pass but one", "now and then"],
+)
+def test_passes_that_are_only_looked_into_are_known_again_in_bounded_memory(
+    begins: Callable[[int], tuple[int, int]], runs: int
+) -> None:
+    glanced = Glances()
+    passes = [Number(*begins(n)) for n in range(1000)]
+    for number in passes:
+        glanced.append(number)
+    assert len(glanced.runs) == runs and glanced.has_forgotten == (runs == REMEMBERED)
+    known = [number for number in passes if number in glanced]
+    assert known == passes[-len(known) :] and len(known) >= runs
+    assert Number(*begins(1000)) not in glanced and Number(500, 1999) not in glanced
 
 
 def test_batches_that_are_skipped_are_refused() -> None:
@@ -543,3 +567,44 @@ def test_what_the_engine_only_evaluates_is_drawn_by_no_step() -> None:
         assert [(line["pass"], line["consumed"]) for line in feed.clocks.take()] == [
             ([0, 0], 24), ([0, 1], 0)
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_model_that_is_trained_in_eval_draws_as_in_train(workers: int) -> None:
+    """A backward pass says what is trained on; evaluations stay whole, and are drawn by no step."""
+
+    def play(saved: Any, steps: int, dp: int, *, is_in_eval: bool) -> tuple[list[Any], Any]:
+        made: list[Any] = []
+        with hooked(dp, first_dp=2) as feed:
+            feed.is_evaluating = lambda: is_in_eval
+            loader, other = loader_of(51, dp, 0, workers=workers), loader_of(50, dp, 0)
+            feed.clocks.put(saved)
+            assert feed.batches is not None
+            seen: list[int] = []
+            for _ in range(3):
+                for batch in loader:
+                    seen += batch.tolist()
+                    feed.use(is_trained=not is_in_eval)  # the forward pass
+                    feed.use(is_trained=True)  # the backward pass
+                    if len(seen) < GLOBAL_BATCH // dp:
+                        continue
+                    feed.step()
+                    made.append(seen)
+                    seen = []
+                    if len(made) == steps:
+                        return made, json.loads(json.dumps(feed.clocks.take()))
+                if is_in_eval:
+                    evaluated = 0
+                    for batch in other:
+                        feed.use(is_trained=False)
+                        evaluated += len(batch)
+                    assert evaluated == -(-50 // dp)
+        return made, None
+
+    expected, _ = play([], 100, 2, is_in_eval=False)
+    made, saved = play([], 7, 2, is_in_eval=True)
+    assert [line["consumed"] for line in saved] == [24, 0]
+    then, _ = play(saved, 100, 2, is_in_eval=True)
+    assert made + then == expected and len(expected) == 15
+    then, _ = play(saved, 100, 1, is_in_eval=True)
+    assert len(made) + len(then) == 15

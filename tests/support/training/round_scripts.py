@@ -208,6 +208,70 @@ def keeps_best(epochs: int, output: str, best_at: int, back_at: int) -> None:
     engine.save_16bit_model(output, "final.bin")
 
 
+def saves_by_steps(epochs: int, output: str, is_known: bool) -> None:
+    """A loop that has a best checkpoint behind epochs, by something that it asks of the weights of
+    now; ``is_known``: it follows from the epoch."""
+    deepspeed.init_distributed()
+    engine = build_engine(build_model())
+    loader, sampler = loaders()
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for _ in steps_of(engine, loader):
+            note(step=engine.global_steps)
+        note(score=score_of(engine))
+        if epoch > 0 if is_known else engine.global_steps > 4:
+            engine.save_checkpoint(output, tag=f"best-{epoch}")  # line: best
+
+
+def counts_pipeline_steps(steps: int, output: str, is_known: bool) -> None:
+    """A pipeline whose script counts its steps, evaluates and saves on the way; ``is_known``: not
+    by what follows from the weights of now."""
+    from deepspeed.runtime.dataloader import RepeatingLoader
+
+    deepspeed.init_distributed()
+    rows = Rows()
+    data: Any = [rows[number][:2] for number in range(SAMPLES)]
+    model: Any = deepspeed.pipe.PipelineModule(
+        list(build_model().children()), num_stages=1, partition_method="uniform",
+        loss_fn=torch.nn.functional.cross_entropy,
+    )  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, config={**CONFIG, "zero_optimization": {"stage": 0}},
+        model_parameters=list(model.parameters()),
+    )  # fmt: skip
+    sampler: Any = DistributedSampler(data)
+    batches = iter(RepeatingLoader(DataLoader(data, MICRO_BATCH, sampler=sampler)))
+    scores: list[float] = []
+    for step in range(steps):
+        loss = float(engine.train_batch(batches))
+        note(step=step, loss=loss)
+        if step % 3 == 1:
+            evaluated: Any = DataLoader(data[:6], MICRO_BATCH)
+            scores.append(float(engine.eval_batch(iter(evaluated))))
+            if is_known or scores[-1] in scores[:-1]:
+                engine.save_checkpoint(output, tag=f"step-{step}")  # line: piped
+
+
+def trains_in_eval(epochs: int) -> None:
+    """Trains without dropout, in eval(), and evaluates behind each epoch."""
+    deepspeed.init_distributed()
+    engine = build_engine(build_model())
+    engine.eval()
+    loader, sampler = loaders()
+    rows = Rows(9)
+    evaluated: Any = DataLoader(rows, MICRO_BATCH, sampler=DistributedSampler(rows, shuffle=False))
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for _, loss in steps_of(engine, loader):
+            note(step=engine.global_steps, loss=loss)
+        seen = 0
+        for values, *_ in evaluated:
+            with torch.no_grad():
+                engine(values)
+            seen += len(values)
+        note(seen=seen)
+
+
 def fine_tunes(output: str) -> None:
     """Begins with weights that were trained before, and resumes where it finds a checkpoint."""
     deepspeed.init_distributed()
