@@ -19,7 +19,6 @@ import torch
 import wrapt
 from torch.optim import lr_scheduler
 
-from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Call
 from scalai.patches.plain import all_live, all_plain
@@ -115,7 +114,7 @@ class OwnSchedules:
 
         Raises:
             RefusedError: A schedule's state is nothing that can be carried, or the script has made
-            others than it had.
+            others than it had, and nobody has changed its arguments.
         """
         if self._has_begun:
             return
@@ -128,13 +127,14 @@ class OwnSchedules:
         own = list(self.own())
         kinds = [type(schedule).__name__ for schedule in own]
         had = [entry["kind"] for entry in saved]
-        if kinds[: len(had)] != had:
-            raise RefusedError(
+        is_same = kinds[: len(had)] == had
+        if not is_same:
+            self._differs(
                 f"the script keeps learning-rate schedules over the engine's optimizer: {had} when "
-                f"the state was taken, {kinds or 'none'} before the first step of this round. Make "
-                "the same ones, in the same order, before the training loop."
+                f"the state was taken, {kinds or 'none'} before the first step of this round",
+                "Make the same ones, in the same order, before the training loop",
             )
-        for entry, schedule in zip(saved, own, strict=False):
+        for entry, schedule in zip(saved, own, strict=False) if is_same else ():
             schedule.load_state_dict(all_live(entry["state"]))
         self._put_groups(is_scheduled=bool(had))
 

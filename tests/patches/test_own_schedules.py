@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
 
-from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.own_schedules import MAKERS, OwnSchedules, curve_of
 
 
@@ -166,13 +165,15 @@ def test_schedules_that_something_else_carries_are_left_to_it() -> None:
     assert list(there.hooks.own()) == [schedules[2]] and other is not None
 
 
-def test_other_schedules_than_the_job_had_are_refused() -> None:
+def test_other_schedules_than_the_job_had_are_a_difference() -> None:
+    """Where a person has changed the script's arguments they begin at its groups' rates."""
     saved = [{"kind": "StepLR", "state": {}}]
-    then = Round({}, saved)
+    then = Round({"lr": 0.25}, saved)
     schedule = KINDS["LambdaLR"](then.optimizer)
     then.build_engine()
-    with pytest.raises(RefusedError, match=r"\['StepLR'\] when .* \['LambdaLR'\] before the first"):
-        then.train(schedule, 1)
+    assert then.train(schedule, 1) == [0.25]
+    (said,) = then.said
+    assert "['StepLR'] when" in said and "['LambdaLR'] before the first" in said
 
 
 def test_every_schedule_of_torch_is_noticed_when_it_is_made() -> None:
