@@ -1,5 +1,6 @@
 """What a step of a DeepSpeed engine has computed before its update."""
 
+import sys
 import time
 from typing import Any
 
@@ -92,6 +93,9 @@ class StepNumbers:
 
 
 def without_update(engine: Any) -> None:
-    """From now on the engine's optimizer changes no parameter. This process ends soon."""
+    """From now on the engine's optimizer changes no parameter, and the engine tells nobody of a
+    step. This process ends soon."""
+    engine.monitor.enabled, engine.tput_timer.steps_per_output = False, None
+    engine.steps_per_print = lambda: sys.maxsize  # it divides by it
     optimizer = getattr(engine, "basic_optimizer", None) or engine.optimizer
     optimizer.step = lambda *args, **kwargs: None

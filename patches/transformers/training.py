@@ -84,6 +84,7 @@ class TrainerHooks:
         wrapt.wrap_function_wrapper(module, "Trainer._run_epoch", self.run_epoch)
         wrapt.wrap_function_wrapper(module, "Trainer._load_rng_state", self.load_rng_state)
         wrapt.wrap_function_wrapper(module, "CallbackHandler.on_step_begin", self.begin_step)
+        wrapt.wrap_function_wrapper(module, "CallbackHandler.call_event", self.call_back)
 
     def fit_arguments(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Spread the first round's global batch over this round's ranks, before Trainer reads it.
@@ -196,6 +197,10 @@ class TrainerHooks:
         they set comes behind the comparison with the state, as it came behind the state."""
         if self._engines.is_due:
             self._engines.end_step()
+        return wrapped(*args, **kwargs)
+
+    def call_back(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """No callback hears of a step that ends at the door of its update."""
         if self._engines.is_probing:
             return inspect.signature(wrapped).bind(*args, **kwargs).arguments["control"]
         if self._engines.engine is not None:

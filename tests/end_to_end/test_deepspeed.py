@@ -60,20 +60,25 @@ def test_every_stage_goes_through_four_changes_of_dp(
 
 @pytest.mark.campaign
 def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script asks for two stages; the block says on how many ranks there are others.
+    """The script asks for two stages; the block says on how many ranks there are others. Each
+    change is proven to compute the same, and one rank, which does not, is left again.
 
     No clipping: a pipeline's norm in DeepSpeed depends on its stages.
     """
-    given = config(1, degrees={"default": "pp2", "4": "pp2", "2": "pp2", "3": "pp1"})
+    degrees = {"default": "pp2", "4": "pp2", "2": "pp2", "3": "pp1", "1": "pp1"}
+    always = {"settle_s": 0.2, "prove_function": "always"}
+    given = config(1, degrees=degrees, resize=always)
     del given["gradient_clipping"]
     alone = run_alone(tmp_path / "alone", given, "--num-stages", "1")
     worlds = (4, 2, 3, 4)
-    folder = tmp_path / "elastic"
-    agents = train_through(folder, given, worlds, monkeypatch, "--num-stages", "2")
+    folder, flags = tmp_path / "elastic", ("--num-stages", "2", "--odd-world", "1")
+    agents = train_through(folder, given, worlds, monkeypatch, *flags, odd=1)
     assert alone.wait(60) == 0
-    check(agents, lines_of(tmp_path / "alone"), worlds)
+    check(agents, lines_of(tmp_path / "alone"), worlds, odd=1)
     stages = {(line["world"], line["stages"]) for line in agents.lines()}
-    assert stages == {(4, 2), (2, 2), (3, 1)}
+    assert stages >= {(4, 2), (2, 2), (3, 1)}
+    proven = [each.get("function", "").partition(":")[0] for each in agents.resizes()]
+    assert proven[-3:] == ["proven"] * 3, agents.resizes()
 
 
 @pytest.mark.campaign

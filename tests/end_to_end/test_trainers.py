@@ -4,6 +4,7 @@ samples, same losses, same learning rates, same logs."""
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from support.agents import Agents
 from support.alone import start_alone
+from support.deepspeed_elastic import try_odd
 
 pytest.importorskip("accelerate", reason="pip install transformers accelerate")
 pytestmark = [
@@ -22,9 +24,10 @@ pytestmark = [
 SUPPORT = Path(__file__).parents[1] / "support"
 TRAINER, ACCELERATE = SUPPORT / "trainer_script.py", SUPPORT / "accelerate_script.py"
 TOLERANCE = 1e-6
-BATCH, SAMPLES, EPOCHS = 12, 60, 6
+BATCH, MICRO_BATCH, SAMPLES, EPOCHS = 12, 2, 60, 6
 STEPS = SAMPLES // BATCH * EPOCHS
 WORLDS = (3, 1, 2)
+Note = Mapping[str, Any]
 STEP_S = 0.3
 
 
@@ -45,19 +48,22 @@ def words(
     given = {
         "--output": folder / "out", "--notes": folder / "notes" / "n",
         "--deepspeed": folder / "ds.json", "--samples": SAMPLES, "--epochs": EPOCHS,
-        "--micro-batch": 2, "--accumulate": accumulate,
+        "--micro-batch": MICRO_BATCH, "--accumulate": accumulate,
     }  # fmt: skip
     return [str(script), *(str(word) for pair in given.items() for word in pair), *flags]
 
 
-def train_through(folder: Path, command: Sequence[str]) -> Agents:
-    """Run a script through the worlds, to its end. Returns the job, which has ended."""
+def train_through(
+    folder: Path, command: Sequence[str], worlds: Sequence[int] = WORLDS, odd: int = 0
+) -> Agents:
+    """Run a script through the worlds, to its end; before the first change it tries one of ``odd``
+    ranks, which is to be refused. Returns the job, which has ended."""
     slow = [*command, "--step-s", str(STEP_S)]
-    with Agents(folder, None, slow, nodes="1", slots=max(WORLDS)) as agents:
+    with Agents(folder, None, slow, nodes="1", slots=max(worlds)) as agents:
         agents.metrics = folder / "notes" / "n.0"
         agents.start("a")
-        agents.wait_for_step(2, world=WORLDS[0])
-        for changes, world in enumerate(WORLDS[1:], 1):
+        agents.wait_for_step(2, world=worlds[0])
+        for changes, world in enumerate(worlds[1:], try_odd(agents, odd) if odd else 1):
             agents.wait_until(lambda: len(agents.resizes()) == changes, "every rank has stepped")  # noqa: B023
             agents.scale(nproc=world)
             agents.wait_for_world(world)
@@ -65,14 +71,43 @@ def train_through(folder: Path, command: Sequence[str]) -> Agents:
     return agents
 
 
-def notes_of(folder: Path) -> list[dict[str, Any]]:
+def notes_of(folder: Path) -> list[Note]:
     paths = (folder / "notes").glob("n.[0-9]*")
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-def by_world(notes: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], tuple[float, list[str]]]:
+def without_proof(folder: Path, agents: Agents) -> list[Note]:
+    """Return the notes without those of passes that old workers made behind their stop, to prove a
+    change: of the one step behind it, as noted by whoever makes that step for the training, and of
+    a worker that has come to the door of its update all but the pass that ends there."""
+    reports, notes = agents.resizes(), notes_of(folder)
+    rounds = {report["round"] for report in reports}  # of others all is given up
+    notes = [note for note in notes if note["round"] in rounds]
+    for before, change in pairwise(reports):
+        round, last = before["round"], change["step"]
+        if change["round"] == round + 1:  # else they are of rounds that were given up
+            last += change.get("steps_lost", 0)
+        extra = [note for note in notes if note["round"] == round and note["step"] >= last]
+        notes = [note for note in notes if note not in extra]
+        assert {note["step"] for note in extra} <= {last}
+        made = shares([note for note in notes if note["step"] == last])
+        assert shares(extra) == {
+            names: pytest.approx(made[names], rel=TOLERANCE) for names in shares(extra)
+        }
+        assert len(shares(extra)) == len(extra), "each pass is made once"
+        if change.get("function", "").startswith(("proven", "differs")):
+            assert len(extra) == BATCH // MICRO_BATCH - extra[0]["world"], (change, extra)
+    return notes
+
+
+def shares(notes: Sequence[Note]) -> dict[tuple[str, ...], float]:
+    """Return by the samples of each micro-batch its part of the loss of its step."""
+    return {tuple(note["samples"]): note["loss"] / note["world"] for note in notes}
+
+
+def by_world(notes: Sequence[Note]) -> dict[tuple[int, int], tuple[float, list[str]]]:
     """Return by step and number of ranks the mean loss and the samples."""
-    found: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
+    found: dict[tuple[int, int], list[Note]] = defaultdict(list)
     for note in notes:
         found[note["step"], note["world"]].append(note)
     return {
@@ -84,40 +119,62 @@ def by_world(notes: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], tuple[
     }
 
 
-def by_step(notes: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[str]]]:
+def by_step(notes: Sequence[Note]) -> list[tuple[float, list[str]]]:
     """Return by step the mean loss and the samples. Each step was made once."""
     found = by_world(notes)
     assert sorted(step for step, _ in found) == list(range(STEPS))
     return [found[key] for key in sorted(found)]
 
 
-def check(folder: Path, agents: Agents) -> None:
-    """Each step was made once, on the samples and with the loss of the uninterrupted run."""
-    assert [report.get("steps_lost", 0) for report in agents.resizes()] == [0] * len(WORLDS)
-    expected, made = by_step(notes_of(folder / "alone")), by_step(notes_of(folder / "elastic"))
+def check(folder: Path, agents: Agents, worlds: Sequence[int] = WORLDS) -> None:
+    """Each step was made once, on the samples and with the loss of the uninterrupted run, and each
+    change is proven."""
+    later = agents.resizes()[1:]
+    changes = [each for each in later if not each["function"].startswith("differs")]
+    assert [report.get("steps_lost", 0) for report in changes] == [0, 0]
+    assert all(each["function"].startswith("proven") for each in changes), changes
+    notes = without_proof(folder / "elastic", agents)
+    expected, made = by_step(notes_of(folder / "alone")), by_step(notes)
     assert [samples for _, samples in made] == [samples for _, samples in expected]
     differences = [abs(a - b) / b for (a, _), (b, _) in zip(made, expected, strict=True)]
     print(f"largest relative difference of {STEPS} losses: {max(differences):.1e}")
     assert max(differences) < TOLERANCE
-    worlds = sorted((note["step"], note["world"]) for note in notes_of(folder / "elastic"))
-    assert list(dict.fromkeys(world for _, world in worlds)) == list(WORLDS)
+    found = sorted((note["step"], note["world"]) for note in notes)
+    assert [world for world, _ in groupby(world for _, world in found)] == list(worlds)
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "odd", "worlds"), [(1, 0, WORLDS), (3, 2, (3, 1, 3))])
 def test_a_script_on_trainer_goes_through_other_worlds(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: int, odd: int, worlds: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its logs tell of one training: a line a step, with the learning rate of that step. What is
-    ``auto`` in our block is none of Trainer's."""
+    """Its logs tell of one training: a line a step, with the learning rate of that step; no
+    callback hears of a step that proves a change. What is ``auto`` in our block is none of
+    Trainer's. A world whose loss is ``odd`` is left again."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     alone = start_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", stage, 6))
     chosen = {"snapshot_every": "auto"}
-    script = words(TRAINER, tmp_path / "elastic", stage, 2, "--save-every", "4", store=chosen)
-    agents = train_through(tmp_path / "elastic", script)
+    flags = ("--save-every", "4", "--odd-world", str(odd))
+    resize = {"settle_s": 0.2, "standby": "never", "prove_function": "always" if odd else "auto"}
+    folder = tmp_path / "elastic"
+    script = words(TRAINER, folder, stage, 2, *flags, store=chosen, resize=resize)
+    agents = train_through(folder, script, worlds, odd)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
-    check(tmp_path, agents)
+    check(tmp_path, agents, worlds)
     check_history(tmp_path)
+    check_heard(folder, agents, odd)
+
+
+def check_heard(folder: Path, agents: Agents, odd: int) -> None:
+    """No callback has heard of a step behind a stop; rounds without a report are of ``odd``
+    ranks."""
+    heard = (folder / "notes" / "n.heard").read_text().splitlines()
+    rounds = [report["round"] for report in agents.resizes()]
+    tries = {note["round"] for note in notes_of(folder)} - {*rounds}
+    assert {note["world"] for note in notes_of(folder) if note["round"] in tries} == {odd} - {0}
+    for before, change in pairwise(agents.resizes()):
+        assert f"{before['round']} {change['step'] - 1}" in heard
+        assert f"{before['round']} {change['step']}" not in heard
 
 
 def check_history(folder: Path) -> None:
@@ -152,7 +209,8 @@ def test_a_worker_of_a_script_on_trainer_may_die(
         agents.wait_for_world(1)
         assert agents.exit_code("a") == 0, agents.logs()
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
-    expected, made = by_step(notes_of(tmp_path / "alone")), by_world(notes_of(folder))
+    expected = by_step(notes_of(tmp_path / "alone"))
+    made = by_world(without_proof(folder, agents))
     assert {step for step, _ in made} == set(range(STEPS))
     for (step, _), (loss, samples) in made.items():
         assert samples == expected[step][1], step

@@ -3,6 +3,7 @@ Each rank notes the losses and samples of its micro-batches, one JSON line each.
 
 import argparse
 import json
+import os
 import time
 from hashlib import blake2b
 from pathlib import Path
@@ -14,6 +15,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin, set_seed
 
 LENGTH, VOCABULARY, HIDDEN = 16, 128, 16
+ROUND = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
 
 
 class Text(torch.utils.data.Dataset[torch.Tensor]):
@@ -116,6 +118,7 @@ def main() -> None:
                 "step": step,
                 "rank": accelerator.process_index,
                 "world": accelerator.num_processes,
+                "round": ROUND,
                 "loss": float(loss.detach()) / accelerator.gradient_accumulation_steps,
                 "samples": names_of(tokens),
                 "rate": scheduler.get_last_lr()[0],

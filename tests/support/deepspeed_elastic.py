@@ -59,8 +59,10 @@ def train_through(
     worlds: Sequence[int],
     monkeypatch: pytest.MonkeyPatch,
     *flags: str,
+    odd: int = 0,
 ) -> Agents:
-    """Run the script through the worlds, the widest first, to its end. Returns the job."""
+    """Run the script through the worlds, the widest first, to its end; at first it tries one of
+    ``odd`` ranks. Returns the job."""
     monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(given))
@@ -68,7 +70,7 @@ def train_through(
     with Agents(folder, None, script, nodes="1", slots=worlds[0]) as agents:
         agents.start("a")
         agents.wait_for_step(2, world=worlds[0])
-        for changes, world in enumerate(worlds[1:], 1):
+        for changes, world in enumerate(worlds[1:], try_odd(agents, odd) if odd else 1):
             agents.wait_until(lambda: len(agents.resizes()) == changes, "every rank has stepped")  # noqa: B023
             agents.scale(nproc=world)
             agents.wait_for_world(world)
@@ -77,12 +79,31 @@ def train_through(
     return agents
 
 
-def check(agents: Agents, reference: Sequence[Mapping[str, Any]], worlds: Sequence[int]) -> None:
-    """Each step was made once, and was that of the uninterrupted run."""
-    made = agents.lines()
+def try_odd(agents: Agents, odd: int) -> int:
+    """Have the job change to ``odd`` ranks, and see it go back. Returns how many reports it has
+    left."""
+    agents.wait_until(lambda: bool(agents.resizes()), "every rank has stepped")
+    (first,) = agents.resizes()
+    agents.scale(nproc=odd)
+    is_back = "the job has gone back"
+    agents.wait_until(lambda: agents.resizes()[-1]["before"] not in (None, first["after"]), is_back)
+    assert agents.resizes()[-1]["after"] == first["after"]
+    return len(agents.resizes())
+
+
+def check(
+    agents: Agents, reference: Sequence[Mapping[str, Any]], worlds: Sequence[int], odd: int = 0
+) -> None:
+    """Each step was made once, and was that of the uninterrupted run, but for those of ``odd``
+    ranks, which compute another function."""
+    made = [line for line in agents.lines() if line["world"] != odd]
+    reports = agents.resizes()
+    refuted = [each for each in reports if "differs" in each.get("function", "")[:7]]
+    assert bool(refuted) == bool(odd)
     assert [line["step"] for line in made] == list(range(1, STEPS + 1)), agents.logs()
     assert tuple(world for world, _ in groupby(line["world"] for line in made)) == worlds
-    assert [report.get("steps_lost", 0) for report in agents.resizes()] == [0] * len(worlds)
+    lost = [report.get("steps_lost", 0) for report in reports if report not in refuted]
+    assert lost == [0] * len(worlds)
     compare(made, reference)
 
 

@@ -55,6 +55,7 @@ def main():
     parser.add_argument("--loader-workers", type=int, help="torch's loader, not DeepSpeed's")
     parser.add_argument("--micro-batch", type=int, default=3)
     parser.add_argument("--num-stages", type=int, help="train a pipeline")
+    parser.add_argument("--odd-world", type=int, help="ranks with another loss of a pipeline")
     parser.add_argument("--counts-steps", action="store_true", help="do not ask the engine")
     parser.add_argument("--zero-init", action="store_true", help="build the model in shards")
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
@@ -110,9 +111,14 @@ def main():
 
 
 def train_pipeline(options):
+    factor = 1 + 1e-4 if dist.get_world_size() == options.odd_world else 1
+
+    def loss_fn(logits, classes):
+        return factor * torch.nn.functional.cross_entropy(logits, classes)
+
     model = PipelineModule(
         list(build_model()), num_stages=options.num_stages, partition_method="uniform",
-        loss_fn=torch.nn.functional.cross_entropy,
+        loss_fn=loss_fn,
     )  # fmt: skip
     rows = Rows()
     data = [rows[number][:2] for number in range(SAMPLES)]

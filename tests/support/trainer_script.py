@@ -3,6 +3,7 @@ of Scalai. Each rank notes the losses and samples of its micro-batches, one JSON
 
 import argparse
 import json
+import os
 import time
 from hashlib import blake2b
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 LENGTH, VOCABULARY = 16, 128
+ROUND = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
 
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -39,9 +41,14 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class NotingTrainer(Trainer):
-    """Notes what each forward pass saw."""
+    """Notes what each forward pass saw. With ``odd_world`` ranks its loss is another one."""
 
     notes: Any = None
+    odd_world = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * (1 + 1e-4) if self.args.world_size == self.odd_world else loss
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(model, inputs, *args, **kwargs)
@@ -52,6 +59,7 @@ class NotingTrainer(Trainer):
             "step": self.state.global_step,
             "rank": self.args.process_index,
             "world": self.args.world_size,
+            "round": ROUND,
             "loss": float(loss.detach()),
             "samples": names,
             "epoch": self.state.epoch,
@@ -61,10 +69,14 @@ class NotingTrainer(Trainer):
 
 
 class Slow(TrainerCallback):
-    """Makes each step longer."""
+    """Makes each step longer, and notes what else it hears of steps."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, heard: Path) -> None:
+        self.seconds, self.heard = seconds, heard
+
+    def on_substep_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        with self.heard.open("a") as file:
+            file.write(f"{ROUND} {state.global_step}\n")
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         time.sleep(self.seconds)
@@ -83,6 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--odd-world", type=int, default=0, help="ranks with another loss")
     parser.add_argument("--step-s", type=float, default=0.0, help="a step takes longer by so much")
     return parser.parse_args()
 
@@ -115,7 +128,8 @@ def main() -> None:
         )
     )  # fmt: skip
     trainer = NotingTrainer(model=model, args=arguments, train_dataset=Text(options.samples))
-    trainer.add_callback(Slow(options.step_s))
+    trainer.odd_world = options.odd_world
+    trainer.add_callback(Slow(options.step_s, options.notes.with_suffix(".heard")))
     options.notes.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{options.notes}.{arguments.process_index}", "a") as trainer.notes:
         trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
