@@ -8,21 +8,24 @@ round's.
 With a number of the script's own DeepSpeed does not count micro-batches: a step has those that the
 script gave it, whatever the configuration says. As long as both say the same, a step has the
 samples that it is known by; in a round with other replicas a number of the script's own is wrong.
+So is a sum of losses that nobody divides by their number.
 
 Source: ``set_gradient_accumulation_boundary`` and ``no_sync`` of deepspeed/runtime/engine.py,
 0.19.8.
 """
 
 import functools
+import inspect
 import operator
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from scalai.core.errors import RefusedError
 from scalai.patches.calls import Call
 from scalai.patches.data.loaders import Feed
-from scalai.patches.script_frames import is_of_framework
+from scalai.patches.script_frames import is_of_framework, script_place
 
 _DECIDES = ("set_gradient_accumulation_boundary", "no_sync")
 
@@ -101,6 +104,23 @@ def tell(engine: Any, feed: Feed) -> None:
     engine.gradient_accumulation_steps = told
 
 
+_UNSCALED = (
+    "engine.backward(scale_wrt_gas=False) ({place}) adds up the losses of a step as they are; how "
+    "many a replica has changes with the number of replicas, and the gradient with it. Leave the "
+    "argument out, and divide the loss by no number of micro-batches: DeepSpeed divides it by that "
+    "of the round."
+)
+
+
+def _is_trainers(frame: FrameType | None) -> bool:
+    """Whether transformers' Trainer calls, which divides by the round's micro-batches itself."""
+    while frame is not None and is_of_framework(frame):
+        if str(frame.f_globals.get("__name__")).startswith("transformers."):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Accumulation:
     """How many micro-batches the script of one engine gives to a step, where it decides on that."""
 
@@ -143,8 +163,13 @@ class Accumulation:
         return decide
 
     def _counting(self, method: Call) -> Call:
+        signature = inspect.signature(method)
+
         @functools.wraps(method)
         def backward(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            if given.get("scale_wrt_gas") is False and not _is_trainers(sys._getframe(1)):
+                raise RefusedError(_UNSCALED.format(place=script_place()))
             self._micro_batches += 1
             return method(*args, **kwargs)
 

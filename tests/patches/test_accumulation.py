@@ -22,7 +22,7 @@ def engine_of(each: int) -> Any:
     return SimpleNamespace(
         set_gradient_accumulation_boundary=lambda is_boundary: None,
         no_sync=no_sync,
-        backward=lambda loss: loss,
+        backward=lambda loss, retain_graph=False, scale_wrt_gas=True: loss,
         gradient_accumulation_steps=lambda: each,
     )
 
@@ -63,6 +63,24 @@ def test_a_number_of_the_scripts_own_is_refused_in_a_round_that_has_another(
     accumulate(engine, 4)
     with pytest.raises(RefusedError, match=f"accumulated 4 micro-batches .* round has {each}"):
         accumulation.end_step(each)
+
+
+@pytest.mark.parametrize("call", ["1.0, scale_wrt_gas=False", "1.0, False, False"])
+def test_losses_that_nobody_divides_by_their_number_are_refused_but_of_trainer(call: str) -> None:
+    engine, accumulation = engine_of(2), Accumulation()
+    accumulation.install(engine)
+    code = f"def backward(engine): return engine.backward({call})"
+    script: dict[str, Any] = {"__name__": "__main__"}
+    accelerate: dict[str, Any] = {"__name__": "accelerate.utils.deepspeed"}
+    for namespace in (script, accelerate):
+        exec(code, namespace)
+    for called in (script, accelerate):  # Accelerate hands on what its script has said
+        with pytest.raises(RefusedError, match="scale_wrt_gas=False"):
+            called["backward"](engine)
+    trainer: dict[str, Any] = {"__name__": "transformers.trainer", "inner": accelerate["backward"]}
+    exec("def train(engine): return inner(engine)", trainer)
+    assert trainer["train"](engine) == 1.0
+    assert engine.backward(1.0, scale_wrt_gas=True) == 1.0
 
 
 def test_what_deepspeed_or_a_trainer_counts_is_left_to_it() -> None:
