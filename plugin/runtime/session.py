@@ -16,7 +16,6 @@ Outside ``scalai-run --elastic`` a session is inert: it hands out the degrees th
 restores nothing and never stops the loop.
 """
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +51,7 @@ from scalai.runtime.drawing import Drawing
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.imports import imported
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
+from scalai.runtime.made_steps import MadeSteps
 from scalai.runtime.registered import Get, Registered, Set
 from scalai.runtime.restore import fill_state
 from scalai.runtime.snapshots import Snapshots
@@ -122,7 +122,6 @@ class Session(Drawing):
         self._has_stepped = False
         self._is_compared = False
         self._numbers: Numbers | None = None
-        self._made: tuple[int, Any, Any] | None = None
         self.is_measured = False
         self._is_own_loop = False
         self._save_in_flight: int | None = None
@@ -135,6 +134,7 @@ class Session(Drawing):
         if directory is not None:
             self._agent = call_agent(directory)
             self._page = ControlPage(control_path(Path(directory), self._round))
+            self._made = MadeSteps(self._page.report_made)
             host, agent = Path(directory).parent.name, int(os.environ["SCALAI_AGENT_PID"])
             here({str(self.rank): os.getpid(), host: agent})
             welcome = self._agent.call(Hello(self.rank, self._round))
@@ -197,11 +197,9 @@ class Session(Drawing):
 
     def note_made(self, loss: Any, norm: Any) -> None:
         """Say what the step that ends has computed, on one rank of the job: if it is lost and made
-        again, that is compared. Numbers, or tensors of one, which are read a step later."""
-        made, self._made = self._made, (self.step + 1, loss, norm)
-        if made is not None and self._agent is not None:
-            step, *values = made
-            self._page.report_made(step, *(math.nan if v is None else float(v) for v in values))
+        again, that is compared. Numbers, or tensors of one; no device is waited for."""
+        if self._agent is not None:
+            self._made.note(self.step + 1, loss, norm)
 
     @property
     def stop_urgency(self) -> int:
@@ -397,7 +395,9 @@ class Session(Drawing):
             consumed_samples: Samples trained on; None: ``samples`` more than before.
 
         Returns:
-            True: leave the loop and exit with 0; the next round goes on from here.
+            True: leave the loop and exit with 0; the next round goes on from here. Where a change
+            is proven, a loop of one's own goes on behind its stop (``is_to_probe``) up to its next
+            update, in which it leaves.
 
         Raises:
             RefusedError: The samples are others than those that ``OrderedBatches`` has given.
