@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from scalai.core import commands, events
-from scalai.core.commits import step_of
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.recovery import Origin
 from scalai.core.spacing import Measured
+from scalai.core.transitions import step_of
 from scalai.store.generation import check_whole
 
 if TYPE_CHECKING:

@@ -347,7 +347,9 @@ class LiveJob:
         elif now is m.Phase.SNAPSHOTTING:
             self.answers.snapshots.clear()
         elif now is m.Phase.STOPPING:
-            if (number := self.recover()) is not None:
+            if self.state.function.is_refuted:  # what was sealed goes with the next round
+                self.timeline.begin("a change computes another function")
+            elif (number := self.recover()) is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.STARTING:
             found = self.recoveries.explain(self.members.hosts(), self.log)
@@ -404,6 +406,8 @@ class LiveJob:
                     "event=not_retired the durable directory does not answer: whether another run "
                     "reads there is unknown. Older generations go with the next one"
                 )
+            case actions.AmendReport(function, prove_s):
+                self.timeline.amend(function, prove_s)
             case actions.Say(text):
                 self.log(text if text.startswith("event=") else f"event=note {text}")
             case _:

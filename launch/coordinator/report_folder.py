@@ -33,8 +33,11 @@ class ReportFolder:
     def write(self, number: int, report: Mapping[str, Any]) -> None:
         """Leave a report in a file of this number, or of the next one that no earlier run of the
         job has left there. It is there on return, unless the log says otherwise."""
-        content = (json.dumps(report, indent=1) + "\n").encode()
-        self._files.do(partial(self._write, number, content))
+        self._files.do(partial(self._write, number, _content(report)))
+
+    def write_again(self, report: Mapping[str, Any]) -> None:
+        """Leave a report in the place of the one that was written last."""
+        self._files.do(partial(self._replace, _content(report)))
 
     def _say_late(self) -> None:
         self._say(
@@ -58,6 +61,13 @@ class ReportFolder:
                 "there will be no reports"
             )
 
+    def _replace(self, content: bytes) -> None:
+        try:
+            if self._last >= 0:
+                replace_file(self._path(self._last), content, is_durable=False)
+        except OSError as error:
+            self._say(f"event=report_failed {error}: the newest report is not amended")
+
     def _write(self, number: int, content: bytes) -> None:
         path = self._path(number := max(number, self._last + 1))
         try:
@@ -71,3 +81,7 @@ class ReportFolder:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"resize-{number:04d}.json"
+
+
+def _content(report: Mapping[str, Any]) -> bytes:
+    return (json.dumps(report, indent=1) + "\n").encode()

@@ -151,3 +151,10 @@ class Timeline:
         if self._folder is not None:
             self._folder.write(int(report.get("round", 0)), report)
         return report
+
+    def amend(self, function: str, prove_s: float) -> None:
+        """The newest report says what came of the proof of the function."""
+        if self.reports:
+            self.reports[-1].update(function=function, prove_s=round(prove_s, 6))
+            if self._folder is not None:
+                self._folder.write_again(self.reports[-1])

@@ -322,6 +322,15 @@ class Knock:
 
 
 @dataclass(frozen=True, slots=True)
+class AmendReport:
+    """The report of the newest change says what came of the proof of its ``function``, which took
+    ``prove_s``: it was written before."""
+
+    function: str
+    prove_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """One line for the log."""
 
@@ -333,5 +342,6 @@ Action = (
     | Commit
     | Replicate | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack
     | StartRound | Expect | Prove | Proceed | Examine | Doubt | Drop | Release | SaveDurable
-    | Archive | FinishArchive | Retire | Look | CheckHealth | Knock | Exit | Say | EndWorkers
+    | Archive | FinishArchive | Retire | Look | CheckHealth | Knock | Exit | Say | AmendReport
+    | EndWorkers
 )  # fmt: skip

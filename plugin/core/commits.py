@@ -4,11 +4,11 @@ its part, and when older generations may go."""
 from dataclasses import replace
 
 from scalai.core import events, respacing
-from scalai.core.actions import Action, Commit, JudgeSnapshot
+from scalai.core.actions import Commit
 from scalai.core.failures import fail
-from scalai.core.membership import Generation, Job, Phase, active, forget_sealed
+from scalai.core.membership import Generation, Job, Phase, active
 from scalai.core.replicating import is_to_be_replicated, release_older
-from scalai.core.transitions import Result, answered, next_phase, rescue
+from scalai.core.transitions import Result, answered, judge_sealed, next_phase, rescue, step_of
 
 
 def judged(event: events.Judged, job: Job) -> Result:
@@ -51,33 +51,14 @@ def skipped(event: events.Skipped, job: Job) -> Result:
 def _answered(event: events.Sealed | events.Skipped, reason: str, job: Job) -> Result:
     if event.round != job.round or job.phase is Phase.COMMITTING:
         return job, ()  # something later is committed
-    job, over = _passed_over(event, job)
-    hosts = job.sealed.get(event.snapshot, frozenset()) | {event.host}
-    if not hosts >= active(job):
-        return replace(job, sealed={**job.sealed, event.snapshot: hosts}), over
-    job = forget_sealed(job, event.snapshot)
-    return job, (*over, JudgeSnapshot(reason, event.snapshot))
-
-
-def _passed_over(event: events.Sealed | events.Skipped, job: Job) -> Result:
-    """A host comes to its snapshots in their order: of an earlier one that it has not answered for
-    it has nothing, because it learned too late at which steps they are."""
-    at, over = step_of(event.snapshot), list[Action]()
-    for name in sorted(job.sealed, key=step_of):
-        if step_of(name) >= at or event.host in job.sealed[name]:
-            continue
-        hosts = job.sealed[name] | {event.host}
-        if hosts >= active(job):
-            job = forget_sealed(job, name)
-            over.append(JudgeSnapshot("snapshot", name))
-        else:
-            job = replace(job, sealed={**job.sealed, name: hosts})
-    return job, tuple(over)
-
-
-def step_of(snapshot: str) -> int:
-    """Return the step of a snapshot of this name."""
-    return int(snapshot.rpartition("-")[2])
+    # A host comes to its snapshots in their order: of an earlier one that it has not answered for
+    # it has nothing, because it learned too late at which steps they are.
+    known = {event.snapshot: frozenset[str](), **job.sealed}
+    at = step_of(event.snapshot)
+    passed = {name: known[name] | {event.host} for name in known if step_of(name) <= at}
+    job = replace(job, sealed={**known, **passed})
+    # Of a round that may compute another function nothing becomes a generation.
+    return (job, ()) if job.function.is_waiting else judge_sealed(job, reason)
 
 
 def snapshot_judged(event: events.SnapshotJudged, job: Job) -> Result:

@@ -25,6 +25,8 @@ from scalai.core.transitions import (
     end,
     go_on,
     next_phase,
+    prove_no_more,
+    stand,
     stop_workers,
     without_standby,
 )
@@ -63,7 +65,9 @@ def fail(
     was_built = job.was_standby and is_starting
     if is_refusal and not is_changing:
         return end(job, 3, reason)
+    unproven: tuple[Action, ...] = ()
     if not is_starting:  # else what the old workers have told of still holds
+        job, unproven = prove_no_more(job, "workers have failed")
         job = probing.not_probing(job)
     job, respaced = respacing.failed(job) if job.phase in STEPPING else (job, ())
     job, given_up = without_standby(job)
@@ -80,26 +84,29 @@ def fail(
         if is_same:
             ending = f"{reason}; the start before has ended alike, and no step was ever made"
         job, actions = _freeze(job, reason, ending=ending)
-        return job, (*respaced, *given_up, *message, *actions)
+        return job, (*unproven, *respaced, *given_up, *message, *actions)
     job = replace(job, was_standby=False, trained_s=0.0)
     if not is_free:
         job = replace(job, failures_left=job.failures_left - 1, counted_round=job.round)
     job, actions = _freeze(job, reason, is_counted=not is_free)
     message = (Say(f"event=restart {reason}; {job.failures_left} restarts left"), *message)
-    return job, (*respaced, *given_up, *message, *actions)
+    return job, (*unproven, *respaced, *given_up, *message, *actions)
 
 
 def computes_otherwise(job: Job, text: str) -> Result:
     """The new workers' first step is not the one that the old ones would have made: back to what
-    ran, from the state that it is of. In a round that is no change, and where there is nothing else
-    for the hosts that stay, the job goes on."""
+    ran, from the state that it is of, whatever the new ones have made since. In a round that is no
+    change, and where there is nothing else for the hosts that stay, the job goes on."""
     assert job.current is not None
     layout = job.current.layout
     warning = Say(f"event=function_differs level=WARNING layout='{layout}' {text}")
     reason = f"{layout} computes another function than what ran"
     if not _is_change(job) or not _has_other(job, reason):
-        job, actions = next_phase(job)
+        job, actions = next_phase(job) if job.phase is Phase.STARTING else stand(job)
         return job, (warning, Say("there is nothing to go back to: the job goes on"), *actions)
+    # Where its workers train already: the start fails after all, and nothing of theirs is written.
+    function = replace(job.function, is_refuted=True)
+    job = replace(job, phase=Phase.STARTING, function=function)
     job, actions = fail(job, reason, is_refusal=True)
     return job, (warning, *actions)
 

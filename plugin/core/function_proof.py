@@ -19,6 +19,9 @@ SPREADS = 3.0
 LEAST = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """And never below the rounding of the type: repetitions at the same degrees may be bit-equal, other
 degrees sum in another order."""
+PROOF_S = 20.0
+"""How long old workers may take for their step behind the end of their round: less than the
+coordinator waits for an answer."""
 MOST_STEPS = 64
 """Steps whose numbers are kept, to compare with when they are made again."""
 REMADE = (3e-6, 3e-4)
@@ -211,6 +214,10 @@ class FunctionProof:
         known: Keys of layouts whose function is proven, or with which the job began.
         framework: As the present round's first step has told; empty: nothing measures its steps.
         round: The round whose workers make a step more; 0: none does.
+        awaited: Its hosts that have not told of the step.
+        until: How long they are waited for, by the job's clock.
+        is_waiting: The new round has made the step and trains on; the old one has not told of it.
+        is_refuted: The round that ends computes another function: nothing of it is kept.
         before, after: Numbers of that step by the old workers and by the new ones.
         found: What came of the newest comparison, for the report; empty: none was made.
         seconds: How long the old workers' step took.
@@ -224,6 +231,10 @@ class FunctionProof:
     known: tuple[str, ...] = ()
     framework: str = ""
     round: int = 0
+    awaited: frozenset[str] = frozenset()
+    until: float = 0.0
+    is_waiting: bool = False
+    is_refuted: bool = False
     before: Numbers | None = None
     after: Numbers | None = None
     found: str = ""

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from scalai.core import events
-from scalai.core.actions import Action, Say
+from scalai.core.actions import Action, AmendReport, Say
 from scalai.core.assigning import next_assignment
 from scalai.core.function_proof import (
+    PROOF_S,
     FunctionProof,
     Made,
     Numbers,
@@ -16,11 +17,12 @@ from scalai.core.function_proof import (
     merged,
     remade,
 )
-from scalai.core.membership import Assignment, Job, Phase, leaving
+from scalai.core.membership import Assignment, Job, Phase, active, leaving
 from scalai.core.pace import estimate
 
 LEAST_STEPS = 2
 """A notice that leaves less than so many steps beyond the drain leaves no time for a proof."""
+UNTOLD = "the old workers have not told of their step yet"
 
 
 def key_of(job: Job, assignment: Assignment) -> str:
@@ -33,15 +35,27 @@ def agreed(job: Job) -> Job:
     """Return the job whose stop is agreed: whether its workers make a step more behind it."""
     job = not_probing(job)
     target = job.standby.assignment if job.standby is not None else next_assignment(job)
-    is_due = target is not None and _is_due(job, target)
-    return replace(job, function=replace(job.function, round=job.round)) if is_due else job
+    if target is None or not _is_due(job, target):
+        return job
+    return replace(job, function=replace(job.function, round=job.round, awaited=active(job)))
 
 
 def not_probing(job: Job) -> Job:
     """Return the job whose workers do not come to their stop, or do not go on from it, so that no
     step of both sides is the same one."""
-    function = replace(job.function, round=0, before=None, after=None, found="", seconds=0.0)
+    function = replace(
+        job.function, round=0, awaited=frozenset(), before=None, after=None, found="", seconds=0.0,
+        is_waiting=False,
+    )  # fmt: skip
     return job if function == job.function else replace(job, function=function)
+
+
+def started(job: Job, *, is_from_stop: bool) -> Job:
+    """Return the job whose next round starts now: its first step is that behind the stop, or it is
+    of an older state."""
+    job = job if is_from_stop else not_probing(job)
+    function = replace(job.function, until=job.now + PROOF_S, is_refuted=False)
+    return replace(job, function=function)
 
 
 def _is_due(job: Job, target: Assignment) -> bool:
@@ -67,7 +81,9 @@ def is_of_probe(event: events.Stepped, job: Job) -> bool:
 def probed(event: events.Stepped, job: Job) -> Job:
     before = merged(job.function.before, event.numbers)
     seconds = before.seconds if before is not None else 0.0
-    return replace(job, function=replace(job.function, before=before, seconds=seconds))
+    awaited = job.function.awaited - {event.host}
+    function = replace(job.function, before=before, seconds=seconds, awaited=awaited)
+    return replace(job, function=function)
 
 
 def stepped(event: events.Stepped, job: Job) -> Job:
@@ -78,8 +94,28 @@ def stepped(event: events.Stepped, job: Job) -> Job:
     return replace(job, function=replace(job.function, after=after))
 
 
+def must_wait(job: Job) -> bool:
+    """Whether old workers have yet to tell of the step that the new ones have made."""
+    function = job.function
+    is_known = function.after is not None and not function.after.obstacle
+    is_awaited = bool(function.awaited & job.hosts.keys()) and job.now < function.until
+    return bool(function.round) and is_known and is_awaited
+
+
 def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
-    """Every rank of the new round has stepped: compare, where there is something to compare."""
+    """Every rank of the new round has stepped: compare, where there is something to compare. While
+    the old workers have not told of the step, the new ones train on."""
+    if must_wait(job):
+        function = replace(job.function, is_waiting=True, found=f"not proven: {UNTOLD}")
+        return replace(job, function=function), None, ()
+    is_late = job.function.is_waiting
+    job, verdict, lines = _judge(job)
+    function = replace(job.function, round=0, after=None, is_waiting=False)
+    amended = (AmendReport(function.found, function.seconds),) if is_late else ()
+    return replace(job, function=function), verdict, (*lines, *amended)
+
+
+def _judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
     function, current = job.function, job.current
     assert current is not None
     told = function.after or Numbers()
@@ -90,7 +126,6 @@ def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
             framework=told.framework,
             dtype=told.dtype,
             is_random=told.is_random or bool(told.obstacle),
-            after=None,
         ),
     )
     framework = told.framework
@@ -102,7 +137,6 @@ def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
             return _unproven(job, "nothing tells what the steps of the script compute")
         return job, None, ()
     verdict = compare(function.before, function.after, function.remade.spread)
-    job = replace(job, function=replace(job.function, round=0))
     if verdict.is_same is None:
         return _unproven(job, verdict.text)
     found = "proven" if verdict.is_same else "differs"
@@ -111,6 +145,13 @@ def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
         return job, verdict, ()
     line = Say(f"event=function_proven layout='{current.layout}' {verdict.text}")
     return _known(job, current), verdict, (line,)
+
+
+def unproven(job: Job, why: str) -> tuple[Job, tuple[Action, ...]]:
+    """Return the job that waits for no old workers any more, and what is to be said."""
+    job, _, lines = _unproven(job, why)
+    amended = AmendReport(job.function.found, job.function.seconds)
+    return not_probing(job), (*lines, amended)
 
 
 def made(job: Job, made: Sequence[Made]) -> tuple[Job, str]:

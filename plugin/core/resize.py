@@ -66,6 +66,7 @@ from scalai.core.transitions import (
     release_leaving,
     runs_as_requested,
     save,
+    stand,
     stop_unbuilt,
     withdraw,
     without_standby,
@@ -271,8 +272,9 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
     if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):
         job, actions = consider(job)
         return job, (*asked, *actions)
+    job, judged = _judged_late(job)
     job, heard = hearing.ticked(job)
-    asked = (*asked, *heard)
+    asked = (*asked, *judged, *heard)
     if stuck := hangs.hung(job, event.stalled):
         return stuck[0], (*asked, *stuck[1])
     job, spaced = respacing.ticked(job)
@@ -433,18 +435,28 @@ def _resumed(event: events.Resumed, job: Job) -> Result:
 @_on.register
 def _stepped(event: events.Stepped, job: Job) -> Result:
     if probing.is_of_probe(event, job):
-        return probing.probed(event, job), ()
+        return _judged_late(probing.probed(event, job))
     if job.phase is not Phase.STARTING or event.round != job.round:
         return job, ()
     job = probing.stepped(event, answered(job, event.host))
     if job.awaited:
         return job, ()
+    return _judged(job)
+
+
+def _judged(job: Job) -> Result:
     job, verdict, lines = probing.judge(job)
     if verdict is not None and not verdict.is_same:
         job, actions = failures.computes_otherwise(job, verdict.text)
     else:
-        job, actions = next_phase(job)
+        job, actions = next_phase(job) if job.phase is Phase.STARTING else stand(job)
     return job, (*lines, *actions)
+
+
+def _judged_late(job: Job) -> Result:
+    """Compare what waited for the old workers, once they have told, are gone, or take too long."""
+    is_due = job.function.is_waiting and not probing.must_wait(job)
+    return _judged(job) if is_due else (job, ())
 
 
 @_on.register

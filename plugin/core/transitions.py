@@ -6,7 +6,7 @@ What leads to them is in ``resize``. Nothing here waits, sends or reads a clock.
 
 from dataclasses import replace
 
-from scalai.core import respacing
+from scalai.core import probing, respacing
 from scalai.core.actions import (
     RESUMABLE,
     Action,
@@ -18,6 +18,7 @@ from scalai.core.actions import (
     GoBack,
     Judge,
     JudgeRescue,
+    JudgeSnapshot,
     Look,
     Prepare,
     Release,
@@ -42,11 +43,11 @@ from scalai.core.membership import (
     Standby,
     Start,
     active,
+    forget_sealed,
     leaving,
     present,
     staying,
 )
-from scalai.core.probing import agreed, not_probing
 from scalai.core.replicating import give_up, needs_older, release_older, without
 
 Result = tuple[Job, tuple[Action, ...]]
@@ -218,7 +219,7 @@ def withdraw(job: Job, reason: str) -> Result:
     job, given_up = without_standby(job)
     later_s = min(job.drain_timeout_s * 2.0 ** min(job.withdrawn, 20), LONGEST_BACKOFF_S)
     job = replace(
-        not_probing(job),
+        probing.not_probing(job),
         phase=Phase.RUNNING,
         awaited=frozenset(),
         withdrawn=job.withdrawn + 1,
@@ -248,8 +249,7 @@ def _start_round(job: Job) -> Result:
     if target is None or is_held_back or (job.has_state and source is None):
         return _wait(job)
     reached = job.newest
-    if step != job.stop:  # the step behind the stop is not the first one of this round
-        job = not_probing(job)
+    job = probing.started(job, is_from_stop=step == job.stop)
     is_built = source is not None and _is_built_for(job, target)
     job, given_up = (job, ()) if is_built else without_standby(job)
     number = job.standby.round if job.standby else job.last_round + 1
@@ -402,11 +402,13 @@ def next_phase(job: Job) -> Result:
     if job.phase is Phase.PREPARING:
         hosts = tuple(sorted(active(job)))
         if job.newest < job.stop:
+            job, waited = prove_no_more(job, "a further change has begun")
+            job, judged = judge_sealed(job)
             job = replace(job, phase=Phase.DRAINING, awaited=frozenset(hosts), margin=1, held={})
             is_full = len(job.generations) > 1  # so there is no room for the snapshot at the stop
             job, room = release_older(job) if is_full else (job, ())
-            job = agreed(job)
-            return job, (*room, Agree(hosts, job.stop, bool(job.function.round)))
+            job = probing.agreed(job)
+            return job, (*waited, *judged, *room, Agree(hosts, job.stop, bool(job.function.round)))
         job, actions = prepare(replace(job, margin=2 * job.margin))
         return job, (Withdraw(hosts), *actions)
     if job.phase is Phase.DRAINING and active(job):
@@ -434,7 +436,34 @@ def next_phase(job: Job) -> Result:
         return end(job, RESUMABLE, saved)
     assert job.phase is Phase.STARTING, job.phase
     running = replace(
-        job, phase=Phase.RUNNING, ran=job.current, tries=0, withdrawn=0, stepped_at=None,
-        was_start_killed=False,
+        job, phase=Phase.RUNNING, tries=0, withdrawn=0, stepped_at=None, was_start_killed=False,
     )  # fmt: skip
+    # Else it may yet go back to what ran.
+    running = running if job.function.is_waiting else replace(running, ran=job.current)
     return release_leaving(running)
+
+
+def prove_no_more(job: Job, why: str) -> Result:
+    """Where the function of the present round waits to be judged, it is not."""
+    if not job.function.is_waiting:
+        return job, ()
+    job, lines = probing.unproven(job, f"{why} before the old workers had told of their step")
+    return replace(job, ran=job.current), lines
+
+
+def stand(job: Job) -> Result:
+    """The change of the present round stands, and so does what its workers have sealed."""
+    return judge_sealed(replace(job, ran=job.current))
+
+
+def judge_sealed(job: Job, reason: str = "snapshot") -> Result:
+    """Have those snapshots on the way judged that every host with workers has answered for."""
+    due = [name for name in sorted(job.sealed, key=step_of) if job.sealed[name] >= active(job)]
+    for name in due:
+        job = forget_sealed(job, name)
+    return job, tuple(JudgeSnapshot(reason, name) for name in due)
+
+
+def step_of(snapshot: str) -> int:
+    """Return the step of a snapshot of this name."""
+    return int(snapshot.rpartition("-")[2])

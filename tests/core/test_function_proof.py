@@ -8,6 +8,7 @@ import pytest
 from scalai.core import actions, events, probing
 from scalai.core import membership as m
 from scalai.core.function_proof import (
+    PROOF_S,
     FunctionProof,
     Numbers,
     Remade,
@@ -288,3 +289,131 @@ def test_the_next_coordinator_knows_what_is_proven() -> None:
     job = recall(replace(two_hosts().job, recalled=kept))
     assert job.function.known == simulation.job.function.known
     assert job.function.framework == HERE.framework
+
+
+OFF = replace(HERE, norm=2.114)
+
+
+def grow(simulation: Simulation, after: Numbers) -> int:
+    """Have c join, and the new round make its first step before a and b tell of theirs. Return the
+    number of the old round."""
+    simulation.computed = {4: HERE, 6: after}
+    simulation.join("c", 2)
+    simulation.tick()
+    old = simulation.job.round
+    until(simulation, m.Phase.STOPPING)
+    until(simulation, m.Phase.RUNNING)
+    assert simulation.job.round != old and active(simulation.job) == {"a", "b", "c"}
+    assert not said(simulation, "function_proven") and not said(simulation, "function_unproven")
+    return old
+
+
+def tell(simulation: Simulation, old: int, *hosts: str, numbers: Numbers | None = HERE) -> None:
+    for host in hosts:
+        simulation.feed(events.Stepped(host, old, numbers))
+
+
+def amended(simulation: Simulation) -> list[str]:
+    found = [each for each in simulation.logged if isinstance(each, actions.AmendReport)]
+    return [each.function.partition(":")[0] for each in found]
+
+
+def test_what_old_workers_tell_behind_the_first_step_of_the_new_ones_still_proves_it() -> None:
+    simulation = training()
+    old = grow(simulation, HERE)
+    simulation.train(3)
+    tell(simulation, old, "a")
+    assert not said(simulation, "function_proven"), "b may know the loss"
+    tell(simulation, old, "b")
+    assert amended(simulation) == ["proven"] and len(said(simulation, "function_proven")) == 1
+    assert simulation.job.ran == simulation.job.current
+    simulation.settle()
+    assert len(rounds(simulation)) == 2
+
+
+def test_what_they_tell_late_still_goes_back_to_the_state_of_the_stop() -> None:
+    """Of what the new workers have made meanwhile nothing becomes a generation."""
+    simulation = training(failures_left=0)
+    old = grow(simulation, OFF)
+    simulation.train(3)
+    before = len(simulation.logged)
+    simulation.snapshot()
+    tell(simulation, old, "a", "b")
+    assert amended(simulation) == ["differs"] and len(said(simulation, "function_differs")) == 1
+    simulation.settle()
+    tried, back = rounds(simulation)[-2:]
+    assert back.generation == tried.generation
+    assert back.steps_lost == 4, "the first one, and three more"
+    assert active(simulation.job) == {"a", "b"} and simulation.job.failures_left == 0
+    assert not any(isinstance(each, actions.JudgeSnapshot) for each in simulation.logged[before:])
+    simulation.feed(events.Rescaled(simulation.job.assign, simulation.now))
+    simulation.settle()
+    assert len(rounds(simulation)) == 3, "it is not tried again"
+
+
+def test_nobody_waits_for_old_workers_for_long() -> None:
+    simulation = training()
+    old = grow(simulation, OFF)
+    simulation.tick(PROOF_S - 1)
+    assert not said(simulation, "function_unproven")
+    simulation.tick(2)
+    assert len(said(simulation, "function_unproven")) == 1 and amended(simulation) == ["not proven"]
+    tell(simulation, old, "a", "b")
+    simulation.settle()
+    assert active(simulation.job) == {"a", "b", "c"} and len(rounds(simulation)) == 2
+
+
+def test_nobody_waits_for_old_workers_that_are_gone() -> None:
+    """Neither for those of whom their host says that they do not tell, nor for a host that left."""
+    simulation = training()
+    old = grow(simulation, HERE)
+    tell(simulation, old, "a")
+    tell(simulation, old, "b", numbers=None)
+    assert len(said(simulation, "function_proven")) == 1, "by what the others have told"
+    simulation.computed[2] = HERE
+    old = simulation.job.round
+    for host in "bc":
+        simulation.feed(events.HostLeaving(host, simulation.now))
+    simulation.tick()
+    until(simulation, m.Phase.STOPPING)
+    until(simulation, m.Phase.RUNNING)
+    assert simulation.job.hosts.keys() == {"a"} and simulation.job.function.is_waiting
+    tell(simulation, old, "a", numbers=None)
+    assert said(simulation, "the old workers have given no numbers")
+
+
+def test_a_further_change_waits_for_no_proof_and_what_was_sealed_meanwhile_counts() -> None:
+    simulation = training()
+    old = grow(simulation, OFF)
+    simulation.train(3)
+    simulation.snapshot()
+    simulation.feed(events.HostLeaving("c", simulation.now))
+    until(simulation, m.Phase.DRAINING)
+    assert len(said(simulation, "a further change has begun")) == 1
+    assert amended(simulation) == ["not proven"]
+    assert any(isinstance(each, actions.JudgeSnapshot) for each in simulation.logged)
+    tell(simulation, old, "a", "b")
+    simulation.settle()
+    assert active(simulation.job) == {"a", "b"} and not said(simulation, "function_differs")
+
+
+def test_workers_that_fail_meanwhile_go_on_as_they_ran() -> None:
+    simulation = training()
+    grow(simulation, OFF)
+    simulation.feed(events.WorkersFailed("a", simulation.job.round, "killed", is_chance=True))
+    simulation.settle()
+    assert len(said(simulation, "workers have failed before the old workers")) == 1
+    assert active(simulation.job) == {"a", "b", "c"} and simulation.job.phase is m.Phase.RUNNING
+
+
+def test_a_snapshot_of_a_round_that_is_not_proven_yet_is_judged_once_it_is() -> None:
+    simulation = training()
+    old = grow(simulation, HERE)
+    source = simulation.job.newest_generation
+    simulation.train(3)
+    simulation.snapshot()
+    simulation.deliver()
+    assert simulation.job.newest_generation == source
+    tell(simulation, old, "a", "b")
+    assert simulation.job.newest_generation is not None
+    assert simulation.job.newest_generation.step == simulation.hosts["a"].step

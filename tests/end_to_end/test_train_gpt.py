@@ -79,7 +79,7 @@ def last_step(metrics: Path) -> int:
 
 def wait_for_change(agents: Agents, count: int) -> None:
     agents.wait_until(
-        lambda: len(agents.resizes()) >= count, f"{count} starts or changes", deadline_s=200
+        lambda: agents.has_reported(count), f"{count} starts or changes", deadline_s=200
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from scalai.core.errors import PeerError, ProofError
 from scalai.core.fingerprint import Committed
+from scalai.core.function_proof import Numbers
 from scalai.core.membership import Phase
 from scalai.launch.coordinator import generations
 from scalai.launch.coordinator.losses import Patience
@@ -379,3 +380,30 @@ def test_of_two_runs_the_one_that_contains_the_other_is_gone_on_from(tmp_path: P
     recovery = next(text for text in line.log if "event=recovery" in text)
     assert "step=400" in recovery and "generation 7 goes on from it" in recovery
     line.end()
+
+
+def test_what_a_round_has_sealed_that_computes_otherwise_is_no_state(tmp_path: Path) -> None:
+    """Its workers train already when those of the round before tell what they have computed."""
+    hosts, old = TwoHosts(tmp_path), 99
+    live = hosts.line.coordinator._live
+    with hosts.line.coordinator._lock:
+        assert live.state.current is not None
+        ran = replace(live.state.current, micro_batch_size=7)
+        function = replace(
+            live.state.function, round=old, awaited=frozenset("ab"), is_waiting=True,
+            until=live.state.now + DEADLINE_S, after=Numbers(5.0, 2.0),
+        )  # fmt: skip
+        live.state = replace(live.state, ran=ran, function=function)
+    hosts.step = 7
+    for host in "ab":
+        agent, message = getattr(hosts, host), manifest_bytes(hosts.sealed(host))
+        agent.tell("sealed", round=1, reason="snapshot", part=message, seconds={})
+    for agent in (hosts.a, hosts.b):
+        agent.tell("stepped", round=old, numbers=Numbers(5.0, 2.1))
+    hosts.a_stops()
+    assert hosts.a.wait_for("start", 2)["generation"] == 1
+    assert logged(hosts.line, "event=function_differs level=WARNING")
+    assert logged(hosts.line, "event=went_back steps_lost=7")
+    assert not logged(hosts.line, "event=snapshot committed")
+    assert not logged(hosts.line, "event=recovered")
+    hosts.end()

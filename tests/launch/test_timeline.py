@@ -32,6 +32,19 @@ def test_the_first_reason_stands_while_a_change_is_under_way(tmp_path: Path) -> 
     assert report["reason"] == "host b drains"
 
 
+def test_a_report_is_amended_by_what_old_workers_tell_late(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, lambda line: None)
+    timeline.amend("proven: nothing was reported yet", 0.5)
+    finish_start(timeline)
+    timeline.begin("scale")
+    timeline.note(round=2, function="not proven: not yet")
+    timeline.close()
+    timeline.amend("proven: equal", 0.5)
+    reports = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+    assert [each.get("function") for each in reports] == [None, "proven: equal"]
+    assert reports[1] == timeline.reports[-1] and reports[1]["prove_s"] == 0.5
+
+
 def test_what_led_to_nothing_is_not_the_reason_of_the_next_change() -> None:
     timeline = Timeline(None, lambda line: None)
     finish_start(timeline)

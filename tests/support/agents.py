@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import psutil
 
+from scalai.core.probing import UNTOLD
 from scalai.launch.chaos.processes import agents
 from scalai.launch.config.endpoint import read_card
 from scalai.launch.coordinator.person_calls import Scale
@@ -261,6 +262,12 @@ class Agents:
     def resizes(self) -> list[dict[str, Any]]:
         """Return the reports of the resizes that have ended, in order."""
         return [json.loads(path.read_text()) for path in sorted(self.reports.glob("*.json"))]
+
+    def has_reported(self, count: int) -> bool:
+        """Whether so many resizes have ended, and what came of the newest proof is known, which old
+        workers may tell behind its report."""
+        reports = self.resizes()
+        return len(reports) >= count and not str(reports[-1].get("function")).endswith(UNTOLD)
 
     def family(self) -> list[psutil.Process]:
         """Return every live process of this job: agents, workers, fork servers, coordinator."""

@@ -71,9 +71,10 @@ def train_through(
         agents.start("a")
         agents.wait_for_step(2, world=worlds[0])
         for changes, world in enumerate(worlds[1:], try_odd(agents, odd) if odd else 1):
-            agents.wait_until(lambda: len(agents.resizes()) == changes, "every rank has stepped")  # noqa: B023
+            agents.wait_until(lambda: agents.has_reported(changes), "every rank has stepped")  # noqa: B023
             agents.scale(nproc=world)
             agents.wait_for_world(world)
+        agents.wait_until(lambda: agents.has_reported(changes + 1), "the last change is made")
         (folder / "hurry").touch()
         assert agents.exit_code("a") == 0, agents.logs()
     return agents

@@ -3,16 +3,12 @@ and nobody waits long for it. Their state is sealed by then, so whatever becomes
 failure."""
 
 from scalai.core import events as job_events
-from scalai.core.function_proof import merged
+from scalai.core.function_proof import PROOF_S, merged
 from scalai.core.host import actions, snapshots
 from scalai.core.host.events import Seen
 from scalai.core.host.state import Round
 from scalai.core.host.step import Step
 from scalai.core.worker_messages import RankStepped
-
-PROBE_S = 20.0
-"""How long workers may take for it behind the end of their round: less than the coordinator waits
-for an answer."""
 
 
 def told(step: Step, report: RankStepped) -> bool:
@@ -34,9 +30,12 @@ def holds(step: Step) -> bool:
     next workers stand by, or none come to this host, they go on beside the next round; else their
     memory may be needed, and the round ends behind it."""
     current = step.present()
-    if not current.probes or not current.has_group or _is_over(current, frozenset()):
+    if not current.probes:
         return False
-    current = step.change_round(probe_until=step.now + PROBE_S)
+    if not current.has_group or _is_over(current, frozenset()):
+        _told_no_more(step, current)
+        return False
+    current = step.change_round(probe_until=step.now + PROOF_S)
     if step.state.standby is None and not step.state.is_leaving:
         return True
     end(step)  # of an earlier change
@@ -57,6 +56,7 @@ def watch(step: Step, seen: Seen | None) -> None:
         ended = frozenset(seen.ended if seen is not None else ())
         if _is_over(current, ended) or step.now >= current.probe_until:
             step.change_round(is_ending=True, probe_until=0.0)
+            _told_no_more(step, current)
             step.end_group(current.number, _grace_s(step, current))
     if aside is not None and step.now >= aside.probe_until:
         end(step)
@@ -71,6 +71,15 @@ def _grace_s(step: Step, current: Round) -> float:
 
 def end(step: Step) -> None:
     """End the workers that make their step beside the present round."""
-    if step.state.probing is not None:
-        step.end_group(step.state.probing.number, given_up=step.state.probing)
+    if (aside := step.state.probing) is not None:
+        _told_no_more(step, aside)
+        step.end_group(aside.number, given_up=aside)
         step.change(probing=None)
+
+
+def _told_no_more(step: Step, ended: Round) -> None:
+    """Whoever has not told of the step does not any more: nobody waits for it. Numbers that one
+    rank has told of are of all."""
+    if not ended.is_complete(ended.probed):
+        numbers = ended.numbers if ended.probed else None
+        step.tell(job_events.Stepped(step.state.host, ended.number, numbers))

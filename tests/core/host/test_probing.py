@@ -4,8 +4,8 @@ import pytest
 
 from scalai.core import commands
 from scalai.core import events as job_events
-from scalai.core.function_proof import Numbers
-from scalai.core.host import actions, probing
+from scalai.core.function_proof import PROOF_S, Numbers
+from scalai.core.host import actions
 from scalai.core.host.events import Agreed, GroupEnded, GroupOver, GroupStarted, Sealed, Seen
 from scalai.core.messages import JsonText
 from scalai.core.worker_messages import BeginSnapshot, RankStepped, RankWritten
@@ -64,8 +64,10 @@ def test_where_the_next_workers_stand_by_the_old_ones_go_on_beside_them(host: La
 def test_who_makes_the_step_for_too_long_beside_the_next_round_is_ended(host: LawHost) -> None:
     stand_by(host)
     host.obey(commands.Stop(1, has_written=True))
-    host.tick(probing.PROBE_S - 1)
+    host.tick(PROOF_S - 1)
     assert not host.all(actions.EndGroup)
+    host.tick(2)
+    assert stepped(host)[-1] == job_events.Stepped("a", 1, None), "nobody waits for its numbers"
     host.tick(2)
     assert host.all(actions.EndGroup) == [actions.EndGroup(1, 0.0)]
 
@@ -87,10 +89,24 @@ def test_elsewhere_the_round_ends_behind_the_step(host: LawHost) -> None:
 def test_a_step_that_hangs_or_is_left_out_ends_the_round_too(host: LawHost, is_late: bool) -> None:
     host.obey(commands.Stop(1, has_written=True))
     if is_late:
-        host.tick(probing.PROBE_S + 1, Seen())
+        host.tick(PROOF_S + 1, Seen())
     else:
         host.tick(1, Seen(ended={0: 0, 1: 0}))
     assert host.all(actions.EndGroup) == [actions.EndGroup(1, 0.0)]
+    assert stepped(host)[-1] == job_events.Stepped("a", 1, None)
+
+
+@pytest.mark.parametrize("has_told", [True, False])
+def test_who_dies_in_the_step_is_told_of_at_once_with_what_the_others_know(
+    host: LawHost, *, has_told: bool
+) -> None:
+    stand_by(host)
+    host.obey(commands.Stop(1, has_written=True))
+    host.obey(start(2, 3, is_built=True))
+    if has_told:
+        tell(host, 1, 5.0)
+    host.feed(GroupOver(1, ("rank 0 was killed",)))
+    assert stepped(host)[-1] == job_events.Stepped("a", 1, NUMBERS if has_told else None)
 
 
 def test_workers_that_have_told_of_the_step_before_the_end_hold_up_nothing(host: LawHost) -> None:
