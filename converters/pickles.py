@@ -19,6 +19,7 @@ import pathlib
 import pickle
 import re
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from math import prod
 from typing import Any, ClassVar, cast
 
@@ -102,6 +103,10 @@ class Call:
         raise pickle.UnpicklingError(f"{'.'.join(self.path)}.{name} is set")
 
 
+_is_trusting = ContextVar("is_trusting", default=False)
+"""Whether the pickle that is being read may call whatever it names."""
+
+
 class _Forbidden(Exception):
     """Something is made or called that no checkpoint needs."""
 
@@ -129,7 +134,7 @@ class Foreign(metaclass=Sealed):
         return self
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        if not self.is_callable:
+        if not (self.is_callable or _is_trusting.get()):
             raise _Forbidden(f"calls {'.'.join(self.path)}, {_UNKNOWN}")
         self.is_called = True
 
@@ -328,6 +333,7 @@ def loads(
     Raises:
         RefusedError: A class that is not allowed, or a damaged pickle; names ``where``.
     """
+    trusting = _is_trusting.set(trust)
     try:
         with bounded_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data)):
             return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
@@ -342,6 +348,8 @@ def loads(
             f"{where} holds a damaged pickle ({type(error).__name__}: {error}). Use another "
             "checkpoint."
         ) from error
+    finally:
+        _is_trusting.reset(trusting)
 
 
 def dumps(
@@ -397,7 +405,6 @@ class _Reader(pickle.Unpickler):
         cls = foreign(module, name)
         if self._trust and not (is_known and cls.is_callable):
             log.warning("event=trusted-pickle class=%s.%s file=%s", module, name, self._where)
-            type.__setattr__(cls, "is_callable", True)
         return cls
 
     def persistent_load(self, pid: Any) -> Any:

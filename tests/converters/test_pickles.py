@@ -73,6 +73,8 @@ def test_a_device_may_be_made_and_what_is_trusted_too() -> None:
     with pytest.raises(RefusedError):
         pickles.loads(call, "file")
     assert pickles.loads(call, "file", trust=True).args == ("id",)
+    with pytest.raises(RefusedError):
+        pickles.loads(call, "a file that is not trusted, behind it")
 
 
 @pytest.mark.parametrize("name", ["torch\nfloat32", "argparse\nNamespace", "pathlib\nPosixPath"])
