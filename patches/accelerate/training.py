@@ -227,8 +227,9 @@ class LoopHooks:
     def step_schedule(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Step a schedule as often as the script has meant it to be; not again in epochs that are
         over."""
-        if self._accelerator is not None and self._engines.auxiliary.is_behind():
-            self._engines.auxiliary.record.note(f"a step of {type(instance.scheduler).__name__}")
+        auxiliary = self._engines.auxiliary
+        auxiliary.record.note(f"a step of {type(instance.scheduler).__name__}")
+        if self._accelerator is not None and auxiliary.is_behind():
             return None
         ranks = self._stepping.get(id(instance), self._get_session().facts.get("first_dp"))
         if ranks is None or self._accelerator is None or ranks == self._accelerator.num_processes:
