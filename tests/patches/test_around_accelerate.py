@@ -38,6 +38,7 @@ def test_metrics_are_over_every_sample_of_an_evaluation_set(
     for line in reported:
         assert line["seen"] == list(range(samples)), line
     assert [text for text in log(made[1:]) if text.startswith("event=evaluated_again ")]
+    assert "event=replays_otherwise" not in " ".join(log(made))
 
 
 @pytest.mark.parametrize("device_specific", [True, False])
@@ -82,6 +83,7 @@ def test_a_prepared_schedule_is_that_of_the_first_round_on_any_number_of_ranks(
     for mine, other in zip(reported, expected, strict=True):
         assert mine == {**other, "rate": pytest.approx(other["rate"], rel=1e-12)}
     assert len({line["rate"] for line in expected}) > 3
+    assert "event=replays_otherwise" not in " ".join(log(made))
 
 
 PLAN = {
@@ -185,6 +187,7 @@ def test_parameter_groups_that_a_callback_of_trainers_begins_anew_are_those_of_t
     for part, times in zip(made, (0, 1, 1), strict=True):
         told = [text for text in log([part]) if text.startswith("event=rates ")]
         assert len(told) == times
+        assert "event=replays_otherwise" not in " ".join(log([part]))
         assert all("has weight_decay 0.025 before" in text for text in told)
 
 

@@ -38,6 +38,7 @@ def test_a_schedule_that_the_script_steps_itself_goes_on_where_it_was(
     assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
     expected = notes([alone])
     assert len({line["rate"] for line in expected}) > 2
+    assert not warned(made, "replays_otherwise")
     assert notes(made) == expected
 
 
@@ -56,6 +57,7 @@ def test_a_checkpoint_that_is_loaded_behind_steps_is_loaded_in_any_round(
     assert at_end != pytest.approx(best, rel=1e-2)
     assert (tmp_path / "final").is_dir() and (tmp_path / "final.bin").is_file()
     assert [line["step"] for line in reported if "drawn" in line] == list(range(1, 13))
+    assert not warned(made, "replays_otherwise")
 
 
 @pytest.mark.parametrize(
