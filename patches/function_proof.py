@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from scalai.core.function_proof import Numbers
+from scalai.patches.bare_pass import random_attributes
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,13 @@ def probe(session: NumberedSession, numbers: Callable[[], Numbers]) -> None:
         session.note_numbers(numbers())
     except Exception as error:
         log.warning("event=function_unproven the step's numbers are not known: %r", error)
+
+
+def agreed(found: str, device: torch.device | int) -> str:
+    """Return what is found here, or that other ranks have found something. A collective of all."""
+    is_found = torch.tensor([bool(found)], dtype=torch.int, device=device)
+    dist.all_reduce(is_found, op=dist.ReduceOp.MAX)
+    return found or ("other ranks have found something" if is_found.item() else "")
 
 
 def mean(value: float, group: Any, device: torch.device) -> float:
@@ -92,13 +100,20 @@ def _is_capturing() -> bool:
 
 def random_parts(model: torch.nn.Module) -> str:
     """Return the first part of a model that draws random numbers in training; empty: none."""
-    for name, part in model.named_modules():
-        if isinstance(part, torch.nn.modules.dropout._DropoutNd) and part.p:
-            return f"dropout {part.p:g} ({name})"
-        for key, value in vars(part).items():
-            if ("dropout" in key or "jitter" in key) and isinstance(value, float) and value:
-                return f"{key} {value:g} ({name})"
+    for name, _, key, value in random_attributes(model):
+        return f"{'dropout' if key == 'p' else key} {value:g} ({name})"
     return ""
+
+
+def other_streams(random: str, obstacle: str = "") -> str:
+    """Return why the numbers of a step cannot be compared.
+
+    Args:
+        random: Why it draws random numbers; empty: it does not.
+        obstacle: Why no pass without them is made.
+    """
+    ending = f"; {obstacle}" if obstacle else ""
+    return f"{random}: other degrees have other random streams{ending}" if random else ""
 
 
 class OwnLoop:
@@ -155,6 +170,7 @@ class OwnLoop:
             is_skipped=norm is None,
             dtype=str(dtype).removeprefix("torch."),
             framework=self._framework,
-            obstacle=f"{random}: other degrees have other random streams" if random else "",
+            obstacle=other_streams(random),
+            is_random=bool(random),
             seconds=seconds,
         )

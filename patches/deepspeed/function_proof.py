@@ -2,12 +2,26 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from scalai.core.function_proof import Numbers
-from scalai.patches.function_proof import RandomDraws, mean, norm_of_gradients, random_parts
+from scalai.patches.bare_pass import Batches, bare_pass
+from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.deepspeed.engine import randomness
+from scalai.patches.function_proof import (
+    RandomDraws,
+    mean,
+    norm_of_gradients,
+    other_streams,
+    random_parts,
+)
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class StepNumbers:
@@ -24,6 +38,7 @@ class StepNumbers:
         self._are_shares = False
         self._draws = RandomDraws()
         self._norm: float | None = None
+        self.obstacle = ""
         self.began = time.monotonic()
 
     def begin(self) -> None:
@@ -69,8 +84,9 @@ class StepNumbers:
             is_skipped=has_overflow,
             dtype=self._dtype(),
             framework=f"deepspeed {self._version}",
-            obstacle=f"{random}: other degrees have other random streams" if random else "",
+            obstacle=other_streams(random, self.obstacle),
             seconds=time.monotonic() - self.began,
+            is_random=bool(random),
         )
 
     def known(self, result: Any) -> tuple[Any, Any]:
@@ -92,10 +108,88 @@ class StepNumbers:
         return "float16" if engine.fp16_enabled() else "float32"
 
 
+class BareBatch:
+    """A ``train_batch`` of a pipeline without random numbers, up to the door of its update, before
+    or instead of the real one, which gets the same micro-batches.
+
+    Args:
+        engine: A ``PipelineEngine``.
+        train_batch: Its method.
+        args, kwargs: What that is called with.
+    """
+
+    def __init__(self, engine: Any, train_batch: Call, args: Args, kwargs: Kwargs) -> None:
+        self._engine, self._train_batch = engine, train_batch
+        given = args[0] if args else kwargs.get("data_iter")
+        self._is_given = given is not None
+        self._iterator = given if self._is_given else engine.data_iterator
+        reads = self._iterator is not None and (engine.is_first_stage() or engine.is_last_stage())
+        self._batches = Batches(self._iterator) if reads else None
+
+    def make(self, numbers: StepNumbers, *, tp: int, is_first: bool) -> Numbers:
+        """Make it; return ``numbers`` of it. Every rank does. ``is_first``: of its round."""
+        engine = self._engine
+        if is_first and self._batches is not None:
+            self._batches.prime()
+        streams = lambda: randomness.state(engine)  # noqa: E731
+        with _undone(engine):
+            with bare_pass([engine.module], streams, randomness.go_on, []) as drawn:
+                told = numbers.take(self._call(is_copying=True), tp=tp)
+        return replace(told, obstacle=drawn.found, is_random=True)
+
+    def real(self) -> Any:
+        """Make the step itself."""
+        return self._call(is_copying=False)
+
+    def _call(self, *, is_copying: bool) -> Any:
+        engine, batches = self._engine, self._batches
+        if batches is None:
+            return self._train_batch()
+        batches.rewind(is_copying=is_copying)
+        if self._is_given:
+            loss = self._train_batch(batches)
+        else:
+            engine.data_iterator = batches
+            loss = self._train_batch()
+        if engine.data_iterator is batches:
+            engine.data_iterator = self._iterator
+        return loss
+
+
+def obstacle_of(engine: Any) -> str:
+    """Return why no further pass is made; empty: nothing stands in its way."""
+    is_offloaded = getattr(engine.optimizer, "cpu_offload", False)
+    return "an offloaded optimizer keeps gradients on the host" if is_offloaded else ""
+
+
+def _basic(engine: Any) -> Any:
+    return getattr(engine, "basic_optimizer", None) or engine.optimizer
+
+
 def without_update(engine: Any) -> None:
     """From now on the engine's optimizer changes no parameter, and the engine tells nobody of a
-    step. This process ends soon."""
+    step."""
     engine.monitor.enabled, engine.tput_timer.steps_per_output = False, None
     engine.steps_per_print = lambda: sys.maxsize  # it divides by it
-    optimizer = getattr(engine, "basic_optimizer", None) or engine.optimizer
-    optimizer.step = lambda *args, **kwargs: None
+    _basic(engine).step = lambda *args, **kwargs: None
+
+
+@contextmanager
+def _undone(engine: Any) -> Iterator[None]:
+    """Have a step update, count, schedule and tell nothing."""
+    optimizer, basic, own = engine.optimizer, vars(_basic(engine)), vars(engine)
+    scaler = getattr(optimizer, "loss_scaler", None)
+    kept = [(own, {key: own[key] for key in (*COUNTERS, "lr_scheduler")})]
+    for each in (optimizer, scaler, engine.tput_timer, engine.monitor):
+        values = getattr(each, "__dict__", {})
+        plain = {k: v for k, v in values.items() if isinstance(v, bool | int | float | None)}
+        kept.append((values, plain))
+    kept.append((basic, {key: basic[key] for key in ("step",) if key in basic}))
+    without_update(engine)
+    engine.lr_scheduler = None
+    try:
+        yield
+    finally:
+        del basic["step"], own["steps_per_print"]
+        for values, entries in kept:
+            values.update(entries)

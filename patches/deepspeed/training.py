@@ -32,7 +32,12 @@ from scalai.patches.deepspeed import loaders, offloading, workarounds
 from scalai.patches.deepspeed.accumulation import Accumulation, tell
 from scalai.patches.deepspeed.auxiliary import Auxiliary
 from scalai.patches.deepspeed.engine import randomness
-from scalai.patches.deepspeed.function_proof import StepNumbers, without_update
+from scalai.patches.deepspeed.function_proof import (
+    BareBatch,
+    StepNumbers,
+    obstacle_of,
+    without_update,
+)
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
     RoundOrder,
@@ -42,7 +47,7 @@ from scalai.patches.deepspeed.round_config import (
     without_batches,
 )
 from scalai.patches.deepspeed.stages import refuse_unfit_stages
-from scalai.patches.function_proof import probe
+from scalai.patches.function_proof import agreed, probe, random_parts
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
 from scalai.runtime.live import LiveState
 
@@ -89,6 +94,10 @@ class ElasticSession(Protocol):
     @property
     def is_proving(self) -> bool:
         """Whether the numbers of this step are wanted."""
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this step is compared with another layout's."""
 
     @property
     def is_to_probe(self) -> bool:
@@ -150,6 +159,7 @@ class EngineHooks:
 
     _version: str
     numbers: StepNumbers
+    told: Numbers | None = None
 
     def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
         self._get_session = get_session
@@ -436,16 +446,36 @@ class EngineHooks:
                 if self.is_due:
                     self.end_step()
                 if self._session.is_to_probe:
-                    return self._measuring(name, method, args, kwargs)
+                    return self._comparing(name, method, args, kwargs)
                 self.auxiliary.record.uses_modes |= self.engine.module.training
                 self.auxiliary.schedules.begin()
                 self._continue_rng_state()
                 self._session.begin_step()
+                if self._session.is_compared:
+                    return self._comparing(name, method, args, kwargs)
                 if self._session.is_proving:
                     return self._measuring(name, method, args, kwargs)
             return method(*args, **kwargs)
 
         return begin
+
+    def _comparing(self, name: str, method: Call, args: Args, kwargs: Kwargs) -> Any:
+        """Make a pass of a step that is compared with another layout's. Where it draws random
+        numbers and is the engine's own: a further one before, without any."""
+        engine, session = self.engine, self._session
+        if name != "train_batch":
+            return self._measuring(name, method, args, kwargs)
+        random = agreed(random_parts(engine.module), engine.device)
+        self.numbers.obstacle = agreed(obstacle_of(engine), engine.device)
+        if not random or self.numbers.obstacle:
+            return method(*args, **kwargs)
+        bare = BareBatch(engine, method, args, kwargs)
+        is_first = not session.is_to_probe
+        told = self.told = bare.make(self.numbers, tp=session.tp, is_first=is_first)
+        if session.is_to_probe:
+            probe(session, lambda: told)
+            _leave(engine)
+        return bare.real()
 
     def _measuring(self, name: str, method: Call, args: Args, kwargs: Kwargs) -> Any:
         """Make a pass of a step whose numbers are wanted."""
@@ -472,7 +502,8 @@ class EngineHooks:
             result = method(*args, **kwargs)
             if self.engine.global_steps != before:
                 if session.is_proving:
-                    probe(session, lambda: self.numbers.take(result, tp=session.tp))
+                    told, self.told = self.told, None
+                    probe(session, lambda: told or self.numbers.take(result, tp=session.tp))
                 if session.is_to_probe:
                     _leave(self.engine)
                 if torch.distributed.get_rank() == 0:

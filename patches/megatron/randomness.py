@@ -42,11 +42,12 @@ def restore(saved: Json | None, seed: int, step: int) -> str:
     """
     return restore_rng_state(
         saved, dict(grid.degrees()), seed, step,
-        go_on=_continue, begin=lambda: _begin(seed, step),
+        go_on=go_on, begin=lambda: _begin(seed, step),
     )  # fmt: skip
 
 
-def _continue(saved: Mapping[str, Any]) -> None:
+def go_on(saved: Mapping[str, Any]) -> None:
+    """Go on with what ``state`` returned."""
     continue_host_rng(saved)
     torch.cuda.set_rng_state(rng_state_of_text(saved["cuda"]))
     tracker = _tracker()

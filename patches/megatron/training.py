@@ -32,14 +32,18 @@ from scalai.core.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of as release_of
 from scalai.patches.calls import Args, Call, Kwargs
-from scalai.patches.function_proof import probe
+from scalai.patches.function_proof import agreed, other_streams, probe
 from scalai.patches.megatron import fixed_rows, save_process, script, writers
 from scalai.patches.megatron.draws import TrainingDraws
 from scalai.patches.megatron.function_proof import (
     NORM,
+    BareStep,
     NormInDouble,
+    given_to,
     loss_of,
     numbers_of,
+    obstacle_of,
+    randomness_of,
     tells_of_steps,
     without_update,
 )
@@ -107,6 +111,10 @@ class ElasticSession(Protocol):
     @property
     def is_proving(self) -> bool:
         """Whether the numbers of this step are wanted."""
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this step is compared with another layout's."""
 
     @property
     def is_to_probe(self) -> bool:
@@ -247,13 +255,10 @@ class TrainingHooks:
             probe(self._session, lambda: self._numbers(wrapped, args, kwargs))
             _leave(self._training)
         self._session.begin_step()
-        began, is_proving = time.monotonic(), self._session.is_proving
-        exact = nullcontext()
-        with NormInDouble(_optimizer_of(wrapped, args, kwargs)) if is_proving else exact as norm:
-            result = wrapped(*args, **kwargs)
+        is_first = self._session.is_proving
+        make = self._first_step if is_first else lambda step, args, kwargs: step(*args, **kwargs)
+        result = make(wrapped, args, kwargs)
         self._session.end_step()
-        if norm is not None:
-            probe(self._session, partial(self._first_numbers, result, began, norm.norm))
         if self._is_reduced and tells_of_steps():
             self._session.note_made(loss_of(result), result[NORM])
         if self._ledger:
@@ -283,20 +288,46 @@ class TrainingHooks:
                 _leave(self._training)
         return False
 
-    def _first_numbers(self, result: Any, began: float, norm: float | None) -> Numbers:
+    def _first_step(self, train_step: Call, args: Args, kwargs: Kwargs) -> Any:
+        """Make the round's first step, and tell its numbers: where it is compared and draws random
+        numbers, those of a further pass without any."""
+        given, job = given_to(train_step, args, kwargs), self._training.get_args()
+        random = randomness_of(job, given.get("model", []))
+        bare, obstacle = None, obstacle_of(job)
+        if self._session.is_compared:
+            device = torch.cuda.current_device()
+            random, obstacle = agreed(random, device), agreed(obstacle, device)
+            if random and not obstacle:
+                bare = BareStep(self._training, train_step, given)
+        told = bare.make(is_first=True) if bare is not None else None
+        began = time.monotonic()
+        with NormInDouble(given["optimizer"]) as norm:
+            result = bare.real() if bare is not None else train_step(*args, **kwargs)
+        unlike = other_streams(random, obstacle)
+        probe(self._session, partial(self._first_numbers, told, result, began, norm, unlike))
+        return result
+
+    def _first_numbers(
+        self, told: Numbers | None, result: Any, began: float, norm: NormInDouble, unlike: str
+    ) -> Numbers:
         """Return the numbers of the round's first step; they say whether those of later ones are of
         all replicas, or of this one's share alone."""
-        numbers, mine = numbers_of(self._training, result, began, norm), loss_of(result)
+        numbers = numbers_of(self._training, result, began, norm, unlike)
+        mine = loss_of(result)
         if mine is not None and numbers.loss is not None:
             self._is_reduced = math.isclose(float(mine), numbers.loss, rel_tol=1e-9)
-        return numbers
+        return numbers if told is None else told
 
     def _numbers(self, train_step: Call, args: Args, kwargs: Kwargs) -> Numbers:
         """Make a step up to the door of its update."""
-        began, optimizer = time.monotonic(), _optimizer_of(train_step, args, kwargs)
+        given, job = given_to(train_step, args, kwargs), self._training.get_args()
+        began, optimizer = time.monotonic(), given["optimizer"]
+        random, obstacle = randomness_of(job, given.get("model", [])), obstacle_of(job)
+        if random and not obstacle:
+            return BareStep(self._training, train_step, given).make(is_first=False)
         with without_update(optimizer), NormInDouble(optimizer) as norm:
             result = train_step(*args, **kwargs)
-        return numbers_of(self._training, result, began, norm.norm)
+        return numbers_of(self._training, result, began, norm, other_streams(random, obstacle))
 
     def _unless_probing(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Before the step behind its stop a worker neither saves nor evaluates: it leaves."""
@@ -381,10 +412,6 @@ class TrainingHooks:
             wandb = importlib.import_module("wandb")
             with writers.resumed_run(wandb, self._wandb_run_id):
                 self._start_wandb(job)
-
-
-def _optimizer_of(train_step: Call, args: Args, kwargs: Kwargs) -> Any:
-    return inspect.signature(train_step).bind(*args, **kwargs).arguments["optimizer"]
 
 
 def _pipeline_stage() -> int:

@@ -166,7 +166,9 @@ def test_of_a_pipelines_losses_the_newest_go_to_the_next_round(
 @pytest.mark.parametrize("is_pipeline", [True, False])
 def test_a_step_of_a_pipeline_begins_behind_its_evaluation_too(is_pipeline: bool) -> None:
     """``eval_batch`` leaves the model in ``eval()``; a stop would never be come to."""
-    session = SimpleNamespace(begin_step=lambda: None, is_to_probe=False, is_proving=False)
+    session = SimpleNamespace(
+        begin_step=lambda: None, is_to_probe=False, is_proving=False, is_compared=False
+    )
     hooks, ended = EngineHooks(lambda: session), list[int]()
     hooks.engine = SimpleNamespace(module=SimpleNamespace(training=False), global_steps=3)
     hooks.auxiliary.record.uses_modes = hooks.is_due = True

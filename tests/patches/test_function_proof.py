@@ -9,7 +9,20 @@ import pytest
 
 from scalai.core.function_proof import compare, merged
 from support.training.jobs import Job
-from support.training.megatron_layouts import DP2, MOE, PP2, TP2, Fields
+from support.training.megatron_layouts import (
+    AGAIN,
+    BUCKETS,
+    DP2,
+    DP4,
+    EP2,
+    MOE,
+    PP2,
+    SPLIT,
+    TP2,
+    TP2DP2,
+    VPP2,
+    Fields,
+)
 from support.training.resize_case import resize
 from support.training.rounds import play
 from support.training.worker_pool import WorkerPool
@@ -48,6 +61,59 @@ def test_a_balancing_loss_of_each_micro_batch_alone_is_the_same_in_any_layout(
     assert proof.is_same
 
 
+RANDOM: list[tuple[str, Fields, Fields, Fields, bool]] = [
+    ("dp2-to-tp2", {**BUCKETS}, DP2, TP2, True),
+    ("tp2-to-pp2", {}, TP2, PP2, True),
+    ("dp2-to-virtual-stages", {}, DP2, VPP2, True),
+    ("experts-with-jitter", {**MOE, "jitter": 0.1, "balance": 0.1}, EP2, {**EP2, **DP4}, True),
+    (
+        "global-balancing-loss",
+        {**LAYOUT_DEPENDENT[0][1], **MOE, "router": "global_aux_loss"},
+        DP2,
+        PP2,
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after", "is_same"),
+    [case[1:] for case in RANDOM],
+    ids=[case[0] for case in RANDOM],
+)
+def test_with_dropout_a_further_pass_without_it_tells_whether_the_function_is_the_same(
+    pool: WorkerPool, tmp_path: Path, model: Fields, before: Fields, after: Fields, *, is_same: bool
+) -> None:
+    job = {**model, "dropout": 0.1, "proves": True, "is_lawless": True}
+    result = resize(pool, Job(**{**job, **before}), Job(**{**job, **after}), tmp_path)
+    proof = compare(result.uninterrupted.bare, result.resized.bare)
+    print(proof.text)
+    assert proof.is_same is is_same
+    assert compare(result.uninterrupted.first, result.resized.first).is_same is False, "dropout"
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {**TP2DP2, **BUCKETS},
+        {**VPP2},
+        {**EP2, **MOE, "jitter": 0.1, "balance": 0.1, "has_expert_bias": True},
+        {**DP2, **MOE, "router": "global_aux_loss", "balance": 0.1, "predicted": 1},
+        {**DP2, "precision": "fp16", "loss_scale": 2.0**20, **SPLIT},
+        {**DP2, "precision": "bf16", **AGAIN},
+    ],
+)
+def test_the_further_pass_leaves_no_trace(pool: WorkerPool, tmp_path: Path, job: Fields) -> None:
+    given = {"dropout": 0.1, "is_lawless": True, **job}
+    result = resize(pool, Job(**given), Job(**given, proves=True), tmp_path)
+    assert result.randomness == "rng=continued" and result.resized.bare is not None
+    assert not result.resized.bare.obstacle
+    assert result.resized.losses == result.uninterrupted.losses
+    assert result.resized.norms == result.uninterrupted.norms
+    assert result.resized.skipped == result.uninterrupted.skipped
+    assert result.resized.ends == result.uninterrupted.ends
+
+
 @pytest.mark.parametrize(
     ("stage", "dropout", "is_by_rank", "is_same"),
     [
@@ -76,3 +142,48 @@ def test_an_engine_makes_the_step_behind_its_stop_without_its_update_and_leaves(
     assert before.framework.startswith("deepspeed ")
     if dropout:
         assert DROPOUT in proof.text
+
+
+STAGES = {"probes": True, "compares": True, "stages": [2, 1]}
+
+
+@pytest.mark.parametrize(
+    ("dropout", "is_by_rank", "is_same"),
+    [(0.0, False, True), (0.1, False, True), (0.1, True, False)],
+)
+def test_a_pipeline_with_dropout_makes_a_further_pass_without_it_on_both_sides(
+    rounds_pool: WorkerPool, tmp_path: Path, dropout: float, is_by_rank: bool, is_same: bool
+) -> None:
+    given = {"dropout": dropout, "is_by_rank": is_by_rank}
+    rounds: list[tuple[int, int | None]] = [(2, 3), (1, 5)]
+    made = play(rounds_pool, tmp_path, "computes_in_stages", rounds, STAGES, **given)
+    assert [each.ending for ranks in made for each in ranks] == ["left"] * 3
+    old, new = made
+    assert [line["step"] for line in old[0].notes] == [1, 2, 3], "the script sees no step behind it"
+    before = merged(old[0].numbers[-1], old[1].numbers[-1])
+    proof = compare(before, new[0].numbers[0])
+    print(proof.text)
+    assert proof.is_same is is_same
+    assert new[0].numbers[0].is_random is bool(dropout)
+
+
+def test_the_further_pass_of_a_pipeline_leaves_no_trace(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    rounds: list[tuple[int, int | None]] = [(2, 3), (2, None)]
+    given = {"dropout": 0.1, "is_by_rank": False}
+    seen = []
+    for compares in (True, False):
+        settings = {"compares": compares, "stages": [2, 2]}
+        folder = tmp_path / str(compares)
+        made = play(rounds_pool, folder, "computes_in_stages", rounds, settings, **given)
+        assert [each.ending for ranks in made for each in ranks] == [
+            "left",
+            "left",
+            *["finished"] * 2,
+        ]
+        assert made[1][0].numbers[0].obstacle == (
+            "" if compares else made[1][0].numbers[0].obstacle
+        )
+        seen.append([each.notes for ranks in made for each in ranks])
+    assert seen[0] == seen[1]

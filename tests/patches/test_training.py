@@ -30,6 +30,7 @@ class FakeSession:
         probes: bool = False,
     ) -> None:
         self.probes, self.is_proving, self.is_to_probe = probes, False, False
+        self.is_compared = False
         self.numbers: list[Numbers] = []
         self.restorable_step = restorable_step
         self.is_standby = is_standby
@@ -318,10 +319,11 @@ def test_behind_the_last_step_there_is_none_to_prove() -> None:
 
 
 def test_what_hangs_on_random_streams_is_told_with_the_numbers() -> None:
-    session, framework = stopped(hidden_dropout=0.1)
+    session, framework = stopped(hidden_dropout=0.1, cuda_graph_impl="local")
     with pytest.raises(SystemExit):
         framework.train_step(FakeOptimizer())
     assert "hidden_dropout 0.1" in session.numbers[0].obstacle
+    assert "CUDA graphs" in session.numbers[0].obstacle
 
 
 def test_an_unknown_version_is_refused_when_the_model_is_built_not_when_it_is_imported(

@@ -39,7 +39,7 @@ def restore(engine: Any, saved: Json | None, seed: int, step: int) -> str:
     """
     return restore_rng_state(
         saved, _layout(engine), seed, step,
-        go_on=_continue, begin=lambda: _begin(seed_of_step(seed, step, grid.stage(engine))),
+        go_on=go_on, begin=lambda: _begin(seed_of_step(seed, step, grid.stage(engine))),
     )  # fmt: skip
 
 
@@ -48,7 +48,8 @@ def _layout(engine: Any) -> dict[str, int]:
     return {**grid.degrees(engine), "zero": engine.zero_optimization_stage()}
 
 
-def _continue(saved: Mapping[str, Any]) -> None:
+def go_on(saved: Mapping[str, Any]) -> None:
+    """Go on with what ``state`` returned."""
     continue_host_rng(saved)
     _accelerator().set_rng_state(rng_state_of_text(saved["device"]))
     if saved["tracker"]:

@@ -62,6 +62,10 @@ class Job:
     """A T5: an encoder beside the decoder."""
     sequence: int = 16
     dropout: float = 0.0
+    jitter: float | None = None
+    """Of what a router sees."""
+    proves: bool = False
+    """Before the first step behind the resize a further one is made without random numbers."""
     clip: float = 1.0
     global_batch_size: int = 4
     micro_batch_size: int = 1

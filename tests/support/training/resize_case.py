@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from scalai.core.collection import Collection, concatenate
 from scalai.core.coverage import check_coverage
 from scalai.core.fingerprint import compare, tensor_fingerprints
-from scalai.core.function_proof import FP32, Numbers
+from scalai.core.function_proof import FP32, Numbers, merged
 from scalai.core.function_proof import compare as prove
 from scalai.core.plan import plan
 from scalai.core.sources import Holder
@@ -33,6 +34,10 @@ class Run:
     """Steps that fp16 skipped because a gradient was not finite."""
     norms: list[float | None]
     """Of the gradients, in float64."""
+    bare: Numbers | None
+    """Of the first step, without random numbers; None: it was made with them alone."""
+    ends: list[list[int]]
+    """Fingerprints of what each rank holds at the end."""
 
     @property
     def first(self) -> Numbers:
@@ -126,6 +131,8 @@ def _prove(before: Mapping[str, int], proofs: Iterable[Mapping[str, Proof]]) -> 
 
 
 def _united(runs: Sequence[Any]) -> Run:
-    _, learning_rate, skipped, norms = runs[0]
+    _, learning_rate, skipped, norms, *_ = runs[0]
     after = [step for step in skipped if step in AFTER]
-    return Run(mean_losses([losses for losses, *_ in runs]), learning_rate, after, norms)
+    losses, ends = mean_losses([losses for losses, *_ in runs]), [run[-1] for run in runs]
+    bare = reduce(merged, [run[-2] for run in runs])
+    return Run(losses, learning_rate, after, norms, bare, ends)

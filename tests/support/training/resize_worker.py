@@ -87,7 +87,8 @@ def _proof(rows: Sequence[Row]) -> Proof:
 def _train_to_the_end(live: _Live) -> Any:
     losses = live.training.train(AFTER)
     norms = getattr(live.training, "norms", [])[-len(AFTER) :]
-    answer = losses, live.training.learning_rate(), live.training.skipped, norms
+    told = getattr(live.training, "bare", None), _proof(held_rows(live.slots))[1]
+    answer = losses, live.training.learning_rate(), live.training.skipped, norms, *told
     live.training.close()
     _live.clear()
     return answer

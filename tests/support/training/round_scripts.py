@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import scalai
@@ -107,6 +108,43 @@ def computes(stage: int, dropout: float, is_by_rank: bool) -> None:
             engine.backward(scale * loss_of(engine, rows, classes))
             engine.step()
             note(step=engine.global_steps)
+
+
+class Pairs(Rows):
+    """As a pipeline reads them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index], self.classes[index]
+
+
+def computes_in_stages(dropout: float, is_by_rank: bool) -> None:
+    """Two epochs of a pipeline."""
+    deepspeed.init_distributed()
+    scale = 1.0 + 1e-4 * torch.distributed.get_world_size() if is_by_rank else 1.0
+    torch.manual_seed(3)
+    model = PipelineModule(
+        layers=[
+            LayerSpec(torch.nn.Linear, WIDTH, 10), LayerSpec(torch.nn.Dropout, dropout),
+            LayerSpec(torch.nn.Tanh), LayerSpec(torch.nn.Linear, 10, CLASSES),
+        ],
+        num_stages=scalai.elastic().pp,
+        partition_method="uniform",
+        loss_fn=lambda logits, classes: scale * torch.nn.functional.cross_entropy(logits, classes),
+    )  # fmt: skip
+    topology = model._grid
+    data, dp = Pairs(), (topology.data_parallel_size, topology.data_parallel_id)
+    sampler: Any = DistributedSampler(data, *dp)
+    loader = DataLoader(data, MICRO_BATCH, sampler=sampler)
+    batches = (batch for _ in range(2) for batch in loader)
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.01}}
+    engine, *_ = deepspeed.initialize(
+        model=model, config={**CONFIG, "scheduler": schedule, "gradient_clipping": 0.1},
+        model_parameters=model.parameters(),
+    )  # fmt: skip
+    while engine.global_steps < 2 * SAMPLES // 6:
+        loss = float(engine.train_batch(batches))
+        weights = [float(p.double().sum()) for p in model.parameters()]
+        note(step=engine.global_steps, loss=loss, weights=weights, rate=engine.get_lr()[0])
 
 
 def build_engine(model: torch.nn.Module, optimizer: Any = None, **more: Any) -> Any:

@@ -117,9 +117,11 @@ class RoundSession(Session):
     """A session whose rounds hand their state on through files, each rank's own."""
 
     def __init__(self, given: Round) -> None:
-        super().__init__()
+        stages = given.settings.get("stages")
+        super().__init__(pp=stages[given.number] if stages else 1)
         self.given = given
         self.facts, self.settings = given.facts, given.settings
+        self._is_compared = given.number > 0 and bool(given.settings.get("compares"))
         self._folder = Path(given.folder)
 
     def attach(

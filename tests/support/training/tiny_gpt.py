@@ -8,6 +8,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from scalai.patches.megatron import cpu_emulation
@@ -35,14 +36,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from scalai.patches.megatron.function_proof import NormInDouble
+from scalai.core.function_proof import Numbers
+from scalai.patches.megatron.function_proof import SKIPPED, BareStep, NormInDouble
 from scalai.patches.megatron.shapes import unwrap
 from scalai.patches.megatron.state import MegatronState
-from support.training.jobs import SEED, Job
+from support.training.jobs import AFTER, SEED, Job
 from support.training.tiny_muon import muon_optimizer
 from support.training.tiny_t5 import translate, translator
 
@@ -59,6 +62,7 @@ class Training:
         self.job = job
         self.skipped: list[int] = []
         self.norms: list[float | None] = []
+        self.bare: Numbers | None = None
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
         parallel_state.initialize_model_parallel(
             job.tp,
@@ -106,35 +110,64 @@ class Training:
         del self.chunks, self.optimizer, self.scheduler
         gc.collect()
 
+    def get_args(self) -> Any:
+        """As of the module ``megatron.training.training``."""
+        return SimpleNamespace(bf16=self.job.precision == "bf16", fp16=self.job.precision == "fp16")
+
     def _train_step(self, step: int) -> dict[int, float]:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         iterators = [self._samples(step) for _ in self.chunks]
-        losses = get_forward_backward_func()(
-            forward_step_func=_forward,
-            data_iterator=iterators if self.job.vpp else iterators[0],
-            model=self.chunks if self.job.vpp else self.chunks[0],
-            num_microbatches=microbatches.get_num_microbatches(),
-            seq_length=self.job.sequence,
-            micro_batch_size=self.job.micro_batch_size,
-            decoder_seq_length=self.job.sequence,
-            forward_only=False,
-        )
+        given = {
+            "forward_step_func": _forward,
+            "data_iterator": iterators if self.job.vpp else iterators[0],
+            "model": self.chunks,
+            "optimizer": self.optimizer,
+            "opt_param_scheduler": self.scheduler,
+            "config": None,
+            "forward_backward_func": get_forward_backward_func(),
+        }
+        bare = None
+        if self.job.proves and step == AFTER.start:
+            bare = BareStep(self, self._step, given)
+            self.bare = bare.make(is_first=True)
         with NormInDouble(self.optimizer) as exact:
-            is_updated = self.optimizer.step()[0]
+            result = bare.real() if bare is not None else self._step(**given)
         self.norms.append(exact.norm)
-        if is_updated:
-            self.scheduler.step(self.job.global_batch_size)
-        else:
+        if result[SKIPPED]:
             self.skipped.append(step)
         if parallel_state.get_tensor_model_parallel_rank():
             return {}
         return {
             sample: float(loss)
-            for number, entry in enumerate(losses)
+            for number, entry in enumerate(self._losses)
             for sample, loss in zip(self._numbers(number), entry["losses"], strict=True)
         }
+
+    def _step(
+        self, forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any,
+        opt_param_scheduler: Any, config: Any, forward_backward_func: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """As ``train_step`` of Megatron-LM."""
+        machine = get_rerun_state_machine()
+        while machine.should_run_forward_backward(data_iterator):
+            for chunk in model:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            self._losses = forward_backward_func(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=microbatches.get_num_microbatches(),
+                seq_length=self.job.sequence,
+                micro_batch_size=self.job.micro_batch_size,
+                decoder_seq_length=self.job.sequence,
+                forward_only=False,
+            )
+        is_updated, norm, _ = optimizer.step()
+        if is_updated:
+            opt_param_scheduler.step(increment=self.job.global_batch_size)
+        means = [entry["losses"].mean() for entry in self._losses]
+        told = {"lm loss": torch.stack(means).mean()} if means else {}
+        return told, int(not is_updated), False, False, 0, norm, None, 0
 
     def _numbers(self, number: int) -> range:
         """Return which samples of the global batch this replica's micro-batch has, in megatron's
@@ -181,6 +214,7 @@ def _transformer(job: Job) -> TransformerConfig:
         num_query_groups=job.query_groups,
         hidden_dropout=job.dropout,
         attention_dropout=job.dropout,
+        moe_input_jitter_eps=job.jitter,
         gated_linear_unit=job.is_gated,
         activation_func=torch.nn.functional.silu if job.is_gated else torch.nn.functional.gelu,
         add_bias_linear=not job.is_gated and not job.experts,
