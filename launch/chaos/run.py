@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scalai.core.chaos import Effect, Fault, Wanted, most_steps_lost, schedule
-from scalai.core.chaos_verdict import Outcome, Verdict, problems, to_json
+from scalai.core.chaos_verdict import Outcome, Verdict, problems, step_to_pass, to_json
 from scalai.core.errors import PeerError, UsageError
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.injectors import CLOCK_S, injector_of
@@ -241,7 +241,10 @@ class Chaos:
                 plan.bite_s if fault.kind.effect is Effect.ROUND else min(plan.bite_s, ENDS_S),
             )
         scene.undo.close()
-        is_back = watch.wait(lambda: self._is_back(step, scene.before), plan.bite_s)
+        is_back = watch.wait(
+            lambda: self._is_back(step_to_pass(step, watch.rounds_since(wall)), scene.before),
+            plan.bite_s,
+        )
         if scene.before:
             is_back = is_back and self._as_before(scene)
         rounds = watch.rounds_since(wall)

@@ -29,7 +29,7 @@ class Outcome:
     ``step``: the job's newest step when the fault struck, None: it did not strike. ``sign``: the
     words of the job, or of the injection, that show it; empty: it was not seen. ``seen_s``,
     ``back_s``: seconds from the injection until it was seen, and until all hosts trained again
-    beyond ``step``. ``limit``: steps that may be lost, None: none is stated. ``skipped``: why it
+    (``step_to_pass``). ``limit``: steps that may be lost, None: none is stated. ``skipped``: why it
     cannot be injected here. ``trouble``: what went wrong besides.
     """
 
@@ -57,6 +57,13 @@ class Outcome:
     @property
     def is_seen(self) -> bool:
         return self.step is not None and bool(self.sign)
+
+
+def step_to_pass(step: int, rounds: Sequence[Round]) -> int:
+    """Return the step beyond which a job trains again, that was at ``step`` when a fault struck: it
+    may have gone back, and need not have made all again that was lost."""
+    begun = rounds[-1].step if rounds else None
+    return step if begun is None else min(step, begun)
 
 
 def problems(outcome: Outcome) -> tuple[str, ...]:

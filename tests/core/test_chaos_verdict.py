@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalai.core.chaos import KINDS, At, Fault
-from scalai.core.chaos_verdict import Outcome, Round, Verdict, compare, problems, table, to_json
+from scalai.core.chaos_verdict import (
+    Outcome,
+    Round,
+    Verdict,
+    compare,
+    problems,
+    step_to_pass,
+    table,
+    to_json,
+)
 
 
 def fault(name: str = "kill-worker") -> Fault:
@@ -20,6 +29,14 @@ def begun(steps_lost: int = 3, noticed_s: float = 0.2) -> Round:
 
 GOOD = Outcome(fault(), 40, "was killed by SIGKILL", 0.3, (begun(),), 4.0, 14)
 NOTED = Outcome(fault("full-disk"), 40, "event=not_archived", 0.3, (), 4.0, 0)
+
+
+def test_a_job_that_has_gone_back_trains_again_before_it_has_made_up_for_what_was_lost() -> None:
+    """Who loses 400 steps needs minutes for them, and trains all the same."""
+    begun = Round("a worker was killed", 288, 415, 0.1, 5.0, {})
+    assert step_to_pass(703, []) == step_to_pass(703, [replace(begun, step=None)]) == 703
+    assert step_to_pass(703, [replace(begun, step=100), begun]) == 288
+    assert step_to_pass(703, [replace(begun, step=710)]) == 703
 
 
 def test_what_was_seen_and_cost_no_more_than_stated_passed() -> None:
