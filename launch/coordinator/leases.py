@@ -497,10 +497,10 @@ class Lease:
         """Claim what is known to be nobody's any more."""
         newest, unchanged_s = self._watch.look()
         run = self._run()
-        is_left = (
-            newest is None or newest.is_over or newest.has_died()
-            or (newest.term <= over and newest.run in ("", run))
-        )  # fmt: skip
+        is_left = newest is None or newest.is_over or newest.has_died()
+        if newest is not None and newest.term <= over:
+            # A run may not have its name yet; what is torn has no address either.
+            is_left |= not newest.host or "" != newest.run == run
         if newest is not None and not is_left and unchanged_s <= LEASE_S:
             was_renewed = self._rival not in (None, newest)
             self._rival = newest

@@ -303,6 +303,17 @@ def test_where_another_run_has_taken_the_directory_meanwhile_the_successor_yield
     other.end(is_over=False)
 
 
+def test_a_run_that_has_no_name_yet_is_not_taken_for_the_successors_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    other = Lease(owned(tmp_path), entry(3))
+    successor = Lease(owned(tmp_path), entry(4), lambda: "mine", waits_over=3)
+    _until(lambda: successor.is_superseded or other.is_superseded)
+    assert successor.is_superseded and not successor.has_another_run and other.is_fresh()
+    other.end(is_over=False)
+
+
 def test_no_later_successor_takes_the_directory_from_another_run_that_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
