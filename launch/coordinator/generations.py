@@ -78,6 +78,8 @@ class Generations:
         """By host why it cannot read what it had sealed."""
         self._oldest = 0
         """Generations before this one were dropped, whatever was known of them."""
+        self._descends: Descent | None = None
+        """Where that one comes from: what it contains was the job's own, too."""
         self._made: set[int] = set()
         self._numbers: dict[str, int] = {}
         self._abandoned: set[int] = set()
@@ -366,6 +368,8 @@ class Generations:
 
     def is_known(self, part: HostManifest) -> bool:
         """Whether this run of the job has made this part's generation or begun with it."""
+        if part.generation < self._oldest and self._descends is not None:
+            return contains(self._descends, Descent.of(part.generation, part.about))
         return self._numbers.get(snapshot_name(part)) == part.generation
 
     def go_back_to(self, number: int | None) -> tuple[int, ...]:
@@ -403,6 +407,8 @@ class Generations:
         aside, self._set_aside = self._set_aside, set()
         self.doubts.keep(number)
         self._oldest = max(self._oldest, number)
+        if self._committed.get(number):
+            self._descends = self._descent(number)
         self._numbers = {name: n for name, n in self._numbers.items() if not self._is_past(n)}
         tables: tuple[dict[int, Any], ...]
         tables = self._steps, self._versions, self._stated, self._fingerprints

@@ -215,6 +215,24 @@ def test_what_only_a_late_part_holds_is_stated_from_then_on() -> None:
     assert [each.number for each in generations.covered()] == [4]
 
 
+def test_what_the_job_has_dropped_is_its_own_where_a_disk_still_has_it() -> None:
+    """All agents died, and bring what the durable directory keeps beside what they hold."""
+    generations, whole = Generations(), part("a", {"x": [WRITTEN]})
+
+    def made(number: int, run: str) -> HostManifest:
+        about = {**whole.about, "snapshot": f"{run}-1-{number}", "lineage": [["earlier", 2]]}
+        return replace(whole, generation=number, step=number, about=about)
+
+    for number in range(1, 10):
+        generations.add(made(number, "r" if number > 2 else "earlier"))
+        generations.keep(number)
+    generations.forget("a")
+    assert not generations.covered()
+    for own in (made(2, "earlier"), made(7, "r"), made(8, "r"), made(9, "r")):
+        assert generations.is_known(own)
+    assert not any(map(generations.is_known, (made(8, "other"), made(10, "other"))))
+
+
 def test_what_is_known_of_generations_that_were_dropped_has_an_end() -> None:
     """A job of months makes hundreds of thousands."""
     generations, whole = Generations(), part("a", {"x": [WRITTEN]})
