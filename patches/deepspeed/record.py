@@ -178,8 +178,8 @@ class Record:
 
     def take(self) -> Json:
         return {
-            "uses_modes": self.uses_modes, "arguments": _arguments(), "over": self._over.nodes,
-            "dropped": self._over.dropped, "newest": self._newest,
+            "uses_modes": self.uses_modes, "arguments": _arguments(), "over": [*self._over.nodes],
+            "dropped": self._over.dropped, "newest": [*self._newest],
         }  # fmt: skip
 
     def put(self, saved: Mapping[str, Any]) -> None:

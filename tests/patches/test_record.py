@@ -170,3 +170,6 @@ def test_a_checkpoint_that_is_newer_begins_the_record_anew() -> None:
     taken = then.take()
     assert isinstance(taken, dict) and taken["over"] == [["its beginning", "a load of newest"]]
     assert taken["newest"] == ["another pass"] and not said
+    then.note("an evaluation")
+    then.begin("a third pass", is_over=False)
+    assert taken["newest"] == ["another pass"] and len(taken["over"]) == 1, "it is of its time"
