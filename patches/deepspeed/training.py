@@ -302,6 +302,7 @@ class EngineHooks:
             if not self._session.is_to_probe:
                 _leave(self.engine)
             without_update(self.engine)
+            self.numbers.begin()
 
     def _loaded(self) -> None:
         """A checkpoint stands in the place of the newest step: the job hears of that no more."""

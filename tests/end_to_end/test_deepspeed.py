@@ -1,6 +1,7 @@
 """A DeepSpeed script that knows nothing of Scalai changes its ranks: same samples, same losses."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.Monke
     """
     degrees = {"default": "pp2", "4": "pp2", "2": "pp2", "3": "pp1", "1": "pp1"}
     always = {"settle_s": 0.2, "prove_function": "always"}
-    given = config(1, degrees=degrees, resize=always)
+    given = config(1, degrees=degrees, resize=always) | {"steps_per_print": 1}
     del given["gradient_clipping"]
     alone = run_alone(tmp_path / "alone", given, "--num-stages", "1")
     worlds = (4, 2, 3, 4)
@@ -79,6 +80,9 @@ def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.Monke
     assert stages >= {(4, 2), (2, 2), (3, 1)}
     proven = [each.get("function", "").partition(":")[0] for each in agents.resizes()]
     assert proven[-3:] == ["proven"] * 3, agents.resizes()
+    printed = re.findall(r"steps: (\d+) loss", (folder / "a.log").read_text())
+    later = max(line["step"] for line in agents.lines() if line["world"] == 1) + 2
+    assert [step for step in printed if int(step) >= later] == [*map(str, range(later, STEPS + 1))]
 
 
 @pytest.mark.campaign
