@@ -26,7 +26,8 @@ from scalai.patches.accelerate.loaders import put_in_order
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.deepspeed.accumulation import told_accumulation
 from scalai.patches.deepspeed.auxiliary import OURS
-from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
+from scalai.patches.deepspeed.training import EngineHooks
+from scalai.patches.elastic_session import ElasticSession
 from scalai.patches.script_frames import is_of_framework
 
 log = logging.getLogger(__name__)

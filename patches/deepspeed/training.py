@@ -10,10 +10,10 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -47,82 +47,14 @@ from scalai.patches.deepspeed.round_config import (
     without_batches,
 )
 from scalai.patches.deepspeed.stages import refuse_unfit_stages
+from scalai.patches.elastic_session import ElasticSession
 from scalai.patches.function_proof import agreed, probe, random_parts
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
-from scalai.runtime.live import LiveState
 
 log = logging.getLogger(__name__)
 
 PARTITIONED = 3
 """The ZeRO stage whose models may be built in shards."""
-
-
-class ElasticSession(Protocol):
-    """What the hooks need of ``scalai.runtime.session.Session``."""
-
-    tp: int
-    pp: int
-    dp: int
-    micro_batch_size: int | None
-    step: int
-    consumed_samples: int
-    facts: Mapping[str, Json]
-    settings: Mapping[str, Json]
-    replaying: Callable[[], bool]
-
-    @property
-    def registered(self) -> tuple[str, ...]:
-        """The names of what is carried."""
-
-    def report_facts(self, **facts: Json) -> None:
-        """Tell what the launcher and later rounds have to know."""
-
-    def register_state(
-        self, name: str, get: Callable[[], Json], set: Callable[[Any], None]
-    ) -> None:
-        """Carry a value beside the state. Before ``attach``."""
-
-    def attach(self, state: LiveState) -> bool:
-        """Restore the generation into ``state``, or make a start generation of ``state``."""
-
-    def note_draws(self, *draws: Draw) -> None:
-        """Say what the step has drawn; nothing: other ranks do."""
-
-    def note_sources(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
-        """Say what the order of data sets follows from."""
-
-    @property
-    def is_proving(self) -> bool:
-        """Whether the numbers of this step are wanted."""
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether this step is compared with another layout's."""
-
-    @property
-    def is_to_probe(self) -> bool:
-        """Whether the next step is made without its update, and is the last."""
-
-    def note_numbers(self, numbers: Numbers) -> None:
-        """Say what a step has computed before its update."""
-
-    def note_made(self, loss: Any, norm: Any) -> None:
-        """Say what each step has computed, on one rank."""
-
-    def begin_update(self) -> None:
-        """Say that memory of the state is about to change."""
-
-    def renew(self, state: LiveState, *, step: int, samples: int) -> None:
-        """Say that the framework has loaded a checkpoint of its own."""
-
-    def begin_step(self) -> None:
-        """Say that a step is under way."""
-
-    def end_step(self) -> None:
-        """Say that it has ended; an evaluation or a save may follow."""
-
-    def boundary(self, step: int | None = None, *, samples: int = 0) -> bool:
-        """Say after each step whether the state was written and this process has to end."""
 
 
 @cache

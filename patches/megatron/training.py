@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -26,12 +26,12 @@ import wrapt
 
 from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
 from scalai.converters.megatron.told import FACT, told_of
-from scalai.core.dataset.drawn import Draw
 from scalai.core.faults import refuse_all
 from scalai.core.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of as release_of
 from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.elastic_session import ElasticSession
 from scalai.patches.function_proof import agreed, other_streams, probe
 from scalai.patches.megatron import fixed_rows, save_process, script, writers
 from scalai.patches.megatron.draws import TrainingDraws
@@ -53,7 +53,6 @@ from scalai.patches.megatron.saved import TRACKER
 from scalai.patches.megatron.saves import AsyncSaves
 from scalai.patches.progress import choose_source, describe_source
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, MEGATRON
-from scalai.runtime.live import LiveState
 
 log = logging.getLogger(__name__)
 
@@ -65,75 +64,6 @@ FIRST_SHARE = "first_share"
 CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 NO_CHECKPOINT = -1
 """Stands for "no checkpoint" where a number has to be agreed on."""
-
-
-class ElasticSession(Protocol):
-    """What the hooks need of ``scalai.runtime.session.Session``."""
-
-    run: str
-    is_measured: bool
-    facts: Mapping[str, Json]
-
-    @property
-    def restorable_step(self) -> int | None:
-        """Step of the generation that ``attach`` would restore; None on a fresh start."""
-
-    @property
-    def is_standby(self) -> bool:
-        """Whether the training goes on elsewhere until ``attach`` restores a newer generation."""
-
-    def report_facts(self, **facts: Json) -> None:
-        """Tell what the launcher has to know for the degrees of later rounds."""
-
-    def register_state(
-        self, name: str, get: Callable[[], Json], set: Callable[[Any], None]
-    ) -> None:
-        """Carry a value beside the state. Before ``attach``."""
-
-    def attach(
-        self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
-    ) -> bool:
-        """Restore the generation into ``state``, or make a start generation of ``state``."""
-
-    @property
-    def stop_urgency(self) -> int:
-        """How much a change waits until no save is in flight."""
-
-    def note_save(self, iteration: int | None) -> None:
-        """Say which save of Megatron's own is in flight."""
-
-    def note_draws(self, *draws: Draw) -> None:
-        """Say what the step has drawn; nothing: other ranks do."""
-
-    def note_sources(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
-        """Say what the order of data sets follows from."""
-
-    @property
-    def is_proving(self) -> bool:
-        """Whether the numbers of this step are wanted."""
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether this step is compared with another layout's."""
-
-    @property
-    def is_to_probe(self) -> bool:
-        """Whether the next step is made without its update, and is the last."""
-
-    def note_numbers(self, numbers: Numbers) -> None:
-        """Say what a step has computed before its update."""
-
-    def note_made(self, loss: Any, norm: Any) -> None:
-        """Say what each step has computed, on one rank."""
-
-    def begin_step(self) -> None:
-        """Say that a step begins."""
-
-    def end_step(self) -> None:
-        """Say that it has ended; an evaluation or a save may follow."""
-
-    def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
-        """Say after each step whether the state was written and this process has to end."""
 
 
 @cache

@@ -23,7 +23,8 @@ from scalai.core.errors import RefusedError
 from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.data.epochs import EpochBatches
-from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
+from scalai.patches.deepspeed.training import EngineHooks
+from scalai.patches.elastic_session import ElasticSession
 from scalai.patches.transformers.carried import put_losses, put_schedule, put_state, taken
 
 log = logging.getLogger(__name__)
