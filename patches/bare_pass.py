@@ -74,7 +74,7 @@ def random_attributes(
             for key, value in list(getattr(owner, "__dict__", {}).items()):
                 is_named = "drop" in key or "jitter" in key
                 is_rate = isinstance(value, float) and is_named
-                if value and (is_rate or (is_dropout and key == "p")):
+                if (is_rate or (is_dropout and key == "p")) and value:
                     yield name, owner, key, float(value)
 
 
@@ -91,8 +91,12 @@ def _keep(value: Any) -> Callable[[], None]:
     inner = [_keep(each) for each in (entries.values() if isinstance(value, dict) else entries)]
 
     def put_back() -> None:
-        value.clear()
-        value.update(entries) if isinstance(value, dict) else value.extend(entries)
+        if isinstance(value, dict):
+            for key in value.keys() - entries.keys():
+                del value[key]
+            value.update(entries)
+        else:
+            value[:] = entries
         for each in inner:
             each()
 

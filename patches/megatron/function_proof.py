@@ -40,6 +40,7 @@ OBSTACLES = {
     "cuda_graph_impl": "CUDA graphs keep dropout",
     "qk_clip": "--qk-clip changes weights behind each pass",
     "log_max_attention_logit": "--log-max-attention-logit keeps the largest of all passes",
+    "moe_paged_stash": "the stash of experts is planned in the first pass",
     "fine_grained_activation_offloading": "offloaded activations are planned in the first pass",
 }
 """Flags with which a further pass leaves traces that nobody can put back, or keeps its dropout."""

@@ -23,6 +23,8 @@ class Model(torch.nn.Module):
         self.drop = torch.nn.Dropout(0.5)
         self.dropout_rate = 0.5
         self.noise = noise
+        self.dropped = torch.zeros(3), [torch.ones(3)]
+        self.drop_table = torch.ones(3)
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from scalai.core.function_proof import Numbers
@@ -128,7 +129,9 @@ class Training:
         bare = None
         if self.job.proves and step == AFTER.start:
             bare = BareStep(self, self._step, given)
+            logged = _logged()
             self.bare = bare.make(is_first=True)
+            assert _logged() == logged, "the losses of experts are logged once"
         with NormInDouble(self.optimizer) as exact:
             result = bare.real() if bare is not None else self._step(**given)
         self.norms.append(exact.norm)
@@ -187,6 +190,11 @@ class Training:
         generator = torch.Generator().manual_seed(1_000_003 * step + number)
         start, stride = torch.randint(1, self.job.vocabulary, (2,), generator=generator)
         return (start + stride * torch.arange(self.job.sequence + 1)) % self.job.vocabulary
+
+
+def _logged() -> dict[str, Any]:
+    tracker = get_moe_layer_wise_logging_tracker()
+    return {name: entry["values"].tolist() for name, entry in tracker.items()}
 
 
 def _forward(samples: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> Any:
