@@ -103,11 +103,17 @@ class Admission:
         kept, refused = list[HostManifest](), list[int]()
         for part in manifests:
             self._live.sizing.learn(part.about, part.generation)
-            if part.generation in obsolete or not self._live.generations.add(part):
-                refused.append(part.generation)
-            else:
+            if part.generation not in obsolete and self._is_of_use(part):
                 kept.append(part)
+            else:
+                refused.append(part.generation)
         return kept, refused
+
+    def _is_of_use(self, part: HostManifest) -> bool:
+        """Whether a part counts. Where all hosts were lost, a person may go back to a dropped
+        one."""
+        live = self._live
+        return live.generations.add(part) or (live.lost_all and live.generations.offer(part))
 
     def _count_term(self, join: Join) -> None:
         """This coordinator's term is higher than any other's that a host has heard of. A host that

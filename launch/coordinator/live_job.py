@@ -99,6 +99,8 @@ class LiveJob:
         """Whether no other run can read the durable directory."""
         self.lost_at: float | None = None
         """When a host was lost last."""
+        self.lost_all = False
+        """Whether no host is left of the last round: those that come may not bring its state."""
         self.is_alone: Callable[[], bool] = lambda: True
         """Whether no other machine can have the job's next coordinator."""
         self.interface = interface
@@ -148,6 +150,7 @@ class LiveJob:
         """An agent is gone without a word, and what it held."""
         self.lost_at = time.monotonic()
         self.members.remove(host)
+        self.lost_all |= not self.members.hosts()
         self.generations.forget(host)
         self.timeline.begin(f"host {host} is lost")
 
@@ -256,7 +259,8 @@ class LiveJob:
         is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
         is_old = is_old and whole[-1].number not in self.state.archived
         # One that takes another's place goes back as that would have.
-        has_begun = self.state.round > 0 or (self.is_successor and is_lost(newer))
+        is_there = self.state.round > 0 and not self.lost_all
+        has_begun = is_there or (self.is_successor and is_lost(newer))
         is_held_back = bool(text) and (not has_begun or is_old)
         lost = "" if whole else loss(newer)
         self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back, loss=lost)
@@ -352,6 +356,7 @@ class LiveJob:
             elif (number := self.recover()) is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.STARTING:
+            self.lost_all = False
             found = self.recoveries.explain(self.members.hosts(), self.log)
             self.timeline.note(recovery=found)
 

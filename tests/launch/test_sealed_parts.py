@@ -263,6 +263,26 @@ def test_what_a_person_has_left_behind_does_not_come_back_as_a_sealed_part(tmp_p
     line.end()
 
 
+def test_where_all_hosts_were_lost_a_person_may_go_back_to_what_the_job_had_dropped(
+    tmp_path: Path,
+) -> None:
+    """Their memory is lost, and a disk has only an older generation."""
+    line = Line(tmp_path, "--nnodes", "1:2", "--settle-s", "0.2")
+    older, newest = part(tmp_path, "a", 3, 20, "r-1-20"), part(tmp_path, "a", 4, 30, "r-1-30")
+    first = line.join("a", parts=(older, newest))
+    assert first.wait_for("start")["generation"] == 4
+    wait_until(lambda: first.heard("drop") != [], "the older one is dropped")
+    first.leave()
+    wait_until(lambda: logged(line, "waiting for more hosts"), "nobody is left")
+    again = line.join("a", parts=(older,))
+    wait_until(lambda: logged(line, "scalai resume"), "it waits for the newest one")
+    assert not again.heard("drop") and not again.heard("start")
+    with closing(Channel(line.coordinator.address, TOKEN)) as person:
+        person.call(Resume(3, dry_run=False))
+    assert again.wait_for("start")["generation"] == 3
+    line.end()
+
+
 # ------------------------------------------------------------------ sealed parts at a start
 
 
