@@ -61,9 +61,16 @@ def _has_pickled_weights(path: Path) -> bool:
     return any(path.glob("pytorch_model*.bin")) or any(path.glob("pytorch_model.bin.index.json"))
 
 
-def _is_torch_file(path: Path) -> bool:
+def torch_file_text(path: Path) -> str | None:
+    """Say what to do with a file of torch.save, or a folder of some; None: it is neither."""
     files = [path] if path.is_file() else [*path.glob("*")] if path.is_dir() else []
-    return any(file.suffix in (".pt", ".pth", ".ckpt", ".bin") for file in files)
+    if not any(file.suffix in (".pt", ".pth", ".ckpt", ".bin") for file in files):
+        return None
+    return (
+        "A file of torch.save alone does not say what its tensors are, and is not read. Load it "
+        "where it was made and save its weights by safetensors.torch.save_file, in a directory as "
+        "model.safetensors"
+    )
 
 
 def _is_nemo(path: Path) -> bool:
@@ -137,12 +144,6 @@ _KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
         lambda path: path.is_dir() and any(path.glob("*/.zarray")),
         "It was saved by Megatron with the zarr backend, which is not read. Load it in a Megatron "
         "that still does and save it with --ckpt-format torch_dist",
-    ),
-    (
-        _is_torch_file,
-        "A file of torch.save alone does not say what its tensors are, and is not read. Load it "
-        "where it was made and save its weights by safetensors.torch.save_file, in a directory as "
-        "model.safetensors",
     ),
 )  # fmt: skip
 """In the order in which they are asked."""

@@ -12,7 +12,7 @@ from scalai.converters.deepspeed.plain.layout import DeepSpeedPlainLayout
 from scalai.converters.deepspeed.universal.files import SUFFIX
 from scalai.converters.deepspeed.universal.layout import DeepSpeedUniversalLayout
 from scalai.converters.deepspeed.zero.layout import DeepSpeedZeroLayout
-from scalai.converters.foreign import foreign_text
+from scalai.converters.foreign import foreign_text, torch_file_text
 from scalai.converters.generation import PARTS, GenerationLayout
 from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import LAYER_WISE, TorchLegacyLayout
@@ -73,11 +73,12 @@ def unknown_text(path: Path) -> str:
     """Say that a path holds no checkpoint of a known layout, and what it is where that shows."""
     names = ", ".join(layout.name for layout in LAYOUTS)
     known = foreign_text(path)
-    if known is not None:
-        return f"{path} holds no checkpoint of a known layout ({names}). {known}."
-    told = _lost_tag(path) or _no_index(path)
+    told = None if known is not None else _lost_tag(path) or _no_index(path)
     if told is not None:
         return f"{path} holds no checkpoint that can be read: {told}"
+    known = known or torch_file_text(path)
+    if known is not None:
+        return f"{path} holds no checkpoint of a known layout ({names}). {known}."
     inside = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else []
     return (
         f"{path} holds no checkpoint of a known layout ({names}); it has {inside}. Name the "

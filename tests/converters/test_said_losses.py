@@ -192,6 +192,7 @@ def test_a_pipe_in_a_files_place_is_refused(tmp_path: Path, name: str) -> None:
         (["global_step3/x"], "there is no latest beside global_step3"),
         (["latest", "global_step2/x"], "latest names 'global_step3', which is not there"),
         (["latest", "global_step3/x"], r"global_step3 has no \*_model_states.pt"),
+        (["latest", "global_step3/x", "a.pt"], r"global_step3 has no \*_model_states.pt"),
         (["a.safetensors", "b.safetensors"], "neither model.safetensors.index.json"),
     ],
 )
