@@ -114,7 +114,8 @@ def _path(args: argparse.Namespace) -> Path:
 def _find(path: Path, number: int | None) -> Found:
     """Read the ledger of a generation; None: the newest one. Of a job that runs, a generation may
     go while it is read: then the next one is."""
-    if number is None and (final := sorted(path.glob(f"{FINAL_LEDGER}*.json"))):
+    final = sorted(path.glob(f"{FINAL_LEDGER}*.json"))
+    if number is None and final and (path / FINISHED).exists():
         return _at_the_end(path, final)
     for left in reversed(range(TRIES)):
         found = find_generations(path)

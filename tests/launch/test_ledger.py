@@ -94,6 +94,9 @@ def test_a_finished_job_is_proven_to_its_last_step(
     (folder / "ledger-b.json").write_text("{")
     with pytest.raises(StoreError, match=r"ledger-b\.json.*damaged"):
         run(capsys, "verify", folder)
+    (folder / "finished.json").unlink()  # the end was not come to: its job goes on
+    with pytest.raises(UsageError, match="holds no generation"):
+        run(capsys, "verify", folder)
 
 
 def test_a_round_of_one_rank_says_its_degrees_too(
