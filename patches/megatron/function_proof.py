@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LOSSES, SKIPPED, NORM = 0, 1, 5
 """Places in the result of ``train_step``, from 0.14 on."""
+PARTS = ("data_iterator", "model", "optimizer", "opt_param_scheduler", "forward_backward_func")
+"""Parameters of ``train_step`` that a further pass needs."""
 TRACKERS = ("get_moe_metrics_tracker", "get_moe_layer_wise_logging_tracker")
 """Functions that return what is logged of experts: from 0.18 on, and before."""
 RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
@@ -150,13 +152,16 @@ def randomness_of(job: Any, chunks: list[torch.nn.Module]) -> str:
     return ", ".join(flags) or next(filter(None, map(random_parts, chunks)), "")
 
 
-def obstacle_of(job: Any) -> str:
-    """Return why no further pass is made; empty: nothing stands in its way."""
+def obstacle_of(job: Any, given: Mapping[str, Any]) -> str:
+    """Return why no further pass is made; empty: nothing stands in its way. ``given`` is what
+    ``train_step`` is called with."""
     for name, reason in OBSTACLES.items():
         if getattr(job, name, None) not in (None, False, "none", ""):
             return reason
     if getattr(job, "rerun_mode", "disabled") == "report_stats":
         return "--rerun-mode report_stats makes each pass again by itself"
+    if missing := [name for name in PARTS if name not in given]:
+        return f"train_step is not Megatron-LM's: it has no {', '.join(missing)}"
     is_dino = getattr(job, "vision_pretraining_type", None) == "dino"
     if is_dino and getattr(job, "vision_pretraining", False):
         return "DINO changes its teacher in each step"

@@ -223,7 +223,7 @@ class TrainingHooks:
         numbers, those of a further pass without any."""
         given, job = given_to(train_step, args, kwargs), self._training.get_args()
         random = randomness_of(job, given.get("model", []))
-        bare, obstacle = None, obstacle_of(job)
+        bare, obstacle = None, obstacle_of(job, given)
         if self._session.is_compared:
             device = torch.cuda.current_device()
             random, obstacle = agreed(random, device), agreed(obstacle, device)
@@ -252,7 +252,7 @@ class TrainingHooks:
         """Make a step up to the door of its update."""
         given, job = given_to(train_step, args, kwargs), self._training.get_args()
         began, optimizer = time.monotonic(), given["optimizer"]
-        random, obstacle = randomness_of(job, given.get("model", [])), obstacle_of(job)
+        random, obstacle = randomness_of(job, given.get("model", [])), obstacle_of(job, given)
         if random and not obstacle:
             return BareStep(self._training, train_step, given).make(is_first=False)
         with without_update(optimizer), NormInDouble(optimizer) as norm:

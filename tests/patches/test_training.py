@@ -326,6 +326,13 @@ def test_what_hangs_on_random_streams_is_told_with_the_numbers() -> None:
     assert "CUDA graphs" in session.numbers[0].obstacle
 
 
+def test_a_train_step_of_another_kind_makes_no_further_pass_and_it_is_said_why() -> None:
+    session, framework = stopped(hidden_dropout=0.1)
+    with pytest.raises(SystemExit):
+        framework.train_step(FakeOptimizer())
+    assert "no data_iterator, model" in session.numbers[0].obstacle
+
+
 def test_an_unknown_version_is_refused_when_the_model_is_built_not_when_it_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
