@@ -276,9 +276,9 @@ BOUNDS = ["--workers", 1, "--memory", "36MB"]
 
 
 def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
-    """11. A state of 16 MB, and one of 64."""
+    """11. A state of 16 MB, and one of 80."""
     peaks = []
-    for rows in (1024, 4096):
+    for rows in (1024, 5120):
         source, new = tmp_path / f"{rows}", tmp_path / f"new-{rows}"
         shapes = {**SHAPES, "embedding.word_embeddings.weight": (rows, 1024)}
         write(source, source=state(shapes=shapes))
