@@ -198,14 +198,14 @@ class TrainerHooks:
         they set comes behind the comparison with the state, as it came behind the state."""
         if self._engines.is_due:
             self._engines.end_step()
+        if self._engines.engine is not None and not self._engines.is_probing:
+            self._engines.auxiliary.schedules.begin()
         return wrapped(*args, **kwargs)
 
     def call_back(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """No callback hears of a step that ends at the door of its update."""
         if self._engines.is_probing:
             return inspect.signature(wrapped).bind(*args, **kwargs).arguments["control"]
-        if self._engines.engine is not None:
-            self._engines.auxiliary.schedules.begin()
         return wrapped(*args, **kwargs)
 
     def _drawn(self, step: int) -> Sequence[Draw]:
