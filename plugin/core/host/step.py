@@ -83,7 +83,7 @@ class Step:
 
     def answer(self, call: Call, value: object = None) -> None:
         """Answer a call that still waits."""
-        for found in (self.state.round, self.state.standby):
+        for found in (self.state.round, self.state.standby, self.state.probing):
             if found is not None and call in found.calls:
                 self.change_of(found.number, calls=found.calls - {call})
                 self.due.append(actions.Answer(call, value))

@@ -50,9 +50,11 @@ def test_where_the_next_workers_stand_by_the_old_ones_go_on_beside_them(host: La
     host.obey(commands.Stop(1, has_written=True))
     assert host.reported()[-1] == "stopped" and not host.all(actions.EndGroup)
     host.obey(start(2, 3, is_built=True))
+    answers = len(host.all(actions.Answer))
     tell(host, 0)
     assert stepped(host)[-1].round == 1 and stepped(host)[-1].numbers is None, "of the first step"
     tell(host, 1, 5.0)
+    assert len(host.all(actions.Answer)) == answers + 2, "they leave, and their memory is free"
     assert stepped(host)[-1] == job_events.Stepped("a", 1, NUMBERS)
     host.feed(GroupOver(1, ("rank 0 was killed",)))
     assert host.all(actions.EndGroup) == [actions.EndGroup(1, 0.0)]
