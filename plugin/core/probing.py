@@ -54,7 +54,7 @@ def started(job: Job, *, is_from_stop: bool) -> Job:
     """Return the job whose next round starts now: its first step is that behind the stop, or it is
     of an older state."""
     job = job if is_from_stop else not_probing(job)
-    function = replace(job.function, until=job.now + PROOF_S, is_refuted=False)
+    function = replace(job.function, after=None, until=job.now + PROOF_S, is_refuted=False)
     return replace(job, function=function)
 
 

@@ -63,6 +63,7 @@ from scalai.core.transitions import (
     end,
     next_phase,
     prepare,
+    prove_no_more,
     release_leaving,
     runs_as_requested,
     save,
@@ -464,7 +465,11 @@ def _finished(event: events.Finished, job: Job) -> Result:
     if event.round != job.round:
         return job, ()
     job = replace(job, finished=job.finished | {event.host})
-    return end(job, 0, "finished") if job.finished >= active(job) else (job, ())
+    if not job.finished >= active(job):
+        return job, ()
+    job, unproven = prove_no_more(job, "the script has finished")
+    job, actions = end(job, 0, "finished")
+    return job, (*unproven, *actions)
 
 
 @_on.register

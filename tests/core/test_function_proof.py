@@ -417,3 +417,30 @@ def test_a_snapshot_of_a_round_that_is_not_proven_yet_is_judged_once_it_is() -> 
     tell(simulation, old, "a", "b")
     assert simulation.job.newest_generation is not None
     assert simulation.job.newest_generation.step == simulation.hosts["a"].step
+
+
+def test_numbers_of_a_start_that_failed_are_not_those_of_the_next_one() -> None:
+    """A host of it had made its first step when another one was lost."""
+    simulation = training(failures_left=5)
+    simulation.computed = {4: HERE, 6: OFF}
+    simulation.join("c", 2)
+    simulation.tick()
+    old = simulation.job.round
+    until(simulation, m.Phase.STOPPING)
+    tell(simulation, old, "a", "b")
+    until(simulation, m.Phase.STARTING)
+    simulation.feed(events.Stepped("a", simulation.job.round, OFF))
+    simulation.computed = {4: HERE, 6: HERE, 2: HERE}
+    simulation.lose("b")
+    simulation.settle()
+    assert not said(simulation, "function_differs")
+    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "c"}
+
+
+def test_a_script_that_finishes_while_its_function_is_not_proven_yet_says_so() -> None:
+    simulation = training()
+    grow(simulation, OFF)
+    for host in "abc":
+        simulation.feed(events.Finished(host, simulation.job.round))
+    assert len(said(simulation, "the script has finished before the old workers")) == 1
+    assert amended(simulation) == ["not proven"]
