@@ -209,7 +209,10 @@ class LiveJob:
 
     def recover(self) -> int | None:
         """What hosts have sealed and not committed is a generation, where it is a whole state.
-        Return its number: its parts are to be renamed."""
+        Return its number: its parts are to be renamed. Of a round that has computed another
+        function nothing is."""
+        if self.state.function.is_refuted:
+            return None
         while (found := self.generations.whole_snapshot()) is not None:
             self.state = m.forget_sealed(self.state, found)
             try:
@@ -345,15 +348,15 @@ class LiveJob:
     def _entered(self, was: m.Phase, now: m.Phase) -> None:
         emergency = self.state.emergency
         failure = "" if emergency is None else emergency.reason
+        if now is m.Phase.STOPPING and self.state.function.is_refuted:
+            self.timeline.begin("a change computes another function")
         self.timeline.enter(was, now, failure, self.answers.slowest_snapshot)
         if now is m.Phase.RUNNING:
             self._ahead.begin()
         elif now is m.Phase.SNAPSHOTTING:
             self.answers.snapshots.clear()
         elif now is m.Phase.STOPPING:
-            if self.state.function.is_refuted:  # what was sealed goes with the next round
-                self.timeline.begin("a change computes another function")
-            elif (number := self.recover()) is not None:
+            if (number := self.recover()) is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.STARTING:
             self.lost_all = False

@@ -1,6 +1,7 @@
 """An agent dies with a part that it has sealed, and another one of its host brings that part back:
 in whatever order its death, the end of the round and its successor become known."""
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -402,8 +403,12 @@ def test_of_two_runs_the_one_that_contains_the_other_is_gone_on_from(tmp_path: P
     line.end()
 
 
-def test_what_a_round_has_sealed_that_computes_otherwise_is_no_state(tmp_path: Path) -> None:
-    """Its workers train already when those of the round before tell what they have computed."""
+@pytest.mark.parametrize("has_joined", [False, True], ids=["", "a host joins"])
+def test_what_a_round_has_sealed_that_computes_otherwise_is_no_state(
+    tmp_path: Path, has_joined: bool
+) -> None:
+    """Its workers train already when those of the round before tell what they have computed; while
+    they stop a host may join."""
     hosts, old = TwoHosts(tmp_path), 99
     live = hosts.line.coordinator._live
     with hosts.line.coordinator._lock:
@@ -411,7 +416,7 @@ def test_what_a_round_has_sealed_that_computes_otherwise_is_no_state(tmp_path: P
         ran = replace(live.state.current, micro_batch_size=7)
         function = replace(
             live.state.function, round=old, awaited=frozenset("ab"), is_waiting=True,
-            until=live.state.now + DEADLINE_S, after=Numbers(5.0, 2.0),
+            until=time.monotonic() + DEADLINE_S, after=Numbers(5.0, 2.0),
         )  # fmt: skip
         live.state = replace(live.state, ran=ran, function=function)
     hosts.step = 7
@@ -420,7 +425,14 @@ def test_what_a_round_has_sealed_that_computes_otherwise_is_no_state(tmp_path: P
         agent.tell("sealed", round=1, reason="snapshot", part=message, seconds={})
     for agent in (hosts.a, hosts.b):
         agent.tell("stepped", round=old, numbers=Numbers(5.0, 2.1))
-    hosts.a_stops()
+    if has_joined:
+        hosts.b.unanswered = {"stop"}
+        hosts.b.wait_for("stop")
+        hosts.line.join("c")
+        hosts.a_stops()
+        hosts.b.tell("stopped", round=1, newest=7)
+    else:
+        hosts.a_stops()
     assert hosts.a.wait_for("start", 2)["generation"] == 1
     assert logged(hosts.line, "event=function_differs level=WARNING")
     assert logged(hosts.line, "event=went_back steps_lost=7")
