@@ -170,7 +170,7 @@ class Feed:
         assert layout is not None
         length = pass_length(samples, layout.global_batch_size, drop_last=drop_last)
         length //= layout.micro_batch_size * layout.dp
-        if not self.has_drawn:
+        if not (self.has_drawn or self.is_evaluating()):
             self.on_told(f"a loader of {length} micro-batches")
         return length
 

@@ -113,9 +113,10 @@ _UNSCALED = (
 
 
 def _is_trainers(frame: FrameType | None) -> bool:
-    """Whether transformers' Trainer calls, which divides by the round's micro-batches itself."""
-    while frame is not None and is_of_framework(frame):
-        if str(frame.f_globals.get("__name__")).startswith("transformers."):
+    """Whether transformers' Trainer calls, which divides by the round's micro-batches itself; its
+    ``training_step`` may be a script's own, which then does so."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer":
             return True
         frame = frame.f_back
     return False

@@ -9,6 +9,7 @@ again. Repetitions are folded. The clocks of the loaders keep where passes ended
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -123,9 +124,13 @@ class Record:
         self._number = 0
         """Of that stretch."""
         self._is_recording = True
+        self._process: int | None = None
+        """The one that compares: a loader's workers are forked from it."""
 
     def note(self, event: str) -> None:
         """Note what the script does. Several alike are one."""
+        if self._process not in (None, os.getpid()):
+            return
         event = event[-_MOST_LETTERS:]
         if self._is_first and event not in self._first and len(self._first) < _MOST_EVENTS:
             self._first[event] = self._place()
@@ -183,6 +188,7 @@ class Record:
         }  # fmt: skip
 
     def put(self, saved: Mapping[str, Any]) -> None:
+        self._process = os.getpid()
         self.uses_modes |= saved["uses_modes"]
         then, now = saved["arguments"], _arguments()
         if then != now:

@@ -80,6 +80,8 @@ def test_losses_that_nobody_divides_by_their_number_are_refused_but_of_trainer(c
     trainer: dict[str, Any] = {"__name__": "transformers.trainer", "inner": accelerate["backward"]}
     exec("def train(engine): return inner(engine)", trainer)
     assert trainer["train"](engine) == 1.0
+    trainer["inner"] = script["backward"]  # a training_step of a script's own trainer
+    assert trainer["train"](engine) == 1.0
     assert engine.backward(1.0, scale_wrt_gas=True) == 1.0
 
 

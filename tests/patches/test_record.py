@@ -1,6 +1,7 @@
 """What a script does from its beginning on in a later round is compared with what it did before."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -173,3 +174,23 @@ def test_a_checkpoint_that_is_newer_begins_the_record_anew() -> None:
     then.note("an evaluation")
     then.begin("a third pass", is_over=False)
     assert taken["newest"] == ["another pass"] and len(taken["over"]) == 1, "it is of its time"
+
+
+def test_a_loaders_workers_that_are_forked_are_compared_with_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They seed themselves, and what the first round's had noted was gone with them."""
+    said: list[str] = []
+    record = Record(lambda *words: said.append("differs"), said.append, str)
+    record.note("a seed of 7")
+    record.stepped()
+    then = Record(lambda *words: said.append("differs"), said.append, str)
+    then.put(json.loads(json.dumps(record.take())))
+    then.note("a seed of 7")
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: own + 1)
+    then.note("a seed of 8")
+    assert not said
+    monkeypatch.undo()
+    then.note("a seed of 8")
+    assert said == ["differs"]
