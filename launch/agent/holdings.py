@@ -209,9 +209,11 @@ class Holdings:
         step = max(leave.last_step, ending.step)
         try:
             with said(f"{self._folder}, which is to say that the job has finished"):
-                if leave.ledger is not None:
-                    write_ledger(self._folder, self._store.host, leave.ledger)
-                write_finished(self._folder, step, ending.generation)
+                try:
+                    if leave.ledger is not None:
+                        write_ledger(self._folder, self._store.host, leave.ledger)
+                finally:
+                    write_finished(self._folder, step, ending.generation)
         except OSError as error:
             log.error("event=not_marked %s: the job has finished; %s", self._folder, error)
 

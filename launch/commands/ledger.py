@@ -154,7 +154,9 @@ def _at_the_end(path: Path, files: list[Path]) -> Found:
             f"{path / FINISHED}, which says at which step the job has finished, cannot be read "
             f"({error!r})."
         ) from error
-    ledger, breaks = _one_of(ledgers)
+    # Of a host that died behind its file the job has made steps more.
+    at_the_end = {host: each for host, each in ledgers.items() if each.at[0] == step}
+    ledger, breaks = _one_of(at_the_end or ledgers)
     return Found(None, step, ledger.at[1], path, ledger, breaks)
 
 

@@ -88,6 +88,10 @@ def test_a_finished_job_is_proven_to_its_last_step(
     code, text = run(capsys, "verify", folder)
     assert code == 4 and "BROKEN" in text
     write_finished(folder, STEP, None)
+    early = Ledger.begun(0, 0).with_round("r-1", {"dp": 2, "tp": 1})  # b died behind its file
+    write_ledger(folder, "b", JsonText.of(early.to_json()))
+    code, text = run(capsys, "verify", folder)
+    assert code == 0 and "proven: no sample" in text
     write_ledger(folder, "b", JsonText.of(consumed(skip_at=4).to_json()))
     code, text = run(capsys, "verify", folder)
     assert code == 4 and "hosts 'a' and 'b' have different ledgers" in text
