@@ -16,7 +16,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from scalai.core.actions import RESUMABLE
-from scalai.core.errors import AnswerError, EndedError, PeerError, RefusedError, UsageError
+from scalai.core.errors import AnswerError, EndedError, RefusedError, UsageError
 from scalai.core.planner.devices import custom_device
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
@@ -34,7 +34,7 @@ from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.discovery import Place, find_coordinator, has_moved, job_directory
+from scalai.launch.coordinator.discovery import Place, find_coordinator, job_directory
 from scalai.launch.logs import configure
 from scalai.launch.long_waits import said
 from scalai.launch.patient_writer import drain
@@ -264,10 +264,6 @@ def _joined(
                 raise
             log.info("event=waiting for the coordinator of the earlier run to end")
             time.sleep(1.0)
-        except PeerError:
-            if not has_moved(spec, place):
-                raise
-            log.info("event=moved: the job has a coordinator on another host, which is joined")
 
 
 def _start_probe(spec: JobSpec, agent: Participant, most: int) -> None:

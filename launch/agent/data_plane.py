@@ -26,8 +26,6 @@ from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText, Named
 from scalai.core.region import Box
 from scalai.core.source_list import Pieces, Reference
-from scalai.core.witness import ClaimTerm, ReadVote, Told, WriteRecord
-from scalai.launch.agent.vote_desk import VoteDesk
 from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
@@ -86,7 +84,7 @@ class Fetch:
             raise ValueError(f"rows of shape {self.row.shape} with boxes of {sorted(boxes)}")
 
 
-Request = ReadPieces | ReadRankStates | Fetch | ReadVote | ClaimTerm | WriteRecord
+Request = ReadPieces | ReadRankStates | Fetch
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -120,13 +118,12 @@ class Refused:
     is_damaged: bool = False
 
 
-Answer = PiecesHeld | RankStates | Parts | Refused | Told
+Answer = PiecesHeld | RankStates | Parts | Refused
 A = TypeVar("A", bound=Answer)
 
 
 class DataPlaneServer:
-    """Serves one host's store to peers that know the job's token, one thread a connection, and
-    answers as a witness who is the job's coordinator.
+    """Serves one host's store to peers that know the job's token, one thread a connection.
 
     Bound to one interface: ``address`` is where it listens. ``close`` ends it and its connections.
     """
@@ -134,8 +131,7 @@ class DataPlaneServer:
     def __init__(
         self, store: HostStore, token: bytes, interface: str = "127.0.0.1", port: int = 0
     ) -> None:
-        self._store, self.votes = store, VoteDesk()
-        self._mutex, self._giving = threading.Lock(), 0
+        self._store, self._mutex, self._giving = store, threading.Lock(), 0
         self._listener = Listener(
             (interface, port), service_key(token, DATA_PLANE, store.host), self._talk,
             timeout_s=DEFAULT_TIMEOUT_S, name="data-plane",
@@ -190,8 +186,6 @@ class DataPlaneServer:
                 case Fetch():
                     with self._is_giving_more():
                         self._send_parts(framed, request)
-                case _:
-                    _send(framed, self.votes.answer(request))
         except StoreError as error:
             _send(framed, Refused(str(error), isinstance(error, DamageError)))
 

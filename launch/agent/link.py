@@ -16,7 +16,6 @@ from functools import partial
 from typing import TypeVar
 
 from scalai.core.commands import Command, Exit
-from scalai.core.electorate import Electorate
 from scalai.core.errors import (
     AnswerError,
     PeerError,
@@ -67,8 +66,6 @@ class _Membership:
     polls: Line
     untold: "queue.Queue[Report | None]" = field(default_factory=queue.Queue)
     received: int = 0
-    known: int = 0
-    """Number of the newest electorate that it has learned."""
     extra_s: float = 0.0
     """How much longer answers may take: many agents may all tell something at once, and where they
     are many the coordinator keeps their polls for longer."""
@@ -91,7 +88,6 @@ class CoordinatorLink:
         succeed: Returns where the coordinator is that takes the place of one that is gone; None: no
             other one does.
         replaced: Is told, in the loop, that another one has.
-        learn: Is told by whose majority another one may.
     """
 
     def __init__(
@@ -107,9 +103,8 @@ class CoordinatorLink:
         *,
         succeed: Callable[[Place, int, threading.Event], Place] | None = None,
         replaced: Callable[[], None] = lambda: None,
-        learn: Callable[[Electorate], None] = lambda electorate: None,
     ) -> None:
-        self._succeed, self._replaced, self._learn = succeed, replaced, learn
+        self._succeed, self._replaced = succeed, replaced
         self._closing, self._term = threading.Event(), 0
         self._place, self._job, self._host = place, job, host
         self._put, self._lost, self._expelled = put, lost, expelled
@@ -135,10 +130,6 @@ class CoordinatorLink:
     def silence_s(self) -> float | None:
         """For how long the coordinator has been silent, None where it is not."""
         return self._health.silence_s()
-
-    def limit_silence(self, silence_s: float) -> None:
-        """From now on the coordinator counts as gone after so much silence. Any thread may say."""
-        self._health.limit_s = silence_s
 
     def join(self, brings: Callable[[str], Join]) -> Joined:
         """Become part of the job; returns the coordinator's answer.
@@ -290,15 +281,11 @@ class CoordinatorLink:
                     newest=group.newest_step() if group else 0,
                     stalled=stalled(),
                     keep_s=keep_s,
-                    known=member.known,
                     made=tuple(made),
                 )
             )
             if answer.term < self._term:
                 raise AnswerError(_OUTDATED, ReplacedError.__name__)
-            if answer.electorate is not None:
-                member.known = answer.known
-                self._learn(answer.electorate.value)
             keep_s = min(max(0.0, answer.keep_s), LONGEST_KEPT_S)
             member.extra_s = max(0.0, keep_s - KEEP_S)
             for number, command in enumerate(answer.commands, answer.first):

@@ -8,14 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalai.core.electorate import Electorate
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.host import events
 from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
 from scalai.core.messages import JsonText
 from scalai.core.underway import Underway
-from scalai.core.witness import Known
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer
@@ -34,7 +32,7 @@ from scalai.launch.agent.worker_group import WorkerGroups
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
-from scalai.launch.coordinator.leases import LEASE_S
+from scalai.launch.coordinator.registers import registers_of
 from scalai.launch.coordinator.succession import Succession
 from scalai.launch.long_waits import said
 from scalai.runtime.control import MAX_WORKERS
@@ -117,7 +115,6 @@ class Participant:
             last_round=state.last_round,
             term=served.link.term,
             remembered=state.remembered,
-            memory=served.data.votes.name,
             examined=found.examined,
         )
 
@@ -250,7 +247,7 @@ def open_agent(
         directory = _agent_folder(store)
         data = DataPlaneServer(store, place.token, interface)
         opened.callback(data.close)
-        succession = Succession(spec, interface, data.votes.name, lambda: agent.state.is_leaving)
+        succession = Succession(spec, interface, lambda: agent.state.is_leaving)
         link = _open_link(spec, host, place, succession, loop, lambda: member)
         background, stacks = Background(loop.put), Stacks(directory)
         background.start()
@@ -294,27 +291,21 @@ def _open_link(
     member: Callable[[], Participant],
 ) -> CoordinatorLink:
     """Return the link to the coordinator; ``member`` is there by the time at which it joins."""
-
-    def learn(electorate: Electorate) -> None:
-        succession.learn(Known(electorate), place.token)
-        link.limit_silence(_patience_s(spec, place, succession))
-
     link = CoordinatorLink(
-        place, spec.job, host, _patience_s(spec, place, succession), loop.put,
+        place, spec.job, host, _patience_s(spec, place), loop.put,
         lambda error: member().lost(error), lambda error: member().expelled(error),
-        succeed=succession.find, replaced=lambda: member().replaced(), learn=learn,
+        succeed=succession.find, replaced=lambda: member().replaced(),
     )  # fmt: skip
     succession.watch_while(lambda: link.silence_s is not None)
     return link
 
 
-def _patience_s(spec: JobSpec, place: Place, succession: Succession) -> float:
+def _patience_s(spec: JobSpec, place: Place) -> float:
     """Return after how much silence the coordinator counts as gone. Where that is a process of this
-    machine, it is ended then, and another one started; with a lease, that tells who is."""
+    machine, it is ended then, and another one started; with a register, that tells who is."""
     most_s = spec.config.resize.coordinator_timeout_s
-    if succession.has_lease:
-        return min(most_s, LEASE_S)
-    return min(most_s, REPLACE_SILENT_S) if place.is_here else most_s
+    is_found = place.is_here or registers_of(spec)[0] is not None
+    return min(most_s, REPLACE_SILENT_S) if is_found else most_s
 
 
 def _agent_folder(store: HostStore) -> Path:

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.scene import Injected, Scene
-from scalai.launch.coordinator.leases import OWNER
+from scalai.launch.coordinator.registers import OWNER
 from scalai.store.places import find_generations
 
 MOST_FILLED = 1 << 28

@@ -175,7 +175,7 @@ def _duplicate(scene: Scene) -> Injected:
 
 
 def _no_second_run(scene: Scene) -> str:
-    if processes.flag(scene.agent(), "--coordinator-lease") not in (None, "none", "vote"):
+    if processes.flag(scene.agent(), "--coordinator-lease") not in (None, "none"):
         return "the job has a --coordinator-lease, by which a second one joins it"
     return damage.no_owner(scene)
 

@@ -10,10 +10,11 @@ from scalai.core.errors import PeerError, StoreError, UsageError
 from scalai.launch.agent.durable import FINAL_LEDGER, FINISHED
 from scalai.launch.agent.leftovers import Leftover, find_leftovers, find_saved, sizes
 from scalai.launch.config.endpoint import read_card
-from scalai.launch.coordinator.leases import OWNER, await_ownership, open_ownership
+from scalai.launch.coordinator.leases import await_ownership
+from scalai.launch.coordinator.registers import OWNER, FolderRegister
 from scalai.store.lock import LOCK, StoreLock, find_owner
 from scalai.store.places import NUMBERED, check_job, default_store_dir
-from scalai.store.secure import open_below
+from scalai.store.secure import DURABLE, open_below
 
 _MARKS = (FINISHED, FINAL_LEDGER, OWNER, "probe-", "retired-")
 """How the names of a job's files in its durable directory begin, beside generations."""
@@ -88,9 +89,7 @@ def _clean_named(job: Path, args: argparse.Namespace) -> int:
         found = _leftovers(job)
     kept = [] if saved is None or not has_saved else find_saved(_checked_saved(saved))
     if saved is not None and has_saved and not args.dry_run:
-        owned = open_ownership(None, saved.parent, saved.name)
-        assert owned is not None
-        await_ownership(owned, saved.parent, saved.name)
+        await_ownership(FolderRegister(saved.parent, saved.name, DURABLE), saved.parent)
     lost = [each for each in (*found, *kept) if each.is_resumable]
     if lost and not args.force and not args.dry_run:
         lines = "".join(f"\n  {each.path}: {each.text}" for each in lost)

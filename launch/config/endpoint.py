@@ -179,17 +179,6 @@ def read_holder(folder: Path) -> Holder | None:
         return Holder(1, 0)
 
 
-def read_address(folder: Path) -> tuple[str, int] | None:
-    """Return what address the card names, whether anybody answers there or not; None: there is
-    none. Raises ``StoreError`` as ``read_card``."""
-    try:
-        with open_below(folder.parent, folder.name) as job:
-            found = _parse(job.read(CARD))
-    except FileNotFoundError:
-        return None
-    return None if found is None else found[0]
-
-
 def write_card(folder: Path, address: tuple[str, int], token: bytes, term: int = 1) -> None:
     """Leave the card of this process, readable by this user alone. Raises ``StoreError`` where that
     cannot be."""

@@ -24,6 +24,12 @@ from scalai.runtime.agent_signals import parse_signals
 from scalai.store.places import check_host, check_job
 
 DEFAULT_JOB = "default"
+REMOVED = {
+    ("--coordinator-lease", "vote"): "agents do not vote. Leave it out where all hosts reach "
+    "--durable-dir, or name file:/FOLDER, etcd:URL or kubernetes:; with none of these the loss of "
+    "the coordinator's machine ends the job",
+}
+"""Values of flags that are refused, with the way out."""
 _TORCH_NO_JOB = "none"
 _TORCH_RENDEZVOUS = ("static", "c10d")
 
@@ -46,6 +52,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             f"--elastic is given twice ({flags.elastic} before the script, {elastic_in_script} "
             "behind it); keep one."
         )
+    _refuse_removed(flags)
     _check(flags)
     job = check_job(DEFAULT_JOB if flags.rdzv_id == _TORCH_NO_JOB else flags.rdzv_id)
     if flags.host_id is not None:
@@ -122,10 +129,10 @@ def _add_job(add: Callable[..., None]) -> None:
     # SUPPRESS: an alias that is not given must not undo the default of the flag it stands for.
     add("--coordinator", dest="rdzv_endpoint", metavar="HOST:PORT", default=argparse.SUPPRESS,
         help="where the coordinator is; the same as --rdzv-endpoint")  # fmt: skip
-    add("--coordinator-lease", metavar="vote|file:/FOLDER|etcd:URL|none", type=_lease,
-        help="what says which coordinator a job has; where its host is gone, another host takes "
-        "over: vote (the default): a majority of the hosts, where there are three or more; or "
-        "what all hosts reach; none: nobody takes over")  # fmt: skip
+    add("--coordinator-lease", metavar="file:/FOLDER|etcd:URL|kubernetes:|none",
+        help="register that all hosts reach and that says which coordinator a job has; where its "
+        "host is gone, another host takes over (default: the job's folder in --durable-dir); "
+        "none: nobody takes over")  # fmt: skip
     add("--job", dest="rdzv_id", metavar="NAME", default=argparse.SUPPRESS,
         help="name of the job; the same as --rdzv-id")  # fmt: skip
     add("--hostfile", metavar="FILE",
@@ -215,9 +222,11 @@ _DOTTED = {
 }
 
 
-def _lease(value: str) -> str | None:
-    """Return what ``Options`` says of a lease: by a vote is what nobody needs to ask for."""
-    return None if value == "vote" else value
+def _refuse_removed(flags: argparse.Namespace) -> None:
+    """Raise ``UsageError`` where a flag has a value that is no more."""
+    for (flag, value), way_out in REMOVED.items():
+        if getattr(flags, flag.removeprefix("--").replace("-", "_")) == value:
+            raise UsageError(f"{flag} {value} is no more: {way_out}.")
 
 
 def _overrides(flags: argparse.Namespace) -> dict[str, object]:

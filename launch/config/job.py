@@ -51,12 +51,6 @@ class JobSpec:
     config: ElasticConfig
     deepspeed: Mapping[str, Json] | None = None
 
-    @property
-    def may_vote(self) -> bool:
-        """Whether its agents say by majority which coordinator it has, once they are on enough
-        machines."""
-        return self.options.coordinator_lease is None and not self.options.is_standalone
-
     @classmethod
     def read(cls, options: Options) -> "JobSpec":
         """Read the files that a command line names."""

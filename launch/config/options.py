@@ -47,9 +47,9 @@ class Options:
     elastic: str | None = None
     """Path of the elastic configuration; None: the framework is not hooked."""
     coordinator_lease: str | None = None
-    """Where it stands which coordinator the job has: ``file:/FOLDER`` or ``etcd:URL``; None: its
-    agents vote, where they are on three machines or more; ``none``: nowhere, and only the host that
-    ``coordinator`` names starts one."""
+    """Where it stands which coordinator the job has: ``file:/FOLDER``, ``etcd:URL`` or
+    ``kubernetes:``; None: in the durable directory, if there is one; ``none``: nowhere, and only
+    the host that ``coordinator`` names starts one."""
     host_id: str | None = None
     domain: str | None = None
     """What this host may fail together with, such as its rack; None: nothing."""

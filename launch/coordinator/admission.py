@@ -129,9 +129,7 @@ class Admission:
         if host in live.members:
             live.log(f"event=replaced host={host} by another agent of it")
             live.forget(host)
-        member = Member(peer, join.address, join.domain)
-        member.memory = join.memory
-        live.members.add(host, member)
+        live.members.add(host, Member(peer, join.address, join.domain))
         live.memory.tell(host)
         live.timeline.begin(f"host {host} joined")
 

@@ -7,7 +7,6 @@ does nothing there, the host and the incarnation of its agent.
 from dataclasses import dataclass
 
 from scalai.core.commands import Command, Exit
-from scalai.core.electorate import Electorate
 from scalai.core.events import Stalled
 from scalai.core.function_proof import Made
 from scalai.core.messages import JsonText, Named, Request, Shared
@@ -52,8 +51,7 @@ class Join(Request[Joined]):
     again, a line a piece that it does not hold whole since. ``spec`` is the job as the agent's
     command line states it. ``underway``: the round that its workers are in, which another
     coordinator has begun; ``last_round``: the highest number of a round, and ``term`` that of a
-    coordinator, that it has heard of; ``remembered``: what it has kept of the job; ``memory``: what
-    it remembers by as a witness, "": it is none.
+    coordinator, that it has heard of; ``remembered``: what it has kept of the job.
     """
 
     job: str
@@ -72,7 +70,6 @@ class Join(Request[Joined]):
     last_round: int = 0
     term: int = 0
     remembered: Shared[Remembered] | None = None
-    memory: str = ""
     examined: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
@@ -92,23 +89,19 @@ class JoinBriefly(Request[Joined]):
 class Commands:
     """Commands of one agent, of which the first has number ``first``; and for how many seconds the
     next poll would best be kept. ``term`` is that of the coordinator whose they are: one of an
-    earlier term than the agent has joined is not obeyed. ``electorate``, number ``known``: who says
-    which coordinator the job has; None: the agent knows."""
+    earlier term than the agent has joined is not obeyed."""
 
     term: int
     first: int
     commands: tuple[Named[Command], ...]
     keep_s: float
-    electorate: Shared[Electorate] | None = None
-    known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Poll(Request[Commands]):
     """Hand out the commands behind number ``received``, once there are any, or after ``keep_s``
-    seconds. ``newest`` is the furthest step of the workers of ``round``, ``known`` the number of
-    the newest electorate that the agent knows. ``made``: what newer steps have computed, of the
-    host that has the worker that tells."""
+    seconds. ``newest`` is the furthest step of the workers of ``round``. ``made``: what newer steps
+    have computed, of the host that has the worker that tells."""
 
     job: str
     host: str
@@ -118,7 +111,6 @@ class Poll(Request[Commands]):
     newest: int
     stalled: Stalled | None
     keep_s: float
-    known: int = 0
     made: tuple[Made, ...] = ()
 
 
@@ -151,16 +143,5 @@ class Farewell(Request[Exit | None]):
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Moved(Request[None]):
-    """The job has a later coordinator, elected on another host: this one is to end, and who looks
-    for it here is to find that."""
-
-    job: str
-    term: int
-    host: str
-    port: int
-
-
 AgentCall = Join | JoinBriefly | Poll | Tell | Bye | Farewell
-CoordinatorRequest = AgentCall | PersonCall | Moved
+CoordinatorRequest = AgentCall | PersonCall

@@ -12,11 +12,10 @@ from functools import lru_cache
 
 from scalai.core import events
 from scalai.core.commands import Exit
-from scalai.core.electorate import Electorate
 from scalai.core.errors import ScalaiError, StaleError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.membership import Phase, staying
-from scalai.core.messages import JsonText, Shared
+from scalai.core.messages import JsonText
 from scalai.core.passes import AS_GIVEN
 from scalai.core.reports import Attached, Doubted, Examined, Grown, Report, Sealed
 from scalai.core.transitions import missing
@@ -33,7 +32,6 @@ from scalai.launch.coordinator.calls import (
     Join,
     JoinBriefly,
     Joined,
-    Moved,
     Poll,
     Tell,
 )
@@ -79,8 +77,6 @@ class Desk:
         refusals: Refusals | None = None,
     ) -> None:
         self._spec, self._stores, self._patience = spec, stores, patience
-        self._own_term = term
-        """As it was begun with: hosts may have brought a higher one."""
         self._lock = threading.RLock()
         self._reading = threading.Lock()
         """Of one manifest at a time: more at once are not read faster, and keep calls waiting that
@@ -89,10 +85,6 @@ class Desk:
             spec, interface, stores, say, self._lock, term, is_successor=is_successor
         )
         self._admission = Admission(spec, self._live)
-        self._electorate: tuple[int, Shared[Electorate]] | None = None
-        """Who says which coordinator the job has, with its number; None: nobody ever did."""
-        self.moved: Moved | None = None
-        """Where the job's coordinator is, if a later one was elected elsewhere."""
         self._agent_events = AgentEvents(self._live)
         self._refusals = refusals
         self._losses = Losses(self._live, patience, refusals)
@@ -204,8 +196,6 @@ class Desk:
                 return JsonText.of(resume(self._live, generation, dry_run=dry_run))
             case ReadSpec():
                 return JsonText.of(self._spec.to_json())
-            case Moved(term=term) if term >= self._own_term:
-                self.moved = request
         return None
 
     def _kept_by_hosts(self, answer: dict[str, Json]) -> dict[str, Json]:
@@ -255,14 +245,7 @@ class Desk:
             agent.ready.wait(max(0.0, min(poll.keep_s, keep_s)))
             # Unless it was lost or replaced meanwhile.
             agent = members.find(poll.host, poll.incarnation)
-        waiting, told = agent.waiting(members.term, keep_s), self._electorate
-        if told is None or poll.known == told[0]:
-            return waiting
-        return replace(waiting, electorate=told[1], known=told[0])
-
-    def tell_electorate(self, number: int, electorate: Shared[Electorate]) -> None:
-        """Have agents learn by whose majority another coordinator may follow. Any thread may."""
-        self._electorate = number, electorate
+        return agent.waiting(members.term, keep_s)
 
     def _tell(self, peer: Peer, tell: Tell, manifests: Manifests) -> None:
         """Hear a report once: a number that was heard before is one told again."""

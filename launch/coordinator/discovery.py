@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from scalai.core.errors import (
     PeerError,
@@ -22,13 +23,11 @@ from scalai.core.errors import (
     UsageError,
     VersionError,
 )
-from scalai.core.witness import Known
 from scalai.launch import host_signals
 from scalai.launch.config.endpoint import (
     CARD,
     TOKEN_VARIABLE,
     join_endpoint,
-    read_address,
     read_card,
     read_holder,
     read_identity,
@@ -36,9 +35,14 @@ from scalai.launch.config.endpoint import (
     split_endpoint,
 )
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.elected import NOBODY, find_elected
-from scalai.launch.coordinator.leases import LEASE_S, Register, Watch, open_register
-from scalai.launch.coordinator.vote_file import ELECTORATE, kept_electorate, known_to_json
+from scalai.launch.coordinator.leases import (
+    CLAIM_S,
+    await_holder,
+    await_ownership,
+    named,
+    second_run,
+)
+from scalai.launch.coordinator.registers import LEASE_FLAG, Entry, Register, registers_of
 from scalai.launch.long_waits import said
 from scalai.runtime.calls import Channel
 from scalai.store.places import default_store_dir
@@ -57,6 +61,10 @@ WAITING_S = 2.0
 """After how long it is said that a coordinator is waited for."""
 
 log = logging.getLogger(__name__)
+
+
+Newest = tuple[Entry | None, Entry | None]
+"""The newest entries of the two registers of a job (``registers_of``)."""
 
 
 def job_directory(spec: JobSpec) -> Path:
@@ -104,8 +112,8 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
     """Return where the job's coordinator is; start one beside this agent where there is none.
 
     Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT`` it
-    is started on that host by the first agent there, unless one answers there already; other hosts
-    wait for it.
+    is started on that host by the first agent there, unless one answers there already, or a
+    register says that another host has it; other hosts wait for it.
 
     Args:
         token: The job's secret, where a person gave one.
@@ -113,31 +121,13 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
     Raises:
         UsageError: Several hosts, and no token; or a standalone job whose name
             is that of a job that runs here.
+        RefusedError: Another run of the job lives, and has the durable directory.
         StoreError: The job's folder is not this user's alone.
         PeerError: Nobody answers there within the time.
     """
     endpoint, folder = spec.options.coordinator, job_directory(spec)
-    register = open_register(spec.options.coordinator_lease, spec.job)
-    if register is not None:
-        found = lease_holder(register, endpoint, token)
-        if found is not None:
-            return found
     if endpoint is None or _is_named_here(endpoint):
-        with one_at_a_time(folder):
-            card = read_card(folder)
-            if card is not None and spec.options.is_standalone:
-                raise UsageError(
-                    f"a job {spec.job!r} runs on this machine, and --standalone joins none. Give "
-                    "this one another --job, or leave --job out."
-                )
-            if card is not None:
-                _refuse_other_tls(spec, folder)
-                return Place(*card, is_here=is_here(card[0][0]))
-            found, known = elected_from(spec, folder, token)
-            found = found or _answering(endpoint, token)
-            if found is not None:
-                return found
-            return _start_first(spec, folder, endpoint, token, known)
+        return _start_first(spec, folder, endpoint, token)
     if token is None:
         raise UsageError(
             f"the coordinator {endpoint} is on another host; set {TOKEN_VARIABLE} to the same "
@@ -145,7 +135,21 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
             "for example to the output of: openssl rand -hex 32"
         )
     with said(f"the coordinator at {endpoint}", WAITING_S):
-        return _awaited(endpoint, token, register)
+        return _awaited(endpoint, token, registers_of(spec)[0])
+
+
+def _of_card(spec: JobSpec, folder: Path) -> Place | None:
+    """Return where this machine's coordinator of the job is."""
+    card = read_card(folder)
+    if card is None:
+        return None
+    if spec.options.is_standalone:
+        raise UsageError(
+            f"a job {spec.job!r} runs on this machine, and --standalone joins none. Give "
+            "this one another --job, or leave --job out."
+        )
+    _refuse_other_tls(spec, folder)
+    return Place(*card, is_here=is_here(card[0][0]))
 
 
 def _is_named_here(endpoint: str) -> bool:
@@ -179,104 +183,136 @@ def _answering(endpoint: str | None, token: str | None) -> Place | None:
 
 
 def _awaited(endpoint: str, token: str, register: Register | None) -> Place:
-    """Return where the coordinator is, once it answers at the address on another host."""
-    address = split_endpoint(endpoint)
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    """Return where the coordinator is, once it answers: at the address on another host, or where
+    the register has it."""
+    wait_s = JOIN_TIMEOUT_S + (CLAIM_S if register is not None else 0.0)
+    deadline, key = time.monotonic() + wait_s, token.encode()
     while True:
-        if register is not None and (entry := register.newest()) and not entry.is_over:
-            address = entry.address  # somebody may have claimed it meanwhile
+        if register is not None:
+            with suppress(PeerError):  # it says nothing: the named address may answer
+                entry = register.newest()
+                if entry is not None and not entry.is_over:
+                    Channel(entry.address, key).close()
+                    return Place(entry.address, key, is_here=is_here(entry.host))
         try:
-            Channel(address, token.encode()).close()
-            return Place(address, token.encode())
+            Channel(split_endpoint(endpoint), key).close()
+            return Place(split_endpoint(endpoint), key)
         except PeerError as error:
             if isinstance(error, VersionError | TlsError):
                 raise
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"no coordinator at {endpoint} after {JOIN_TIMEOUT_S:.0f} s ({error}). Start "
-                    f"the agent of that "
-                    "host, or `scalai coordinator` there."
+                    f"no coordinator at {endpoint} after {wait_s:.0f} s ({error}). Start the agent "
+                    "of that host, or `scalai coordinator` there."
                 ) from error
             time.sleep(0.2)
 
 
-def _start_first(
-    spec: JobSpec, folder: Path, endpoint: str | None, token: str | None, known: Known
-) -> Place:
-    """Start a coordinator, or return the one that another agent has started meanwhile: of two at
-    one moment one alone gets the lease, or the votes."""
-    register = open_register(spec.options.coordinator_lease, spec.job)
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
+def _start_first(spec: JobSpec, folder: Path, endpoint: str | None, token: str | None) -> Place:
+    """Start a coordinator, or return the one that is there, or that another agent has started
+    meanwhile: of two at one moment one alone gets the lease."""
+    deadline = time.monotonic() + CLAIM_S + JOIN_TIMEOUT_S
     while True:
-        before = register.newest() if register is not None else None
-        try:
-            return start_coordinator(spec, folder, endpoint, token, known=known)
-        except (UsageError, PeerError) as error:
-            if time.monotonic() > deadline:
-                raise
-            if register is None:
-                found, later = elected_from(spec, folder, token)
-                is_lost, known = later.term > known.term, later
-            else:
-                now = register.newest()
-                is_lost = now is not None and now.term > (before.term if before else 0)
-                found = lease_holder(register, endpoint, token) if is_lost else None
-            if not is_lost and found is None:
-                found = _answering(endpoint, token)  # another container of this machine was first
-                if found is None:
-                    raise
-            log.info("event=waiting another coordinator has claimed the term: %s", error)
+        with one_at_a_time(folder):
+            found = _of_card(spec, folder)
+        found = found or _answering(endpoint, token)
         if found is not None:
             return found
+        found, newest = await_turn(spec, endpoint, token)  # without the lock: it may take a while
+        if found is not None:
+            return found
+        try:
+            with one_at_a_time(folder):
+                found = _of_card(spec, folder) or _answering(endpoint, token)
+                if found is not None:
+                    return found
+                term, is_successor = next_term(spec, folder, newest)
+                return start_coordinator(
+                    spec, folder, endpoint, token, term, is_successor=is_successor
+                )
+        except (UsageError, PeerError) as error:
+            found = _answering(endpoint, token)  # another container of this machine was first
+            if found is not None:
+                return found
+            if not _has_lost(spec, newest) or time.monotonic() > deadline:
+                raise
+            log.info("event=waiting another coordinator has claimed the term: %s", error)
 
 
-def lease_holder(register: Register, endpoint: str | None, token: str | None) -> Place | None:
-    """Return where the coordinator is that holds the job's lease; None: nobody holds it. Raises
-    ``PeerError`` where it is renewed, and its holder does not answer here within the time."""
-    if endpoint is None or token is None:
+def _has_lost(spec: JobSpec, before: Newest) -> bool:
+    """Whether another coordinator has claimed a term since."""
+    for register, entry in zip(registers_of(spec), before, strict=True):
+        now = None if register is None else register.newest()
+        if now is not None and now.term > (entry.term if entry is not None else 0):
+            return True
+    return False
+
+
+def await_turn(
+    spec: JobSpec, endpoint: str | None, token: str | None
+) -> tuple[Place | None, Newest]:
+    """Wait until a coordinator may be started, or return the one that a register says lives. Also
+    returns the newest entries by then.
+
+    Raises:
+        RefusedError: Another run of the job lives, and has the durable directory.
+        UsageError: The job has a register by which hosts find it, and no token.
+        PeerError: A register cannot be reached, or its holder lives, and does not answer here
+            within the time.
+    """
+    register, owned = registers_of(spec)
+    is_told = spec.options.coordinator_lease is not None and register is not None
+    if is_told and (endpoint is None or token is None):
         raise UsageError(
-            "--coordinator-lease is for jobs on several hosts: give --coordinator HOST:PORT, and "
+            f"{LEASE_FLAG} is for jobs on several hosts: give --coordinator HOST:PORT, and "
             f"{TOKEN_VARIABLE}, the same on all of them."
         )
-    watch, deadline = Watch(register), time.monotonic() + JOIN_TIMEOUT_S
-    while True:
-        entry, unchanged_s = watch.look()
-        if entry is None or entry.is_over or unchanged_s > LEASE_S:
+    with said("the register that says which coordinator the job has, and whether it lives"):
+        entry = None
+        if register is not None:
+            found, entry = lease_holder(spec, register, endpoint, token)
+            if found is not None:
+                return found, (entry, None)
+        if owned is None or owned is register:
+            return None, (entry, entry if owned is not None else None)
+        durable = spec.durable_dir
+        assert durable is not None
+        return None, (entry, await_ownership(owned, durable))
+
+
+def lease_holder(
+    spec: JobSpec, register: Register, endpoint: str | None, token: str | None
+) -> tuple[Place | None, Entry | None]:
+    """Return where the coordinator is that holds the job's lease, None: nobody does; and the newest
+    entry. Raises as ``await_turn``."""
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    durable = None if spec.options.coordinator_lease is not None else spec.durable_dir
+
+    def is_meant(entry: Entry) -> bool:
+        """Whether a person who names this coordinator means that run: one that names its register
+        does."""
+        return durable is None or endpoint in (entry.named, join_endpoint(*entry.address))
+
+    def call(entry: Entry) -> Place | None:
+        if token is None or not is_meant(entry):
             return None
-        with suppress(PeerError):
+        try:
             Channel(entry.address, token.encode()).close()
-            return Place(entry.address, token.encode(), is_here=is_here(entry.host))
-        if time.monotonic() > deadline and unchanged_s < LEASE_S / 2:
+        except PeerError:
+            return None
+        return Place(entry.address, token.encode(), is_here=is_here(entry.host))
+
+    def refuse(entry: Entry, unchanged_s: float) -> None:
+        is_late = time.monotonic() > deadline
+        if durable is not None and (is_late or token is None or not is_meant(entry)):
+            raise second_run(durable, entry, unchanged_s)
+        if is_late:
             raise PeerError(
-                f"the coordinator at {entry.host}:{entry.port} renews its lease, and does not "
-                f"answer here within {JOIN_TIMEOUT_S:.0f} s: is this host cut off from it?"
+                f"{named(entry)} renews its lease ({register}), and does not answer here within "
+                f"{JOIN_TIMEOUT_S:.0f} s: is this host cut off from it?"
             )
-        time.sleep(LOOK_S)
 
-
-def has_moved(spec: JobSpec, place: Place) -> bool:
-    """Whether the coordinator that was found here has been told of a later one elsewhere, and has
-    left word of that."""
-    named = read_address(job_directory(spec))
-    return spec.may_vote and place.is_here and named not in (None, place.address)
-
-
-def elected_from(spec: JobSpec, folder: Path, token: str | None) -> tuple[Place | None, Known]:
-    """Return where the coordinator is that was elected by those whom the last one of this machine
-    has noted, if there is one; else what the next one claims its term by. Raises as
-    ``find_elected``."""
-    kept = kept_electorate(folder) if spec.may_vote else None
-    if kept is None or not kept.electorate.everyone:
-        return None, NOBODY
-    if token is None:
-        raise UsageError(
-            f"agents of the job {spec.job!r} on other hosts say which coordinator it has: set "
-            f"{TOKEN_VARIABLE}, the same on all of them."
-        )
-    entry, known = find_elected(kept, token.encode(), str(folder / ELECTORATE), is_here)
-    if entry is None:
-        return None, known
-    return Place(entry.address, token.encode(), is_here=is_here(entry.host)), known
+    return await_holder(register, call, refuse)
 
 
 def _refuse_other_tls(spec: JobSpec, folder: Path) -> None:
@@ -295,15 +331,18 @@ def start_coordinator(
     folder: Path,
     endpoint: str | None,
     token: str | None,
+    term: int = 1,
     *,
-    succeeds: bool = False,
-    known: Known = NOBODY,
+    is_successor: bool = False,
+    succeeds: Literal["nobody", "here", "elsewhere"] = "nobody",
 ) -> Place:
-    """Start a coordinator that outlives this agent, and wait until it answers. Where another one
-    has died here, whose card is left, it takes its place; ``succeeds``: agents of the job live;
-    ``known``: by what it claims its term, where the job's agents vote."""
-    term, is_successor = next_term(spec, folder, known)
-    is_successor |= succeeds  # also in a job that had begun anew
+    """Start a coordinator that outlives this agent, and wait until it answers.
+
+    Args:
+        term: Its number.
+        is_successor: Another one has died, whose place it takes.
+        succeeds: Whether agents of the job live that followed one on this machine, or elsewhere.
+    """
     token = token or secrets.token_hex(32)
     host, port = split_endpoint(endpoint) if endpoint else ("127.0.0.1", 0)
     command = [sys.executable, *COORDINATOR]
@@ -319,8 +358,8 @@ def start_coordinator(
     with suppress(BrokenPipeError):  # it has ended: below it is asked why
         with process.stdin as order:
             orders = {"job": spec.to_json(), "token": token, "term": term}
-            orders |= {"vote": known_to_json(known), "succeeds": succeeds}
-            order.write(json.dumps({**orders, "is_successor": is_successor}).encode())
+            orders |= {"succeeds": succeeds, "is_successor": is_successor}
+            order.write(json.dumps(orders).encode())
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while time.monotonic() < deadline:
         now = read_holder(folder)
@@ -335,21 +374,20 @@ def start_coordinator(
             ended = f"the coordinator ended at once, with exit code {process.poll()}."
             raise kinds.get(process.returncode, PeerError)(why or ended)
         time.sleep(0.02)
+    process.kill()  # it may wait for a register that hangs, and must not begin later
     raise PeerError(
         f"the coordinator does not answer at {host}:{port} after {JOIN_TIMEOUT_S:.0f} s. Name "
         "another --coordinator HOST:PORT."
     )
 
 
-def next_term(spec: JobSpec, folder: Path, known: Known = NOBODY) -> tuple[int, bool]:
+def next_term(spec: JobSpec, folder: Path, newest: Newest) -> tuple[int, bool]:
     """Return the number of the job's next coordinator, and whether it takes the place of one that
-    has died: a card or a lease was left, or a record that is ``known`` of a vote. Raises
-    ``PeerError`` where the lease cannot be read."""
-    before, register = read_holder(folder), open_register(spec.options.coordinator_lease, spec.job)
-    entry = register.newest() if register is not None else known.record
-    term = 1 + max(before.term if before else 0, entry.term if entry else 0, known.term)
+    has died: a card or an entry of these was left."""
+    before, (entry, _) = read_holder(folder), newest
+    terms = [each.term for each in (before, *newest) if each is not None]
     has_died = before is not None if entry is None else not entry.is_over
-    return term, has_died and not spec.is_fresh
+    return 1 + max(terms, default=0), has_died and not spec.is_fresh
 
 
 @contextmanager

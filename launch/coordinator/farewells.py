@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from scalai.core import actions, commands
 from scalai.core.actions import RESUMABLE
+from scalai.launch.coordinator.registers import LEASES
 
 if TYPE_CHECKING:
     from scalai.launch.coordinator.live_job import LiveJob
@@ -53,5 +54,6 @@ def _left_behind(live: "LiveJob", leaving: frozenset[str]) -> str:
         f". Its coordinator stays on this machine ({own}), and no other can have the next one: "
         "keep it up until the job has ended. Where it goes sooner, hosts "
         f"{sorted(staying)} end within [resize] coordinator_timeout_s, exit code 1, and keep "
-        "their state. With --coordinator-lease file:/FOLDER or etcd:URL another host takes over"
+        f"their state. With a --durable-dir that all hosts reach, or {LEASES}, another host takes "
+        "over"
     )

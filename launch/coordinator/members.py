@@ -3,11 +3,10 @@ for it."""
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from scalai.core.commands import Command, Exit, Remember
-from scalai.core.electorate import Candidate, Witness
 from scalai.core.errors import ReplacedError, StaleError
 from scalai.core.events import Stalled
 from scalai.core.messages import Named
@@ -28,10 +27,8 @@ class Member:
     """
 
     def __init__(self, peer: Peer, address: tuple[str, int], domain: str = "") -> None:
-        self.address = address
-        self.domain, self.memory = domain, ""
-        """What fails with it, by a name that a person gave, "": nothing; and what it remembers by
-        as a witness, "": it is none."""
+        self.address, self.domain = address, domain
+        """``domain``: what fails with it, by a name that a person gave, "": nothing."""
         self.newest = 0
         self.stalled: Stalled | None = None
         """Which of its workers make no steps; None: they all do."""
@@ -164,14 +161,6 @@ class Members:
 
     def hosts(self) -> tuple[str, ...]:
         return tuple(self._present)
-
-    def candidates(self, apart: Collection[str]) -> list[Candidate]:
-        """Return who may be a witness, but for some hosts. Any thread may ask, without the lock."""
-        return [
-            Candidate(Witness(host, agent.address, agent.memory), agent.domain)
-            for host, agent in list(self._present.items())
-            if agent.memory and host not in apart
-        ]
 
     def doubtful(self, silent_s: float) -> list[str]:
         """Return the hosts whose agents have no connection, have been silent for so long, or were

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from scalai.core.errors import ScalaiError, UsageError
-from scalai.core.witness import Known
 from scalai.launch import host_signals
 from scalai.launch.config.endpoint import (
     join_endpoint,
@@ -20,29 +19,23 @@ from scalai.launch.config.endpoint import (
 )
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.calls import Moved
 from scalai.launch.coordinator.discovery import (
-    Place,
+    await_turn,
     clear_away,
-    elected_from,
-    is_here,
-    lease_holder,
     next_term,
     one_at_a_time,
 )
-from scalai.launch.coordinator.elected import forward
-from scalai.launch.coordinator.leases import (
-    Entry,
-    Lease,
-    Register,
-    await_ownership,
-    open_ownership,
-    open_register,
-)
+from scalai.launch.coordinator.leases import CLAIM_S, Lease
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.refusals import Refusals
+from scalai.launch.coordinator.registers import (
+    LEASES,
+    Entry,
+    NoLinksError,
+    Register,
+    registers_of,
+)
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
-from scalai.launch.coordinator.vote_file import forget_electorate, known_of_json
 from scalai.launch.logs import configure, say
 from scalai.launch.patient_writer import drain
 
@@ -74,11 +67,12 @@ def serve(
     """
     heard = _heard(spec)
     secure_process(spec.options.tls)
-    register = open_register(spec.options.coordinator_lease, spec.job)
-    if register is not None:
-        holder = lease_holder(register, join_endpoint(host, port), token.decode())
-        if holder is not None:
-            raise _held(spec, holder)
+    holder, newest = await_turn(spec, join_endpoint(host, port), token.decode())
+    if holder is not None:
+        raise UsageError(
+            f"the coordinator at {join_endpoint(*holder.address)} holds the lease of the job "
+            f"{spec.job!r}. Agents find it; another one is started where it is gone."
+        )
     # An agent of this machine may be starting one: two must not listen, nor leave two cards.
     with one_at_a_time(folder):
         card = read_card(folder)
@@ -88,15 +82,11 @@ def serve(
                 f"the job {spec.job!r} has a coordinator on this machine already, at {there}. "
                 "Agents here find it. A coordinator by hand is started before the first of them."
             )
-        holder, known = elected_from(spec, folder, token.decode())
-        if holder is not None:
-            raise _held(spec, holder)
-        term, is_successor = next_term(spec, folder, known)
+        term, is_successor = next_term(spec, folder, newest)
         coordinator = _open(
-            spec, folder, (host, port), token, term, alone_s, is_successor=is_successor, known=known
+            spec, folder, (host, port), token, term, alone_s, is_successor=is_successor
         )
         address = _leave_card(coordinator, folder, host, token)
-    _forward(coordinator, spec, folder, address, token)
     coordinator.heard = heard
     return _run(coordinator, spec, folder, address)
 
@@ -109,13 +99,6 @@ def _heard(spec: JobSpec) -> host_signals.Heard:
     return heard
 
 
-def _held(spec: JobSpec, holder: Place) -> UsageError:
-    return UsageError(
-        f"the coordinator at {join_endpoint(*holder.address)} holds the lease of the job "
-        f"{spec.job!r}. Agents find it; another one is started where it is gone."
-    )
-
-
 def _open(
     spec: JobSpec,
     folder: Path,
@@ -125,35 +108,47 @@ def _open(
     alone_s: float = ALONE_S,
     *,
     is_successor: bool,
-    known: Known,
-    succeeds: bool = False,
+    succeeds: str = "nobody",
 ) -> Coordinator:
-    """Listen, and hold the job's lease where it has one, and its durable directory. ``succeeds``:
-    its agents live, and wait for no disk.
+    """Listen, and hold the job's lease where it has one, and its durable directory.
+
+    Args:
+        succeeds: Whose place it takes, as of ``start_coordinator``. After one of this machine
+            nobody waits for a register, after one of another machine nobody does for the durable
+            directory.
 
     Raises:
-        RefusedError: Another run of the job lives, and has the durable directory.
+        UsageError: Another coordinator has claimed this term.
+        PeerError: The address cannot be listened on, or a register cannot be reached.
     """
-    durable = spec.durable_dir if spec.is_elastic else None
-    owned = open_ownership(spec.options.coordinator_lease, durable, spec.job)
-    before = term - 1
-    if owned is not None and durable is not None and not succeeds:
-        term = max(term, 1 + await_ownership(owned, durable, spec.job))
     patience = Patience(lost_after_s=spec.config.resize.silent_s)
     coordinator = Coordinator(
         spec, address, token, say, alone_s, patience, term=term, is_successor=is_successor,
         refusals=Refusals(token),
     )  # fmt: skip
-    register: Register | None = open_register(spec.options.coordinator_lease, spec.job)
-    if spec.may_vote:
-        register = coordinator.elect(folder).register(known, token)
-    entry = Entry(term, address[0], int(coordinator.address[1]))
+    entry = Entry(
+        term, address[0], int(coordinator.address[1]), named=spec.options.coordinator or ""
+    )
+    register, owned = registers_of(spec)
+    here = term - 1 if succeeds == "here" else None
+    anywhere = None if succeeds == "nobody" else term - 1
+
+    def hold(register: Register, waits_over: int | None) -> Lease | None:
+        try:
+            return Lease(register, entry, coordinator.run_name, waits_over=waits_over)
+        except NoLinksError as error:
+            if register is not owned:
+                raise
+            log.warning("event=no_owner %s Nothing there can tell a second run of the job.", error)
+            return None
+
     try:
         if register is not None:
-            coordinator.lease = Lease(register, entry, coordinator.run_name)
-        if owned is not None:
-            over = before if succeeds else None
-            coordinator.owns = Lease(owned, entry, coordinator.run_name, waits_over=over)
+            coordinator.lease = hold(register, here)
+        if owned is register:
+            coordinator.owns = coordinator.lease
+        elif owned is not None:
+            coordinator.owns = hold(owned, anywhere)
     except ScalaiError:
         coordinator.close()
         raise
@@ -168,23 +163,6 @@ def _leave_card(coordinator: Coordinator, folder: Path, host: str, token: bytes)
     return address
 
 
-def _forward(
-    coordinator: Coordinator,
-    spec: JobSpec,
-    folder: Path,
-    address: tuple[str, int],
-    token: bytes,
-) -> None:
-    """Have agents find the later one of two coordinators, where this one was elected or another one
-    is."""
-    coordinator.forward = lambda moved: write_card(
-        folder, (moved.host, moved.port), token, moved.term
-    )
-    if spec.may_vote:
-        moved = Moved(spec.job, coordinator.term, *address)
-        forward(spec.options.coordinator, moved, token, is_here)
-
-
 def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[str, int]) -> int:
     expect_many_threads()
     log.info(
@@ -192,10 +170,10 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
         "dies, an agent of this host starts another one, and the workers train on meanwhile",
         spec.job, coordinator.term, *address,
     )  # fmt: skip
+    _say_lease(coordinator, spec)
     try:
         code = coordinator.run()
         if code != STOOD_DOWN:
-            forget_electorate(folder)
             if not spec.options.is_standalone:  # whose folder goes with it
                 with suppress(ScalaiError, OSError):
                     write_ending(folder, code, coordinator.ended_by)
@@ -203,6 +181,21 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
     finally:
         clear_away(folder, address, is_last=spec.options.is_standalone)
         drain()
+
+
+def _say_lease(coordinator: Coordinator, spec: JobSpec) -> None:
+    """Say what the loss of this machine costs."""
+    if coordinator.lease is not None:
+        log.info(
+            "event=lease register='%s': where this machine is lost, another host that reaches this "
+            "takes over after %.0f s", coordinator.lease.register, CLAIM_S,
+        )  # fmt: skip
+    elif spec.options.coordinator is not None and spec.max_hosts > 1:
+        log.warning(
+            "event=lease register=none: the loss of this machine ends the job, which keeps its "
+            "state. With --durable-dir on a disk that all hosts reach, or %s, another host takes "
+            "over", LEASES,
+        )  # fmt: skip
 
 
 def main() -> int:
@@ -217,11 +210,9 @@ def main() -> int:
         spec = JobSpec.from_json(order["job"])
         heard = _heard(spec)
         secure_process(spec.options.tls)
-        known = known_of_json(order["vote"])
         coordinator = _open(
             spec, folder, (host, port), token, int(order["term"]),
-            is_successor=bool(order["is_successor"]), known=known,
-            succeeds=bool(order["succeeds"]),
+            is_successor=bool(order["is_successor"]), succeeds=str(order["succeeds"]),
         )  # fmt: skip
     except ScalaiError as error:
         print(error, flush=True)
@@ -229,7 +220,6 @@ def main() -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the agent may end before the job does
     # The agent that has started this process holds the lock until the card is there.
     address = _leave_card(coordinator, folder, host, token)
-    _forward(coordinator, spec, folder, address, token)
     coordinator.heard = heard
     return _run(coordinator, spec, folder, address)
 

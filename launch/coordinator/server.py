@@ -7,14 +7,12 @@ takes its place (``launch.coordinator.discovery``); any agent may drain, the fir
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from scalai.core.actions import RESUMABLE
 from scalai.core.errors import PeerError, RefusedError
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.calls import CoordinatorRequest, Moved
+from scalai.launch.coordinator.calls import CoordinatorRequest
 from scalai.launch.coordinator.desk import Desk
-from scalai.launch.coordinator.electing import Electing
 from scalai.launch.coordinator.leases import HELD_S, Lease
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.refusals import Refusals
@@ -68,9 +66,6 @@ class Coordinator(Desk):
             is_successor=is_successor, refusals=refusals,
         )  # fmt: skip
         self._alone_s = alone_s
-        self.electing: Electing | None = None
-        self.forward: Callable[[Moved], object] = lambda moved: None
-        """Has who looks for the coordinator on this machine find a later one."""
         self.lease: Lease | None = None
         """Says whether this is the job's coordinator; None: no other can be."""
         self.heard: Heard | None = None
@@ -83,8 +78,10 @@ class Coordinator(Desk):
         """Says whether the durable directory is this run's; None: there is none to own."""
         self._hung_at: float | None = None
         """Since when the lease's register does not answer."""
+        self._to_come = frozenset[str]()
+        """Hosts of the round that this coordinator takes over."""
         self._live.may_retire = lambda: self.owns is None or self.owns.is_fresh()
-        self._live.is_alone = lambda: self.lease is None or self.lease.is_alone
+        self._live.is_alone = lambda: self.lease is None
         try:
             self._server = Server(
                 address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S
@@ -103,12 +100,6 @@ class Coordinator(Desk):
         have brought it. Any thread may ask."""
         return "" if self._live.state.taking_over is not None else self._live.run
 
-    def elect(self, folder: Path) -> Electing:
-        """Have its agents vote on it. ``folder``: the job's, on this machine."""
-        own = str(self.address[0])
-        self.electing = Electing(self._live, own, folder, self.tell_electorate)
-        return self.electing
-
     @property
     def address(self) -> Address:
         return self._server.address
@@ -121,21 +112,14 @@ class Coordinator(Desk):
         while True:
             time.sleep(self.tick_s())
             with self._lock:
-                if self.moved is not None:
-                    self.forward(self.moved)
-                    where = f"{self.moved.host}:{self.moved.port}"
-                    return self._stand_down(f"coordinator {self.moved.term} is at {where}.")
+                self._note_missing()
                 if self.owns is not None and self.owns.is_superseded and not live.has_ended:
                     why = f"--durable-dir is not held: {self.owns.problem}"
                     if not self.owns.has_another_run:
                         return self._stand_down(why)
                     live.end(RefusedError.exit_code, f"{why} {SUPERSEDED}")
-                is_over = live.has_ended and self.electing is not None  # its witnesses end, too
-                if self.lease is not None and not is_over:
-                    if not self._holds(self.lease):
-                        return self._stand_down(f"the lease is not held: {self.lease.problem}")
-                    if self.electing is not None:
-                        self.electing.hurry(self.lease)
+                if self.lease is not None and not live.has_ended and not self._holds(self.lease):
+                    return self._stand_down(f"the lease is not held: {self.lease.problem}")
                 self.tick()
                 self._hear()
                 now = time.monotonic()
@@ -156,7 +140,7 @@ class Coordinator(Desk):
         self._stores.end()
         if self.lease is not None:
             self.lease.end(is_over=live.has_ended)
-        if self.owns is not None:
+        if self.owns is not None and self.owns is not self.lease:
             self.owns.end(is_over=True)
         return live.exit_code
 
@@ -183,14 +167,16 @@ class Coordinator(Desk):
         """Whether nobody else can be the coordinator. A register that hangs takes nobody's place:
         only hosts that do not hear this coordinator claim the next term. So it stays while it hears
         all hosts that it had when the register last answered."""
-        if lease.is_held():
+        if lease.is_fresh():
             self._hung_at = None
             return True
+        if not lease.is_superseded and self._live.state.taking_over is not None:
+            return True  # its hosts have yet to come
         members = self._live.members
         silences = [members[host].silence_s() for host in members.hosts()]
         hears_all = max(silences, default=HELD_S) < HELD_S
         has_lost = self._live.lost_at is not None and self._live.lost_at > lease.renewed_at
-        if lease.is_superseded or not lease.may_hang or not hears_all or has_lost:
+        if lease.is_superseded or not hears_all or has_lost:
             return False
         if self._hung_at is None:
             self._hung_at = time.monotonic()
@@ -199,6 +185,17 @@ class Coordinator(Desk):
                 "stays. If a host is lost before the register answers, it stands down"
             )
         return True
+
+    def _note_missing(self) -> None:
+        """Note where hosts of a round that is taken over do not come: they are lost."""
+        live, over = self._live, self._live.state.taking_over
+        if over is not None:
+            found = over.of_newest(live.state.hosts).values()
+            self._to_come = next((each.members for each in found), self._to_come)
+            return
+        if self._to_come - set(live.members.hosts()):
+            live.lost_at = time.monotonic()
+        self._to_come = frozenset()
 
     def _stand_down(self, why: str) -> int:
         """End without a word to the agents: another coordinator may have taken this one's place, or

@@ -1,10 +1,12 @@
 """An agent whose coordinator is gone looks for the one that takes its place, and starts it where
-that is this machine's affair.
+that is its affair.
 
 A machine has one coordinator of a job at most: whoever starts one holds the lock of the job's
 folder, and finds nobody who answers at the address on the card there. A card without anybody behind
-it is that of a coordinator that has died; where there is none the job has ended. On another host
-one may be started only where a lease says that the one before is gone (``leases``).
+it is that of a coordinator that has died, and an agent of its machine starts the next one, whatever
+a register says or does not say. An agent of another host starts one where a register that it knows
+to be the coordinator's has said for ``CLAIM_S`` that nobody renews it, and its holder does not
+answer (``leases``).
 """
 
 import logging
@@ -15,17 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from scalai.core.errors import (
-    AbsentError,
-    PeerError,
-    ScalaiError,
-    UnprovenError,
-    UsageError,
-)
-from scalai.core.witness import Known
+from scalai.core.errors import AbsentError, PeerError, ScalaiError, UnprovenError
 from scalai.launch.config.endpoint import join_endpoint, read_card, read_holder, split_endpoint
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.discovery import (
@@ -36,25 +31,18 @@ from scalai.launch.coordinator.discovery import (
     one_at_a_time,
     start_coordinator,
 )
-from scalai.launch.coordinator.elected import NOBODY
-from scalai.launch.coordinator.leases import LEASE_S, RENEW_S, Watch, open_register
-from scalai.launch.coordinator.vote_file import kept_electorate
-from scalai.launch.coordinator.votes import VoteRegister
+from scalai.launch.coordinator.leases import CLAIM_S, RENEW_S, Watch
+from scalai.launch.coordinator.registers import Entry, Register, registers_of
 from scalai.runtime.calls import Channel
 
 SEARCH_S = 60.0
-"""For how long a successor is looked for, where no lease says who is the coordinator."""
+"""For how long a successor is looked for, where no register says who is the coordinator."""
 LOOK_S = 0.25
-TURN_S, LAST_TURN_S = 1.5, 6.0
-"""How much later the next witness claims a term than the one before it, and the last one."""
-LEAVING_TURN_S = LAST_TURN_S + 6.0
-"""How much later one claims it whose host leaves: by then those that stay have, and listen."""
-WITNESS_LOOK_S = 1.0
-FOLLOW_S = 1.5, 3.0
-"""How soon an agent that is no witness asks one of them again."""
-SAY_S = 60.0
-"""How often it is said that a majority is waited for."""
-JITTER_S = 1.0
+SEEN_S = 60.0
+"""How long the coordinator's entry may stay unseen before that is said."""
+LEAVING_S = 12.0
+"""How much later a host that leaves claims a term: by then one that stays has, and listens."""
+JITTER_S = 3.0
 """Agents of many hosts do not begin to take over at one moment."""
 
 log = logging.getLogger(__name__)
@@ -64,45 +52,108 @@ class OverError(PeerError):
     """There will be no successor."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The newest look at a register: its entry, and since when that was known to be as it is; the
+    problem, where it cannot be read."""
+
+    entry: Entry | None = None
+    unchanged_s: float = 0.0
+    at: float = 0.0
+    problem: str = ""
+
+
+class _Lookout:
+    """Looks at a register beside everything else, where a disk that hangs holds up nobody: while a
+    coordinator is looked for, and until it is known to be the coordinator's.
+
+    Args:
+        is_told: A person has named it, so that it is the coordinator's. That of a durable directory
+            is where its entry was renewed while this host looked: it may be a disk of its own.
+    """
+
+    def __init__(self, register: Register, *, is_told: bool) -> None:
+        self._register, self._watch = register, Watch(register)
+        self._is_silent: Callable[[], bool] = lambda: False
+        self._searches, self._due = False, threading.Event()
+        self._last, self.is_known = _Seen(), is_told
+        self._is_running = False
+
+    def begin(self, is_silent: Callable[[], bool]) -> None:
+        """Look from now on while the coordinator is silent."""
+        self._is_silent = is_silent
+        if not self._is_running:
+            self._is_running = True
+            threading.Thread(target=self._look, name="lease-watch", daemon=True).start()
+
+    def search(self, *, is_on: bool) -> None:
+        """Look more often, and at once; or as before."""
+        self._searches = is_on
+        self._due.set()
+
+    def seen(self) -> _Seen:
+        """Return the newest look; of a register that does not answer there is none."""
+        last = self._last
+        if time.monotonic() - last.at <= 3 * RENEW_S:
+            return last
+        return _Seen(problem=last.problem or f"{self._register} does not answer.")
+
+    def _look(self) -> None:
+        began, has_said, before = time.monotonic(), False, None
+        while True:
+            if self._searches or not self.is_known or self._is_silent():
+                try:
+                    entry, unchanged_s = self._watch.look()
+                    self._last = _Seen(entry, unchanged_s, time.monotonic())
+                except PeerError as error:
+                    self._last = _Seen(at=time.monotonic(), problem=str(error))
+                else:
+                    self.is_known |= _is_renewed(before, entry)
+                    before = entry
+            if not self.is_known and not has_said and time.monotonic() - began > SEEN_S:
+                has_said = True
+                log.warning(
+                    "event=lease register='%s': the coordinator's entry is not seen there, so this "
+                    "host cannot take its place. Is --durable-dir a disk of this host's own?",
+                    self._register,
+                )  # fmt: skip
+            self._due.wait(LOOK_S * 4 if self._searches else RENEW_S)
+            self._due.clear()
+
+
+def _is_renewed(before: Entry | None, entry: Entry | None) -> bool:
+    if before is None or entry is None:
+        return False
+    return before != entry and (before.term, before.address) == (entry.term, entry.address)
+
+
 class Succession:
     """How one agent finds the coordinator that takes the place of one that is gone.
 
     Args:
         spec: The job.
         interface: Where a coordinator of this host listens if it takes the place of another host's.
-        memory: By what this agent remembers as a witness of a vote.
         is_leaving: Whether this host is to be taken away: a coordinator here would go with it.
     """
 
     def __init__(
-        self,
-        spec: JobSpec,
-        interface: str,
-        memory: str = "",
-        is_leaving: Callable[[], bool] = lambda: False,
+        self, spec: JobSpec, interface: str, is_leaving: Callable[[], bool] = lambda: False
     ) -> None:
-        self._spec, self._interface, self._memory = spec, interface, memory
-        self._is_leaving = is_leaving
-        register = open_register(spec.options.coordinator_lease, spec.job)
-        self._watch = None if register is None else Watch(register)
-        self._vote: VoteRegister | None = None
-        self._mutex = threading.Lock()
-        """Held where one of the two is not of the other for a moment."""
-        self._said_at = 0.0
+        self._spec, self._interface, self._is_leaving = spec, interface, is_leaving
+        register, is_told = registers_of(spec)[0], spec.options.coordinator_lease is not None
+        self._lookout = None if register is None else _Lookout(register, is_told=is_told)
 
     @property
     def has_lease(self) -> bool:
-        """Whether any host may have the next coordinator."""
-        return self._watch is not None
+        """Whether this host may have the next coordinator, though it is not of the machine of the
+        one before."""
+        return self._lookout is not None and self._lookout.is_known
 
-    def learn(self, known: Known, token: bytes) -> None:
-        """Look for a successor by the majority of an electorate; of none: no longer. Any thread
-        may tell."""
-        if not self._spec.may_vote:
-            return
-        vote = VoteRegister(known, token, is_kept=False) if known.electorate.everyone else None
-        with self._mutex:
-            self._watch, self._vote = None if vote is None else Watch(vote), vote
+    def watch_while(self, is_silent: Callable[[], bool]) -> None:
+        """Look, beside everything else, whether the lease changes while the coordinator is
+        silent."""
+        if self._lookout is not None:
+            self._lookout.begin(is_silent)
 
     def find(self, place: Place, term: int, is_over: threading.Event) -> Place:
         """Return where the job's coordinator is, once there is one again.
@@ -115,141 +166,77 @@ class Succession:
         Raises:
             PeerError: There is none within the time, or there will be none.
         """
-        if place.is_here:  # its coordinator may have had no time to tell
-            with suppress(ScalaiError, OSError):
-                kept = kept_electorate(job_directory(self._spec))
-                if kept is not None and (self._watch is None or not kept.electorate.everyone):
-                    self.learn(kept, place.token)
-        search_s = self._search_s()
-        self._said_at = time.monotonic() - SAY_S / 2  # an election takes a while
+        search_s = self._spec.config.resize.coordinator_timeout_s if self.has_lease else SEARCH_S
         deadline, problem = time.monotonic() + search_s, "it does not answer"
-        found: Place | None
-        while time.monotonic() < deadline:
-            try:
-                watch, vote = self._asked()
-                if watch is not None and vote is not None and self._follows(vote):
-                    found = _follow(watch, vote, place, term)
-                elif watch is not None:
-                    found = self._by_lease(watch, place, term, vote)
-                else:
-                    found = self._here(place, term) if place.is_here else _there(place)
-                if found is not None:
-                    return found
-            except OverError:
-                raise
-            except (ScalaiError, OSError) as error:
-                problem = str(error)
-                if not isinstance(error, UsageError):  # else another one claims it
-                    self._say_waiting(problem, deadline)
-            if is_over.wait(self._pace_s()):
-                break
+        if self._lookout is not None:
+            self._lookout.begin(lambda: False)
+            self._lookout.search(is_on=True)
+        try:
+            while time.monotonic() < deadline:
+                try:
+                    return self._look(place, term)
+                except OverError:
+                    raise
+                except (ScalaiError, OSError) as error:
+                    problem = str(error)
+                if is_over.wait(LOOK_S):
+                    break
+        finally:
+            if self._lookout is not None:
+                self._lookout.search(is_on=False)
         raise PeerError(f"nobody takes its place within {search_s:.0f} s: {problem}")
 
-    def _asked(self) -> tuple[Watch | None, VoteRegister | None]:
-        """Return whom to ask, and whether that is a vote."""
-        with self._mutex:
-            return self._watch, self._vote
-
-    def _search_s(self) -> float:
-        return self._spec.config.resize.coordinator_timeout_s if self.has_lease else SEARCH_S
-
-    def _pace_s(self) -> float:
-        """Return how soon to look again: thousands that look ask few witnesses."""
-        if self._vote is None:
-            return LOOK_S
-        return WITNESS_LOOK_S if self._is_witness(self._vote) else random.uniform(*FOLLOW_S)
-
-    def _follows(self, vote: VoteRegister) -> bool:
-        """Whether others than this agent start the next coordinator."""
-        return not vote.known.is_off and not self._is_witness(vote)
-
-    def _turn_s(self, vote: VoteRegister | None) -> float:
-        """Return for how long this agent leaves it to others to claim a term."""
-        if self._is_leaving():
-            return LEAVING_TURN_S
-        names = [] if vote is None else [w.memory for w in vote.known.electorate.everyone]
-        place = names.index(self._memory) if self._memory in names else 0
-        return min(place * TURN_S, LAST_TURN_S)
-
-    def _is_witness(self, vote: VoteRegister) -> bool:
-        """Whether this agent may start the next coordinator: where one can be elected at all, there
-        is a witness that can start it."""
-        return any(w.memory == self._memory for w in vote.known.electorate.everyone)
-
-    def _say_waiting(self, problem: str, deadline: float) -> None:
-        now = time.monotonic()
-        if self._vote is not None and now - self._said_at > SAY_S:
-            self._said_at = now
-            log.warning(
-                "event=waiting_for_majority %s Nobody takes the coordinator's place before a "
-                "majority can be asked; the state stays in the store. Bring the hosts back, or end "
-                "the agents and start the job on those that are left. After %.0f s more "
-                "([resize] coordinator_timeout_s) this agent ends.", problem, deadline - now,
-            )  # fmt: skip
-
-    def watch_while(self, is_silent: Callable[[], bool]) -> None:
-        """Look, beside everything else, whether the lease changes while the coordinator is
-        silent."""
-        if self._watch is None and not self._spec.may_vote:
-            return
-
-        def look() -> None:
-            while True:
-                time.sleep(RENEW_S)
-                watch, vote = self._asked()
-                may_claim = vote is None or self._is_witness(vote)
-                if watch is not None and may_claim and is_silent():
-                    with suppress(PeerError):
-                        watch.look()
-
-        threading.Thread(target=look, name="lease-watch", daemon=True).start()
-
-    def _by_lease(
-        self, watch: Watch, place: Place, term: int, vote: VoteRegister | None
-    ) -> Place | None:
-        """Return who holds the lease, if that is another one and answers; claim it where nobody
-        does any more, or its holder was a process of this machine that is gone."""
-        entry, unchanged_s = watch.look()
-        if entry is not None and entry.is_over:
+    def _look(self, place: Place, term: int) -> Place:
+        """Return who has the job, or start the next coordinator where that is this host's affair.
+        Raises ``PeerError`` as long as nobody has, and it is not."""
+        seen = _Seen() if self._lookout is None else self._lookout.seen()
+        entry = seen.entry
+        if entry is not None and entry.is_over and self.has_lease:
             raise OverError("its lease says that the job is over.")
-        if entry is not None and entry.term > term and _answers(entry.address, place.token):
+        is_later = entry is not None and entry.term >= term and entry.address != place.address
+        if entry is not None and is_later and _answers(entry.address, place.token):
             return Place(entry.address, place.token, is_here=is_here(entry.host))
-        if vote is not None and entry is not None:
-            holder = Place(entry.address, place.token, is_here=is_here(entry.host))
-        else:
-            is_holder = entry is None or entry.term == term
-            holder = replace(place, is_here=is_holder and place.is_here)
-        has_died = holder.is_here and _is_absent(holder)
-        if vote is not None and vote.known.is_off and not has_died:
-            return None if holder.is_here else _there(place)
-        if unchanged_s <= LEASE_S and not has_died:
-            return None
-        turn_s = 0.0 if has_died else self._turn_s(vote)
-        if vote is None and entry is not None and entry.host and not has_died:
-            if _answers(entry.address, place.token):  # its register alone answers nobody
-                return Place(entry.address, place.token, is_here=is_here(entry.host))
-        claims_at = time.monotonic() + random.uniform(0.0, JITTER_S) + turn_s
+        if place.is_here and (entry is None or entry.term <= term):
+            found = self._here(place, term)
+            if found is not None:
+                return found
+        if entry is not None and self.has_lease and seen.unchanged_s > CLAIM_S:
+            return self._claim(entry, place, term)
+        if place.is_here:
+            raise PeerError(seen.problem or "its lease says of nobody who answers.")
+        return _there(place)
+
+    def _claim(self, entry: Entry, place: Place, term: int) -> Place:
+        """Start the next coordinator here; another host may claim that term first."""
+        assert self._lookout is not None
+        for host, port in {entry.address, place.address}:  # its register alone may be silent
+            if host and _answers((host, port), place.token):
+                return Place((host, port), place.token, is_here=is_here(host))
+        wait_s = random.uniform(0.0, JITTER_S) + (LEAVING_S if self._is_leaving() else 0.0)
+        claims_at = time.monotonic() + wait_s
         while (left_s := claims_at - time.monotonic()) > 0:
-            time.sleep(min(left_s, TURN_S))
-            if watch.look()[0] != entry:
-                return None
-        known = NOBODY if vote is None else replace(vote.known, term=max(vote.known.term, term))
+            time.sleep(min(left_s, LOOK_S))
+            if self._lookout.seen().entry != entry:
+                raise PeerError("another host claims its place.")
         folder = job_directory(self._spec)
         with one_at_a_time(folder):
             log.warning("event=succession: nobody holds the lease of the coordinator any more")
             endpoint = self._spec.options.coordinator
             if endpoint is None or not is_here(split_endpoint(endpoint)[0]):
                 endpoint = join_endpoint(self._interface, 0)
-            token = place.token.decode()
             return start_coordinator(
-                self._spec, folder, endpoint, token, succeeds=True, known=known
-            )
+                self._spec, folder, endpoint, place.token.decode(), max(entry.term, term) + 1,
+                is_successor=True, succeeds="elsewhere",
+            )  # fmt: skip
 
-    def _here(self, place: Place, term: int) -> Place:
-        """Return who answers by this machine's card, or start another coordinator."""
+    def _here(self, place: Place, term: int) -> Place | None:
+        """Return who answers by this machine's card, or start another coordinator; None: that of
+        this machine has given its place up to whom a register names."""
         folder = job_directory(self._spec)
         with one_at_a_time(folder):
             holder = read_holder(folder)
+            if holder is None and self._lookout is not None:
+                return None
             if holder is None:
                 raise OverError("it has ended, and has left no card: the job is over.")
             if holder.term <= term:
@@ -271,18 +258,10 @@ class Succession:
                     "find it; free the address for those of others", endpoint,
                 )  # fmt: skip
                 endpoint = join_endpoint(split_endpoint(endpoint)[0], 0)
-            return start_coordinator(self._spec, folder, endpoint, token, succeeds=True)
-
-
-def _follow(watch: Watch, vote: VoteRegister, place: Place, term: int) -> Place:
-    """Return who was elected. Raises ``PeerError`` as long as that is no other one that answers."""
-    with watch.mutex:
-        entry = vote.glimpse()
-    if entry is not None and entry.is_over:
-        raise OverError("its witnesses say that the job is over.")
-    if entry is not None and entry.term > term and _answers(entry.address, place.token):
-        return Place(entry.address, place.token, is_here=is_here(entry.host))
-    raise PeerError(f"no witness that is there knows a later coordinator than number {term}.")
+            return start_coordinator(
+                self._spec, folder, endpoint, token, max(holder.term, term) + 1,
+                is_successor=True, succeeds="here",
+            )  # fmt: skip
 
 
 def _there(place: Place) -> Place:
@@ -317,17 +296,6 @@ def _runs(pid: int) -> bool:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
-
-
-def _is_absent(place: Place) -> bool:
-    """Whether nobody listens where the coordinator was."""
-    try:
-        Channel(place.address, place.token).close()
-    except AbsentError:
-        return True
-    except PeerError:
-        pass
-    return False
 
 
 def _end_silent(folder: Path, pid: int, place: Place) -> None:

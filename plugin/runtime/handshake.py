@@ -28,7 +28,7 @@ SCRYPT_N, SCRYPT_R = 1 << 14, 8
 """Cost of a guess (RFC 7914): 16 MiB, and some tens of milliseconds of a core."""
 _LABEL = b"scalai 3"
 DATA_PLANE = "data plane"
-"""The service of an agent for other hosts, and for who asks a witness."""
+"""The service of an agent for other hosts."""
 
 _MAGIC = b"scalai"
 _HELLO = struct.Struct(">6sHH32s")

@@ -1,12 +1,12 @@
 """The lease of a coordinator, and the owner of a durable directory: one holder of a term, renewed
-in time or lost, in a folder and in etcd."""
+in time or lost, in a folder, in etcd and in a Lease of Kubernetes."""
 
 import json
-import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,57 +14,40 @@ import pytest
 
 from scalai.core import actions
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
-from scalai.launch.coordinator import leases, process
-from scalai.launch.coordinator.elected import NOBODY
-from scalai.launch.coordinator.leases import Entry as LeaseEntry
-from scalai.launch.coordinator.leases import (
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator import discovery, leases, process, registers
+from scalai.launch.coordinator.leases import Lease, Watch, await_ownership
+from scalai.launch.coordinator.process import serve
+from scalai.launch.coordinator.registers import Entry as LeaseEntry
+from scalai.launch.coordinator.registers import (
     EtcdRegister,
     FolderRegister,
-    Lease,
+    KubernetesRegister,
     Register,
-    Watch,
-    await_ownership,
-    open_ownership,
     open_register,
+    registers_of,
 )
-from scalai.launch.coordinator.server import STOOD_DOWN
+from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
+from scalai.runtime.calls import Server
 from scalai.store.lock import Owner
 from scalai.store.secure import Folder
+from support.certificates import Authority
 from support.coordinator_line import TOKEN, Line, wait_until
+from support.kept_registers import KINDS, Kept
+from support.kubernetes_api import Api, kubernetes_api
 from support.ports import free_port
 
-ETCD = shutil.which("etcd")
 
-
-@pytest.fixture(params=["file", "etcd"])
-def register(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Register]:
-    if request.param == "file":
-        yield FolderRegister(tmp_path / "lease", "j")
-        return
-    if ETCD is None:
-        pytest.skip("no etcd here (Debian: apt-get install etcd-server)")
-    client, peer = (f"http://127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2))
-    command = [
-        ETCD, "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", client,
-        "--advertise-client-urls", client, "--listen-peer-urls", peer,
-        "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}",
-    ]  # fmt: skip
-    with (tmp_path / "etcd.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    found = EtcdRegister(client, "j")
-    try:
-        end = time.monotonic() + 60.0
-        while True:
-            try:
-                found.newest()
-                break
-            except PeerError:
-                assert time.monotonic() < end, (tmp_path / "etcd.log").read_text()
-                time.sleep(0.2)
+@pytest.fixture(params=KINDS)
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
+    with KINDS[request.param](tmp_path) as found:
         yield found
-    finally:
-        process.kill()
-        process.wait(10)
+
+
+@pytest.fixture
+def register(kept: Kept) -> Register:
+    return kept.open()
 
 
 def entry(term: int = 1, beat: int = 0) -> LeaseEntry:
@@ -95,12 +78,12 @@ def test_the_highest_term_counts_and_an_earlier_holder_loses(
 ) -> None:
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
     first = Lease(register, entry(9))
-    assert first.is_held()
+    assert first.is_fresh()
     with pytest.raises(UsageError, match="has claimed term 9"):
         Lease(register, entry(9))
     second = Lease(register, entry(10))
-    _until(lambda: not first.is_held())
-    assert second.is_held()
+    _until(lambda: not first.is_fresh())
+    assert second.is_fresh()
     newest = register.newest()
     assert newest is not None and newest.term == 10
     second.end(is_over=True)
@@ -128,22 +111,19 @@ def test_a_lease_that_is_renewed_changes_and_one_that_is_not_does_not(
     assert watch.look()[1] == 7.0
 
 
-def test_a_holder_that_cannot_renew_knows_it_before_anybody_may_claim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_holder_whose_register_hangs_knows_it_before_anybody_may_claim(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
-    monkeypatch.setattr(leases, "HELD_S", 0.6)
-    assert leases.LEASE_S > 0.6
-    root = tmp_path / "lease"
-    lease = Lease(FolderRegister(root, "j"), entry())
-    time.sleep(1.0)
-    assert lease.is_held()
-    root.rename(tmp_path / "away")
-    root.write_text("no folder")
-    _until(lambda: not lease.is_held())
-    root.unlink()
-    (tmp_path / "away").rename(root)
-    _until(lease.is_held)
+    monkeypatch.setattr(leases, "HELD_S", 3.0)
+    monkeypatch.setattr(registers, "ASK_S", 2.0)
+    lease, other = Lease(kept.open(), entry()), kept.open()
+    kept.stop()
+    _until(lambda: not lease.is_fresh())
+    with pytest.raises(PeerError):
+        other.newest()
+    kept.go()
+    _until(lease.is_fresh)
     lease.end(is_over=False)
 
 
@@ -156,53 +136,75 @@ def test_a_register_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
         EtcdRegister(address, "j").newest()
 
 
+def test_time_in_which_a_register_hangs_counts_for_nobody(register: Register) -> None:
+    """Its holder may have waited for it, too."""
+    now = [0.0]
+
+    class Slow:
+        def newest(self) -> LeaseEntry | None:
+            now[0] += 100.0
+            return register.newest()
+
+    assert register.claim(entry())
+    watch = Watch(Slow(), lambda: now[0])  # type: ignore[arg-type]
+    watch.look()
+    assert watch.look()[1] == 0.0
+
+
 @pytest.mark.parametrize("torn", ["", '{"term": 3', "[3]", None])
 def test_an_entry_that_is_torn_or_removed_is_written_anew_by_its_holder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: str | None
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, torn: str | None
 ) -> None:
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
-    register = FolderRegister(tmp_path, "j")
-    lease = Lease(register, entry(3))
-    (path,) = (tmp_path / "j").iterdir()
-    path.unlink() if torn is None else path.write_text(torn)
+    lease, other = Lease(kept.open(), entry(3)), kept.open()
+    kept.tear(torn)
 
     def is_mended() -> bool:
-        found = register.newest()
+        found = other.newest()
         return found is not None and (found.term, found.port) == (3, 29400)
 
     _until(is_mended)
-    assert lease.is_held()
+    assert not lease.is_superseded
     lease.end(is_over=False)
 
 
-def test_a_torn_entry_of_a_dead_holder_is_named_and_the_next_term_is_claimed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("torn", ["", "[3]"])
+def test_a_torn_entry_of_a_dead_holder_has_its_term_and_the_next_one_is_claimed(
+    kept: Kept, torn: str
 ) -> None:
-    register, now = FolderRegister(tmp_path, "j"), [0.0]
+    register, now = kept.open(), [0.0]
     assert register.claim(entry(3))
-    (path,) = (tmp_path / "j").iterdir()
-    path.write_text("")
+    kept.tear(torn)
     watch = Watch(register, lambda: now[0])
     found, _ = watch.look()
     assert found is not None and (found.term, found.host) == (3, "")
-    assert f"event=torn_lease {path}" in caplog.text
-    now[0] = leases.LEASE_S + 1.0
-    assert watch.look()[1] > leases.LEASE_S, "nobody renews it"
+    now[0] = leases.CLAIM_S + 1.0
+    assert watch.look()[1] > leases.CLAIM_S, "nobody renews it"
     assert register.claim(entry(4))
 
 
-def test_an_entry_that_is_torn_twice_within_a_beat_is_named_twice(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     register = FolderRegister(tmp_path, "j")
     assert register.claim(entry(3))
     (path,) = (tmp_path / "j").iterdir()
-    for _ in range(2):
+    for _ in range(2):  # said anew once it was mended
         path.write_text("")
         register.newest()
         register.newest()
         register.renew(entry(3))
-    assert caplog.text.count("event=torn_lease") == 2
+    assert caplog.text.count(f"event=torn_lease {path}") == 2
+
+
+def test_a_folder_without_hard_links_has_no_owner_and_is_used_all_the_same(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def link(*given: object, **named: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("scalai.launch.coordinator.registers.os.link", link)
+    found = discovery_open(line, tmp_path)
+    assert found.owns is None and found.lease is None and "event=no_owner" in caplog.text
+    found.close()
 
 
 def test_one_file_stays_and_a_late_claim_of_an_earlier_term_fails(tmp_path: Path) -> None:
@@ -226,7 +228,7 @@ def test_on_a_full_disk_a_holder_renews_and_nobody_else_can_claim(
 
     monkeypatch.setattr(Folder, "write", full)
     time.sleep(2.5)
-    assert lease.is_held()
+    assert lease.is_fresh()
     with pytest.raises(PeerError, match=r"lease in .*/j cannot be claimed: .*No space left"):
         register.claim(entry(2))
     lease.end(is_over=False)
@@ -236,9 +238,7 @@ def test_on_a_full_disk_a_holder_renews_and_nobody_else_can_claim(
 
 
 def owned(folder: Path) -> FolderRegister:
-    found = open_ownership(None, folder, "j")
-    assert found is not None
-    return found
+    return FolderRegister(folder, "j")
 
 
 def test_a_second_living_run_is_refused_by_name(
@@ -248,26 +248,26 @@ def test_a_second_living_run_is_refused_by_name(
     first = Lease(owned(tmp_path), entry(4), lambda: "ab12")
     named = rf"{tmp_path} is in use by run ab12 .*coordinator 4, on machine .* at 127.0.0.1:29400"
     with pytest.raises(RefusedError, match=f"{named}.*it lives .* s ago"):
-        await_ownership(owned(tmp_path), tmp_path, "j")
+        await_ownership(owned(tmp_path), tmp_path)
     first.end(is_over=True)
-    assert await_ownership(owned(tmp_path), tmp_path, "j") == 4, "it has left"
+    assert term_of(await_ownership(owned(tmp_path), tmp_path)) == 4, "it has left"
 
 
 def test_a_run_that_died_is_followed_at_once_on_its_machine_and_later_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "LEASE_S", 600.0)
+    monkeypatch.setattr(leases, "CLAIM_S", 600.0)
     with subprocess.Popen(["true"]) as gone:
         pid = gone.pid
     died = replace(Owner.of_this_process(), pid=pid, started=1)
     here = replace(entry(2), process=json.dumps(asdict(died)))
     assert owned(tmp_path).claim(here)
-    assert await_ownership(owned(tmp_path), tmp_path, "j") == 2
+    assert term_of(await_ownership(owned(tmp_path), tmp_path)) == 2
     elsewhere = replace(entry(3), process=json.dumps(asdict(replace(died, boot="another"))))
     assert owned(tmp_path).claim(elsewhere)
-    monkeypatch.setattr(leases, "LEASE_S", 1.0)
+    monkeypatch.setattr(leases, "CLAIM_S", 1.0)
     began = time.monotonic()
-    assert await_ownership(owned(tmp_path), tmp_path, "j") == 3
+    assert term_of(await_ownership(owned(tmp_path), tmp_path)) == 3
     assert time.monotonic() - began >= 1.0
 
 
@@ -278,7 +278,7 @@ def test_who_takes_a_dead_coordinators_place_waits_for_no_disk(
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
     (tmp_path / "disk").write_text("no folder")
     lease = Lease(owned(tmp_path / "disk"), entry(3), waits_over=2)
-    assert lease.is_held() and not lease.is_fresh()
+    assert not lease.is_superseded and not lease.is_fresh()
     assert owned(tmp_path / "back").claim(entry(2))
     (tmp_path / "disk").unlink()
     (tmp_path / "back").rename(tmp_path / "disk")
@@ -298,7 +298,7 @@ def test_where_another_run_has_taken_the_directory_meanwhile_the_successor_yield
     assert not successor.is_superseded, "it may be of the same run, whose name agents bring"
     own[0] = "mine"
     _until(lambda: successor.is_superseded)
-    assert "run other" in successor.problem and not successor.is_held()
+    assert "run other" in successor.problem
     assert successor.has_another_run
     other.end(is_over=False)
 
@@ -319,7 +319,7 @@ def test_no_later_successor_takes_the_directory_from_another_run_that_lives(
 ) -> None:
     """The successor of one that has yielded has a term that is higher than the other run's."""
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
-    monkeypatch.setattr(leases, "LEASE_S", 2.0)
+    monkeypatch.setattr(leases, "CLAIM_S", 2.0)
     other = Lease(owned(tmp_path), entry(3), lambda: "other")
     successor = Lease(owned(tmp_path), entry(4), lambda: "mine", waits_over=3)
     _until(lambda: successor.is_superseded or other.is_superseded)
@@ -329,11 +329,35 @@ def test_no_later_successor_takes_the_directory_from_another_run_that_lives(
     own.end(is_over=False)
 
 
+def spec_of(folder: Path, *flags: str) -> JobSpec:
+    config = folder / "elastic.toml"
+    config.write_text("[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n")
+    given = ["--job", "j", "--elastic", str(config), "--store-dir", str(folder / "store"), *flags]
+    return JobSpec.read(parse_options([*given, "script.py"]))
+
+
+AT = "--coordinator", "192.0.2.1:29400"
+
+
+def test_the_folder_of_a_durable_directory_says_which_coordinator_a_job_of_several_hosts_has(
+    tmp_path: Path,
+) -> None:
+    durable = "--durable-dir", str(tmp_path)
+    register, owned_by = registers_of(spec_of(tmp_path, *AT, *durable))
+    assert register is not None and register is owned_by
+    assert registers_of(spec_of(tmp_path, *AT)) == (None, None)
+    for flags in ((), (*AT, "--coordinator-lease", "none")):
+        register, owned_by = registers_of(spec_of(tmp_path, *durable, *flags))
+        assert register is None and owned_by is not None
+
+
 def test_the_folder_of_a_lease_has_no_second_owner(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    assert open_ownership(f"file:{tmp_path / 'link'}", tmp_path, "j") is None
-    assert open_ownership("etcd:http://h:1", tmp_path, "j") is not None
-    assert open_ownership(None, None, "j") is None
+    durable = *AT, "--durable-dir", str(tmp_path), "--coordinator-lease"
+    register, owned_by = registers_of(spec_of(tmp_path, *durable, f"file:{tmp_path / 'link'}"))
+    assert register is not None and register is owned_by
+    register, owned_by = registers_of(spec_of(tmp_path, *durable, "etcd:http://h:1"))
+    assert isinstance(register, EtcdRegister) and isinstance(owned_by, FolderRegister)
 
 
 @pytest.fixture
@@ -403,24 +427,147 @@ def test_the_coordinator_of_a_second_run_is_refused_before_it_listens(
 ) -> None:
     first = Lease(owned(tmp_path / "disk"), entry(3), lambda: "first")
     with pytest.raises(RefusedError, match="run first"):
-        process._open(
-            line.spec, tmp_path, ("127.0.0.1", 0), TOKEN, 1, is_successor=False, known=NOBODY
-        )
+        serve(line.spec, tmp_path / "job", "127.0.0.1", 0, TOKEN)
     first.end(is_over=True)
-    second = process._open(
-        line.spec, tmp_path, ("127.0.0.1", 0), TOKEN, 1, is_successor=False, known=NOBODY
-    )
-    assert second.term == 4 and second.owns is not None and second.owns.is_fresh()
-    second.owns.end(is_over=True)
-    second.close()
+    _, newest = discovery.await_turn(line.spec, None, None)
+    term, _ = discovery.next_term(line.spec, tmp_path, newest)
+    assert term == 4
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_host_that_names_another_coordinator_is_a_second_run(
+    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who names the one that the job has named, or has now, takes part in it."""
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    port, another = free_port("127.0.0.1"), free_port("127.0.0.1")
+    named = f"127.0.0.1:{port}"
+    spec = spec_of(tmp_path, "--coordinator", named, "--durable-dir", str(tmp_path / "disk"))
+    by = replace(entry(4), port=another, named=named if is_named else "127.0.0.1:1")
+    with answering(another):
+        first = Lease(owned(tmp_path / "disk"), by, lambda: "ab12")
+        if is_named:
+            place, _ = discovery.await_turn(spec, named, TOKEN.decode())
+            assert place is not None and place.address == by.address
+        else:
+            with pytest.raises(RefusedError, match="in use by run ab12"):
+                discovery.await_turn(spec, named, TOKEN.decode())
+        first.end(is_over=True)
+
+
+@contextmanager
+def answering(port: int) -> Iterator[None]:
+    server = Server(("127.0.0.1", port), TOKEN, object, lambda peer, request: None)
+    yield
+    server.close()
+
+
+def discovery_open(line: Line, folder: Path) -> Coordinator:
+    spec = replace(line.spec, options=replace(line.spec.options, coordinator="127.0.0.1:1"))
+    return process._open(spec, folder, ("127.0.0.1", 0), TOKEN, 1, is_successor=False)
 
 
 @pytest.mark.parametrize(
-    "text", ["/folder", "file:folder", "etcd:host:1", "zk:http://a:1", "votes", ""]
+    "text",
+    ["/folder", "file:folder", "etcd:host:1", "zk:http://a:1", "votes", "", "kubernetes:ns/x"],
 )
 def test_what_names_no_register_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is neither"):
         open_register(text, "j")
+
+
+def test_a_vote_is_refused_with_the_way_out() -> None:
+    for words in (["--coordinator-lease", "vote"], ["--coordinator_lease=vote"]):
+        with pytest.raises(UsageError, match=r"--coordinator-lease vote is no more: .*file:/"):
+            parse_options([*words, "script.py"])
+
+
+def term_of(found: LeaseEntry | None) -> int:
+    assert found is not None
+    return found.term
+
+
+# ---------------------------------------------------------------------- Kubernetes alone
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    with kubernetes_api(tmp_path / "api") as found:
+        yield found
+
+
+def in_pod(api: Api, job: str = "j") -> KubernetesRegister:
+    return KubernetesRegister(api.url, job, api.account)
+
+
+def test_a_token_that_has_ended_is_read_anew_from_its_file(api: Api) -> None:
+    register = in_pod(api)
+    assert register.claim(entry())
+    api.renew_token()
+    register.renew(entry(beat=1))
+    api.token = "another"
+    with pytest.raises(PeerError, match="401 Unauthorized"):
+        register.renew(entry(beat=2))
+
+
+def test_an_api_server_that_fails_says_so_and_changes_nothing(api: Api) -> None:
+    register = in_pod(api)
+    assert register.claim(entry())
+    api.status = 500
+    for call in (register.newest, lambda: register.renew(entry()), lambda: register.claim(entry())):
+        with pytest.raises(PeerError, match="500 a failure"):
+            call()
+    api.status = None
+    assert register.newest() == entry()
+
+
+def test_a_lease_that_another_one_has_changed_meanwhile_is_looked_at_anew(api: Api) -> None:
+    holder, other = in_pod(api), in_pod(api)
+    assert holder.claim(entry(1))
+    (name,) = api.leases
+    api.leases[name]["metadata"]["labels"] = {"team": "a person's"}
+    api.keep(name, api.leases[name])
+    holder.renew(entry(1, beat=7))
+    assert other.newest() == entry(1, beat=7) and api.conflicts == 1
+    assert api.leases[name]["metadata"]["labels"], "it keeps what others have written"
+    assert other.claim(entry(2))
+    with pytest.raises(PeerError, match="is not of coordinator 1"):
+        holder.renew(entry(1, beat=8))
+    assert other.newest() == entry(2)
+
+
+def test_of_two_claims_over_one_version_one_fails(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = in_pod(api), in_pod(api)
+    assert first.claim(entry(1))
+    monkeypatch.setattr(second, "newest", lambda: entry(1))
+    second._found = json.loads(json.dumps(first._found))
+    assert first.claim(entry(2))
+    assert not second.claim(entry(2)), "another version is there by then"
+
+
+def test_jobs_have_leases_of_their_own(api: Api) -> None:
+    for job in ("gpt", "GPT", "g_pt", "g-pt", "gpt-"):
+        assert in_pod(api, job).claim(entry()), job
+    assert len(api.leases) == 5
+
+
+def test_who_is_no_pod_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(UsageError, match="KUBERNETES_SERVICE_HOST is not set"):
+        open_register("kubernetes:", "j")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    with pytest.raises(UsageError, match="needs a pod's service account"):
+        open_register("kubernetes:", "j")
+
+
+def test_another_authority_than_the_pods_is_not_talked_to(api: Api, tmp_path: Path) -> None:
+    Authority(tmp_path, "other")
+    (api.account / "ca.crt").write_bytes((tmp_path / "other.pem").read_bytes())
+    with pytest.raises(PeerError, match="CERTIFICATE_VERIFY_FAILED"):
+        in_pod(api).newest()
+    assert not api.asked, "it has not been shown the token"
 
 
 def _until(is_so: object, seconds: float = 20.0) -> None:

@@ -22,7 +22,6 @@ from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import discovery as places
 from scalai.launch.coordinator import process as coordinator_process
-from scalai.launch.coordinator.elected import NOBODY
 from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Server
 from support.coordinator_line import wait_until
@@ -227,10 +226,10 @@ def test_of_two_containers_that_start_at_once_the_later_one_joins(
 
     monkeypatch.setattr(places, "start_coordinator", taken)
     spec = job_at(tmp_path, other_container)
-    place = places._start_first(spec, tmp_path, other_container, TOKEN, NOBODY)
+    place = places._start_first(spec, tmp_path, other_container, TOKEN)
     assert not place.is_here
     with pytest.raises(PeerError, match="already in use"):  # by somebody without the token
-        places._start_first(spec, tmp_path, other_container, "another token", NOBODY)
+        places._start_first(spec, tmp_path, other_container, "another token")
 
 
 def test_a_name_that_nobody_knows_yet_is_waited_for_and_that_is_said(

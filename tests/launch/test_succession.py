@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import PeerError, UsageError
-from scalai.core.witness import Known
 from scalai.launch.config.endpoint import join_endpoint, read_holder, write_card
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator import discovery, succession
-from scalai.launch.coordinator.discovery import Place, job_directory, next_term
-from scalai.launch.coordinator.leases import Entry, FolderRegister
+from scalai.launch.coordinator import discovery, leases, succession
+from scalai.launch.coordinator.discovery import Newest, Place, job_directory, next_term
+from scalai.launch.coordinator.leases import Lease
 from scalai.launch.coordinator.process import serve
+from scalai.launch.coordinator.registers import Entry, FolderRegister
 from scalai.launch.coordinator.succession import OverError, Succession
 from scalai.runtime.calls import Server
+from support.coordinator_line import wait_until
 from support.ports import free_port
 from support.stranger import HTTP, Stranger, other_release
 
@@ -122,7 +123,7 @@ def test_a_holder_that_answers_is_followed_though_its_register_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its disk hangs, and no more than that: nobody takes its place."""
-    monkeypatch.setattr(succession, "LEASE_S", 0.2)
+    monkeypatch.setattr(succession, "CLAIM_S", 0.2)
     spec, register = leased(tmp_path)
     server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
     try:
@@ -136,6 +137,127 @@ def test_a_holder_that_answers_is_followed_though_its_register_stands_still(
         server.close()
 
 
+def dead(
+    folder: Path, term: int, address: tuple[str, int] = ("192.0.2.1", 29400)
+) -> FolderRegister:
+    """Return the register of a durable directory, with the entry of a coordinator of another
+    machine that has died."""
+    register = FolderRegister(folder / "disk", "j")
+    assert register.claim(Entry(term, "192.0.2.1", 29400))
+    return register
+
+
+def durable(folder: Path, *flags: str) -> JobSpec:
+    config = folder / "elastic.toml"
+    config.write_text("[model]\nglobal_batch_size = 12\n[resize]\ncoordinator_timeout_s = 2.0\n")
+    at = "--coordinator", "192.0.2.1:29400", "--durable-dir", str(folder / "disk")
+    return spec_of(folder, "--elastic", str(config), *at, *flags)
+
+
+def test_where_its_machine_is_gone_a_host_that_has_seen_its_entry_renewed_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the durable directory says it, without a flag."""
+    for module, name, seconds in (
+        (succession, "CLAIM_S", 1.0), (succession, "JITTER_S", 0.0), (succession, "RENEW_S", 0.2),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, seconds)
+    spec, register = durable(tmp_path), dead(tmp_path, 7)
+    place = Place(("192.0.2.1", 29400), TOKEN)
+    found = Succession(spec, "127.0.0.1")
+    found.watch_while(lambda: False)
+    wait_until(lambda: _renewed(register, 7) and found.has_lease, "it knows whose register it is")
+    begun = found.find(place, 7, threading.Event())
+    assert begun.started is not None
+    try:
+        newest = register.newest()
+        assert newest is not None and (newest.term, newest.address) == (8, begun.address)
+    finally:
+        begun.started.kill()
+        begun.started.wait(30)
+
+
+def _renewed(register: FolderRegister, term: int) -> bool:
+    register.renew(Entry(term, "192.0.2.1", 29400))
+    return True
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_durable_directory_of_ones_own_says_nothing_of_another_hosts_coordinator(
+    tmp_path: Path,
+    is_over: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What an earlier run has left there is neither claimed nor believed."""
+    for name, seconds in (("CLAIM_S", 0.2), ("SEARCH_S", 2.0), ("SEEN_S", 0.1), ("RENEW_S", 0.2)):
+        monkeypatch.setattr(succession, name, seconds)
+    spec, register = durable(tmp_path), dead(tmp_path, 7)
+    register.renew(Entry(7, "192.0.2.1", 29400, is_over=is_over))
+    found = Succession(spec, "127.0.0.1")
+    with pytest.raises(PeerError, match="nobody takes its place"):
+        found.find(Place(("127.0.0.1", 1), TOKEN), 1, threading.Event())
+    newest = register.newest()
+    assert newest is not None and newest.term == 7
+    assert "is not seen there" in caplog.text
+
+
+def test_a_host_that_leaves_leaves_it_to_others_to_have_the_next_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go with that host."""
+    for name, seconds in (("CLAIM_S", 0.2), ("JITTER_S", 0.0), ("LEAVING_S", 600.0)):
+        monkeypatch.setattr(succession, name, seconds)
+    spec, register = leased(tmp_path)
+    assert register.claim(Entry(7, "192.0.2.1", 29400))
+    place = Place(("192.0.2.1", 29400), TOKEN)
+    found = list[Place]()
+    one = Succession(spec, "127.0.0.1", lambda: True)
+    search = threading.Thread(
+        target=lambda: found.append(one.find(place, 7, threading.Event())), daemon=True
+    )
+    search.start()
+    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
+    try:
+        assert register.claim(Entry(8, "127.0.0.1", int(server.address[1])))
+        search.join(60.0)
+        assert [each.address for each in found] == [server.address]
+    finally:
+        server.close()
+
+
+def test_where_the_register_hangs_nobody_takes_the_place_of_another_machines_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody who looks for it hangs with it."""
+    for name, seconds in (("CLAIM_S", 0.2), ("RENEW_S", 0.2)):
+        monkeypatch.setattr(succession, name, seconds)
+    spec, is_over = durable(tmp_path, "--coordinator-lease", f"file:{tmp_path}"), threading.Event()
+    monkeypatch.setattr(FolderRegister, "newest", lambda self: is_over.wait(60.0))
+    with pytest.raises(PeerError, match=r"nobody takes its place within 2 s"):
+        Succession(spec, "127.0.0.1").find(Place(("127.0.0.1", 1), TOKEN), 1, threading.Event())
+    is_over.set()
+
+
+def test_where_the_register_hangs_the_coordinator_of_a_machine_is_followed_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[object]()
+
+    def start(*given: object, **named: object) -> Place:
+        asked.append((given[4], named))
+        return Place(("127.0.0.1", 1), TOKEN)
+
+    is_over = threading.Event()
+    monkeypatch.setattr(FolderRegister, "newest", lambda self: is_over.wait(60.0))
+    monkeypatch.setattr(succession, "start_coordinator", start)
+    spec = durable(tmp_path)
+    write_card(job_directory(spec), gone().address, TOKEN, 4)
+    Succession(spec, "127.0.0.1").find(gone(), 4, threading.Event())
+    assert asked == [(5, {"is_successor": True, "succeeds": "here"})]
+    is_over.set()
+
+
 def test_a_lease_of_a_job_that_is_over_is_not_claimed(tmp_path: Path) -> None:
     spec, register = leased(tmp_path)
     register.claim(Entry(7, "127.0.0.1", 1, is_over=True))
@@ -145,15 +267,15 @@ def test_a_lease_of_a_job_that_is_over_is_not_claimed(tmp_path: Path) -> None:
 
 
 def test_terms_grow_over_cards_and_leases(tmp_path: Path) -> None:
-    spec, register = leased(tmp_path)
+    spec, _ = leased(tmp_path)
     folder = job_directory(spec)
-    assert next_term(spec, folder) == (1, False)
+    assert next_term(spec, folder, (None, None)) == (1, False)
     write_card(folder, ("127.0.0.1", 1), TOKEN, 4)
-    assert next_term(spec, folder) == (5, True)
-    register.claim(Entry(9, "127.0.0.1", 1))
-    assert next_term(spec, folder) == (10, True)
-    register.renew(Entry(9, "127.0.0.1", 1, is_over=True))
-    assert next_term(spec, folder) == (10, False), "the job had ended, and begins again"
+    assert next_term(spec, folder, (None, None)) == (5, True)
+    assert next_term(spec, folder, (None, Entry(7, "127.0.0.1", 1))) == (8, True)
+    assert next_term(spec, folder, (Entry(9, "127.0.0.1", 1), None)) == (10, True)
+    over = Entry(9, "127.0.0.1", 1, is_over=True)
+    assert next_term(spec, folder, (over, over)) == (10, False), "it had ended, and begins again"
 
 
 def started_beside_another(
@@ -161,8 +283,8 @@ def started_beside_another(
 ) -> Place:
     """Start the first coordinator of a job, of which another agent claims the lease meanwhile."""
 
-    def numbered(spec: JobSpec, folder: Path, known: Known) -> tuple[int, bool]:
-        found = next_term(spec, folder, known)
+    def numbered(spec: JobSpec, folder: Path, newest: Newest) -> tuple[int, bool]:
+        found = next_term(spec, folder, newest)
         assert register.claim(winner)
         return found
 
@@ -193,7 +315,7 @@ def test_who_loses_the_first_claim_of_the_lease_joins_the_winner(
 def test_where_the_winner_of_the_first_claim_dies_the_loser_starts_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "LEASE_S", 1.0)
+    monkeypatch.setattr(leases, "CLAIM_S", 1.0)
     spec, register = both_here(tmp_path)
     winner = Entry(1, "127.0.0.1", free_port("127.0.0.1"))
     monkeypatch.setattr(register, "claim", once(register.claim))
@@ -223,7 +345,7 @@ def test_a_job_that_begins_anew_takes_nobodys_place(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "--fresh")
     folder = job_directory(spec)
     write_card(folder, ("127.0.0.1", 1), TOKEN, 4)
-    assert next_term(spec, folder) == (5, False)
+    assert next_term(spec, folder, (None, None)) == (5, False)
 
 
 def test_a_coordinator_by_hand_does_not_take_the_lease_of_one_that_lives(tmp_path: Path) -> None:
@@ -260,8 +382,10 @@ def test_who_cannot_reach_the_holder_of_a_lease_says_so_within_the_time(
 ) -> None:
     """It is renewed all the time, and this host is cut off from it, not from the register."""
     monkeypatch.setattr(discovery, "JOIN_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(discovery, "LOOK_S", 0.05)
-    register = FolderRegister(tmp_path, "j")
-    assert register.claim(Entry(1, "127.0.0.1", free_port("127.0.0.1")))
+    monkeypatch.setattr(leases, "LOOK_S", 0.05)
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    spec, register = leased(tmp_path)
+    lease = Lease(register, Entry(1, "127.0.0.1", free_port("127.0.0.1")))
     with pytest.raises(PeerError, match="renews its lease"):
-        discovery.lease_holder(register, "127.0.0.1:1", "t" * 32)
+        discovery.lease_holder(spec, register, "127.0.0.1:1", "t" * 32)
+    lease.end(is_over=False)

@@ -15,7 +15,6 @@ from scalai.core import commands, events, reports
 from scalai.core import worker_messages as words
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.dataset.ledger import Lost
-from scalai.core.electorate import Electorate, Record, Witness
 from scalai.core.errors import MessageError
 from scalai.core.fingerprint import Committed
 from scalai.core.function_proof import Numbers
@@ -23,7 +22,6 @@ from scalai.core.messages import JsonText, Named, Shared
 from scalai.core.remembered import FailedRun, Remembered, Run
 from scalai.core.replicas import Ring
 from scalai.core.source_list import Pieces, SourceList
-from scalai.core.witness import ClaimTerm, ReadVote, Told, WriteRecord
 from scalai.core.worker_messages import ReadOrder, WriteOrder
 from scalai.launch.agent import data_plane
 from scalai.launch.coordinator import calls
@@ -42,7 +40,6 @@ ROWS = Collection(
 PRINTS = np.array([2**64 - 1, 0, 7], np.uint64)
 COLUMN, BOXES = np.arange(2), np.arange(2 * MAX_NDIM).reshape(2, MAX_NDIM)
 TEXT = JsonText.of({"large": 1 << 200, "text": "ä\udc80", "none": None, "nan": float("inf")})
-RECORD = Record(3, "h", 5, 1, False, Electorate((Witness("a", ("h", 1), "m"),)))
 ORDER = WriteOrder(3, "/dev/shm/x", (0, 1), (64, 128))
 MANIFEST = b'{"digest": "x"}'
 PIECES = Pieces("r-1-2", 7, 2, ROWS, PRINTS)
@@ -101,7 +98,7 @@ PARTS: list[Any] = [
     *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),
     *(words.AwaitFreeze(1, 2), words.RankFrozen(1, 2, None, "torn"), words.RankFailed(1, 2, "no")),
     calls.Poll("j", "a", "i", 1, 2, 3, events.Stalled((1, 3), 8, 2.5, 60.0), 1.0),
-    calls.Poll("j", "a", "i", 1, 2, 3, None, 1.0, 0, ((8, 5.25, 2.0), (9, 5.0, float("inf")))),
+    calls.Poll("j", "a", "i", 1, 2, 3, None, 1.0, ((8, 5.25, 2.0), (9, 5.0, float("inf")))),
     words.RankStepped(1, 2, 8, None, Numbers(5.0, None, True, "float16", "f", "dropout", 0.5)),
     words.RankStepped(1, 2, 8, None, Numbers(5.0, norms={"experts": 0.1}, is_random=True)),
     calls.Bye("j", "a", "i"),
@@ -113,8 +110,6 @@ PARTS: list[Any] = [
     asked.ReadSpec(),
     *(data_plane.ReadPieces("a", 1, 9), data_plane.Fetch("a", 1, COLUMN, BOXES, BOXES)),
     *(data_plane.ReadRankStates("a", 1, ("tp0",)), data_plane.RankStates(TEXT)),
-    *(ReadVote("a", "m"), ClaimTerm("a", "m", 3, "c", RECORD.key)),
-    *(WriteRecord("a", "m", RECORD), Told("m", 3, RECORD, True), calls.Moved("j", 3, "h", 6)),
     data_plane.PiecesHeld(PIECES, Committed(("a", "b"), {"param/w": 2**64 - 1})),
     *(data_plane.PiecesHeld(PIECES, None), data_plane.Parts(2), data_plane.Refused("no", True)),
 ]  # fmt: skip
@@ -124,7 +119,6 @@ ANSWERS: list[Any] = [
     words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
                  TEXT, TEXT, 2),
     calls.Commands(2, 7, (Named(commands.Report()), Named(commands.Drop(3))), 1.0),
-    calls.Commands(2, 7, (), 1.0, Shared(RECORD.electorate), 4),
 ]  # fmt: skip
 UNIONS = (
     commands.Command, reports.Report, words.WorkerRequest, calls.CoordinatorRequest,

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
@@ -13,6 +14,7 @@ from scalai.runtime.tls import Tls, TlsFiles
 
 YEARS = datetime.timedelta(days=3650)
 DAY = datetime.timedelta(days=1)
+LOOPBACK = x509.IPAddress(ip_address("127.0.0.1"))
 BOTH = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 
 
@@ -53,6 +55,7 @@ class Authority:
             .public_key(key.public_key()).serial_number(serial or x509.random_serial_number())
             .not_valid_before(now - YEARS).not_valid_after(now + until)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.SubjectAlternativeName([LOOPBACK]), critical=False)
             .sign(self._key, hashes.SHA256())
         )  # fmt: skip
         certificate, private = self._folder / f"{host}.crt", self._folder / f"{host}.key"

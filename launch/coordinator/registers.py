@@ -1,0 +1,504 @@
+"""Where it stands which coordinator a job has: a folder that all hosts reach (that of the job in
+``--durable-dir``, or ``file:DIR``), etcd (``etcd:http://HOST:PORT``) or a Lease of Kubernetes
+(``kubernetes:``).
+
+Coordinators are numbered. One alone can claim a number, its *term*, in a register. A call that gets
+no answer raises ``PeerError`` and says nothing of the holder (``leases``).
+"""
+
+import base64
+import errno
+import hashlib
+import http.client
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import ssl
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from scalai.core.errors import PeerError, StoreError, UsageError
+from scalai.launch.config.endpoint import join_endpoint
+from scalai.launch.config.job import JobSpec
+from scalai.store.lock import Owner
+from scalai.store.secure import DURABLE, Folder, open_below
+
+ASK_S = 4.0
+"""How long a server may take to answer."""
+ANSWER_BYTES = 1 << 20
+NO_LEASE = "none"
+"""Nothing says which coordinator the job has."""
+LEASE_FLAG = "--coordinator-lease"
+LEASES = f"{LEASE_FLAG} file:/FOLDER, etcd:URL or kubernetes:"
+TRIES = 5
+"""How often a folder is looked at whose entries change just then."""
+OWNER = "owner-"
+"""How the files of a folder's register begin."""
+NO_LINKS = errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS
+"""A file system without hard links."""
+ANNOTATION = "scalai/entry"
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where a pod finds its service account: ``token``, ``namespace`` and the API server's ``ca.crt``.
+"""
+
+log = logging.getLogger(__name__)
+
+
+class NoLinksError(PeerError):
+    """A folder's file system makes no hard links: nothing there can be claimed by one alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a register says of the newest coordinator.
+
+    Attributes:
+        term: Its number.
+        host, port: Where it listens; "" where the entry is torn.
+        beat: Changes each time it is renewed.
+        is_over: The job has ended, or its coordinator has left without a successor.
+        run: The run of the job, as names of its snapshots have it.
+        machine: Name of its machine.
+        process: What tells on that machine whether its process lives (``Owner``).
+        named: ``--coordinator`` of its command line.
+    """
+
+    term: int
+    host: str
+    port: int
+    beat: int = 0
+    is_over: bool = False
+    run: str = ""
+    machine: str = ""
+    process: str = ""
+    named: str = ""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    def of_this_process(self) -> "Entry":
+        """Return it with the name of this machine and process."""
+        process = json.dumps(asdict(Owner.of_this_process()))
+        return replace(self, machine=socket.gethostname(), process=process)
+
+    def has_died(self) -> bool:
+        """Whether its process is known to be dead: it was one of this machine."""
+        try:
+            return Owner(**json.loads(self.process)).has_died_here()
+        except (ValueError, TypeError):
+            return False
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_text(cls, text: str | bytes) -> "Entry":
+        """Read what ``to_text`` wrote. Raises ``ValueError`` where it is something else."""
+        try:
+            found = json.loads(text)
+            return cls(
+                int(found["term"]), str(found["host"]), int(found["port"]), int(found["beat"]),
+                bool(found["is_over"]),
+                *(str(found.get(name, "")) for name in ("run", "machine", "process", "named")),
+            )  # fmt: skip
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{text!r} is no entry of a lease") from error
+
+
+class Register(Protocol):
+    """Where entries are. ``str`` names it. Every call raises ``PeerError`` where it cannot be
+    reached, and returns within seconds, unless a file system hangs."""
+
+    def newest(self) -> Entry | None:
+        """Return the entry of the highest term; without an address where it is torn."""
+
+    def claim(self, entry: Entry) -> bool:
+        """Write a first entry of a term; False: somebody has."""
+
+    def renew(self, entry: Entry) -> None:
+        """Replace the entry of this holder's own term."""
+
+
+class FolderRegister:
+    """Entries as files of a folder that all hosts reach. A link makes one of a term, once; a beat
+    is a file's time of change, which needs no room on a full disk.
+
+    Args:
+        root: The folder above that of the job.
+        flag: By which a person chooses another one.
+    """
+
+    def __init__(self, root: Path, job: str, flag: str = LEASE_FLAG) -> None:
+        self._root, self._job, self._flag = root, job, flag
+        self._torn = ""
+
+    def __str__(self) -> str:
+        return str(self._root / self._job)
+
+    def newest(self) -> Entry | None:
+        """Return the entry of the highest term. A torn one has no address: its holder writes it
+        anew, and where nobody renews it the next term may be claimed."""
+        with self._open("read") as folder:
+            for _ in range(TRIES):
+                names = _terms(folder)
+                with suppress(FileNotFoundError):  # a later one was claimed meanwhile
+                    return self._read(folder, names[-1]) if names else None
+            raise StoreError(f"{names[-1]} is listed and is not there.")
+
+    def claim(self, entry: Entry) -> bool:
+        mine = f".{OWNER}claim-{secrets.token_hex(8)}"
+        with self._open("claimed") as folder:
+            try:
+                folder.write(mine, entry.to_text().encode(), is_durable=True)
+                os.link(
+                    mine, _name(entry.term), src_dir_fd=folder.descriptor,
+                    dst_dir_fd=folder.descriptor,
+                )  # fmt: skip
+                os.fsync(folder.descriptor)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno in NO_LINKS:
+                    raise NoLinksError(f"{self} makes no hard links: {error.strerror}.") from error
+                raise
+            finally:
+                folder.remove(mine)
+            *older, newest = _terms(folder)
+            if newest != _name(entry.term):  # whoever has that removes older ones
+                folder.remove(_name(entry.term))
+                return False
+            for name in older:
+                folder.remove(name)
+            return True
+
+    def renew(self, entry: Entry) -> None:
+        """Show that the holder lives; write the entry anew where it is not as it should be."""
+        name = _name(entry.term)
+        with self._open("renewed") as folder:
+            descriptor = folder.open_file(name, os.O_RDWR)
+            with os.fdopen(descriptor, "rb") as file:
+                before = os.fstat(descriptor).st_mtime_ns
+                os.utime(descriptor)
+                has_changed = os.fstat(descriptor).st_mtime_ns != before
+                is_same = _is_same(file.read(), entry)
+            if not has_changed or not is_same:
+                folder.write(name, entry.to_text().encode(), is_durable=True)
+                self._torn = ""
+
+    def _read(self, folder: Folder, name: str) -> Entry:
+        descriptor = folder.open_file(name, os.O_RDONLY)
+        with os.fdopen(descriptor, "rb") as file:
+            beat = os.fstat(descriptor).st_mtime_ns
+            try:
+                found = Entry.of_text(file.read())
+                self._torn = ""
+                return replace(found, beat=beat)
+            except ValueError as error:
+                if self._torn != name:
+                    self._torn = name
+                    log.warning(
+                        "event=torn_lease %s is no entry (%s): a power cut, or a full disk? Its "
+                        "holder writes it anew; without one the next term may be claimed.",
+                        folder.path / name, error,
+                    )  # fmt: skip
+                return Entry(_term_of(name), "", 0, beat)
+
+    @contextmanager
+    def _open(self, what: str) -> Iterator[Folder]:
+        try:
+            with open_below(self._root, self._job, make=True, flag=self._flag) as folder:
+                yield folder
+        except (OSError, StoreError) as error:
+            raise PeerError(f"the lease in {self} cannot be {what}: {error}") from error
+
+
+def _name(term: int) -> str:
+    return f"{OWNER}{term:012d}.json"
+
+
+def _term_of(name: str) -> int:
+    return int(name.removeprefix(OWNER).removesuffix(".json"))
+
+
+def _terms(folder: Folder) -> list[str]:
+    """Return the names of a folder's entries, the highest term last."""
+    names = os.listdir(folder.descriptor)
+    return sorted(name for name in names if re.fullmatch(rf"{OWNER}\d{{12}}\.json", name))
+
+
+def _is_same(text: bytes, entry: Entry) -> bool:
+    try:
+        return replace(Entry.of_text(text), beat=entry.beat) == entry
+    except ValueError:
+        return False
+
+
+class EtcdRegister:
+    """Entries as keys of etcd 3.4 or later, by its JSON gateway (``/v3/kv``: etcd's
+    ``api_grpc_gateway``)."""
+
+    def __init__(self, url: str, job: str) -> None:
+        self._url, self._prefix = url.rstrip("/"), f"/scalai/{job}/term-"
+
+    def __str__(self) -> str:
+        return f"etcd at {self._url}"
+
+    def newest(self) -> Entry | None:
+        found = self._ask(
+            "range",
+            {
+                "key": _coded(self._prefix),
+                "range_end": _coded(self._prefix[:-1] + chr(ord("-") + 1)),
+                "sort_order": "DESCEND", "sort_target": "KEY", "limit": 1,
+            },
+        )  # fmt: skip
+        keys = found.get("kvs") or []
+        if not keys:
+            return None
+        try:
+            term = int(base64.b64decode(keys[0]["key"]).removeprefix(self._prefix.encode()))
+            text = base64.b64decode(keys[0].get("value", ""))
+            changed = int(keys[0].get("mod_revision", 0))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PeerError(f"the lease in {self} cannot be read: {error}") from error
+        return _entry_of(text, term, changed)
+
+    def claim(self, entry: Entry) -> bool:
+        key = _coded(self._key(entry.term))
+        put = {"requestPut": {"key": key, "value": _coded(entry.to_text())}}
+        unmade = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+        found = self._ask("txn", {"compare": [unmade], "success": [put]})
+        return bool(found.get("succeeded"))
+
+    def renew(self, entry: Entry) -> None:
+        values = {"key": _coded(self._key(entry.term)), "value": _coded(entry.to_text())}
+        self._ask("put", values)
+
+    def _key(self, term: int) -> str:
+        return f"{self._prefix}{term:012d}"
+
+    def _ask(self, what: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        status, found = _ask(str(self), self._url, "POST", f"/v3/kv/{what}", content)
+        if status != 200:
+            raise PeerError(f"{self} answers {status}: {found.get('message', found)}")
+        return found
+
+
+class KubernetesRegister:
+    """The entry as an annotation of one Lease (``coordination.k8s.io/v1``) of the pod's namespace,
+    which a change names the version of.
+
+    Args:
+        url: The API server's address.
+        account: The folder of the pod's service account. Its token has an end, and is read from
+            there each time.
+    """
+
+    def __init__(self, url: str, job: str, account: Path = ACCOUNT) -> None:
+        self._url, self._account = url, account
+        try:
+            self._namespace = (account / "namespace").read_text().strip()
+            self._context = ssl.create_default_context(cafile=account / "ca.crt")
+        except OSError as error:  # also one of ssl
+            raise UsageError(
+                f"{LEASE_FLAG} kubernetes: needs a pod's service account, and {account} cannot be "
+                f"used: {error}. Is automountServiceAccountToken off?"
+            ) from error
+        self._name = _lease_name(job)
+        self._found: dict[str, Any] = {}
+        """The Lease as the API server has told of it last."""
+
+    def __str__(self) -> str:
+        return f"Lease {self._namespace}/{self._name} at {self._url}"
+
+    def newest(self) -> Entry | None:
+        status, found = self._ask("GET", self._name)
+        if status == 404:
+            return None
+        self._take(status, found)
+        return self._entry()
+
+    def _entry(self) -> Entry:
+        """Return the entry of the Lease as it was told of last."""
+        try:
+            metadata, term = self._found["metadata"], int(self._found["spec"]["leaseTransitions"])
+            text = (metadata.get("annotations") or {}).get(ANNOTATION, "")
+            version = zlib.crc32(str(metadata["resourceVersion"]).encode())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PeerError(f"{self} cannot be read: {error!r}") from error
+        return _entry_of(text, term, version)
+
+    def claim(self, entry: Entry) -> bool:
+        newest = self.newest()
+        if newest is not None and newest.term >= entry.term:
+            return False
+        self._found = self._found if newest is not None else {"metadata": {"name": self._name}}
+        method, name = ("POST", "") if newest is None else ("PUT", self._name)
+        status, found = self._ask(method, name, self._lease(entry))
+        if status == 409:
+            return False
+        self._take(status, found)
+        return True
+
+    def renew(self, entry: Entry) -> None:
+        for has_looked in (False, True):
+            newest = self.newest() if has_looked or not self._found else self._entry()
+            if newest is None or newest.term != entry.term:
+                raise PeerError(f"{self} is not of coordinator {entry.term} any more.")
+            status, found = self._ask("PUT", self._name, self._lease(entry))
+            if status != 409:
+                break
+        self._take(status, found)
+
+    def _lease(self, entry: Entry) -> Mapping[str, Any]:
+        """Return the Lease with this entry, of the version that was told of last."""
+        metadata = self._found["metadata"]
+        annotations = {**(metadata.get("annotations") or {}), ANNOTATION: entry.to_text()}
+        return {
+            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": {**metadata, "annotations": annotations},
+            "spec": {
+                "holderIdentity": f"{entry.host}:{entry.port}", "leaseTransitions": entry.term,
+                "renewTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            },
+        }  # fmt: skip
+
+    def _take(self, status: int, found: dict[str, Any]) -> None:
+        if status not in (200, 201):
+            raise PeerError(f"{self} cannot be used: {status} {found.get('message', found)}")
+        self._found = found
+
+    def _ask(
+        self, method: str, name: str, content: Mapping[str, Any] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        try:
+            token = (self._account / "token").read_text().strip()
+        except OSError as error:
+            raise PeerError(f"the token of {self} cannot be read: {error}") from error
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{self._namespace}/leases/{name}"
+        headers = {"Authorization": f"Bearer {token}"}
+        return _ask(str(self), self._url, method, path.rstrip("/"), content, headers, self._context)
+
+
+def _lease_name(job: str) -> str:
+    """Return the name of a job's Lease: in lower case, without underscores, and another one for
+    each job."""
+    name = re.sub("[^a-z0-9.-]", "-", job.lower()).strip("-.")
+    mark = "" if name == job else f"-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+    return f"scalai-{name}{mark}"
+
+
+def _entry_of(text: str | bytes, term: int, beat: int) -> Entry:
+    """Read an entry of a server; a torn one has no address, and this beat."""
+    try:
+        return Entry.of_text(text)
+    except ValueError:
+        return Entry(term, "", 0, beat)
+
+
+def _coded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _ask(
+    name: str,
+    url: str,
+    method: str,
+    path: str,
+    content: Mapping[str, Any] | None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    context: ssl.SSLContext | None = None,
+) -> tuple[int, dict[str, Any]]:
+    """Ask a server that speaks JSON. Returns the status and the answer, {} where that is no JSON.
+
+    Raises:
+        PeerError: There is no whole answer within ``ASK_S``, or one of over ``ANSWER_BYTES``.
+    """
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    connection = (
+        http.client.HTTPSConnection(parts.hostname, parts.port, timeout=ASK_S, context=context)
+        if parts.scheme == "https"
+        else http.client.HTTPConnection(parts.hostname, parts.port, timeout=ASK_S)
+    )
+
+    def cut() -> None:
+        with suppress(OSError, AttributeError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+    limit = threading.Timer(ASK_S, cut)  # a server may send a byte now and then
+    limit.daemon = True
+    limit.start()
+    try:
+        body = None if content is None else json.dumps(content)
+        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        text = answer.read(ANSWER_BYTES)
+        is_whole = not limit.finished.is_set() and not answer.read(1)
+    except (OSError, http.client.HTTPException) as error:
+        raise PeerError(f"{name} does not answer: {error or type(error).__name__}") from error
+    finally:
+        limit.cancel()
+        connection.close()
+    if not is_whole:
+        raise PeerError(f"{name} has not answered within {ASK_S:.0f} s and {ANSWER_BYTES} bytes.")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if answer.status < 300 and not isinstance(found, dict):
+        raise PeerError(f"{name} answers {text[:80]!r}, which is torn.")
+    return answer.status, found if isinstance(found, dict) else {}
+
+
+def registers_of(spec: JobSpec) -> tuple[Register | None, Register | None]:
+    """Return what says which coordinator a job has, and what says which run owns what it has in its
+    durable directory: the same one, unless a person names another. None: nothing does.
+
+    Raises:
+        UsageError: ``--coordinator-lease`` names no register, or one that cannot be used here.
+    """
+    lease, durable = spec.options.coordinator_lease, spec.durable_dir if spec.is_elastic else None
+    owned = None if durable is None else FolderRegister(durable, spec.job, DURABLE)
+    if lease is None:  # agents that name no coordinator are on one machine
+        return (None if spec.options.coordinator is None else owned), owned
+    if lease == NO_LEASE:
+        return None, owned
+    found = open_register(lease, spec.job)
+    kind, _, place = lease.partition(":")
+    is_same = durable is not None and kind == "file"
+    is_same = is_same and os.path.realpath(place) == os.path.realpath(str(durable))
+    return found, found if is_same else owned
+
+
+def open_register(lease: str, job: str) -> Register:
+    """Return the register that ``--coordinator-lease`` names. Raises ``UsageError`` where it names
+    none."""
+    kind, _, place = lease.partition(":")
+    if kind == "file" and place.startswith("/"):
+        return FolderRegister(Path(place), job)
+    if kind == "etcd" and re.match(r"https?://[^/]+/?$", place):
+        return EtcdRegister(place, job)
+    if lease == "kubernetes:":
+        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{word}") for word in ("HOST", "PORT"))
+        if host is None:
+            raise UsageError(
+                f"{LEASE_FLAG} kubernetes: is for pods, and KUBERNETES_SERVICE_HOST is not set."
+            )
+        return KubernetesRegister(f"https://{join_endpoint(host, int(port or 443))}", job)
+    raise UsageError(
+        f"{LEASE_FLAG} {lease!r} is neither file:/FOLDER, which all hosts reach, nor "
+        "etcd:http://HOST:PORT, nor kubernetes:, nor none."
+    )
