@@ -1,5 +1,5 @@
-"""Hosts on a network and a lease that both reach: where the coordinator's host dies, the other one
-takes its place, and one that cannot renew the lease is no coordinator any more."""
+"""Hosts on a network and a register that both reach: where the coordinator's host dies, the other
+one takes its place, and one that loses a host and cannot renew is no coordinator any more."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +18,11 @@ pytestmark = [
 
 
 @contextmanager
-def leased(folder: Path) -> Iterator[tuple[NetworkAgents, NetworkHosts]]:
-    flags = ("--coordinator-lease", f"file:{folder / 'leases'}")
+def leased(
+    folder: Path, flag: str = "--coordinator-lease"
+) -> Iterator[tuple[NetworkAgents, NetworkHosts]]:
+    root = str(folder / "leases")
+    flags = (flag, root if flag == "--durable-dir" else f"file:{root}")
     degrees = '2 = "tp1"\n1 = "tp1"'
     with network_agents(folder, degrees, slots=1, flags=flags) as (agents, hosts):
         agents.start("h1")
@@ -32,7 +35,7 @@ def leased(folder: Path) -> Iterator[tuple[NetworkAgents, NetworkHosts]]:
 @pytest.mark.turns
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_the_other_host_takes_over_and_no_step_is_lost(tmp_path: Path, is_heard: bool) -> None:
-    with leased(tmp_path) as (agents, hosts):
+    with leased(tmp_path, "--durable-dir") as (agents, hosts):
         if not is_heard:
             hosts.set_link("h1", up=False)
         hosts.kill("h1")

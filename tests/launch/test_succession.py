@@ -233,7 +233,7 @@ def test_where_the_register_hangs_nobody_takes_the_place_of_another_machines_coo
     for name, seconds in (("CLAIM_S", 0.2), ("RENEW_S", 0.2)):
         monkeypatch.setattr(succession, name, seconds)
     spec, is_over = durable(tmp_path, "--coordinator-lease", f"file:{tmp_path}"), threading.Event()
-    monkeypatch.setattr(FolderRegister, "newest", lambda self: is_over.wait(60.0))
+    monkeypatch.setattr(FolderRegister, "newest", lambda self: is_over.wait(60.0) and None)
     with pytest.raises(PeerError, match=r"nobody takes its place within 2 s"):
         Succession(spec, "127.0.0.1").find(Place(("127.0.0.1", 1), TOKEN), 1, threading.Event())
     is_over.set()
@@ -249,7 +249,7 @@ def test_where_the_register_hangs_the_coordinator_of_a_machine_is_followed_there
         return Place(("127.0.0.1", 1), TOKEN)
 
     is_over = threading.Event()
-    monkeypatch.setattr(FolderRegister, "newest", lambda self: is_over.wait(60.0))
+    monkeypatch.setattr(FolderRegister, "newest", lambda self: is_over.wait(60.0) and None)
     monkeypatch.setattr(succession, "start_coordinator", start)
     spec = durable(tmp_path)
     write_card(job_directory(spec), gone().address, TOKEN, 4)
