@@ -79,9 +79,9 @@ class _Lookout:
         self._last, self.is_known = _Seen(), is_told
         self._is_running = False
 
-    def begin(self, is_silent: Callable[[], bool]) -> None:
-        """Look from now on while the coordinator is silent."""
-        self._is_silent = is_silent
+    def begin(self, is_silent: Callable[[], bool] | None = None) -> None:
+        """Look from now on, also while the coordinator is silent where it is said when that is."""
+        self._is_silent = is_silent or self._is_silent
         if not self._is_running:
             self._is_running = True
             threading.Thread(target=self._look, name="lease-watch", daemon=True).start()
@@ -169,7 +169,7 @@ class Succession:
         search_s = self._spec.config.resize.coordinator_timeout_s if self.has_lease else SEARCH_S
         deadline, problem = time.monotonic() + search_s, "it does not answer"
         if self._lookout is not None:
-            self._lookout.begin(lambda: False)
+            self._lookout.begin()
             self._lookout.search(is_on=True)
         try:
             while time.monotonic() < deadline:

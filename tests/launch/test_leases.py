@@ -14,6 +14,7 @@ import pytest
 
 from scalai.core import actions
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
+from scalai.core.underway import TakingOver, Underway
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import discovery, leases, process, registers
@@ -380,6 +381,31 @@ def test_a_register_that_hangs_takes_nobodys_place_while_all_hosts_are_heard(
     assert staying.error is None and not line.code
     gone.leave()  # it may have taken this one's place
     wait_until(lambda: line.code == [STOOD_DOWN], "it stands down")
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_follows_a_dead_coordinator_while_the_register_hangs_stays_if_all_its_hosts_come(
+    line: Line, tmp_path: Path, comes: bool
+) -> None:
+    """One that does not come may be the next coordinator's by now."""
+    (tmp_path / "lease").write_text("no folder")
+    agent, live = line.join("a"), line.coordinator._live
+    workers = (("a", 2),) if comes else (("a", 2), ("b", 2))
+    its = Underway(
+        "run", 3, workers, {"tp": 1, "pp": 1, "dp": sum(count for _, count in workers)},
+        None, None, 5, True, True, True, None, False, False, False, False, False, 0,
+    )  # fmt: skip
+    with line.coordinator._lock:
+        over = TakingOver(time.monotonic() + 2.0, {"a": its})
+        live.state = replace(live.state, taking_over=over)
+        register = FolderRegister(tmp_path / "lease", "j")
+        line.coordinator.lease = Lease(register, entry(3), waits_over=2)
+    if comes:
+        wait_until(lambda: any("event=lease_hangs" in text for text in line.log), "it is said")
+        assert agent.error is None and not line.code
+    else:
+        wait_until(lambda: line.code == [STOOD_DOWN], "it stands down")
+        assert any("event=adopted" in text for text in line.log), "not before they had the time"
 
 
 def test_a_run_that_a_further_one_has_superseded_ends_as_refused(

@@ -226,6 +226,31 @@ def test_a_host_that_leaves_leaves_it_to_others_to_have_the_next_coordinator(
         server.close()
 
 
+def test_a_silent_coordinator_is_watched_also_behind_a_first_one_that_was_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nobody has to wait anew for what was seen while it was silent."""
+    monkeypatch.setattr(succession, "RENEW_S", 0.05)
+    spec, register = leased(tmp_path)
+    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
+    looks, newest = list[int](), FolderRegister.newest
+
+    def look(self: FolderRegister) -> Entry | None:
+        looks.append(1)
+        return newest(self)
+
+    monkeypatch.setattr(FolderRegister, "newest", look)
+    try:
+        assert register.claim(Entry(7, "127.0.0.1", int(server.address[1])))
+        found = Succession(spec, "127.0.0.1")
+        found.watch_while(lambda: True)
+        found.find(Place(("192.0.2.1", 29400), TOKEN), 6, threading.Event())
+        before = len(looks)
+        wait_until(lambda: len(looks) > before + 3, "it looks on")
+    finally:
+        server.close()
+
+
 def test_where_the_register_hangs_nobody_takes_the_place_of_another_machines_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
