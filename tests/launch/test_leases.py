@@ -383,29 +383,42 @@ def test_a_register_that_hangs_takes_nobodys_place_while_all_hosts_are_heard(
     wait_until(lambda: line.code == [STOOD_DOWN], "it stands down")
 
 
-@pytest.mark.parametrize("comes", [True, False])
-def test_who_follows_a_dead_coordinator_while_the_register_hangs_stays_if_all_its_hosts_come(
-    line: Line, tmp_path: Path, comes: bool
-) -> None:
-    """One that does not come may be the next coordinator's by now."""
-    (tmp_path / "lease").write_text("no folder")
-    agent, live = line.join("a"), line.coordinator._live
-    workers = (("a", 2),) if comes else (("a", 2), ("b", 2))
+def takes_over(line: Line, register: Register, within_s: float, *members: str) -> Lease:
+    """Have the coordinator be one that follows another of its machine, whose round had these
+    hosts. It waits ``within_s`` for them."""
     its = Underway(
-        "run", 3, workers, {"tp": 1, "pp": 1, "dp": sum(count for _, count in workers)},
+        "run", 3, tuple((host, 2) for host in members), {"tp": 1, "pp": 1, "dp": 2 * len(members)},
         None, None, 5, True, True, True, None, False, False, False, False, False, 0,
     )  # fmt: skip
+    live = line.coordinator._live
     with line.coordinator._lock:
-        over = TakingOver(time.monotonic() + 2.0, {"a": its})
+        over = TakingOver(time.monotonic() + within_s, {members[0]: its})
         live.state = replace(live.state, taking_over=over)
-        register = FolderRegister(tmp_path / "lease", "j")
         line.coordinator.lease = Lease(register, entry(3), waits_over=2)
-    if comes:
-        wait_until(lambda: any("event=lease_hangs" in text for text in line.log), "it is said")
-        assert agent.error is None and not line.code
-    else:
-        wait_until(lambda: line.code == [STOOD_DOWN], "it stands down")
-        assert any("event=adopted" in text for text in line.log), "not before they had the time"
+    return line.coordinator.lease
+
+
+def test_who_follows_a_dead_coordinator_while_the_register_hangs_waits_for_its_hosts(
+    line: Line, tmp_path: Path
+) -> None:
+    (tmp_path / "lease").write_text("no folder")
+    lease = takes_over(line, FolderRegister(tmp_path / "lease", "j"), 600.0, "a")
+    wait_until(lambda: "lease in" in lease.problem, "the register has not answered")
+    looked = line.coordinator.tick_s() * 3
+    time.sleep(looked)
+    agent = line.join("a")
+    assert agent.error is None and not line.code
+    line.coordinator._live.state = replace(line.coordinator._live.state, taking_over=None)
+    wait_until(lambda: any("event=lease_hangs" in text for text in line.log), "it is said")
+
+
+def test_where_a_host_does_not_come_it_stands_down(line: Line, tmp_path: Path) -> None:
+    """That one may be the next coordinator's by now."""
+    (tmp_path / "lease").write_text("no folder")
+    line.join("a")
+    takes_over(line, FolderRegister(tmp_path / "lease", "j"), 2.0, "a", "b")
+    wait_until(lambda: line.code == [STOOD_DOWN], "it stands down")
+    assert any("event=adopted" in text for text in line.log), "not before they had the time"
 
 
 def test_a_run_that_a_further_one_has_superseded_ends_as_refused(
