@@ -302,15 +302,15 @@ class KubernetesRegister:
 
     Args:
         url: The API server's address.
-        account: The folder of the pod's service account. Its token has an end, and is read from
-            there each time.
+        account: The folder of the pod's service account. Its token and the authority have an end,
+            and are read from there each time.
     """
 
     def __init__(self, url: str, job: str, account: Path = ACCOUNT) -> None:
         self._url, self._account = url, account
         try:
             self._namespace = (account / "namespace").read_text().strip()
-            self._context = ssl.create_default_context(cafile=account / "ca.crt")
+            ssl.create_default_context(cafile=account / "ca.crt")
         except OSError as error:  # also one of ssl
             raise UsageError(
                 f"{LEASE_FLAG} kubernetes: needs a pod's service account, and {account} cannot be "
@@ -385,11 +385,12 @@ class KubernetesRegister:
     ) -> tuple[int, dict[str, Any]]:
         try:
             token = (self._account / "token").read_text().strip()
-        except OSError as error:
-            raise PeerError(f"the token of {self} cannot be read: {error}") from error
+            context = ssl.create_default_context(cafile=self._account / "ca.crt")
+        except OSError as error:  # also one of ssl
+            raise PeerError(f"the service account of {self} cannot be read: {error}") from error
         path = f"/apis/coordination.k8s.io/v1/namespaces/{self._namespace}/leases/{name}"
         headers = {"Authorization": f"Bearer {token}"}
-        return _ask(str(self), self._url, method, path.rstrip("/"), content, headers, self._context)
+        return _ask(str(self), self._url, method, path.rstrip("/"), content, headers, context)
 
 
 def _lease_name(job: str) -> str:

@@ -603,10 +603,13 @@ def test_who_is_no_pod_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_another_authority_than_the_pods_is_not_talked_to(api: Api, tmp_path: Path) -> None:
     Authority(tmp_path, "other")
+    register, own = in_pod(api), (api.account / "ca.crt").read_bytes()
     (api.account / "ca.crt").write_bytes((tmp_path / "other.pem").read_bytes())
     with pytest.raises(PeerError, match="CERTIFICATE_VERIFY_FAILED"):
-        in_pod(api).newest()
+        register.newest()
     assert not api.asked, "it has not been shown the token"
+    (api.account / "ca.crt").write_bytes(own)
+    assert register.newest() is None, "it is read anew"
 
 
 def _until(is_so: object, seconds: float = 20.0) -> None:
