@@ -278,9 +278,9 @@ def test_who_takes_a_dead_coordinators_place_waits_for_no_disk(
     """The durable directory is its own once it answers; until then nothing there is removed."""
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
     (tmp_path / "disk").write_text("no folder")
-    lease = Lease(owned(tmp_path / "disk"), entry(3), waits_over=2)
+    lease = Lease(owned(tmp_path / "disk"), entry(3), lambda: "mine", waits_over=2)
     assert not lease.is_superseded and not lease.is_fresh()
-    assert owned(tmp_path / "back").claim(entry(2))
+    assert owned(tmp_path / "back").claim(replace(entry(2), run="mine"))
     (tmp_path / "disk").unlink()
     (tmp_path / "back").rename(tmp_path / "disk")
     _until(lease.is_fresh)
