@@ -32,7 +32,6 @@ from scalai.launch.config.endpoint import take_token
 from scalai.launch.config.flags import build_parser, parse_options, with_own_name
 from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
-from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.discovery import Place, find_coordinator, job_directory
 from scalai.launch.logs import configure
@@ -148,7 +147,6 @@ def run_agent(spec: JobSpec) -> int:
     configure(host)
     spec = _with_device(spec)
     self_check()
-    secure_process(options.tls)
     slots = worker_count(options.nproc_per_node)
     if slots > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun

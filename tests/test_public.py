@@ -14,7 +14,7 @@ from scalai.core import errors
 ERRORS = {
     "AbsentError", "AnswerError", "DamageError", "EndedError", "LayoutError", "MemoryShortError",
     "MessageError", "MismatchError", "PeerError", "ProofError", "RefusedError", "ReplacedError",
-    "RoomError", "ScalaiError", "SilentError", "StaleError", "StoreError", "TlsError",
+    "RoomError", "ScalaiError", "SilentError", "StaleError", "StoreError",
     "UnprovenError", "UsageError", "VersionError",
 }  # fmt: skip
 PLACES = {

@@ -18,7 +18,7 @@ from scalai.core.errors import RefusedError
 from scalai.launch import cli
 from scalai.launch.agent.durable import attach_durable, refuse_finished
 from scalai.launch.commands import questions
-from scalai.launch.config.elastic_file import FORMER_NAMES, load_config
+from scalai.launch.config.elastic_file import load_config
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.hostfile import filtered, parse_hostfile
 from scalai.launch.config.job import JobSpec
@@ -132,8 +132,6 @@ def test_status_tells_of_a_change_that_was_reported(
 def test_every_key_of_an_elastic_configuration_still_means_the_same(release: Path) -> None:
     config = load_config(str(release / "elastic.toml"))
     stated = (release / "elastic.txt").read_text()
-    for former, name in FORMER_NAMES.items():
-        stated = stated.replace(former, f"{former.split('.')[0]}.{name}")
     logged = set(stated.splitlines())
     # A release may know more keys, with defaults.
     assert logged <= set(config.describe().splitlines())

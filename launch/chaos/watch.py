@@ -11,7 +11,7 @@ from typing import Any
 from scalai.core.chaos_verdict import Round
 from scalai.core.errors import PeerError, ScalaiError
 from scalai.launch.chaos import processes
-from scalai.launch.config.endpoint import read_card, read_identity
+from scalai.launch.config.endpoint import read_card
 from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Channel
 
@@ -106,8 +106,7 @@ class Watch:
                 card = read_card(self.folder, answer_s=ANSWER_S)
                 if card is None:
                     return None
-                identity = read_identity(self.folder)
-                self._channel = Channel(*card, connect_s=ANSWER_S, call_s=ANSWER_S, tls=identity)
+                self._channel = Channel(*card, connect_s=ANSWER_S, call_s=ANSWER_S)
             found: Mapping[str, Any] = self._channel.call(Status()).value()
             return found
         except (ScalaiError, OSError):

@@ -18,7 +18,6 @@ from scalai.core.errors import UsageError
 from scalai.launch.chaos.injectors import describe
 from scalai.launch.chaos.picture import draw
 from scalai.launch.chaos.run import Chaos, Plan, alone
-from scalai.launch.config.identity import secure_process, tls_files
 from scalai.launch.coordinator.parts import committed_fingerprints
 from scalai.store.generation import load_generation
 from scalai.store.places import check_job, default_store_dir, find_generations
@@ -113,7 +112,6 @@ def run(args: argparse.Namespace) -> int:
     if args.every < 1 or args.rounds < 1 or not faults:
         raise UsageError("--every and --rounds are 1 or more, and --faults names a kind.")
     wanted = tuple(KINDS) if faults == ["all"] else tuple(faults)
-    secure_process(tls_files(None))
     folder = (args.store_dir or default_store_dir()).resolve() / check_job(args.job)
     plan = Plan(
         args.seed, tuple(map(parse, wanted)), args.every, args.out, args.rounds, args.wait_s,

@@ -13,14 +13,12 @@ from scalai.launch.config.endpoint import (
     TOKEN_VARIABLE,
     read_card,
     read_ending,
-    read_identity,
     split_endpoint,
     take_token,
 )
-from scalai.launch.config.identity import secure_process, tls_files
+from scalai.launch.config.removed import add_removed_flags, refuse_variables
 from scalai.launch.coordinator import person_calls as calls
 from scalai.runtime.calls import Channel
-from scalai.runtime.tls import Tls
 from scalai.store.places import check_job, default_store_dir
 
 
@@ -41,16 +39,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where the coordinator is, if not on this machine",
     )
-    parser.add_argument(
-        "--tls", metavar="CERT,KEY,CA",
-        help="PEM files, as the job has them (default: SCALAI_TLS; on the coordinator's machine "
-        "what it has)",
-    )  # fmt: skip
+    add_removed_flags(parser)
 
 
 def _ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
     """Ask the job's coordinator."""
-    secure_process(tls_files(arguments.tls))
+    refuse_variables()
     if arguments.coordinator is not None:
         token = take_token(check_job(arguments.job))
         if token is None:
@@ -63,13 +57,11 @@ def _ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
             f"no job {arguments.job!r} runs here (looked in {folder}). "
             f"{read_ending(folder) or 'Name it by --job, --store-dir or --coordinator.'}"
         )
-    return _answer(*card, request, read_identity(folder))
+    return _answer(*card, request)
 
 
-def _answer(
-    address: tuple[str, int], token: bytes, request: Request[JsonText], tls: Tls | None = None
-) -> Any:
-    with contextlib.closing(Channel(address, token, tls=tls)) as channel:
+def _answer(address: tuple[str, int], token: bytes, request: Request[JsonText]) -> Any:
+    with contextlib.closing(Channel(address, token)) as channel:
         return channel.call(request).value()
 
 

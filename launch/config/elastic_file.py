@@ -45,12 +45,11 @@ from scalai.launch.config.elastic_config import (
     ResizeConfig,
     StoreConfig,
 )
+from scalai.launch.config.removed import REMOVED, refusal
 
 SECTIONS = (
     "degrees", "model", "store", "resize", "probe", "preemption", "planner", "deepspeed", "dataset",
 )  # fmt: skip
-FORMER_NAMES = {"resize.build_ahead": "standby"}
-"""Keys by the names that they had before, which are still taken."""
 
 DERIVED_LIMITS = (
     "fixed", "min_pp_with_vpp", "min_tp", "min_tp_reason",
@@ -107,7 +106,6 @@ def _build(document: Mapping[str, object], overrides: Mapping[str, object]) -> E
         _known(section, SECTIONS, "the file")
         if not isinstance(table, dict):
             raise UsageError(f"{section} = {table!r} is not a section; write [{section}].")
-        table = _by_present_names(section, table)
         tables[section].update(table)
         for key in table:
             origin[f'degrees."{key}"' if _is_world(section, key) else f"{section}.{key}"] = "file"
@@ -130,18 +128,6 @@ def _build(document: Mapping[str, object], overrides: Mapping[str, object]) -> E
         _read_section(DatasetTable, tables["dataset"], "dataset").checked(),
         origin,
     )
-
-
-def _by_present_names(section: str, table: Mapping[str, object]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for given, value in table.items():
-        key = FORMER_NAMES.get(f"{section}.{given}", given)
-        if key != given and key in table:
-            raise UsageError(
-                f"[{section}] names {key!r} by its former name {given!r} too. Keep one."
-            )
-        found[key] = value
-    return found
 
 
 def _is_world(section: str, key: str) -> bool:
@@ -185,6 +171,8 @@ def _read_section(cls: type[Section], table: Mapping[str, Any], name: str) -> Se
     hints = {key: hint for key, hint in get_type_hints(cls).items() if key not in DERIVED_LIMITS}
     values: dict[str, Any] = {}
     for key, value in table.items():
+        if f"{name}.{key}" in REMOVED:
+            raise refusal(f"{name}.{key}", f"[{name}] {key}")
         _known(key, tuple(hints), f"[{name}]")
         values[key] = _typed(value, hints[key], f"[{name}] {key}")
     try:

@@ -15,15 +15,12 @@ from scalai.core.errors import (
     PeerError,
     ScalaiError,
     SilentError,
-    TlsError,
     UnprovenError,
     UsageError,
     VersionError,
 )
-from scalai.launch.config.identity import files_of_this_process
 from scalai.runtime.calls import CONNECT_S, Channel
 from scalai.runtime.handshake import job_key
-from scalai.runtime.tls import Tls, TlsFiles, of_this_process
 from scalai.store.secure import open_below
 
 TOKEN_VARIABLE = "SCALAI_JOB_TOKEN"
@@ -71,7 +68,7 @@ def read_card(
     folder: Path, *, answer_s: float = CONNECT_S, pause_s: float = PAUSE_S
 ) -> tuple[tuple[str, int], bytes] | None:
     """Return the address and token of a live coordinator that left its card in the job's folder,
-    else None. A process that has no identity of its own asks it under TLS as the card says.
+    else None.
 
     Args:
         answer_s: How long it may take to answer.
@@ -87,36 +84,13 @@ def read_card(
     except FileNotFoundError:
         return None
     found = _parse(text)
-    if found is None or not _answers(*found, identity_of_card(text), answer_s, pause_s):
+    if found is None or not _answers(*found, answer_s, pause_s):
         return None
     return found
 
 
-def read_identity(folder: Path) -> Tls | None:
-    """Return as who the coordinator of a card connects, None: plainly. Raises as ``read_card``."""
-    try:
-        with open_below(folder.parent, folder.name) as job:
-            return identity_of_card(job.read(CARD))
-    except FileNotFoundError:
-        return None
-
-
-def identity_of_card(text: bytes) -> Tls | None:
-    """Return what ``read_identity`` does, of a card's content."""
-    files = _tls(text)
-    own = of_this_process()
-    if files is None or own is not None:
-        return own
-    try:
-        return Tls(TlsFiles.parse(files))
-    except UsageError as error:
-        raise PeerError(
-            f"the job's coordinator speaks TLS, and its files cannot be used here: {error}"
-        ) from error
-
-
 def _parse(text: bytes) -> tuple[tuple[str, int], bytes] | None:
-    """Return the address and token of a card, None where it is torn (by an older release)."""
+    """Return the address and token of a card, None where it is torn."""
     try:
         card = json.loads(text)
         return (str(card["host"]), int(card["port"])), bytes.fromhex(card["token"])
@@ -124,28 +98,15 @@ def _parse(text: bytes) -> tuple[tuple[str, int], bytes] | None:
         return None
 
 
-def _tls(text: bytes) -> str | None:
-    """Return the files of TLS that a card names; None: none, or the card is torn."""
-    try:
-        named = json.loads(text).get("tls")
-    except (ValueError, AttributeError):
-        return None
-    return named if isinstance(named, str) else None
-
-
-def _answers(
-    address: tuple[str, int], token: bytes, tls: Tls | None, answer_s: float, pause_s: float
-) -> bool:
+def _answers(address: tuple[str, int], token: bytes, answer_s: float, pause_s: float) -> bool:
     """Whether a coordinator of the job is there. Raises ``PeerError`` where that cannot be told."""
     for attempt in range(ATTEMPTS):
         try:
-            Channel(address, token, connect_s=answer_s, tls=tls).close()
+            Channel(address, token, connect_s=answer_s).close()
             return True
-        except AbsentError:
-            return False
-        except UnprovenError as error:
-            if isinstance(error, VersionError | TlsError):
-                raise
+        except VersionError:
+            raise
+        except (AbsentError, UnprovenError):
             return False
         except PeerError as error:
             if isinstance(error, SilentError) or attempt == ATTEMPTS - 1:
@@ -186,7 +147,6 @@ def write_card(folder: Path, address: tuple[str, int], token: bytes, term: int =
         "host": address[0],
         "port": address[1],
         "token": token.hex(),
-        "tls": files_of_this_process(),
         "term": term,
         "pid": os.getpid(),
     }

@@ -17,9 +17,9 @@ from torch.distributed.run import get_args_parser
 from scalai.core.errors import UsageError
 from scalai.launch.config.elastic_config import AUTO, PLANNERS
 from scalai.launch.config.endpoint import join_endpoint
-from scalai.launch.config.identity import tls_files
 from scalai.launch.config.notice_source import parse_source
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
+from scalai.launch.config.removed import add_removed_flags, refuse_variables
 from scalai.runtime.agent_signals import parse_signals
 from scalai.store.places import check_host, check_job
 
@@ -44,8 +44,8 @@ def parse_options(argv: Sequence[str]) -> Options:
         UsageError: A flag that cannot be used here; the message says what to use instead.
         SystemExit: argparse's own errors and ``--help``, with code 2 and 0.
     """
-    parser = build_parser()
-    flags = parser.parse_args(list(argv))
+    refuse_variables()
+    flags = build_parser().parse_args(list(argv))
     script_args, elastic_in_script = _take_elastic(flags.training_script_args)
     if flags.elastic is not None and elastic_in_script is not None:
         raise UsageError(
@@ -58,7 +58,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     if flags.host_id is not None:
         check_host(flags.host_id)
     min_nodes, max_nodes = _node_range(flags.nnodes)
-    plain = {f.name for f in fields(Options)} & set(vars(flags)) - {"elastic", "tls"}
+    plain = {f.name for f in fields(Options)} & set(vars(flags)) - {"elastic"}
     return Options(
         **{name: getattr(flags, name) for name in plain},
         script=flags.training_script,
@@ -71,7 +71,6 @@ def parse_options(argv: Sequence[str]) -> Options:
         is_module=flags.module,
         elastic=flags.elastic if elastic_in_script is None else elastic_in_script,
         is_check=flags.check_elastic,
-        tls=tls_files(flags.tls),
         overrides=_overrides(flags),
     )
 
@@ -118,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_job(add)
     _add_state(add)
     _add_changes(add)
+    add_removed_flags(parser)
     return parser
 
 
@@ -140,9 +140,6 @@ def _add_job(add: Callable[..., None]) -> None:
     add("--include", metavar="HOST[:SLOT,...]@...", help="hosts and slots of the host file to use")
     add("--exclude", metavar="HOST[:SLOT,...]@...", help="those not to use")
     add("--host-id", metavar="NAME", help="name of this host in the job (default: its host name)")
-    add("--tls", metavar="CERT,KEY,CA",
-        help="PEM files: speak TLS with the coordinator and the other agents, which are certified "
-        "by CA as this host is (default: SCALAI_TLS, else none)")  # fmt: skip
 
 
 def _add_state(add: Callable[..., None]) -> None:

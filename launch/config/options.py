@@ -53,8 +53,6 @@ class Options:
     host_id: str | None = None
     domain: str | None = None
     """What this host may fail together with, such as its rack; None: nothing."""
-    tls: str | None = None
-    """``CERT,KEY,CA`` by their full paths; None: no TLS."""
     drained_exit_code: int = 0
     """Exit code of a host that drains while the others go on."""
     report_dir: str | None = None

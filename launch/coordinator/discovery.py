@@ -19,7 +19,6 @@ from scalai.core.errors import (
     PeerError,
     RefusedError,
     ScalaiError,
-    TlsError,
     UsageError,
     VersionError,
 )
@@ -30,7 +29,6 @@ from scalai.launch.config.endpoint import (
     join_endpoint,
     read_card,
     read_holder,
-    read_identity,
     remove_card,
     split_endpoint,
 )
@@ -148,7 +146,6 @@ def _of_card(spec: JobSpec, folder: Path) -> Place | None:
             f"a job {spec.job!r} runs on this machine, and --standalone joins none. Give "
             "this one another --job, or leave --job out."
         )
-    _refuse_other_tls(spec, folder)
     return Place(*card, is_here=is_here(card[0][0]))
 
 
@@ -175,9 +172,9 @@ def _answering(endpoint: str | None, token: str | None) -> Place | None:
     address = split_endpoint(endpoint)
     try:
         Channel(address, token.encode()).close()
-    except PeerError as error:
-        if isinstance(error, VersionError | TlsError):
-            raise
+    except VersionError:
+        raise
+    except PeerError:
         return None
     return Place(address, token.encode())
 
@@ -197,9 +194,9 @@ def _awaited(endpoint: str, token: str, register: Register | None) -> Place:
         try:
             Channel(split_endpoint(endpoint), key).close()
             return Place(split_endpoint(endpoint), key)
+        except VersionError:
+            raise
         except PeerError as error:
-            if isinstance(error, VersionError | TlsError):
-                raise
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"no coordinator at {endpoint} after {wait_s:.0f} s ({error}). Start the agent "
@@ -313,17 +310,6 @@ def lease_holder(
             )
 
     return await_holder(register, call, refuse)
-
-
-def _refuse_other_tls(spec: JobSpec, folder: Path) -> None:
-    """Raise where the coordinator's card speaks of TLS, and this agent's command line does not: it
-    would start the job's next coordinator, and listen to other hosts."""
-    there = read_identity(folder)
-    if spec.options.tls is None and there is not None:
-        raise UsageError(
-            f"the job {spec.job!r} speaks TLS (its coordinator has --tls {there.files}). Give this "
-            "agent --tls too."
-        )
 
 
 def start_coordinator(

@@ -17,7 +17,6 @@ from scalai.launch.config.endpoint import (
     write_card,
     write_ending,
 )
-from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.discovery import (
     await_turn,
@@ -66,7 +65,6 @@ def serve(
             looks for this job's coordinator here stands still.
     """
     heard = _heard(spec)
-    secure_process(spec.options.tls)
     holder, newest = await_turn(spec, join_endpoint(host, port), token.decode())
     if holder is not None:
         raise UsageError(
@@ -209,7 +207,6 @@ def main() -> int:
     try:
         spec = JobSpec.from_json(order["job"])
         heard = _heard(spec)
-        secure_process(spec.options.tls)
         coordinator = _open(
             spec, folder, (host, port), token, int(order["term"]),
             is_successor=bool(order["is_successor"]), succeeds=str(order["succeeds"]),

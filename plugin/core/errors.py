@@ -87,11 +87,6 @@ class VersionError(UnprovenError):
     that this one does."""
 
 
-class TlsError(UnprovenError):
-    """Two processes do not agree on TLS: one speaks none, or does not take the other's
-    certificate."""
-
-
 class MessageError(PeerError):
     """Bytes that are no message of the kind that is expected, or a message that cannot be sent."""
 

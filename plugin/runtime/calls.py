@@ -14,7 +14,6 @@ from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import Address, connect
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.listening import Listener
-from scalai.runtime.tls import Tls
 
 __all__ = ["Address", "Channel", "Peer", "Server"]
 
@@ -38,7 +37,6 @@ class Channel:
         token: The secret that it knows.
         call_s: How long a call may take; None: as long as the connection lives.
         connect_s: How long the server may take to take the connection, and to prove itself.
-        tls: Another identity than the process's; over TCP.
 
     Raises:
         AbsentError: Nobody listens there.
@@ -57,11 +55,10 @@ class Channel:
         *,
         call_s: float | None = CALL_S,
         connect_s: float = CONNECT_S,
-        tls: Tls | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self.call_s = call_s
-        self._framed = connect(address, token, connect_s, "the process at", tls)
+        self._framed = connect(address, token, connect_s, "the process at")
         self._framed.timeout_s = None
 
     def call(self, request: Request[Answer]) -> Answer:
@@ -142,7 +139,6 @@ class Server:
             it raises is sent to the caller, and one that is no ``ScalaiError`` is logged as well.
         gone: ``gone(peer)`` is called when a connection ends, however it ends.
         send_s: How long a peer may take to read an answer; None: as long as it lives.
-        tls: Another identity than the process's; over TCP.
     """
 
     def __init__(
@@ -154,11 +150,10 @@ class Server:
         gone: Callable[[Peer], None] = lambda peer: None,
         *,
         send_s: float | None = None,
-        tls: Tls | None = None,
     ) -> None:
         self._requests = Named[requests]
         self._handle, self._gone, self._send_s = handle, gone, send_s
-        self._listener = Listener(address, token, self._serve, tls=tls)
+        self._listener = Listener(address, token, self._serve)
 
     @property
     def address(self) -> Address:

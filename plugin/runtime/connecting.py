@@ -3,35 +3,26 @@
 import socket
 
 from scalai.core.errors import AbsentError, PeerError, SilentError
-from scalai.runtime.framing import FramedSocket, Stream, tune
+from scalai.runtime.framing import FramedSocket, tune
 from scalai.runtime.handshake import offer
-from scalai.runtime.tls import Tls, of_this_process
-from scalai.runtime.tls_stream import TlsStream
 
 Address = str | tuple[str, int]
 """A path (Unix socket), or an interface and a port (TCP)."""
 
 
-def connect(
-    address: Address,
-    token: bytes,
-    timeout_s: float,
-    what: str = "peer",
-    tls: Tls | None = None,
-) -> FramedSocket:
+def connect(address: Address, token: bytes, timeout_s: float, what: str = "peer") -> FramedSocket:
     """Connect and authenticate, within twice ``timeout_s``.
 
     Args:
-        address: Where to. TCP goes under TLS where this process has an identity.
+        address: Where to.
         token: The secret that the other side knows too.
         timeout_s: How long connecting may take, and proving.
         what: What is there, for errors.
-        tls: Another identity than the process's.
 
     Raises:
         AbsentError: Nobody listens there.
         UnprovenError: Someone does who does not know the token, or is of another release
-            (``VersionError``), or does not agree on TLS (``TlsError``).
+            (``VersionError``).
         SilentError: Who listens there, or the host itself, does not answer.
         PeerError: The host cannot be reached, or the connection breaks.
     """
@@ -47,7 +38,7 @@ def connect(
     except OSError as error:
         raise PeerError(f"{name} cannot be reached ({error}). Is its host alive?") from error
     tune(connection)
-    framed = FramedSocket(_stream(connection, name, tls or of_this_process()), name, timeout_s)
+    framed = FramedSocket(connection, name, timeout_s)
     try:
         framed.expire_in(timeout_s)
         offer(framed, token)
@@ -56,12 +47,6 @@ def connect(
         framed.close()
         raise
     return framed
-
-
-def _stream(connection: socket.socket, name: str, tls: Tls | None) -> Stream:
-    if tls is None or connection.family == socket.AF_UNIX:
-        return connection
-    return TlsStream(connection, name, tls, is_server=False)
 
 
 def _connected(address: Address, timeout_s: float) -> socket.socket:

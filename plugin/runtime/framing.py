@@ -1,5 +1,5 @@
-"""One framing for all that the processes of a job send each other: length-prefixed frames over any
-byte stream.
+"""One framing for all that the processes of a job send each other: length-prefixed frames over a
+stream socket.
 
 Once both sides have proven who they are (``handshake``) every frame is sealed with AES-256-GCM
 under a key of its direction and its own number as nonce (NIST SP 800-38D, 8.2.1): a frame that was
@@ -13,13 +13,11 @@ import socket
 import struct
 import termios
 import time
-from contextlib import suppress
-from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from scalai.core.errors import MessageError, PeerError, SilentError, TlsError, UnprovenError
+from scalai.core.errors import MessageError, PeerError, SilentError, UnprovenError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -35,29 +33,18 @@ GONE_AFTER_S = KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES
 their way to it or not."""
 
 
-class Stream(Protocol):
-    """What a connection needs of a socket: a plain one has it, and one that TLS wraps."""
-
-    def settimeout(self, value: float | None, /) -> None: ...
-    def sendall(self, data: Buffer, /) -> None: ...
-    def recv_into(self, buffer: memoryview, /) -> int: ...
-    def fileno(self) -> int: ...
-    def shutdown(self, how: int, /) -> None: ...
-    def close(self) -> None: ...
-
-
 class FramedSocket:
-    """A connected stream with frames. One thread may send while another receives.
+    """A connected socket with frames. One thread may send while another receives.
 
     Args:
-        stream: A connected socket, or what wraps one.
+        connection: A connected stream socket.
         peer: A name for errors.
         timeout_s: How long the other side may be silent while something is expected of it; None:
             as long as the connection lives.
     """
 
-    def __init__(self, stream: Stream, peer: str, timeout_s: float | None) -> None:
-        self._stream = stream
+    def __init__(self, connection: socket.socket, peer: str, timeout_s: float | None) -> None:
+        self._socket = connection
         self.peer = peer
         self.timeout_s = timeout_s
         self._ends_at: float | None = None
@@ -80,12 +67,12 @@ class FramedSocket:
 
     def close(self) -> None:
         """End the connection."""
-        self._stream.close()
+        self._socket.close()
 
     def cut(self) -> None:
         """End the connection from another thread: whoever waits at it gets an error now."""
         try:
-            self._stream.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # The other side was faster.
 
@@ -116,11 +103,11 @@ class FramedSocket:
         try:
             if len(data) <= _JOINED_BYTES:
                 self._arm()
-                self._stream.sendall(head + bytes(data))
+                self._socket.sendall(head + bytes(data))
                 return
             for part in (head, data):
                 self._arm()
-                self._stream.sendall(part)
+                self._socket.sendall(part)
         except OSError as error:
             raise self._lost(error) from error
 
@@ -138,8 +125,6 @@ class FramedSocket:
         (length,) = _LENGTH.unpack(head)
         extra = _TAG_BYTES if self._opening is not None else 0
         if not extra <= length <= most + extra:
-            if head[1] == _TLS_VERSION and head[0] in (_TLS_ALERT, _TLS_HANDSHAKE):
-                raise self._in_tls(is_greeting=head[0] == _TLS_HANDSHAKE)
             kind = UnprovenError if self._opening is None else PeerError
             raise kind(
                 f"{self.peer} announces a message of {length - extra} bytes; 0 to {most} are "
@@ -160,7 +145,7 @@ class FramedSocket:
         """Whether bytes have arrived that nobody here has read yet. Any thread may ask."""
         count = array.array("i", [0])
         try:
-            fcntl.ioctl(self._stream.fileno(), termios.FIONREAD, count)
+            fcntl.ioctl(self._socket.fileno(), termios.FIONREAD, count)
         except (OSError, ValueError):  # it is closed
             return False
         return count[0] > 0
@@ -182,7 +167,7 @@ class FramedSocket:
         while view:
             try:
                 self._arm()
-                count = self._stream.recv_into(view)
+                count = self._socket.recv_into(view)
             except OSError as error:
                 raise self._lost(error) from error
             if count == 0:
@@ -190,20 +175,6 @@ class FramedSocket:
                     f"{self.peer} closed the connection. Its log says why, if it lives."
                 )
             view = view[count:]
-
-    def _in_tls(self, *, is_greeting: bool) -> TlsError:
-        """Say so to the other side too, where it waits for an answer in TLS."""
-        if is_greeting:
-            with suppress(OSError):
-                self._stream.settimeout(0.0)
-                self._armed_s = _NEVER_ARMED
-                # Closed with bytes unread, the connection is reset, and nobody reads the answer.
-                self._stream.recv_into(memoryview(bytearray(_JOINED_BYTES)))
-                self._stream.sendall(NO_TLS)
-        return TlsError(
-            f"{self.peer} speaks TLS, and this process does not. Give both the same --tls "
-            "CERT,KEY,CA, or none."
-        )
 
     def _arm(self) -> None:
         """Wait no longer than the other side may be silent, nor than is left of the time for
@@ -215,7 +186,7 @@ class FramedSocket:
                 raise TimeoutError
             limit_s = left_s if limit_s is None else min(left_s, limit_s)
         if limit_s != self._armed_s:  # each time costs a call of the kernel
-            self._stream.settimeout(limit_s)
+            self._socket.settimeout(limit_s)
             self._armed_s = limit_s
 
     def _lost(self, error: OSError) -> PeerError:
@@ -224,11 +195,6 @@ class FramedSocket:
             return SilentError(f"{self.peer} was silent for {limit_s:g} s. Is its host alive?")
         return PeerError(f"the connection to {self.peer} broke ({error}). Is its host alive?")
 
-
-_TLS_ALERT, _TLS_HANDSHAKE, _TLS_VERSION = 0x15, 0x16, 3
-"""A record of TLS begins with its kind and with 3, in every version (RFC 8446, 5.1)."""
-NO_TLS = bytes((_TLS_ALERT, _TLS_VERSION, 3, 0, 2, 2, 70))
-"""The alert ``protocol_version``, which is fatal (RFC 8446, 6)."""
 
 _NEVER_ARMED = -1.0
 _TAKEN_BYTES = 2 << 20

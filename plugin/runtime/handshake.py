@@ -1,43 +1,48 @@
 """How two processes of a job prove to each other that they know its token, agree on a version and
 make the keys of one connection.
 
-The client sends a fresh number and the versions that it speaks, the server its own number and the
-version that it has chosen. Then each proves by HMAC-SHA256 under the token that it has seen all of
-that (client first, so that who does not know the token learns nothing but a number and versions);
-the proofs differ by their role, so that none can be sent back. The keys follow from the token and
-from what was sent, as in HKDF (RFC 5869), so that no two connections share one.
+The client sends a fresh X25519 key and its versions, the server its own fresh key and the version
+that it has chosen. From the secret of these two keys, from the token and from both messages HKDF
+makes a proof and a sealing key for each side. The client proves first: a stranger who connects
+learns a fresh key and versions, nothing of the token. The proofs differ by side: none can be sent
+back. Both sides forget their fresh keys: a thief of the token reads no recorded connection.
 
-A token is the key that follows from a job's secret and its name (``job_key``), by a function that
-takes so much memory and time that few secrets can be tried against a proof that was heard. Of what
-serves under another name than the job's coordinator the key is another one (``service_key``).
+A token is a key made of a job's secret and name (``job_key``), by a function of so much memory and
+time that a false server, the only stranger who is sent a proof, tries few secrets against it. Each
+service beside the coordinator's has its own key (``service_key``).
+
+Source:
+    X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869) of a fresh secret and a known one (NIST SP
+    800-56C, section 2). The purpose is that of TLS 1.3's ``psk_dhe_ke`` (RFC 8446, 4.2.9); differs
+    in: the client proves first.
 """
 
 import hashlib
 import hmac
-import secrets
 import struct
 from dataclasses import dataclass
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from scalai.core.errors import UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
 
-VERSIONS = range(3, 4)
-"""Versions of the protocol that this release speaks. 1 knew no versions; 2 proved the secret
-itself."""
+VERSIONS = range(4, 5)
+"""Versions of the protocol that this release speaks."""
 SCRYPT_N, SCRYPT_R = 1 << 14, 8
 """Cost of a guess (RFC 7914): 16 MiB, and some tens of milliseconds of a core."""
-_LABEL = b"scalai 3"
+_LABEL = b"scalai 4"
 DATA_PLANE = "data plane"
 """The service of an agent for other hosts."""
 
 _MAGIC = b"scalai"
 _HELLO = struct.Struct(">6sHH32s")
-"""Magic, oldest and newest version, a fresh number. The server's newest is what it has chosen, 0
-where there is none in common; its oldest is the newest that it speaks."""
-_PROOF_BYTES = 32
+"""Magic, oldest and newest version, a fresh public key. The server's newest is what it has chosen,
+0 where there is none in common; its oldest is the newest that it speaks."""
+_KEY_BYTES = 32
 _REFUSED = b"refused"
-_FIRST_GREETING = b"scalai-1"
-"""With this a server of version 1 begins, and its clients wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +51,39 @@ class _Hello:
 
     oldest: int
     newest: int
-    number: bytes
+    key: bytes
 
     def pack(self) -> bytes:
-        return _HELLO.pack(_MAGIC, self.oldest, self.newest, self.number)
+        return _HELLO.pack(_MAGIC, self.oldest, self.newest, self.key)
 
     @classmethod
     def unpack(cls, data: bytes, framed: FramedSocket) -> "_Hello":
-        if data.startswith(_FIRST_GREETING):
-            raise _other_version(framed, "version 1")
         if len(data) != _HELLO.size or not data.startswith(_MAGIC):
             raise UnprovenError(f"{framed.peer} is no process of Scalai. Is the address right?")
-        _, oldest, newest, number = _HELLO.unpack(data)
-        return cls(oldest, newest, number)
+        _, oldest, newest, key = _HELLO.unpack(data)
+        return cls(oldest, newest, key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """What both sides of one connection know, and nobody else: 32 bytes each."""
+
+    client_proof: bytes
+    server_proof: bytes
+    to_server: bytes
+    to_client: bytes
+
+    @classmethod
+    def agree(
+        cls, framed: FramedSocket, own: X25519PrivateKey, other: _Hello, token: bytes, seen: bytes
+    ) -> "_Keys":
+        """``seen``: both hellos, the client's first."""
+        try:
+            shared = own.exchange(X25519PublicKey.from_public_bytes(other.key))
+        except ValueError:  # of small order: the secret would be 0 (RFC 7748, 6.1)
+            raise _stranger(framed) from None
+        made = HKDF(SHA256(), 4 * _KEY_BYTES, salt=_LABEL, info=seen).derive(shared + token)
+        return cls(*(made[at : at + _KEY_BYTES] for at in range(0, len(made), _KEY_BYTES)))
 
 
 def job_key(secret: str, job: str) -> str:
@@ -93,18 +118,18 @@ def offer(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> int
         VersionError: The releases have no version in common.
         PeerError: It is silent or goes away.
     """
-    mine = _Hello(versions[0], versions[-1], secrets.token_bytes(32)).pack()
+    own = X25519PrivateKey.generate()
+    mine = _Hello(versions[0], versions[-1], own.public_key().public_bytes_raw()).pack()
     framed.send(mine)
     theirs = framed.receive(_HELLO.size)
     answer = _Hello.unpack(theirs, framed)
     if answer.newest not in versions:
         raise _other_version(framed, f"versions up to {answer.oldest}", versions)
-    seen, token = mine + theirs, _extract(token)
-    framed.send(_derive(token, b"client", seen))
-    if not hmac.compare_digest(framed.receive(_PROOF_BYTES), _derive(token, b"server", seen)):
+    keys = _Keys.agree(framed, own, answer, token, mine + theirs)
+    framed.send(keys.client_proof)
+    if not hmac.compare_digest(framed.receive(_KEY_BYTES), keys.server_proof):
         raise _stranger(framed)
-    to_server, to_client = (_derive(token, role, seen) for role in (b"to server", b"to client"))
-    framed.seal(to_server, to_client)
+    framed.seal(keys.to_server, keys.to_client)
     return answer.newest
 
 
@@ -114,26 +139,18 @@ def accept(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> in
     asked = _Hello.unpack(theirs, framed)
     common = [version for version in versions if asked.oldest <= version <= asked.newest]
     chosen = common[-1] if common else 0
-    mine = _Hello(versions[-1], chosen, secrets.token_bytes(32)).pack()
+    own = X25519PrivateKey.generate()
+    mine = _Hello(versions[-1], chosen, own.public_key().public_bytes_raw()).pack()
     framed.send(mine)
     if not common:
         raise _other_version(framed, f"versions {asked.oldest} to {asked.newest}", versions)
-    seen, token = theirs + mine, _extract(token)
-    if not hmac.compare_digest(framed.receive(_PROOF_BYTES), _derive(token, b"client", seen)):
+    keys = _Keys.agree(framed, own, asked, token, theirs + mine)
+    if not hmac.compare_digest(framed.receive(_KEY_BYTES), keys.client_proof):
         framed.send(_REFUSED)
         raise _stranger(framed)
-    framed.send(_derive(token, b"server", seen))
-    to_server, to_client = (_derive(token, role, seen) for role in (b"to server", b"to client"))
-    framed.seal(to_client, to_server)
+    framed.send(keys.server_proof)
+    framed.seal(keys.to_client, keys.to_server)
     return chosen
-
-
-def _extract(token: bytes) -> bytes:
-    return hmac.digest(_LABEL, token, "sha256")
-
-
-def _derive(token: bytes, role: bytes, seen: bytes) -> bytes:
-    return hmac.digest(token, role + b"\0" + seen, "sha256")
 
 
 def _stranger(framed: FramedSocket) -> UnprovenError:

@@ -10,10 +10,8 @@ from collections.abc import Callable
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.runtime.connecting import Address
-from scalai.runtime.framing import FramedSocket, Stream, tune
+from scalai.runtime.framing import FramedSocket, tune
 from scalai.runtime.handshake import accept
-from scalai.runtime.tls import Tls, of_this_process
-from scalai.runtime.tls_stream import TlsStream
 
 BACKLOG = 4096
 """Connections that the kernel keeps until they are accepted: all hosts of a job may come at once.
@@ -46,7 +44,6 @@ class Listener:
         serve: Serves one connection and returns once that has ended.
         timeout_s: As of ``FramedSocket``, for the served connections.
         name: Of the thread.
-        tls: Another identity than the process's; over TCP.
     """
 
     def __init__(
@@ -57,11 +54,9 @@ class Listener:
         *,
         timeout_s: float | None = None,
         name: str = "messages",
-        tls: Tls | None = None,
     ) -> None:
         self._token, self._serve, self._timeout_s = token, serve, timeout_s
         self._path = address if isinstance(address, str) else None
-        self._tls = None if self._path is not None else tls or of_this_process()
         self._socket = _listen(address)
         self._mutex = threading.Lock()
         self._closing = threading.Event()
@@ -130,10 +125,7 @@ class Listener:
         name = "peer" if self._path is not None else f"peer {_text(address)}"
         try:
             tune(connection)
-            stream: Stream = connection
-            if self._tls is not None:  # the handshake is the connection's own thread's
-                stream = TlsStream(connection, name, self._tls, is_server=True)
-            framed = FramedSocket(stream, name, self._timeout_s)
+            framed = FramedSocket(connection, name, self._timeout_s)
             with self._mutex:
                 if self._closing.is_set() or len(self._served) >= MAX_CONNECTIONS:
                     raise OSError(f"{len(self._served)} connections are open")

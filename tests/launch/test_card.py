@@ -6,21 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.errors import PeerError, TlsError, UsageError
+from scalai.core.errors import PeerError, UsageError
 from scalai.launch import cli
 from scalai.launch.commands import clean, questions
 from scalai.launch.config import endpoint as card
 from scalai.launch.config.endpoint import (
     join_endpoint,
     read_card,
-    read_identity,
     split_endpoint,
     write_card,
 )
 from scalai.launch.coordinator.person_calls import Status
-from scalai.runtime import tls
 from scalai.runtime.calls import Server
-from support.certificates import Authority
 from support.ports import free_port
 
 TOKEN = b"a secret of this job"
@@ -58,28 +55,6 @@ def test_a_coordinator_whose_connections_break_is_an_error(
     write_card(tmp_path, ("127.0.0.1", 1), TOKEN)
     with pytest.raises(PeerError, match="does not answer"):
         read_card(tmp_path, pause_s=0.0)
-
-
-def test_a_coordinator_that_speaks_tls_is_found_by_its_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    authority = Authority(tmp_path)
-    monkeypatch.setattr(tls, "_own", authority.identity("coordinator"))
-    server = Server(("127.0.0.1", 0), TOKEN, Status, lambda *call: None)
-    assert not isinstance(server.address, str)
-    write_card(tmp_path, server.address, TOKEN)
-    monkeypatch.setattr(tls, "_own", None)
-    assert read_card(tmp_path) == (server.address, TOKEN)
-    found = read_identity(tmp_path)
-    assert found is not None and found.files.certificate == tmp_path / "coordinator.crt"
-    monkeypatch.setattr(tls, "_own", Authority(tmp_path, "stranger").identity("asking"))
-    with pytest.raises(TlsError, match="do not agree on TLS"):
-        read_card(tmp_path)
-    monkeypatch.setattr(tls, "_own", None)
-    (tmp_path / "coordinator.key").unlink()
-    with pytest.raises(PeerError, match=r"speaks TLS, and its files cannot be used.*key"):
-        read_card(tmp_path)
-    server.close()
 
 
 @pytest.mark.parametrize(

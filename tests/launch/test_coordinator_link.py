@@ -22,7 +22,7 @@ from scalai.launch.coordinator.calls import Bye, Commands, Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.runtime.calls import Server
 from support.coordinator_line import QUICK, TOKEN, Line, Relay, wait_until
-from support.stranger import HTTP, TLS_ALERT, Stranger, other_release
+from support.stranger import HTTP, Stranger, other_release
 
 BYE = Bye("j", "a", "i")
 IMPATIENT = Waits(connect_s=1.0, poll_s=0.5, dead_s=0.5)
@@ -365,7 +365,7 @@ def test_an_answer_that_takes_longer_than_expected_arrives_all_the_same() -> Non
     server.close()
 
 
-@pytest.mark.parametrize("answer", [other_release(), TLS_ALERT, HTTP], ids=["v9", "tls", "http"])
+@pytest.mark.parametrize("answer", [other_release(), HTTP], ids=["v9", "http"])
 def test_what_a_stranger_says_is_silence_of_the_coordinator(answer: bytes) -> None:
     with Stranger(answer) as stranger:
         place, is_over, ended = Place(stranger.address, TOKEN), threading.Event(), list[object]()

@@ -10,20 +10,18 @@ import numpy as np
 import pytest
 
 from scalai.core.collection import Collection
-from scalai.core.errors import PeerError, StoreError, TlsError, UnprovenError
+from scalai.core.errors import PeerError, StoreError, UnprovenError
 from scalai.core.messages import Named
 from scalai.core.region import Box
 from scalai.core.source_list import Reference
 from scalai.launch.agent import data_plane
 from scalai.launch.agent.data_plane import DataPlaneServer, Peer, PiecesHeld
-from scalai.runtime import tls
 from scalai.runtime.codec import encode
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import DATA_PLANE, accept, service_key
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.parts import reference_of
-from support.certificates import Authority
 from support.store_states import Opener, generation, snapshot, values_of
 
 TOKEN = b"the job's token"
@@ -66,19 +64,6 @@ def test_all_pieces_arrive_and_what_they_are(store: HostStore, peer: Peer, tmp_p
         tensor, box = held.collection.box(row)
         found = fetch_into(tmp_path, peer, row, held.collection.select(np.array([row])))
         assert found == values_of(tensor, 1)[slices(box)].tobytes()
-
-
-def test_pieces_cross_under_tls_where_a_process_is_secured(
-    store: HostStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tls, "_own", Authority(tmp_path).identity())
-    generation(store, 1, step=1)
-    with DataPlaneServer(store, TOKEN) as server:
-        peer = Peer(server.address, TOKEN, store.host, timeout_s=5)
-        test_all_pieces_arrive_and_what_they_are(store, peer, tmp_path)
-        monkeypatch.setattr(tls, "_own", None)
-        with pytest.raises(TlsError):
-            pieces_through(store, peer)
 
 
 def test_bytes_are_told_of_as_they_arrive(

@@ -75,8 +75,8 @@ def test_another_probe_by_flag_puts_the_files_probe_aside(write: Writer) -> None
         ("[degree]\n", r"unknown key 'degree'; did you mean 'degrees'\?"),
         ("[store]\nsnapshot_evry = 1\n", r"\[store\] has an unknown key 'snapshot_evry'; did you"),
         (
-            "[resize]\nstandby = 'never'\nbuild_ahead = 'never'\n",
-            r"'standby' by its former name 'build_ahead' too",
+            "[resize]\nbuild_ahead = 'never'\n",
+            r"\[resize\] build_ahead is not known any more. Write standby",
         ),
         ("[resize]\nzzz = 1\n", r"unknown key 'zzz'; known are settle_s, drain_timeout_s"),
         ('[resize]\nsettle_s = "2"\n', r"\[resize\] settle_s = '2' is not a number"),

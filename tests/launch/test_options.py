@@ -3,15 +3,16 @@
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from scalai.core.errors import UsageError
+from scalai.launch import cli
 from scalai.launch.config import flags as flags_module
-from scalai.launch.config.flags import parse_options, with_own_name
+from scalai.launch.config.flags import build_parser, parse_options, with_own_name
 from scalai.launch.config.options import Options
+from scalai.launch.config.removed import REMOVED
 
 
 def parse(*argv: str) -> Options:
@@ -111,18 +112,26 @@ def test_steps_between_snapshots_are_a_number_or_chosen(
     assert "neither a number of steps nor auto" in capsys.readouterr().err
 
 
-def test_the_files_of_tls_are_named_by_a_flag_or_else_by_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("flag", [name for name in REMOVED if name.startswith("--")])
+def test_a_removed_flag_is_refused_by_name_with_the_way_out(flag: str) -> None:
+    for said in ([flag, "value"], [f"{flag}=value"], [flag]):
+        with pytest.raises(UsageError, match=f"^{flag} is not known any more") as refused:
+            parse(*said, "t.py")
+        assert REMOVED[flag] in str(refused.value)
+    assert parse("t.py", flag, "value").script_args == (flag, "value"), "the script's own"
+    assert flag not in build_parser().format_help()
+
+
+@pytest.mark.parametrize("name", [name for name in REMOVED if name.startswith("SCALAI_")])
+def test_a_removed_variable_is_refused_by_name_with_the_way_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert parse("t.py").tls is None
-    monkeypatch.setenv("SCALAI_TLS", "/x/a.crt,/x/a.key,/x/ca.pem")
-    assert parse("t.py").tls == "/x/a.crt,/x/a.key,/x/ca.pem"
-    assert parse("--tls", "b.crt,/x/b.key,ca.pem", "t.py").tls == (
-        f"{tmp_path}/b.crt,/x/b.key,{tmp_path}/ca.pem"  # its coordinator has another folder
-    )
-    with pytest.raises(UsageError, match="is not CERT,KEY,CA"):
-        parse("--tls", "b.crt", "t.py")
+    monkeypatch.setenv(name, "value")
+    with pytest.raises(UsageError, match=f"^{name} is not known any more"):
+        parse("t.py")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["status"])
+    assert ended.value.code == 2
 
 
 def test_a_coordinator_is_told_what_was_read() -> None:

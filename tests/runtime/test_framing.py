@@ -1,4 +1,4 @@
-"""Frames: sealed, bounded, over any stream; and sockets whose other side is gone without a word."""
+"""Frames: sealed, bounded; and sockets whose other side is gone without a word."""
 
 import os
 import socket
@@ -113,7 +113,7 @@ def test_what_was_changed_left_out_repeated_or_moved_ends_the_connection() -> No
         }.get(damage)
         if came is None:
             ends.near, ends.far = ends.far, ends.near  # its own words come back to it
-            ends.far._stream, came = ends.near._stream, first
+            ends.far._socket, came = ends.near._socket, first
         with pytest.raises(PeerError, match="arrived damaged, or was changed on its way"):
             ends.arrive(came)
 
@@ -178,21 +178,3 @@ def test_frames_of_any_length_arrive_whole() -> None:
         sender.join(30)
     near.close()
     far.close()
-
-
-def test_frames_go_over_any_stream() -> None:
-    """One that a TLS library wraps has no ``sendmsg``, and hands out as much as it likes."""
-
-    class Wrapped:
-        def __init__(self, inner: socket.socket) -> None:
-            self.settimeout, self.sendall = inner.settimeout, inner.sendall
-            self.shutdown, self.close, self.fileno = inner.shutdown, inner.close, inner.fileno
-            self._inner = inner
-
-        def recv_into(self, buffer: memoryview) -> int:
-            return self._inner.recv_into(buffer[:7])
-
-    one, two = socket.socketpair()
-    near, far = FramedSocket(Wrapped(one), "near", 5), FramedSocket(Wrapped(two), "far", 5)
-    near.send(b"x" * 1000)
-    assert far.receive() == b"x" * 1000

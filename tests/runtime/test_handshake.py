@@ -2,16 +2,16 @@
 
 import hashlib
 import hmac
-import secrets
 import socket
 import threading
 from collections.abc import Callable
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from scalai.core.errors import PeerError, UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
-from scalai.runtime.handshake import VERSIONS, accept, offer, service_key
+from scalai.runtime.handshake import accept, offer, service_key
 
 TOKEN = b"a secret of this job"
 Side = Callable[[FramedSocket], object]
@@ -50,15 +50,6 @@ def test_releases_without_a_common_version_say_so(mine: range, its: range) -> No
     found = meet(lambda f: offer(f, TOKEN, mine), lambda f: accept(f, TOKEN, its))
     for error in found:
         assert isinstance(error, VersionError) and "Install the same release" in str(error)
-
-
-def test_a_server_of_the_first_version_is_named() -> None:
-    def first(framed: FramedSocket) -> None:
-        framed.send(b"scalai-1" + secrets.token_bytes(32))
-        framed.receive()
-
-    error, _ = meet(lambda f: offer(f, TOKEN), first)
-    assert isinstance(error, VersionError) and "speaks version 1" in str(error)
 
 
 @pytest.mark.parametrize("noise", [b"", b"x", b"HTTP/1.1 400 Bad Request", bytes(42)])
@@ -118,30 +109,93 @@ def test_a_version_that_somebody_on_the_way_has_lowered_is_no_version() -> None:
     assert isinstance(found[0], UnprovenError)
 
 
-def test_the_proofs_and_the_keys_are_what_the_module_says() -> None:
-    """An independent client, by the text of the module alone."""
+def hello(key: bytes) -> bytes:
+    """What a client sends first, by the text of the module alone."""
+    return b"scalai" + b"\0\4\0\4" + key
 
-    def by_hand(framed: FramedSocket) -> bytes:
-        mine = b"scalai" + b"\0\3\0\3" + secrets.token_bytes(32)
+
+def by_hand(shared: bytes, token: bytes, seen: bytes) -> list[bytes]:
+    """HKDF as RFC 5869 has it: the proofs of client and server, the keys to server and client."""
+    extracted = hmac.new(b"scalai 4", shared + token, hashlib.sha256).digest()
+    made = [b""]
+    for number in range(1, 5):
+        last = made[-1] + seen + bytes([number])
+        made.append(hmac.new(extracted, last, hashlib.sha256).digest())
+    return made[1:]
+
+
+def served(framed: FramedSocket) -> bytes:
+    """Answer one message in capitals."""
+    accept(framed, TOKEN)
+    came = framed.receive()
+    framed.send(came.upper())
+    return came
+
+
+def test_the_proofs_and_the_keys_follow_from_the_token_and_a_secret_that_was_not_sent() -> None:
+    """So a thief of the token reads nothing that was recorded. An independent client."""
+
+    def client(framed: FramedSocket) -> bytes:
+        own = X25519PrivateKey.generate()
+        mine = hello(own.public_key().public_bytes_raw())
         framed.send(mine)
-        seen = mine + framed.receive()
-        extracted = hmac.new(b"scalai 3", TOKEN, hashlib.sha256).digest()
-
-        def derive(role: bytes) -> bytes:
-            return hmac.new(extracted, role + b"\0" + seen, hashlib.sha256).digest()
-
-        framed.send(derive(b"client"))
-        assert framed.receive() == derive(b"server")
-        framed.seal(derive(b"to server"), derive(b"to client"))
+        theirs = framed.receive()
+        shared = own.exchange(X25519PublicKey.from_public_bytes(theirs[-32:]))
+        proof, expected, to_server, to_client = by_hand(shared, TOKEN, mine + theirs)
+        framed.send(proof)
+        assert framed.receive() == expected
+        framed.seal(to_server, to_client)
         framed.send(b"over the sealed connection")
         return framed.receive()
 
-    def serve(framed: FramedSocket) -> bytes:
-        accept(framed, TOKEN)
-        came = framed.receive()
-        framed.send(came.upper())
-        return came
-
-    assert 3 in VERSIONS
     sent = b"over the sealed connection"
-    assert meet(by_hand, serve) == (sent.upper(), sent)
+    assert meet(client, served) == (sent.upper(), sent)
+
+
+def test_no_two_connections_have_a_fresh_key_in_common() -> None:
+    heard: list[bytes] = []
+
+    def client(framed: FramedSocket) -> None:
+        framed.send(hello(X25519PrivateKey.generate().public_key().public_bytes_raw()))
+        heard.append(framed.receive()[-32:])
+        framed.close()
+
+    def server(framed: FramedSocket) -> None:
+        heard.append(framed.receive()[-32:])
+        framed.close()
+
+    for _ in range(3):
+        meet(client, served)
+        meet(lambda f: offer(f, TOKEN), server)
+    assert len(set(heard)) == 6
+
+
+def test_a_stranger_who_connects_is_sent_nothing_that_hangs_on_the_token() -> None:
+    answers: list[bytes] = []
+
+    def stranger(framed: FramedSocket) -> None:
+        framed.send(hello(X25519PrivateKey.generate().public_key().public_bytes_raw()))
+        framed.receive()
+        framed.send(bytes(32))
+        answers.append(framed.receive())
+
+    _, error = meet(stranger, served)
+    assert answers == [b"refused"] and isinstance(error, UnprovenError)
+
+
+@pytest.mark.parametrize("key", [bytes(32), b"\1" + bytes(31)], ids=["0", "1"])
+def test_a_key_of_small_order_is_refused_by_both_sides(key: bytes) -> None:
+    """The secret of the two keys would be known to anybody (RFC 7748, section 6.1)."""
+
+    def client(framed: FramedSocket) -> None:
+        framed.send(hello(key))
+        framed.receive()
+        framed.receive()
+
+    def server(framed: FramedSocket) -> None:
+        framed.receive()
+        framed.send(hello(key))
+        framed.receive()
+
+    for found in (meet(client, served)[1], meet(lambda f: offer(f, TOKEN), server)[0]):
+        assert isinstance(found, UnprovenError)

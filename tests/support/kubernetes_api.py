@@ -135,9 +135,8 @@ def kubernetes_api(folder: Path) -> Iterator[Api]:
         def handle_error(self, request: object, client_address: object) -> None:
             """Clients go when they have waited for long enough."""
 
-    files = authority.files("api")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files.certificate, files.key)
+    context.load_cert_chain(*authority.files("api"))
     with Quiet(("127.0.0.1", 0), Handler) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         api.url = f"https://127.0.0.1:{server.server_address[1]}"

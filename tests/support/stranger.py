@@ -11,7 +11,6 @@ def other_release() -> bytes:
     return struct.pack(">I6sHH32s", 42, b"scalai", 9, 0, bytes(32))
 
 
-TLS_ALERT = bytes((0x15, 3, 3, 0, 2, 2, 70))
 HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 
 

@@ -1,0 +1,46 @@
+"""Removed flags, keys of the elastic configuration and environment variables: each is refused by
+name, with the way out."""
+
+import argparse
+import os
+
+from scalai.core.errors import UsageError
+
+REMOVED = {
+    "--tls": "Leave it out: the job's token seals every connection, with forward secrecy. For "
+    "certificates run the hosts' network over WireGuard or a service mesh",
+    "SCALAI_TLS": "Unset it: the job's token seals every connection, with forward secrecy",
+    "resize.build_ahead": "Write standby",
+}
+"""By name (a flag, ``section.key``, a variable): the way out, without a full stop."""
+
+
+def refusal(name: str, said: str | None = None) -> UsageError:
+    """The error for a removed name; ``said``: its form where it was found."""
+    return UsageError(f"{said or name} is not known any more. {REMOVED[name]}.")
+
+
+def add_removed_flags(parser: argparse.ArgumentParser) -> None:
+    """Let a parser refuse each removed flag that it does not have. Call it last."""
+    for flag in (name for name in REMOVED if name.startswith("--")):
+        try:
+            parser.add_argument(
+                *dict.fromkeys((flag, "--" + flag[2:].replace("-", "_"))),
+                action=_Refuse, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+            )  # fmt: skip
+        except argparse.ArgumentError:
+            continue  # in this parser the name means something else
+
+
+def refuse_variables() -> None:
+    """Raise ``UsageError`` where a removed environment variable is set."""
+    for name in REMOVED:
+        if os.environ.get(name):
+            raise refusal(name)
+
+
+class _Refuse(argparse.Action):
+    def __call__(
+        self, parser: object, namespace: object, values: object, option: str | None = None
+    ) -> None:
+        raise refusal(self.option_strings[0])
