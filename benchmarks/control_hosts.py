@@ -22,7 +22,6 @@ from control_watch import Watch
 from scalai.core import commands
 from scalai.core.collection import MAX_NDIM, Collection
 from scalai.core.errors import AnswerError, PeerError, StoreError
-from scalai.core.fingerprint import VERSION
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
@@ -411,7 +410,7 @@ class Host:
         assert self.sources is not None
         own = self.store.generations[self.sources.generation]
         rows = self._layouts.fetched[min(self._wants) // SLOTS]
-        nothing = Source(_nothing_to_read(), own.step, 1, NO_FACTS, NO_FACTS, VERSION)
+        nothing = Source(_nothing_to_read(), own.step, 1, NO_FACTS, NO_FACTS)
         return events.Fetched(
             self._round, dict.fromkeys(self._wants, nothing), grown(own, rows), 0.0, 0.0, 0, 0
         )

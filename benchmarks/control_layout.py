@@ -15,9 +15,9 @@ import numpy.typing as npt
 from plan import RANKS_PER_HOST, Degrees, held, wanted
 
 from scalai.core.collection import Collection
-from scalai.core.fingerprint import MODULI, VERSION
 from scalai.core.plan import Planner
 from scalai.core.sources import Holder
+from scalai.core.universal_hash import P
 from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile
 
 Prints = npt.NDArray[np.uint64]
@@ -42,7 +42,7 @@ def fingerprints(rows: Collection) -> Prints:
         for tensor in rows.tensors
     ]
     values = np.array(factors, dtype=np.uint64)[rows.tensor] * rows.numel().astype(np.uint64)
-    assert not len(rows) or int(values.max()) < MODULI[VERSION]
+    assert not len(rows) or int(values.max()) < P
     return np.asarray(values, dtype=np.uint64)
 
 

@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate, split_name
 from scalai.core.dtypes import ITEM_BYTES
-from scalai.core.fingerprint import VERSION
 from scalai.core.jsonable import Json
 from scalai.core.region import Box, Index, row_major
 
@@ -41,7 +40,6 @@ CONFIG = "config"
 REPORT = "scalai.json"
 """The proof that a conversion leaves in its destination."""
 REPORT_VERSION = 2
-"""Of what is written. Version 1, of older releases, is read: its fingerprints are of version 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +197,6 @@ class Checkpoint:
             none.
         stated: The fingerprints of whole tensors that the layout itself keeps, by name: pieces that
             were fetched and never proven are proven by them.
-        recorded_version: That of those fingerprints.
         notes: What was noticed, one line each: what cannot be carried and why.
         changed: Tensors that are not as the directory has them, but renamed, cut or padded: what is
             recorded beside the files is not of them.
@@ -214,7 +211,6 @@ class Checkpoint:
     may_overlap: bool = False
     recorded: npt.NDArray[np.uint64] | None = None
     stated: Mapping[str, int] = field(default_factory=dict)
-    recorded_version: int = VERSION
     notes: tuple[str, ...] = ()
     changed: frozenset[str] = frozenset()
     guessed: frozenset[str] = frozenset()

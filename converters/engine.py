@@ -220,7 +220,7 @@ def _check_read(
     prints = {name: int(value, 16) for name, value in report["fingerprints"].items()}
     try:
         check_records(source, records, runs, limits.workers)
-        check_report(source, prints, limits.workers)
+        check_report(source, prints)
     except ProofError:
         shutil.rmtree(partial, ignore_errors=True)  # what failed matters more
         raise

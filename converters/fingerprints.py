@@ -13,7 +13,7 @@ from scalai.converters.work import HERE
 from scalai.core.collection import Collection
 from scalai.core.coverage import check_coverage
 from scalai.core.dtypes import ITEM_BYTES
-from scalai.core.fingerprint import VERSION, combine, piece_fingerprint, tensor_fingerprints
+from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
 from scalai.core.plan import plan
 from scalai.core.region import Box, whole
 from scalai.core.sources import Holder
@@ -25,7 +25,7 @@ BATCH = 64
 """Rows that one process takes at a time."""
 
 
-def fingerprints(checkpoint: Checkpoint, workers: int, version: int = VERSION) -> Mapping[str, int]:
+def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     """Return the fingerprint of every tensor.
 
     Raises:
@@ -37,20 +37,18 @@ def fingerprints(checkpoint: Checkpoint, workers: int, version: int = VERSION) -
     if checkpoint.may_overlap:
         placed = _without_overlaps(placed)
         checkpoint = replace(checkpoint, placed=placed)
-    rows = row_fingerprints(checkpoint, range(len(placed.collection)), workers, version)
-    return tensor_fingerprints(placed.collection, rows, version)
+    rows = row_fingerprints(checkpoint, range(len(placed.collection)), workers)
+    return tensor_fingerprints(placed.collection, rows)
 
 
 def row_fingerprints(
-    checkpoint: Checkpoint, rows: Sequence[int], workers: int, version: int = VERSION
+    checkpoint: Checkpoint, rows: Sequence[int], workers: int
 ) -> npt.NDArray[np.uint64]:
     """Return the fingerprints of some rows as they are now."""
     values, files = np.zeros(len(rows), dtype=np.uint64), SourceFiles(checkpoint.directory)
 
     def compute(numbers: range) -> list[int]:
-        return [
-            _row_fingerprint(files, checkpoint.placed, rows[number], version) for number in numbers
-        ]
+        return [_row_fingerprint(files, checkpoint.placed, rows[number]) for number in numbers]
 
     for numbers, found in map_forked(compute, batches(len(rows)), workers):
         values[numbers.start : numbers.stop] = found
@@ -73,11 +71,11 @@ def _without_overlaps(placed: Placed) -> Placed:
     )  # fmt: skip
 
 
-def _row_fingerprint(files: SourceFiles, placed: Placed, row: int, version: int) -> int:
+def _row_fingerprint(files: SourceFiles, placed: Placed, row: int) -> int:
     tensor, box = placed.collection.box(row)
     views = ((part, files.view(placed, row, part)) for part in parts_of(box))
-    prints = (piece_fingerprint(view, part, tensor.shape, version) for part, view in views)
-    return combine(prints, version)
+    prints = (piece_fingerprint(view, part, tensor.shape) for part, view in views)
+    return combine(prints)
 
 
 def parts_of(box: Box) -> Iterator[Box]:

@@ -29,7 +29,6 @@ from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.dtypes import FROM_TORCH, NUMPY_DTYPES, TORCH_NAMES
 from scalai.core.errors import LayoutError, UsageError
-from scalai.core.fingerprint import VERSION
 from scalai.core.region import whole
 from scalai.store.files import FileLayout, lay_out
 from scalai.store.generation import Generation, load_generation
@@ -92,8 +91,6 @@ class GenerationLayout:
             may_overlap=True,
             recorded=np.concatenate([part.fingerprint for part in generation.hosts]),
             stated=generation.stated,
-            recorded_version=generation.fingerprint_version,
-            notes=_notes(generation),
         )
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
@@ -142,16 +139,6 @@ class GenerationLayout:
 
         fixed = {number: [(0, layout.header)] for number, layout in enumerate(layouts)}
         return Target(self.name, placed, fixed, finish, tuple(notes))
-
-
-def _notes(generation: Generation) -> tuple[str, ...]:
-    version = generation.fingerprint_version
-    if version == VERSION:
-        return ()
-    return (
-        f"an older release saved it, with fingerprints of version {version}: they are checked as "
-        f"that version's, and what is made now is of version {VERSION}",
-    )
 
 
 def _check_tensors(generation: Generation) -> None:
@@ -282,8 +269,8 @@ def _scalars(values: Values, notes: list[str]) -> dict[str, Any]:
 
 
 def _groups(megatron: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parameter groups of a live state: by their parameters, or, where it was converted
-    or an older release wrote it, by those keys by which Megatron-LM's checkpoints match them."""
+    """Yield the parameter groups of a live state: by their parameters, or, where it was
+    converted, by those keys by which Megatron-LM's checkpoints match them."""
     if "groups" in megatron:
         yield from (_live(values) for values in megatron["groups"]["values"].values())
     for identity, values in megatron.get("param_groups", {}).items():

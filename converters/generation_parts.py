@@ -28,7 +28,6 @@ def describe_parts(generation: Generation, numbers: Sequence[int]) -> dict[str, 
         "generations": list(numbers),
         "about": dict(generation.about),
         "size_bytes": sum(part.size_bytes for part in generation.hosts),
-        "fingerprint_version": generation.fingerprint_version,
         "hosts": [
             {
                 "host": part.host,
@@ -48,7 +47,7 @@ def describe_parts(generation: Generation, numbers: Sequence[int]) -> dict[str, 
 
 def _tensors(generation: Generation, rows: Collection) -> list[dict[str, Json]]:
     values = np.concatenate([part.fingerprint for part in generation.hosts])
-    prints = sure_fingerprints(rows, values, generation.fingerprint_version)
+    prints = sure_fingerprints(rows, values)
     table: dict[str, dict[str, Json]] = {
         tensor.name: {
             "name": tensor.name,

@@ -1,6 +1,6 @@
 """What is recorded of a checkpoint's content, by its layout or by the conversion that wrote it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from scalai.converters.fingerprints import fingerprints, row_fingerprints
 from scalai.converters.opening import read_json
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import ProofError, RefusedError
-from scalai.core.fingerprint import MODULI, VERSION, sure_fingerprints
+from scalai.core.fingerprint import VERSION, sure_fingerprints
 from scalai.core.region import box_text
 
 
@@ -25,8 +25,7 @@ def checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, i
     check_coverage(checkpoint.placed.collection, exact_partition=False)
     check_recorded(checkpoint, range(len(checkpoint.recorded)), workers)
     known, unsure = recorded_fingerprints(checkpoint)
-    is_comparable = not unsure and checkpoint.recorded_version == VERSION
-    return known if is_comparable else fingerprints(checkpoint, workers)
+    return fingerprints(checkpoint, workers) if unsure else known
 
 
 def check_recorded(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> None:
@@ -37,7 +36,7 @@ def check_recorded(checkpoint: Checkpoint, rows: Sequence[int], workers: int) ->
     """
     if checkpoint.recorded is None or not len(rows):
         return
-    found = row_fingerprints(checkpoint, rows, workers, checkpoint.recorded_version)
+    found = row_fingerprints(checkpoint, rows, workers)
     differing = np.flatnonzero(found != checkpoint.recorded[list(rows)])
     if len(differing):
         named = [_difference(checkpoint, rows[n], int(found[n])) for n in differing[:5].tolist()]
@@ -61,11 +60,11 @@ def _difference(checkpoint: Checkpoint, row: int, found: int) -> str:
 
 def recorded_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[int]]:
     """Return what a layout's own fingerprints of pieces say of whole tensors; and the rows of
-    tensors whose pieces overlap, of which they say nothing. Of version ``recorded_version``."""
+    tensors whose pieces overlap, of which they say nothing."""
     if checkpoint.recorded is None:
         return {}, ()
     collection = checkpoint.placed.collection
-    known = sure_fingerprints(collection, checkpoint.recorded, checkpoint.recorded_version)
+    known = sure_fingerprints(collection, checkpoint.recorded)
     is_unsure = np.array([tensor.name not in known for tensor in collection.tensors], dtype=bool)
     rows = np.flatnonzero(is_unsure[collection.tensor]) if len(collection) else collection.tensor
     return known, rows.tolist()
@@ -82,68 +81,54 @@ def check_stated(checkpoint: Checkpoint) -> None:
     _compare(known, checkpoint.stated, checkpoint.directory)
 
 
-def check_report(checkpoint: Checkpoint, found: Mapping[str, int], workers: int) -> None:
+def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
     """Compare fingerprints with those that the layout keeps, and those that a conversion left
-    beside a checkpoint. Where an older release recorded them, its own are computed, in a pass more.
+    beside a checkpoint.
 
     Raises:
         ProofError: They differ; names the tensors.
     """
-    known = {VERSION: found}
-
-    def of_version(version: int) -> Mapping[str, int]:
-        if version not in known:
-            known[version] = fingerprints(checkpoint, workers, version)
-        return {n: value for n, value in known[version].items() if n not in checkpoint.changed}
-
+    found = {n: value for n, value in found.items() if n not in checkpoint.changed}
     for recorded in (recorded_fingerprints(checkpoint)[0], checkpoint.stated):
-        if recorded:
-            _compare(of_version(checkpoint.recorded_version), recorded, checkpoint.directory)
-    check_reports(checkpoint.directory, of_version)
+        _compare(found, recorded, checkpoint.directory)
+    check_reports(checkpoint.directory, found)
 
 
-def check_reports(directory: Path, of_version: Callable[[int], Mapping[str, int]]) -> None:
+def check_reports(directory: Path, found: Mapping[str, int]) -> None:
     """Compare with the fingerprints that a conversion left beside a checkpoint.
 
     Args:
         directory: The checkpoint's.
-        of_version: Returns its fingerprints of a version, at least those of ``recorded_versions``.
+        found: Its fingerprints, by tensor.
 
     Raises:
         ProofError: They differ; names the tensors.
     """
-    for path, version, recorded in _reports(directory):
-        _compare(of_version(version), recorded, path)
+    for path, recorded in _reports(directory):
+        _compare(found, recorded, path)
 
 
-def recorded_versions(directory: Path) -> frozenset[int]:
-    """Return the versions of the fingerprints that a conversion left beside a checkpoint."""
-    return frozenset(version for _, version, _ in _reports(directory))
-
-
-def _reports(directory: Path) -> Iterator[tuple[Path, int, Mapping[str, int]]]:
-    """Yield the reports of conversions: where they lie, version and fingerprints by tensor."""
+def _reports(directory: Path) -> Iterator[tuple[Path, Mapping[str, int]]]:
+    """Yield the reports of conversions: where they lie, and fingerprints by tensor."""
     for folder in (directory, *directory.parents[:2]):
         if (folder / REPORT).is_file():
-            yield folder / REPORT, *_read_report(folder / REPORT)
+            yield folder / REPORT, _read_report(folder / REPORT)
 
 
-def _read_report(path: Path) -> tuple[int, Mapping[str, int]]:
+def _read_report(path: Path) -> Mapping[str, int]:
     try:
         report = read_json(path)
         recorded = {name: int(value, 16) for name, value in report["fingerprints"].items()}
-        version = report["version"]
-        prints = 1 if version == 1 else report.get("fingerprint_version")
-        is_known = version in (1, REPORT_VERSION) and prints in MODULI
+        versions = report["version"], report["fingerprint_version"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RefusedError(f"{path} is damaged ({error}). Remove it, or convert again.") from error
-    if not is_known:
+    if versions != (REPORT_VERSION, VERSION):
         raise RefusedError(
-            f"{path} is of version {version!r} with fingerprints of version {prints!r}, and what "
-            f"is read is {REPORT_VERSION} with {sorted(MODULI)}. Use the release of Scalai that "
-            "wrote it, or remove it to go on without its proof."
+            f"{path} is of version {versions[0]!r} with fingerprints of version {versions[1]!r}; "
+            f"read are version {REPORT_VERSION} and fingerprints of version {VERSION}. Use the "
+            "release of Scalai that wrote it, or remove it to go on without its proof."
         )
-    return prints, recorded
+    return recorded
 
 
 def _compare(found: Mapping[str, int], recorded: Mapping[str, int], where: Path) -> None:
@@ -162,6 +147,6 @@ def is_recorded(checkpoint: Checkpoint, names: Iterable[str]) -> bool:
     """Tell whether the layout, or a conversion beside a checkpoint, notes fingerprints of all these
     tensors; ``check_report`` compares with them."""
     known = {*recorded_fingerprints(checkpoint)[0], *checkpoint.stated}
-    for _, _, recorded in _reports(checkpoint.directory):
+    for _, recorded in _reports(checkpoint.directory):
         known |= recorded.keys()
     return known - checkpoint.changed >= set(names)

@@ -66,7 +66,7 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     found = checked_fingerprints(checkpoint, workers)
     _refuse(checkpoint, _duplicate_differences(checkpoint, workers))
     _refuse(checkpoint, _master_differences(checkpoint, workers))
-    check_report(checkpoint, found, workers)
+    check_report(checkpoint, found)
     check_auxiliary(checkpoint)
     return found
 

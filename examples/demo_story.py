@@ -126,8 +126,6 @@ class Resize:
 def read_resize(report: Mapping[str, Any]) -> Resize:
     """Read a report that the launcher wrote to ``--report-dir``."""
     seconds = dict(report["seconds"])
-    if "deposit" in seconds:  # as releases before 0.2 call it
-        seconds["snapshot"] = seconds.pop("deposit")
     return Resize(
         number=report["round"],
         step=report["step"],

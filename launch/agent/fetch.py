@@ -157,7 +157,6 @@ def _sources(
             consumed_samples=about["consumed_samples"],
             scalars=listed.scalars,
             rank_state=JsonText.of(states[rank]),
-            fingerprint_version=listed.fingerprint_version,
             lost=start.lost,
             proves=start.proves,
         )
@@ -321,17 +320,16 @@ def _fetch_all(
             raise
 
     given = {host: part.pieces for host, part in others.items()}
-    version = listed.fingerprint_version
     try:
         stated = stated_fingerprints(lists, given) if is_replica else {}
-        copied = store.copy_unchanged(number, version, staged, stated, lambda: arrived(0))
+        copied = store.copy_unchanged(number, staged, stated, lambda: arrived(0))
         left, due = _without(fetched, copied)
         expect(sum(int(entry.asked.pieces.size_bytes().sum()) for entry in due))
         if due:
             at_once(fetch, due, threads=min(len(due), FETCHED_AT_ONCE))
         found = np.zeros(len(pieces), np.uint64)
         found[list(copied)] = np.array(list(copied.values()), np.uint64)
-        found[left] = staged.fingerprints(left, version)
+        found[left] = staged.fingerprints(left)
         check_arrived(lists, given, found)
         reached("moved")
         store.adopt_empty(first_part(store.host, listed))

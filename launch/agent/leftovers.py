@@ -40,7 +40,7 @@ def find_leftovers(host: Path) -> list[Leftover]:
     snapshots = [
         path
         for match, path in numbered
-        if match is not None and match[1] in ("snapshot", "deposit") and (path / MANIFEST).exists()
+        if match is not None and match[1] == "snapshot" and (path / MANIFEST).exists()
     ]
     return [
         *(_leftover(path, "generation") for path in (*parts, *aside)),

@@ -218,5 +218,4 @@ def first_part(host: str, listed: SourceList) -> HostManifest:
         files=(),
         scalars={},
         rank_state={},
-        fingerprint_version=listed.fingerprint_version,
     )

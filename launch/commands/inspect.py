@@ -16,7 +16,6 @@ from scalai.converters.recorded import check_recorded, check_stated
 from scalai.converters.verify import verify
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.fingerprint import VERSION
 from scalai.core.jsonable import Json
 from scalai.core.region import Box, box_text
 from scalai.launch.config.sizes import size_text
@@ -133,8 +132,6 @@ def _lines(report: dict[str, Json]) -> Iterator[str]:
         yield f"{key:10} {value if isinstance(value, str) else json.dumps(value)}"
     state = "whole" if report["is_whole"] else f"not whole: {_missing(report['missing'])}"
     proof = ", fingerprints computed again and equal" if report["is_verified"] else ""
-    if report["fingerprint_version"] != VERSION:
-        proof += f"; fingerprints of version {report['fingerprint_version']}, of an older release"
     yield f"state      {state}, {size_text(report['size_bytes'])}{proof}"
     for host in report["hosts"]:
         ranks = ",".join(map(str, host["ranks"])) or "-"

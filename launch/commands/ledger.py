@@ -183,8 +183,8 @@ def _united(path: Path, parts: list[HostManifest]) -> Found:
     first = parts[0]
     if not ledgers:
         raise RefusedError(
-            f"generation {first.generation} in {path} has no ledger: an older release wrote it, or "
-            f"the hosts that draw samples are not here. Nothing is proven of its {first.step} "
+            f"generation {first.generation} in {path} has no ledger: its job draws none, or the "
+            f"hosts that draw samples are not here. Nothing is proven of its {first.step} "
             "steps; a job that goes on from it begins a ledger there."
         )
     ledger, breaks = _one_of(ledgers)

@@ -79,16 +79,14 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(status))
         return 0
-    # A coordinator that was started before an upgrade may know less than this command.
-    last, stalls = status.pop("last_resize", None), status.get("no_progress") or {}
-    held, missing = status.pop("held", None) or {}, status.pop("missing", None)
-    waits = [f"{host}: {what}" for host, what in held.items()]
+    last, stalls, missing = status.pop("last_resize"), status["no_progress"], status.pop("missing")
+    waits = [f"{host}: {what}" for host, what in status.pop("held").items()]
     status["waits_for"] = "; ".join(waits) or missing
     status["workers"] = ", ".join(f"{host}: {count}" for host, count in status["workers"].items())
     status["hosts"] = ", ".join(f"{h} ({of['slots']} slots)" for h, of in status["hosts"].items())
-    unhealthy = status.pop("unhealthy_hosts", None) or {}
+    unhealthy = status.pop("unhealthy_hosts")
     status["unhealthy"] = "; ".join(f"{h}: {why}" for h, why in unhealthy.items()) or None
-    failure = status.pop("last_failure", None)
+    failure = status["last_failure"]
     status["last_failure"] = failure and f"{failure['host']}: {failure['kind']}"
     status["no_progress"] = "; ".join(_describe_stall(*stall) for stall in stalls.items()) or None
     for key, value in status.items():
@@ -106,8 +104,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _passes(last: Mapping[str, Any]) -> str:
-    """Return what of the passes a resize has changed; a coordinator that was started before an
-    upgrade does not say it."""
+    """Return what of the passes a resize has changed."""
     before, after = last.get("passes_before") or {}, last.get("passes_after") or {}
     changed = [
         f", {key.replace('_', ' ')} {before[key] or 'as given'} -> {after[key] or 'as given'}"
@@ -118,11 +115,10 @@ def _passes(last: Mapping[str, Any]) -> str:
 
 
 def _describe_stall(host: str, stall: Mapping[str, Any]) -> str:
-    ranks = ", ".join(map(str, stall.get("ranks", "?")))
-    for_s = f"{stall['for_s']:.0f}" if "for_s" in stall else "?"
+    ranks = ", ".join(map(str, stall["ranks"]))
     return (
-        f"{host}: ranks {ranks} at step {stall.get('step', '?')} for {for_s} s (stacks in the log "
-        "of this host's agent)"
+        f"{host}: ranks {ranks} at step {stall['step']} for {stall['for_s']:.0f} s (stacks in the "
+        "log of this host's agent)"
     )
 
 

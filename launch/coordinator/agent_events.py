@@ -141,7 +141,7 @@ class AgentEvents:
         live, source = self._live, self._live.state.start.source
         if report.round != live.state.round or source is None:
             return
-        live.answers.add(host, report, live.generations.fingerprint_version(source))
+        live.answers.add(host, report)
         self._feed(events.Restored(host, report.round))
 
     def _unproven(self, host: str, round: int, reason: str) -> None:

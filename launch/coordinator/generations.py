@@ -90,8 +90,6 @@ class Generations:
         """Hosts that were released: what they held does not come back."""
         self.doubts = Doubts()
         self._steps: dict[int, int] = {}
-        self._versions: dict[int, int] = {}
-        """Of the fingerprints of each generation."""
         self._stated: dict[int, Committed] = {}
         self._fingerprints: dict[int, Mapping[str, int]] = {}
 
@@ -149,7 +147,6 @@ class Generations:
         self._made.add(number)
         self._left -= set(parts)
         self._steps[number] = step
-        self._versions[number] = next(iter(parts.values())).fingerprint_version
         self._stated[number], self._fingerprints[number] = stated, stated.fingerprints
         self._committed[number] = HeldParts()
         for host, part in parts.items():
@@ -240,10 +237,6 @@ class Generations:
         """Return the step of a committed generation."""
         return next(iter(self._committed[number].values())).step
 
-    def fingerprint_version(self, number: int) -> int:
-        """Return the version of a generation's fingerprints."""
-        return self._versions[number]
-
     def facts(self, number: int) -> Mapping[str, Any]:
         """Return what the workers of a generation told about the script."""
         entry: dict[str, Any] = {}
@@ -283,7 +276,6 @@ class Generations:
         self._committed.setdefault(part.generation, HeldParts())[part.host] = part
         self._numbers[snapshot_name(part)] = part.generation
         self._steps[part.generation] = part.step
-        self._versions[part.generation] = part.fingerprint_version
 
     def offer(self, part: HostManifest) -> bool:
         """A durable directory has this part of a generation that the job may have left behind: a
@@ -411,7 +403,7 @@ class Generations:
             self._descends = self._descent(number)
         self._numbers = {name: n for name, n in self._numbers.items() if not self._is_past(n)}
         tables: tuple[dict[int, Any], ...]
-        tables = self._steps, self._versions, self._stated, self._fingerprints
+        tables = self._steps, self._stated, self._fingerprints
         for table in tables:
             for old in [n for n in table if self._is_past(n)]:
                 del table[old]

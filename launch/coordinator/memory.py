@@ -70,7 +70,7 @@ class Memory:
             self._heard = known.order
             try:
                 self._sizing.take_over(known.request)
-            except ValueError as error:  # of another release: the job goes on as it was begun
+            except ValueError as error:  # the job goes on as it was begun
                 log.warning("event=not_taken_over what persons had asked for: %s", error)
             self._recalled()
         return known

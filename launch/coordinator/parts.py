@@ -13,7 +13,6 @@ from scalai.core.collection import concatenate
 from scalai.core.coverage import Cover
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import (
-    VERSION,
     Committed,
     combine,
     tensor_fingerprints,
@@ -31,31 +30,17 @@ def written_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
     parts = list(parts)
     rows = concatenate([part.collection for part in parts])
     values = np.concatenate([part.fingerprint for part in parts])
-    return tensor_fingerprints(rows, values, one_version(parts))
-
-
-def one_version(parts: Iterable[HostManifest]) -> int:
-    """Return the version of the fingerprints of all these parts. Raises ``ProofError`` where there
-    are several: they do not tell anything of each other."""
-    found = {part.fingerprint_version: part.host for part in parts}
-    if len(found) > 1:
-        text = ", ".join(f"{version} on host {host!r}" for version, host in sorted(found.items()))
-        raise ProofError(
-            f"the parts have fingerprints of several versions ({text}): two releases saved them, "
-            "so they are not one state. Remove those of one release, or start without its hosts."
-        )
-    return next(iter(found))
+    return tensor_fingerprints(rows, values)
 
 
 def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
     """Return the fingerprint of every tensor of a whole generation by name, as it was committed.
 
     Raises:
-        ProofError: The parts say different things, or an older release wrote them, which said
-            nothing, and their pieces tell it no more.
+        ProofError: The parts say different things; or they say nothing, as of a converted
+            generation, and hosts have fetched pieces that overlap.
     """
     parts = list(parts)
-    version = one_version(parts) if parts else VERSION
     check_alike(contradiction(parts))
     united = unite_committed(part.committed for part in parts)
     stated = {} if united is None else united.fingerprints
@@ -64,7 +49,7 @@ def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
     held = {tensor.name for tensor in tensors}
     if held <= stated.keys():
         return stated
-    return {**_fingerprints_of_a_cover(parts, held - stated.keys(), version), **stated}
+    return {**_fingerprints_of_a_cover(parts, held - stated.keys()), **stated}
 
 
 def check_alike(contradiction: str | None) -> None:
@@ -76,9 +61,7 @@ def check_alike(contradiction: str | None) -> None:
         )
 
 
-def _fingerprints_of_a_cover(
-    parts: Sequence[HostManifest], names: Set[str], version: int
-) -> Mapping[str, int]:
+def _fingerprints_of_a_cover(parts: Sequence[HostManifest], names: Set[str]) -> Mapping[str, int]:
     """Add up pieces that cover every one of these tensors once: those that were written, before
     those that were fetched and may overlap with them."""
     pieces = [
@@ -109,7 +92,7 @@ def _fingerprints_of_a_cover(
             f"pieces do not tell their fingerprint: {', '.join(sorted(holes)[:5])}. Resume from "
             "another generation."
         )
-    return {name: combine(boxes.values(), version) for name, boxes in chosen.items()}
+    return {name: combine(boxes.values()) for name, boxes in chosen.items()}
 
 
 class HeldParts(UserDict[str, HostManifest]):

@@ -45,9 +45,9 @@ class Answers:
     def slowest_snapshot(self, what: str) -> float:
         return max((seconds.get(what, 0.0) for seconds in self.snapshots.values()), default=0.0)
 
-    def add(self, host: str, report: Restored, version: int) -> None:
-        """A host has restored; ``version``: of its fingerprints."""
-        self.tally = self.tally or Tally(version)
+    def add(self, host: str, report: Restored) -> None:
+        """A host has restored."""
+        self.tally = self.tally or Tally()
         none = report.rows.select(np.zeros(0, np.int64))
         self.restored[host] = replace(report, rows=none, fingerprints=report.fingerprints[:0])
         try:
@@ -88,8 +88,7 @@ def prove(
     except (ProofError, LayoutError) as error:
         return f"the restored state is not the written one: {error}"
     took = answers.slowest("proof") + time.monotonic() - began
-    version = generations.fingerprint_version(number)
-    timeline.phase("proof", took, generation=number, proven=len(found), fingerprint_version=version)
+    timeline.phase("proof", took, generation=number, proven=len(found))
     timeline.mark("proven")
     return None
 

@@ -168,8 +168,9 @@ class Sizing:
             ValueError: It is nothing that ``request`` gives.
         """
         match request.value():
-            case [nproc, nnodes, degrees, list() as excluded, measured, *change]:
-                stepped = change.pop() if change and isinstance(change[-1], list) else []
+            case [
+                nproc, nnodes, degrees, list() as excluded, measured, *change, list() as stepped,
+            ]:  # fmt: skip
                 self._know(_stepped_of_json(stepped))
                 recalled = tuple(measured_of_json(measured)), change_of_json(change)
                 failed = tuple(_choice_of_json(each) for each in excluded)
@@ -244,7 +245,7 @@ class Sizing:
             case [int() | None as nproc, _, str() | None as degrees, *_, list() as stepped]:
                 self._know(_stepped_of_json(stepped))
             case _:
-                return  # of another release
+                return  # the file says something else
         if self._is_asked or (nproc, degrees) == (self._max_workers, self._degrees):
             return
         self._max_workers, self._degrees, self._assign = nproc, degrees, None
@@ -348,8 +349,6 @@ def _stepped_of_json(data: Iterable[object]) -> Iterator[Stepped]:
 
 def _choice_of_json(data: object) -> Choice:
     match data:
-        case [dict() as degrees, int() | None as size, str(reason), *more] if len(more) < 2:
-            # A release before did not say what is computed again: it was what the flags say.
-            recompute = recompute_of_json(more[0]) if more else None
-            return Choice(Degrees.from_json(degrees), (), reason, size, recompute)
+        case [dict() as degrees, int() | None as size, str(reason), again]:
+            return Choice(Degrees.from_json(degrees), (), reason, size, recompute_of_json(again))
     raise ValueError(f"{data!r} is no choice: degrees, samples of a pass, why, recompute")

@@ -182,7 +182,6 @@ class Starter:
             ],
             generation=number,
             step=self._generations.step(number),
-            fingerprint_version=self._generations.fingerprint_version(number),
             about=about,
             scalars=unite(part.scalars for part in in_order),
             # Of ranks at other degrees the states are of no use: all begin new ones.

@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 Loaded = tuple[Any, Any]
 
-_ANY = ""
-"""Stands for whatever was asked for, where an older release has kept one answer."""
 REMEMBERED = 100
 """How many of the newest checkpoints it is known of which epochs were over."""
 
@@ -89,8 +87,7 @@ class Checkpoints:
         return {"told": self._told, "over": self._over}
 
     def put(self, saved: Mapping[str, Any]) -> None:
-        told = saved["told"]
-        self._told = told if isinstance(told, dict) else {_ANY: told} if told else {}
+        self._told = dict(saved["told"])
         self._over = dict(saved["over"])
 
     def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Loaded:
@@ -140,7 +137,7 @@ class Checkpoints:
     def _as_the_first_round(self, request: Request, directory: Path | None) -> Loaded:
         """Return what the first round was told. Where it did not ask, because there was nothing to
         load yet, what the checkpoint says beside the state."""
-        told = self._told.get(_asked(request), self._told.get(_ANY))
+        told = self._told.get(_asked(request))
         if told is not None:
             path, client = told
             return path, client

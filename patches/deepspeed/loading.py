@@ -103,7 +103,7 @@ def _load_pieces(
     _check_storages(ranks, directory, saved, plan)
     _event(engine, "checkpoint_event_prologue")  # stage 3 lets go of what is gathered
     prints = ranks.together(lambda: fill(directory, plan.work, plan.rows))
-    proofs = ranks.to_first(proof(directory, plan.rows, prints))
+    proofs = ranks.to_first(proof(plan.rows, prints))
     source = saved.placed.collection
     ranks.together(lambda: check_proofs(directory, source, proofs) if proofs else None)
     ranks.together(plan.put_scalars)

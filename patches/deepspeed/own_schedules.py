@@ -101,11 +101,8 @@ class OwnSchedules:
         ]
         return {"own": states, "curves": self._curves}
 
-    def put(self, saved: Any) -> None:
-        if isinstance(saved, Mapping):
-            self._saved, self._curves = saved["own"], saved["curves"]
-        else:  # of an older release
-            self._saved = saved
+    def put(self, saved: Mapping[str, Any]) -> None:
+        self._saved, self._curves = saved["own"], saved["curves"]
 
     def begin(self) -> None:
         """Go on, at the first step of this round, where the last one has left the schedules. The

@@ -174,7 +174,7 @@ def _put_stated(
     stated: Mapping[str, Mapping[str, Json]], groups: Sequence[Group], *, may_be_alike: bool
 ) -> None:
     """Put values of groups that are known by those keys alone by which Megatron-LM's checkpoints
-    match them: of a converted checkpoint, or a state of an older release.
+    match them: of a converted checkpoint.
 
     Args:
         may_be_alike: Two groups may have one identity: the scheduler tells them apart itself.

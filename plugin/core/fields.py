@@ -130,8 +130,6 @@ def about(value: Json) -> dict[str, Json]:
     """Return what a manifest says of how the state came to be. What readers count on is of its
     kind; what is not there is no error here: ``read_saved_manifest`` asks for it."""
     table = mapped(value, "about")
-    if "deposit" in table:  # so older releases called it
-        table = {"snapshot": table["deposit"], **{k: v for k, v in table.items() if k != "deposit"}}
     for name in ("tensors", "world_size"):
         if name in table:
             whole_number(table[name], f"about.{name}")

@@ -2,8 +2,7 @@
 
 The fingerprint of a piece is a sum over its elements, so each shard is summed where it lies and the
 shards of any layout add up to the same number; replicas count once. ``core/universal_hash.py`` says
-what it finds and why. Two fingerprints say something about each other only if they are of one
-version: what is stored says its own, and is compared with what that version's function gives.
+what it finds and why.
 
 Source: own; neither Tenplex/Scalai (arXiv 2312.05181) nor its public code proves a reconfiguration.
 """
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core import fields, linear_checksum, universal_hash
+from scalai.core import fields, universal_hash
 from scalai.core.boxes import NumberLine, distinct
 from scalai.core.collection import Collection, Tensor, concatenate
 from scalai.core.coverage import find_gaps, find_overlaps
@@ -28,19 +27,14 @@ Prints = npt.NDArray[np.uint64]
 """Fingerprints [rows]."""
 
 VERSION = 2
-"""Of the fingerprints that are made now."""
-MODULI = {1: linear_checksum.MODULUS, 2: P}
-"""By version what fingerprints are added up modulo. Version 1 is that of older releases: it proves
-what they have saved."""
+"""Of fingerprints; what is stored states it. Those of other versions say nothing of these."""
 NAMED = 5
 """Tensors named in an error."""
 NOT_COMPARED = 2**64 - 1
 """Stands for the fingerprint of a row that may differ from rank to rank: beyond every modulus."""
 
 
-def piece_fingerprint(
-    values: Bits, box: Box, shape: tuple[int, ...], version: int = VERSION
-) -> int:
+def piece_fingerprint(values: Bits, box: Box, shape: tuple[int, ...]) -> int:
     """Return the fingerprint of one piece of a tensor.
 
     Args:
@@ -48,19 +42,16 @@ def piece_fingerprint(
             bytes, any strides.
         box: Where the piece lies in the global tensor.
         shape: The global tensor's shape, in elements.
-        version: Of the fingerprint.
     """
     assert values.dtype.kind == "u" and values.shape == box.shape, (values.dtype, values.shape)
     if not values.size:
         return 0
-    if version == 1:
-        return linear_checksum.piece_checksum(values, box, shape)
     return universal_hash.piece_hash(values, box, shape)
 
 
-def combine(fingerprints: Iterable[int], version: int = VERSION) -> int:
+def combine(fingerprints: Iterable[int]) -> int:
     """Return the fingerprint of the union of disjoint pieces."""
-    return sum(int(value) for value in fingerprints) % MODULI[version]
+    return sum(int(value) for value in fingerprints) % P
 
 
 def distinct_pieces(
@@ -130,7 +121,7 @@ def replicas_differ(tensor: Tensor, box: Box, one: int, other: int, count: int =
 
 
 def tensor_fingerprints(
-    collection: Collection, fingerprints: Iterable[int] | Prints, version: int = VERSION
+    collection: Collection, fingerprints: Iterable[int] | Prints
 ) -> dict[str, int]:
     """Add up the fingerprints of a whole state's pieces to those of its tensors.
 
@@ -138,7 +129,6 @@ def tensor_fingerprints(
         collection: Pieces of all holders. Replicas (equal boxes) count once. Their distinct boxes
             must be disjoint, which ``check_coverage`` tells.
         fingerprints: One a row.
-        version: Theirs.
 
     Raises:
         ProofError: Two replicas of a box differ.
@@ -147,19 +137,14 @@ def tensor_fingerprints(
     totals = {tensor.name: 0 for tensor in collection.tensors}
     for tensor_number, value in zip(pieces.tensor.tolist(), values.tolist(), strict=True):
         name = collection.tensors[tensor_number].name
-        totals[name] = (totals[name] + value) % MODULI[version]
+        totals[name] = (totals[name] + value) % P
     return totals
 
 
 class Tally:
-    """Fingerprints of tensors that are added up host by host; replicas (equal boxes) count once.
+    """Fingerprints of tensors that are added up host by host; replicas (equal boxes) count once."""
 
-    Args:
-        version: Of the fingerprints.
-    """
-
-    def __init__(self, version: int) -> None:
-        self._modulus = MODULI[version]
+    def __init__(self) -> None:
         self._values: dict[str, dict[bytes, int]] = {}
         self.totals: dict[str, int] = {}
         """By tensor the fingerprint of all that was added."""
@@ -184,11 +169,11 @@ class Tally:
                 raise replicas_differ(*collection.box(row), known, value)
             tables[number][key] = value
             name = collection.tensors[number].name
-            self.totals[name] = (self.totals[name] + value) % self._modulus
+            self.totals[name] = (self.totals[name] + value) % P
 
 
 def sure_fingerprints(
-    collection: Collection, fingerprints: Iterable[int] | Prints, version: int = VERSION
+    collection: Collection, fingerprints: Iterable[int] | Prints
 ) -> dict[str, int]:
     """Return the fingerprints of those tensors that are whole and cut without overlaps, as
     ``tensor_fingerprints`` does: of others the pieces' do not tell."""
@@ -197,7 +182,7 @@ def sure_fingerprints(
     is_sure = np.array([tensor.name not in unsure for tensor in collection.tensors], dtype=bool)
     rows = np.flatnonzero(is_sure[collection.tensor]) if len(collection) else collection.tensor
     values = np.array([int(value) for value in fingerprints], dtype=np.uint64)
-    prints = tensor_fingerprints(collection.select(rows), values[rows], version)
+    prints = tensor_fingerprints(collection.select(rows), values[rows])
     return {name: value for name, value in prints.items() if name not in unsure}
 
 

@@ -22,13 +22,12 @@ from scalai.core.messages import JsonText
 class Pieces:
     """Pieces of a state of which all hosts have parts (``snapshot`` names it).
 
-    ``collection`` has a row for each piece, ``fingerprint`` [rows] its content, of version
-    ``fingerprint_version``. A host that gets more of the state adds rows behind these.
+    ``collection`` has a row for each piece, ``fingerprint`` [rows] its content. A host that gets
+    more of the state adds rows behind these.
     """
 
     snapshot: str
     step: int
-    fingerprint_version: int
     collection: Collection
     fingerprint: npt.NDArray[np.uint64]
 
@@ -44,7 +43,7 @@ class Pieces:
     def digest(self) -> bytes:
         """Return the SHA-256 of all of it: two equal digests are equal pieces."""
         table = [[each.name, list(each.shape), each.dtype] for each in self.collection.tensors]
-        head = [self.snapshot, self.step, self.fingerprint_version, len(self), table]
+        head = [self.snapshot, self.step, len(self), table]
         found = hashlib.sha256(json.dumps(head).encode())
         held = self.collection
         for column in (held.tensor, held.offset, held.shape):
@@ -125,7 +124,6 @@ class SourceList:
 
     generation: int
     step: int
-    fingerprint_version: int
     hosts: tuple[str, ...]
     addresses: tuple[tuple[str, int], ...]
     rows: tuple[int, ...]
@@ -206,7 +204,6 @@ def source_list(
     *,
     generation: int,
     step: int,
-    fingerprint_version: int,
     about: Mapping[str, Json],
     scalars: Mapping[str, Json],
     ranks: int,
@@ -226,7 +223,6 @@ def source_list(
     return SourceList(
         generation=generation,
         step=step,
-        fingerprint_version=fingerprint_version,
         hosts=tuple(each.host for each in listed),
         addresses=tuple(each.address for each in listed),
         rows=tuple(each.reference.rows for each in listed),

@@ -112,9 +112,8 @@ class Source:
     """What a worker restores: which bytes of which files (``order``), and what goes with them.
 
     ``scalars`` are those of all ranks; ``rank_state`` maps this rank's coordinate to its state, or
-    is empty; fingerprints of what was read are to be of ``fingerprint_version``. ``lost`` are the
-    steps that were done before and are in no generation. ``proves``: the first step is compared
-    with what the workers before have computed.
+    is empty. ``lost`` are the steps that were done before and are in no generation. ``proves``: the
+    first step is compared with what the workers before have computed.
     """
 
     order: ReadOrder
@@ -122,7 +121,6 @@ class Source:
     consumed_samples: Samples
     scalars: JsonText
     rank_state: JsonText
-    fingerprint_version: int
     lost: tuple[Lost, ...] = ()
     proves: bool = False
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scalai.core.fingerprint import MODULI, VERSION, piece_fingerprint
+from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.region import Box, Piece, row_numbers
 from scalai.core.universal_hash import (
     DIGITS,
@@ -20,12 +20,12 @@ from scalai.core.universal_hash import (
     SECOND_FACTOR,
     STEP,
     WORD_BYTES,
+    P,
     Run,
     runs,
     segments_of_row,
     weigh,
 )
-from scalai.runtime.linear_checksum import device_checksum
 from scalai.runtime.live import Slot, host_bits, piece_view
 from scalai.store.files import blocks, slices
 
@@ -37,29 +37,23 @@ PLACES = tuple(1 << bits for bits in (26, 0))
 """What the parts of a sum count that a device keeps apart, so that none outgrows 63 bits."""
 
 
-def live_fingerprints(
-    rows: Sequence[tuple[Slot, Piece]], version: int = VERSION
-) -> npt.NDArray[np.uint64]:
+def live_fingerprints(rows: Sequence[tuple[Slot, Piece]]) -> npt.NDArray[np.uint64]:
     """Return the fingerprint of each row of live memory, [rows]. Blocks until the device is
     done."""
-    pending = [_row_fingerprint(slot, piece, version) for slot, piece in rows]
+    pending = [_row_fingerprint(slot, piece) for slot, piece in rows]
     # One wait for the device at the end instead of one a row.
-    values = [
-        value if isinstance(value, int) else fingerprint_of(value, version) for value in pending
-    ]
+    values = [value if isinstance(value, int) else fingerprint_of(value) for value in pending]
     return np.array(values, dtype=np.uint64)
 
 
-def _row_fingerprint(slot: Slot, piece: Piece, version: int) -> "int | torch.Tensor":
+def _row_fingerprint(slot: Slot, piece: Piece) -> "int | torch.Tensor":
     view, shape = piece_view(slot, piece), slot.tensor.shape
     if view.device.type == "cpu":
-        return piece_fingerprint(host_bits(view), piece.box, shape, version)
-    return device_fingerprint(view, piece.box, shape, version)
+        return piece_fingerprint(host_bits(view), piece.box, shape)
+    return device_fingerprint(view, piece.box, shape)
 
 
-def device_fingerprint(
-    bits: torch.Tensor, box: Box, shape: tuple[int, ...], version: int = VERSION
-) -> torch.Tensor:
+def device_fingerprint(bits: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
     """Compute ``core.fingerprint.piece_fingerprint`` of a piece where it lies.
 
     Queued on the current stream, without waiting. Returns int64 numbers of which
@@ -69,10 +63,7 @@ def device_fingerprint(
         bits: The piece as signed integers of the element's width [box.shape], any strides.
         box: Where the piece lies in the global tensor.
         shape: The global tensor's shape, in elements.
-        version: Of the fingerprint.
     """
-    if version == 1:
-        return device_checksum(bits, box, shape, BLOCK)
     total = torch.zeros((2, 2, DIGITS, DIGITS), dtype=torch.int64, device=bits.device)
     segments = segments_of_row(shape[-1] if shape else 1, bits.element_size())
     columns = box.shape[-1] if shape else 1
@@ -88,12 +79,10 @@ def device_fingerprint(
     return total
 
 
-def fingerprint_of(numbers: torch.Tensor, version: int = VERSION) -> int:
+def fingerprint_of(numbers: torch.Tensor) -> int:
     """Return the fingerprint that ``device_fingerprint`` has computed. Blocks until it is there."""
-    if version == 1:
-        return int(numbers) % MODULI[1]
     parts = numbers.reshape(len(PLACES), -1).tolist()
-    return sum(weigh(sums) * place for sums, place in zip(parts, PLACES, strict=True)) % MODULI[2]
+    return sum(weigh(sums) * place for sums, place in zip(parts, PLACES, strict=True)) % P
 
 
 def _words(values: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:

@@ -38,10 +38,10 @@ class Filled:
     began: float
     mapped_s: float
 
-    def proven(self, rank: int, round: int, wanted: Sequence[Row], version: int) -> RankRestored:
-        """Return what this rank has, with fingerprints of this version of its wanted rows."""
+    def proven(self, rank: int, round: int, wanted: Sequence[Row]) -> RankRestored:
+        """Return what this rank has, with fingerprints of its wanted rows."""
         read = time.monotonic()
-        fingerprints = live_fingerprints(wanted, version)
+        fingerprints = live_fingerprints(wanted)
         return RankRestored(
             rank=rank,
             round=round,

@@ -508,4 +508,4 @@ class Session(Drawing):
         ledger = filled.scalars.get(LEDGER)
         self._consumption.restore(ledger, self.step, self.consumed_samples, source.lost)
         self._registered.put(filled.scalars["user"])
-        self._agent.call(filled.proven(self.rank, self._round, wanted, source.fingerprint_version))
+        self._agent.call(filled.proven(self.rank, self._round, wanted))

@@ -45,9 +45,7 @@ def attachment(
             raise StoreError(
                 f"{parts[0][0].parent} and host {part.host!r} have different states under the "
                 f"number {first.generation}: {first.about.get('snapshot')!r} of step {first.step} "
-                f"(fingerprints of version {first.fingerprint_version}), "
-                f"{part.about.get('snapshot')!r} of step {part.step} (version "
-                f"{part.fingerprint_version}). Move one of them away."
+                f"and {part.about.get('snapshot')!r} of step {part.step}. Move one of them away."
             )
     grown = empty_part(first, host) if own is None else own
     held = set(piece_keys(grown.collection))
@@ -80,9 +78,9 @@ def attachment(
     return Attachment(manifest, links)
 
 
-def _state(part: HostManifest) -> tuple[object, int, int]:
+def _state(part: HostManifest) -> tuple[object, int]:
     """Return what parts of one state have in common."""
-    return part.about.get("snapshot"), part.step, part.fingerprint_version
+    return part.about.get("snapshot"), part.step
 
 
 def _with_rows(

@@ -80,7 +80,7 @@ class HostDirectory:
             if match is not None:
                 number = int(match[2])
                 self._next_number = max(self._next_number, number + 1)
-                yield match[1].replace("deposit", "snapshot"), number, self.path / entry
+                yield match[1], number, self.path / entry
 
     def new(self, kind: str) -> Path:
         """Make a folder of this kind, with a number that none has had."""
@@ -138,7 +138,7 @@ class HostDirectory:
         with self.mutex:
             held = [
                 entry.lstat()  # a link leads to bytes on a disk
-                for kind in ("generation", "snapshot", "deposit", "dropped", "fetched", "damaged")
+                for kind in ("generation", "snapshot", "dropped", "fetched", "damaged")
                 for entry in self.path.glob(f"{kind}-*/*")
                 if not is_spare(entry)
             ]

@@ -57,14 +57,11 @@ def parts_there(folder: Path, manifest: HostManifest) -> dict[Path, HostManifest
             part = read_manifest(path)
         except StoreError:
             continue
-        state, its = (
-            (m.step, m.about.get("snapshot"), m.fingerprint_version) for m in (manifest, part)
-        )
+        state, its = ((m.step, m.about.get("snapshot")) for m in (manifest, part))
         if state != its:
             raise StoreError(
-                f"{path} holds another state under the same number (step {its[0]}, {its[1]!r}, "
-                f"fingerprints of version {its[2]}; this one is step {state[0]}, {state[1]!r}, "
-                f"version {state[2]}). Name an empty --durable-dir, or move "
+                f"{path} holds another state under the same number (step {its[0]}, {its[1]!r}; "
+                f"this one is step {state[0]}, {state[1]!r}). Name an empty --durable-dir, or move "
                 "that away."
             )
         found[path] = part

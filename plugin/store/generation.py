@@ -42,14 +42,9 @@ class Generation:
         return self.hosts[0].about
 
     @property
-    def fingerprint_version(self) -> int:
-        """The version of all parts' fingerprints."""
-        return self.hosts[0].fingerprint_version
-
-    @property
     def stated(self) -> Mapping[str, int]:
-        """The fingerprints of all tensors by name, as they were committed; none of a generation of
-        a release that stated nothing, or that was converted."""
+        """The fingerprints of all tensors by name, as they were committed; none of one that
+        was converted."""
         united = unite_committed(part.committed for part in self.hosts)
         return {} if united is None else united.fingerprints
 
@@ -72,8 +67,8 @@ def unite_hosts(
     """Unite the parts of one generation.
 
     Raises:
-        StoreError: None is given, or they are not parts of one generation at one step, or of two
-        releases, or a host comes twice. LayoutError: Two hosts hold tensors of one name that differ
+        StoreError: None is given, or they are not parts of one generation at one step, or a
+        host comes twice. LayoutError: Two hosts hold tensors of one name that differ
         in shape or dtype.
     """
     places = list(directories) if directories is not None else [None] * len(manifests)
@@ -92,13 +87,6 @@ def unite_hosts(
                 f"host {part.host!r} has generation {part.generation} at step {part.step}, host "
                 f"{first.host!r} generation {first.generation} at step {first.step}. Never mix "
                 "generations: take one of them."
-            )
-        if part.fingerprint_version != first.fingerprint_version:
-            raise StoreError(
-                f"the parts of generation {first.generation} on hosts {part.host!r} and "
-                f"{first.host!r} have fingerprints of versions {part.fingerprint_version} and "
-                f"{first.fingerprint_version}: two releases saved them, so they are not one state. "
-                "Never mix generations: take one of them."
             )
         if part.host in seen:
             raise StoreError(

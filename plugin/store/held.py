@@ -322,16 +322,14 @@ class HeldGenerations:
             generation: It is committed here, or ``adopt_empty`` was called.
             staged: The file, filled. It becomes the last of the manifest's files.
             extras: What goes with the pieces, where they come from other hosts.
-            fingerprints: Of each piece, [rows], of the generation's version, where they were
-                computed already.
+            fingerprints: Of each piece, [rows], where they were computed already.
 
         Raises:
             StoreError: The generation is not committed here.
         """
         path, pieces = staged.path, staged.pieces
         if fingerprints is None:
-            version = self.manifest(generation).fingerprint_version
-            fingerprints = staged.fingerprints(np.arange(len(pieces)), version)
+            fingerprints = staged.fingerprints(np.arange(len(pieces)))
         with self._mutex:
             directory, own = self.generation_directory(generation), self.manifest(generation)
             name = _free_name(directory, path.parent.name)

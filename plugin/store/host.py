@@ -145,7 +145,6 @@ class HostStore(HeldGenerations):
     def copy_unchanged(
         self,
         generation: int,
-        version: int,
         staged: Staged,
         stated: Mapping[int, int],
         check: Callable[[], None],
@@ -159,7 +158,6 @@ class HostStore(HeldGenerations):
 
         Args:
             generation: Of which the pieces are.
-            version: Of its fingerprints.
             staged: What is wanted, and where it goes.
             stated: What their hosts say is the fingerprint of each, by row, of those that they have
                 as they are wanted.
@@ -176,7 +174,7 @@ class HostStore(HeldGenerations):
             left = {row: value for row, value in stated.items() if row not in found}
             if older != generation and left:
                 try:
-                    found |= self._copy_from(older, version, staged, left, check)
+                    found |= self._copy_from(older, staged, left, check)
                 except StoreError as error:  # it was dropped, or a file of it has gone
                     check()
                     log.warning("event=not_copied generation=%d: %s", older, error)
@@ -185,14 +183,13 @@ class HostStore(HeldGenerations):
     def _copy_from(
         self,
         older: int,
-        version: int,
         staged: Staged,
         stated: Mapping[int, int],
         check: Callable[[], None],
     ) -> dict[int, int]:
         manifest = self.manifest(older)
         # Files that are attached lie on a disk, which may be slow or hang.
-        if manifest.fingerprint_version != version or attached_hosts(manifest):
+        if attached_hosts(manifest):
             return {}
         with self.open_rows(older) as rows:
             sources = unchanged(rows.manifest, staged.pieces, stated)
@@ -209,7 +206,7 @@ class HostStore(HeldGenerations):
             finally:
                 os.close(descriptor)
         copied = np.array(list(sources), dtype=np.int64)
-        prints = staged.fingerprints(copied, version).tolist()
+        prints = staged.fingerprints(copied).tolist()
         found = dict(zip(copied.tolist(), prints, strict=True))
         damaged = [row for row, value in found.items() if value != stated[row]]
         if damaged:

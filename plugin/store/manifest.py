@@ -20,17 +20,16 @@ from scalai.core.boxes import outside, right_aligned
 from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import StoreError
-from scalai.core.fingerprint import MODULI, Committed
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
+from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
 from scalai.core.source_list import Reference
+from scalai.core.universal_hash import P
 from scalai.store.atomic import partial_of, replace_file
 from scalai.store.places import MANIFEST
 
 FORMAT = "scalai-generation"
 VERSION = 3
-"""Of what is written. What older releases wrote is read: version 1, whose fingerprints are of
-version 1, and version 2, where each part states the fingerprints of all tensors."""
 UNNUMBERED = -1
 """The generation of a manifest that is sealed and not yet committed."""
 MAX_BYTES = 1 << 60
@@ -74,7 +73,6 @@ class HostManifest:
     rank_state: Mapping[str, Json]
     committed: Committed | None = None
     unproven: tuple[int, ...] = ()
-    fingerprint_version: int = FINGERPRINT_VERSION
     summarizes: Reference | None = None
 
     @property
@@ -103,7 +101,7 @@ class HostManifest:
             "collection": self.collection.to_json(),
             "file": self.file.tolist(),
             "begin": self.begin.tolist(),
-            "fingerprint_version": self.fingerprint_version,
+            "fingerprint_version": FINGERPRINT_VERSION,
             # Text, because readers that hold numbers as doubles would round them.
             "fingerprint": [f"{value:016x}" for value in self.fingerprint.tolist()],
             **stated,
@@ -142,7 +140,7 @@ class HostManifest:
 def _read(data: Mapping[str, Json], where: str) -> HostManifest:
     """Return the manifest that these values are, each of its own kind. Raises ``StoreError`` where
     they are of another release, ``KeyError`` or ``ValueError`` where they are not a manifest."""
-    prints = _fingerprint_version(data, where)
+    _check_versions(data, where)
     files = [fields.listed(entry, "an entry of files") for entry in data["files"]]
     return HostManifest(
         generation=fields.whole_number(data["generation"], "generation", UNNUMBERED),
@@ -164,7 +162,6 @@ def _read(data: Mapping[str, Json], where: str) -> HostManifest:
         rank_state=fields.mapped(data["rank_state"], "rank_state"),
         committed=Committed.from_json(data["committed"]) if "committed" in data else None,
         unproven=tuple(fields.column(data.get("unproven", []), "unproven").tolist()),
-        fingerprint_version=prints,
         summarizes=_reference(data["summarizes"]) if "summarizes" in data else None,
     )
 
@@ -177,24 +174,20 @@ def _reference(value: Json) -> Reference:
     )
 
 
-def _fingerprint_version(data: Mapping[str, Json], where: str) -> int:
-    """Return the version of a manifest's fingerprints. Raises ``StoreError`` where this release
-    reads neither the manifest's version nor that one."""
+def _check_versions(data: Mapping[str, Json], where: str) -> None:
+    """Raise ``StoreError`` where this release does not read such a manifest."""
     version = data["version"]
-    if data["format"] != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
+    if (data["format"], version) != (FORMAT, VERSION) or type(version) is not int:
         raise StoreError(
-            f"{where} is {data['format']!r} version {version!r}; this release "
-            f"reads {FORMAT!r} to version {VERSION}. Use the release that wrote it."
+            f"{where} is {data['format']!r} version {version!r}; this release reads {FORMAT!r} "
+            f"version {VERSION}. Use the release that wrote it."
         )
-    if version == 1 and "fingerprint_version" in data:
-        raise ValueError("it is of version 1, which states no fingerprint_version, and has one")
-    prints = 1 if version == 1 else data["fingerprint_version"]
-    if type(prints) is not int or prints not in MODULI:
+    prints = data["fingerprint_version"]
+    if prints != FINGERPRINT_VERSION or type(prints) is not int:
         raise StoreError(
-            f"{where} has fingerprints of version {prints!r}; this release knows those of "
-            f"{sorted(MODULI)}. Use the release that wrote it."
+            f"{where} has fingerprints of version {prints!r}; this release knows those of version "
+            f"{FINGERPRINT_VERSION}. Use the release that wrote it."
         )
-    return prints
 
 
 def _digest(data: Mapping[str, Json]) -> str:
@@ -411,6 +404,5 @@ def _misplaced(manifest: HostManifest) -> str | None:
     if beyond.any():
         row = int(beyond.argmax())
         return f"piece {row} ends beyond {manifest.files[manifest.file[row]].name}"
-    modulus = MODULI[manifest.fingerprint_version]
     largest = int(manifest.fingerprint.max())
-    return None if largest < modulus else f"fingerprint {largest:016x} is not below {modulus:x}"
+    return None if largest < P else f"fingerprint {largest:016x} is not below {P:x}"

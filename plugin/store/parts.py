@@ -38,9 +38,9 @@ class Staged:
     pieces: Collection
     begins: Columns
 
-    def fingerprints(self, rows: npt.NDArray[np.int64], version: int) -> npt.NDArray[np.uint64]:
-        """Return the fingerprints of these rows, which lie there, [rows]; of this version."""
-        return fingerprints_of(self.path, self.pieces.select(rows), self.begins[rows], version)
+    def fingerprints(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Return the fingerprints of these rows, which lie there, [rows]."""
+        return fingerprints_of(self.path, self.pieces.select(rows), self.begins[rows])
 
 
 class StoredRows:
@@ -131,8 +131,8 @@ class StoredRows:
             DamageError: It is another one, or the file is too short.
         """
         tensor, box = self.manifest.collection.box(row)
-        expected, version = int(self.manifest.fingerprint[row]), self.manifest.fingerprint_version
-        found = piece_fingerprint(self.view(row), box, tensor.shape, version)
+        expected = int(self.manifest.fingerprint[row])
+        found = piece_fingerprint(self.view(row), box, tensor.shape)
         if found != expected:
             raise DamageError(
                 f"{self._name(row)} has fingerprint {found:016x}, not {expected:016x}"
@@ -160,7 +160,6 @@ def pieces_of(part: HostManifest, rows: int | None = None) -> Pieces:
     return Pieces(
         snapshot_name(part),
         part.step,
-        part.fingerprint_version,
         used_only(part.collection.select(chosen)),
         part.fingerprint[chosen],
     )
@@ -208,16 +207,14 @@ def summary(part: HostManifest) -> HostManifest:
     )
 
 
-def fingerprints_of(
-    path: Path, pieces: Collection, begins: Columns, version: int
-) -> npt.NDArray[np.uint64]:
+def fingerprints_of(path: Path, pieces: Collection, begins: Columns) -> npt.NDArray[np.uint64]:
     """Return the fingerprint of each piece, [rows], that lies row-major in a file at byte
-    ``begins`` [rows]; ``version``: of the generation's fingerprints."""
+    ``begins`` [rows]."""
     data, values = map_file(path), []
     for row, begin in enumerate(begins.tolist()):
         tensor, box = pieces.box(row)
         bits = box_view(data, begin, box.shape, bits_dtype(tensor.dtype))
-        values.append(piece_fingerprint(bits, box, tensor.shape, version))
+        values.append(piece_fingerprint(bits, box, tensor.shape))
     return np.array(values, dtype=np.uint64)
 
 

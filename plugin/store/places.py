@@ -8,9 +8,9 @@ from scalai.core.errors import UsageError
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
-NUMBERED = re.compile(r"(generation|snapshot|deposit|dropped|fetched)-(\d+)")
+NUMBERED = re.compile(r"(generation|snapshot|dropped|fetched)-(\d+)")
 """Directories of a host that hold bytes: committed, being written or sealed, still read, of other
-hosts. Releases before 0.2 called a snapshot a deposit."""
+hosts."""
 
 
 def default_store_dir() -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scalai.converters import parts
+from scalai.converters import engine, parts
 from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.journal import Journal, try_lock
@@ -21,6 +21,7 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.parts import Part, alone
 from scalai.converters.verify import verify
 from scalai.core.errors import PeerError, StoreError, UsageError
+from scalai.core.fingerprint import VERSION
 from support.checkpoints import LIMITS, state, write
 
 WIDTH = 256
@@ -241,3 +242,16 @@ def test_a_wait_for_another_process_is_told_of_and_ends_with_it(
         parts.log.removeHandler(handler)
         other.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_part_of_another_version_of_fingerprints_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source")
+    with monkeypatch.context() as other_release:
+        other_release.setattr(engine, "VERSION", VERSION + 1)
+        assert reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(1, 2)) is None
+    with pytest.raises(UsageError, match="another release"):
+        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+    report = reshard(source, target_of(source), tmp_path / "new", LIMITS)
+    assert report is not None and report["resumed_tasks"] == 0

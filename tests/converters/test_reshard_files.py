@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scalai.converters import verify as verifying
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.journal import Journal
@@ -28,6 +29,23 @@ def run(*arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main([*map(str, arguments)])
     return int(ended.value.code or 0)
+
+
+def test_two_checkpoints_are_compared_by_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where fingerprints were equal by chance."""
+    one, two = write(tmp_path / "one"), write(tmp_path / "two")
+    placed = two.placed
+    names = [placed.collection.box(row)[0].name for row in range(len(placed.collection))]
+    row = names.index("exp_avg/decoder.layers.1.mlp.linear_fc2.weight")
+    path = two.directory / placed.files[placed.file[row]].path
+    data = bytearray(path.read_bytes())
+    data[int(placed.begin[row]) + 9] ^= 1
+    path.write_bytes(data)
+    monkeypatch.setattr(verifying, "fingerprints", lambda *arguments: dict.fromkeys(names, 0))
+    [line] = compare(one, open_checkpoint(tmp_path / "two"), 1)
+    assert line.startswith("exp_avg/decoder.layers.1.mlp.linear_fc2.weight[0:1,2:3]: 1 elements")
 
 
 MANY = {f"decoder.layers.{layer}.mlp.linear_fc2.bias": (4,) for layer in range(2, 40)}

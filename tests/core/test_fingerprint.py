@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import (
-    MODULI,
     VERSION,
     combine,
     compare,
     piece_fingerprint,
     tensor_fingerprints,
 )
-from scalai.core.linear_checksum import hash32
 from scalai.core.region import Box, whole
 
 Array = npt.NDArray[np.unsignedinteger]
@@ -29,7 +27,6 @@ Array = npt.NDArray[np.unsignedinteger]
 CASES = settings(max_examples=100, deadline=None)
 items = st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64])
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
-versions = pytest.mark.parametrize("version", sorted(MODULI))
 
 
 def random_bits(shape: tuple[int, ...], item: type, seed: int = 0) -> Array:
@@ -38,8 +35,8 @@ def random_bits(shape: tuple[int, ...], item: type, seed: int = 0) -> Array:
     return data.view(item).reshape(shape)
 
 
-def fingerprint(values: Array, version: int = VERSION) -> int:
-    return piece_fingerprint(values, whole(values.shape), values.shape, version)
+def fingerprint(values: Array) -> int:
+    return piece_fingerprint(values, whole(values.shape), values.shape)
 
 
 SEED = hashlib.shake_256(b"scalai fingerprint, version 2").digest(8 * 129)
@@ -65,23 +62,8 @@ def segment_key(number: int) -> int:
     return signed_digits(value ^ (value >> 31))
 
 
-def version_1(values: Array, box: Box, shape: tuple[int, ...]) -> int:
-    """The sum of bit pattern times key, one word after the other, in Python's integers."""
-    words = 2 if values.itemsize == 8 else 1
-    columns = shape[-1] if shape else 1
-    total = 0
-    for local in np.ndindex(values.shape):
-        index = [start + i for start, i in zip(box.offset, local, strict=True)]
-        flat = int(np.ravel_multi_index(index, shape)) if shape else 0
-        row = int(hash32(np.array([flat // columns if len(shape) > 1 else 0]))[0])
-        for word in range(words):
-            bits = (int(values[local]) >> (32 * word)) & (2**32 - 1)
-            total += bits * ((row << 32) + 2 * (flat * words + word) + 1)
-    return total % 2**64
-
-
-def version_2(values: Array, box: Box, shape: tuple[int, ...]) -> int:
-    """The same of version 2, whose words are 4 bytes of a row."""
+def by_definition(values: Array, box: Box, shape: tuple[int, ...]) -> int:
+    """The sum of signed words of 4 bytes times their keys, in Python's integers."""
     item, columns = values.itemsize, shape[-1] if shape else 1
     segments = -(-columns * item // 512)
     total = 0
@@ -100,14 +82,10 @@ def version_2(values: Array, box: Box, shape: tuple[int, ...]) -> int:
     return total % (2**64 - 59)
 
 
-BY_DEFINITION = {1: version_1, 2: version_2}
-
-
-@versions
 @CASES
 @given(shapes, items, st.integers(0, 2**32), st.data())
 def test_a_piece_has_the_defined_sum(
-    version: int, shape: tuple[int, ...], item: type, seed: int, data: st.DataObject
+    shape: tuple[int, ...], item: type, seed: int, data: st.DataObject
 ) -> None:
     more = data.draw(st.sampled_from([5, 300])) if len(shape) < 3 else 5
     whole_shape = tuple(size + data.draw(st.integers(0, more)) for size in shape)
@@ -116,38 +94,33 @@ def test_a_piece_has_the_defined_sum(
     )
     values = random_bits(shape, item, seed)
     box = Box(offset, shape)
-    found = piece_fingerprint(values, box, whole_shape, version)
-    assert found == BY_DEFINITION[version](values, box, whole_shape)
+    found = piece_fingerprint(values, box, whole_shape)
+    assert found == by_definition(values, box, whole_shape)
 
 
-@pytest.mark.parametrize(
-    ("version", "expected"), [(1, "c50eb91a309d87ec"), (2, "5a9f07929a46e54e")]
-)
-def test_a_version_stays_what_it_is(version: int, expected: str) -> None:
+def test_a_version_stays_what_it_is() -> None:
     """What was stored is compared with what later releases compute."""
     values = np.arange(3000, dtype=np.uint32).reshape(10, 300)
-    assert f"{fingerprint(values, version):016x}" == expected
+    assert VERSION == 2 and f"{fingerprint(values):016x}" == "5a9f07929a46e54e"
 
 
-@versions
 @CASES
 @given(shapes, items, st.integers(0, 2**32), st.data())
 def test_any_flipped_bit_is_found(
-    version: int, shape: tuple[int, ...], item: type, seed: int, data: st.DataObject
+    shape: tuple[int, ...], item: type, seed: int, data: st.DataObject
 ) -> None:
     values = random_bits(shape, item, seed)
     changed = values.copy().reshape(-1)
     place = data.draw(st.integers(0, changed.size - 1))
     bit = data.draw(st.integers(0, 8 * changed.itemsize - 1))
     changed[place] ^= np.array(1 << bit, dtype=item)
-    assert fingerprint(changed.reshape(shape), version) != fingerprint(values, version)
+    assert fingerprint(changed.reshape(shape)) != fingerprint(values)
 
 
-@versions
 @CASES
 @given(shapes, items, st.integers(0, 2**32), st.data())
 def test_any_swap_of_unequal_elements_is_found(
-    version: int, shape: tuple[int, ...], item: type, seed: int, data: st.DataObject
+    shape: tuple[int, ...], item: type, seed: int, data: st.DataObject
 ) -> None:
     # Few different values and high bits alone: differences that many factors of two divide.
     values = random_bits(shape, item, seed) << np.array(8 * np.dtype(item).itemsize - 2, item)
@@ -156,21 +129,18 @@ def test_any_swap_of_unequal_elements_is_found(
     one, two = data.draw(places), data.draw(places)
     is_same = swapped[one] == swapped[two]
     swapped[[one, two]] = swapped[[two, one]]
-    found = fingerprint(swapped.reshape(shape), version)
-    assert (found == fingerprint(values, version)) == is_same
+    found = fingerprint(swapped.reshape(shape))
+    assert (found == fingerprint(values)) == is_same
 
 
-@versions
 @pytest.mark.parametrize("item", [np.uint8, np.uint16, np.uint32, np.uint64])
 @pytest.mark.parametrize(
     "shape",
     [(700_001,), (3, 40_000), (300, 130), (5, 7, 1500), (140_000, 3), (2, 70_000, 2), (70_000, 1)],
 )
-def test_large_pieces_add_up_from_their_halves(
-    shape: tuple[int, ...], item: type, version: int
-) -> None:
+def test_large_pieces_add_up_from_their_halves(shape: tuple[int, ...], item: type) -> None:
     values = random_bits(shape, item)
-    expected = fingerprint(values, version)
+    expected = fingerprint(values)
     for axis in range(len(shape)):
         middle = shape[axis] // 2 + 1
         parts = []
@@ -179,13 +149,12 @@ def test_large_pieces_add_up_from_their_halves(
             offset[axis], extent[axis] = low, high - low
             part = np.take(values, range(low, high), axis)
             box = Box(tuple(offset), tuple(extent))
-            parts.append(piece_fingerprint(part, box, shape, version))
-        assert combine(parts, version) == expected
+            parts.append(piece_fingerprint(part, box, shape))
+        assert combine(parts) == expected
 
 
-@versions
 @pytest.mark.parametrize("item", [np.uint8, np.uint16, np.uint32, np.uint64])
-def test_strides_do_not_matter(item: type, version: int) -> None:
+def test_strides_do_not_matter(item: type) -> None:
     values = random_bits((400, 30, 130), item)
     for view in (
         values[::2, 3:20, 5:100],
@@ -195,8 +164,8 @@ def test_strides_do_not_matter(item: type, version: int) -> None:
         values[..., ::3],
         values[0, 0, 1:2],
     ):
-        expected = fingerprint(np.ascontiguousarray(view), version)
-        assert fingerprint(view, version) == expected
+        expected = fingerprint(np.ascontiguousarray(view))
+        assert fingerprint(view) == expected
 
 
 @pytest.mark.parametrize("item", [np.uint16, np.uint32, np.uint64])
@@ -208,25 +177,19 @@ def test_memory_at_an_odd_byte_does_not_matter(item: type) -> None:
     assert not view.flags.aligned and fingerprint(view) == fingerprint(values)
 
 
-@versions
-def test_the_largest_bit_patterns_do_not_overflow(version: int) -> None:
+def test_the_largest_bit_patterns_do_not_overflow() -> None:
     for item in (np.uint8, np.uint16, np.uint32, np.uint64):
         for shape in ((3, 2000), (2200, 1)):
             ones = np.full(shape, np.iinfo(item).max, dtype=item)
             box = whole(shape)
-            assert fingerprint(ones, version) == BY_DEFINITION[version](ones, box, shape)
+            assert fingerprint(ones) == by_definition(ones, box, shape)
 
 
-def test_row_hashes_are_unequal() -> None:
-    assert len(np.unique(hash32(np.arange(100_000)))) == 100_000
-
-
-@versions
-def test_0d_and_empty_pieces_count(version: int) -> None:
-    assert fingerprint(np.array(7, dtype=np.uint32), version) != 0
+def test_0d_and_empty_pieces_count() -> None:
+    assert fingerprint(np.array(7, dtype=np.uint32)) != 0
     empty = np.zeros((0, 4), np.uint8)
-    assert piece_fingerprint(empty, Box((2, 0), (0, 4)), (5, 4), version) == 0
-    assert combine([], version) == 0
+    assert piece_fingerprint(empty, Box((2, 0), (0, 4)), (5, 4)) == 0
+    assert combine([]) == 0
 
 
 WEIGHT = Tensor("param/weight", (4, 2), "F32")
@@ -237,9 +200,8 @@ HALVES = [(WEIGHT, Box((0, 0), (2, 2))), (WEIGHT, Box((2, 0), (2, 2)))]
 def test_replicas_count_once() -> None:
     held = Collection.of([*HALVES, HALVES[0], (BIAS, Box((1,), (0,)))])
     values = [2**63, 2**63 + 5, 2**63, 9]
-    for version, total in ((1, 5), (2, 5 + 59)):
-        found = tensor_fingerprints(held, values, version)
-        assert found == {"param/weight": total, "param/bias": 0}
+    found = tensor_fingerprints(held, values)
+    assert found == {"param/weight": 5 + 59, "param/bias": 0}
 
 
 def test_replicas_that_differ_are_named() -> None:

@@ -24,7 +24,7 @@ def listed(ranks: int = 0, **held: tuple[str, ...]) -> SourceList:
             )
             for place, (host, names) in enumerate(sorted(held.items()))
         ],
-        generation=3, step=7, fingerprint_version=2, about={}, scalars={}, ranks=ranks,
+        generation=3, step=7, about={}, scalars={}, ranks=ranks,
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from scalai.core.collection import Tensor
-from scalai.core.fingerprint import MODULI
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
@@ -96,8 +95,7 @@ def test_what_is_larger_than_all_buffers_of_the_ring_goes_out_and_in(
         assert torch.equal(old.buffer, new.buffer), old.tensor
 
 
-@pytest.mark.parametrize("version", sorted(MODULI))
-def test_fingerprints_are_those_of_the_host(version: int) -> None:
+def test_fingerprints_are_those_of_the_host() -> None:
     """Of pieces, too, which begin anywhere in their tensor."""
     for on_host, on_device in zip(every_slot("cpu"), every_slot("cuda"), strict=True):
         for slot in (on_host, on_device):
@@ -105,21 +103,20 @@ def test_fingerprints_are_those_of_the_host(version: int) -> None:
             shape = slot.tensor.shape
             box = Box(tuple(n // 3 for n in shape), tuple(n - n // 3 for n in shape))
             parts = (piece, piece.sub(box))
-            found = live_fingerprints([(slot, part) for part in parts], version)
+            found = live_fingerprints([(slot, part) for part in parts])
             if slot is on_host:
                 expected = found
         assert np.array_equal(found, expected), on_host.tensor
 
 
-@pytest.mark.parametrize("version", sorted(MODULI))
 @pytest.mark.parametrize("stride", ["row by row", "column by column"])
-def test_fingerprints_of_more_than_a_block_are_those_of_the_host(version: int, stride: str) -> None:
+def test_fingerprints_of_more_than_a_block_are_those_of_the_host(stride: str) -> None:
     shape = (4099, 9001)
     buffer = torch.randn(shape[0] * shape[1]).to(torch.bfloat16)
     strides = row_major(shape) if stride == "row by row" else (1, shape[0])
     piece = Piece(whole(shape), 0, strides)
     tensor = Tensor("param/w", shape, "BF16")
-    (expected,) = live_fingerprints([(Slot(tensor, buffer, (piece,)), piece)], version)
+    (expected,) = live_fingerprints([(Slot(tensor, buffer, (piece,)), piece)])
     on_device = Slot(tensor, buffer.cuda(), (piece,))
-    found = device_fingerprint(piece_view(on_device, piece), piece.box, shape, version)
-    assert fingerprint_of(found, version) == int(expected)
+    found = device_fingerprint(piece_view(on_device, piece), piece.box, shape)
+    assert fingerprint_of(found) == int(expected)

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.dataset.ledger import Ledger
-from scalai.core.fingerprint import VERSION
 from support.agents import Agents, one_worker, tiny_agents
-from support.older_release import saved_by_an_older_release
 from support.tiny_job import check_steps
 
 FLAGS = ("--max-restarts", "5")
@@ -114,35 +112,6 @@ def test_a_damaged_newest_state_is_waited_for_until_a_person_decides(tmp_path: P
         assert agents.lines()[made]["step"] == step + 1
         check_steps(agents.lines())
         assert manifest.exists(), "what is damaged is left as it is"
-
-
-@pytest.mark.campaign
-def test_a_state_of_an_older_release_goes_on_proven_by_its_own_fingerprints(tmp_path: Path) -> None:
-    with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", flags=durable(tmp_path)) as agents:
-        agents.start("a")
-        agents.wait_for_step(5)
-        agents.drain("a")
-        assert agents.exit_code("a") == 75
-        newest = newest_on_disk(tmp_path)
-        saved_by_an_older_release([newest / "a"])
-        (file, *_) = sorted((newest / "a").glob("rank-*.safetensors"))
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-        made = agents.lines()[-1]["step"]
-        agents.start("a")
-        assert agents.exit_code("a") == 3, agents.logs()
-        assert "and nothing else is whole" in agents.text()
-        content[-1] ^= 1
-        file.write_bytes(content)
-        agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
-        agents.start("a")
-        goes_on(agents, made)
-        assert "fingerprint_version=1" in agents.text()
-        agents.drain("a")
-        assert agents.exit_code("a") == 75, agents.logs()
-        manifest = json.loads((newest_on_disk(tmp_path) / "a" / "manifest.json").read_text())
-        assert manifest["fingerprint_version"] == VERSION
 
 
 @pytest.mark.campaign

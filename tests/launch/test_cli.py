@@ -1,19 +1,16 @@
 """Commands around a job: what they refuse before they ask it, and how they read its answer."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scalai.core.messages import JsonText
 from scalai.launch import cli
 from scalai.launch.config.endpoint import read_ending, write_card, write_ending
-from scalai.launch.coordinator.person_calls import Resume, Scale, Status
+from scalai.launch.coordinator.person_calls import Resume, Scale
 from scalai.runtime.calls import Server
 
 TOKEN = b"a secret of this job"
-OLDER = {"job": "j", "phase": "running", "workers": {"a": 2}, "hosts": {"a": {"slots": 2}}}
-"""What coordinators of all releases say of themselves."""
 
 
 @pytest.mark.parametrize("command", [["status"], ["scale", "--nproc", "1"]])
@@ -35,32 +32,6 @@ def test_a_store_that_others_may_write_to_is_refused(
     with pytest.raises(SystemExit, match="3"):
         cli.main([*command, "--store-dir", str(job.parent), "--job", "j"])
     assert "may be written to by other users" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "shown"),
-    [
-        ({}, "no progress      -"),
-        ({"no_progress": {"a": {"ranks": [1]}}}, "a: ranks 1 at step ?"),
-        ({"no_progress": {"a": {}}}, "a: ranks ? at step ?"),
-    ],
-    ids=["nothing", "some", "none"],
-)
-def test_the_status_of_a_coordinator_of_another_release_is_shown(
-    more: dict[str, Any], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It was started before an upgrade, and knows less than this command."""
-    folder = tmp_path / "j"
-    folder.mkdir(mode=0o700)
-    server = Server(("127.0.0.1", 0), TOKEN, Status, lambda *call: JsonText.of({**OLDER, **more}))
-    assert not isinstance(server.address, str)
-    write_card(folder, server.address, TOKEN)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["status", "--store-dir", str(tmp_path), "--job", "j"])
-    server.close()
-    logged = capsys.readouterr()
-    assert not ended.value.code, logged.err
-    assert shown in logged.out and "a (2 slots)" in logged.out
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]], ids=["done", "dry"])

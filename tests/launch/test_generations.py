@@ -93,40 +93,7 @@ def test_fetched_pieces_that_overlap_written_ones_do_not_change_the_proof() -> N
         after.prove(4, tensor_fingerprints(rows, values + np.uint64(1)))
 
 
-def test_a_state_of_an_older_release_is_proven_by_its_own_fingerprints() -> None:
-    old = part("a", {"rank-0.safetensors": [WRITTEN]})
-    print_1 = piece_fingerprint(VALUES, WRITTEN, MATRIX.shape, 1)
-    old = replace(
-        old, generation=4, fingerprint_version=1, fingerprint=np.array([print_1], dtype=np.uint64),
-        committed=Committed(("a",), {MATRIX.name: print_1}),
-    )  # fmt: skip
-    generations = Generations()
-    assert generations.add(old) and generations.covered()
-    assert generations.fingerprint_version(4) == 1
-    halves = [Box((0, 0), (30, 8)), Box((30, 0), (34, 8))]
-    rows = Collection.of((MATRIX, box) for box in halves)
-    prints = {
-        version: np.array(
-            [
-                piece_fingerprint(np.array(VALUES[slices(box)]), box, MATRIX.shape, version)
-                for box in halves
-            ],
-            dtype=np.uint64,
-        )
-        for version in (1, 2)
-    }
-    generations.prove(4, tensor_fingerprints(rows, prints[1], 1))
-    with pytest.raises(ProofError, match="1 differ"):
-        generations.prove(4, tensor_fingerprints(rows, prints[2], 2))
-
-
-def test_parts_with_fingerprints_of_two_versions_are_no_state() -> None:
-    _, own = committed()
-    with pytest.raises(ProofError, match=r"several versions \(1 on host 'z', 2 on host 'a'\)"):
-        committed_fingerprints([own, replace(own, host="z", fingerprint_version=1)])
-
-
-def test_manifests_of_an_older_release_are_added_up_without_what_was_fetched() -> None:
+def test_manifests_that_state_nothing_are_added_up_without_what_was_fetched() -> None:
     old = [
         replace(part("a", {"rank-0.safetensors": [WRITTEN]}), generation=4),
         replace(part("b", {"fetched-0.safetensors": FETCHED}), generation=4),
@@ -140,7 +107,7 @@ def test_manifests_of_an_older_release_are_added_up_without_what_was_fetched() -
     assert committed_fingerprints(apart) == {MATRIX.name: fingerprint(WRITTEN)}
 
 
-def test_an_older_state_whose_pieces_do_not_tell_its_fingerprint_is_not_taken_for_whole() -> None:
+def test_a_state_whose_pieces_do_not_tell_its_fingerprint_is_not_taken_for_whole() -> None:
     overlapping = [Box((0, 0), (40, 8)), Box((30, 0), (34, 8))]
     generations = Generations()
     generations.add(replace(part("a", {"fetched-0.safetensors": overlapping}), generation=4))

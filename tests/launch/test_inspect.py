@@ -15,7 +15,6 @@ from scalai.core.region import whole
 from scalai.launch.commands import inspect
 from scalai.store.host import HostStore
 from scalai.store.values import decode
-from support.older_release import saved_by_an_older_release
 from support.store_states import HALF, WEIGHT, Opener, generation, two_ranks, values_of
 
 
@@ -83,22 +82,6 @@ def test_the_text_names_layout_step_sizes_and_fingerprints(
     assert "[0:6,4:8]  b/rank-1" in text and "[0:5,0:3]  a/rank-0 b/rank-1" in text
     half = run(capsys, stores[0].directory)
     assert "not whole: 1 boxes are on none of these hosts, first param/w[0:6,4:8]" in half
-
-
-def test_a_generation_of_an_older_release_is_verified_by_its_own_fingerprints(
-    open_store: Opener, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stores = halves(open_store)
-    saved_by_an_older_release([store.generation_directory(2) for store in stores])
-    job = stores[0].directory.parent
-    logged = "computed again and equal; fingerprints of version 1, of an older release"
-    assert logged in run(capsys, job, "--verify")
-    report = json.loads(run(capsys, job, "--json"))
-    assert report["fingerprint_version"] == 1
-    found = {tensor["name"]: tensor["fingerprint"] for tensor in report["tensors"]}
-    values = values_of(WEIGHT, 2)
-    expected = piece_fingerprint(values, whole(WEIGHT.shape), WEIGHT.shape, 1)
-    assert found[WEIGHT.name] == f"{expected:016x}"
 
 
 def test_values_of_one_tensor(

@@ -77,7 +77,7 @@ def test_a_slip_of_what_is_computed_beside_the_job_is_told(
     assert after.sizing.request == before.sizing.request
 
 
-def test_a_request_of_another_release_is_told_and_ends_nothing(
+def test_a_request_of_another_shape_is_told_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, after = live_job(tmp_path, []), live_job(tmp_path, [], term=2)

@@ -25,11 +25,10 @@ from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.restore import read_rows
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, read_manifest
+from scalai.store.manifest import HostManifest
 from scalai.store.moves import Fetched, fetch_lists, holders_of, read_orders
 from scalai.store.parts import Extras
 from support.listed import listed
-from support.older_release import saved_by_an_older_release
 from support.store_states import Opener
 from support.wire import travelled
 from support.wire_words import start
@@ -153,39 +152,15 @@ def test_a_durable_generation_is_read_without_its_hosts(open_store: Opener, tmp_
         assert torch.equal(slot.buffer, expected.buffer)
 
 
-def prepare(
-    stores: dict[str, HostStore],
-    first: Callable[[], None] = lambda: None,
-    *,
-    older: Opener | None = None,
-) -> Restore:
-    """Fetch for host c what a and b wrote; ``older``: with an older release; opens their stores
-    again."""
+def prepare(stores: dict[str, HostStore], first: Callable[[], None] = lambda: None) -> Restore:
+    """Fetch for host c what a and b wrote."""
     parts = {host: snapshot(stores[host], rank, 2) for rank, host in enumerate("ab")}
-    if older is not None:
-        places = {host: stores[host].generation_directory(1) for host in parts}
-        saved_by_an_older_release([*places.values()])
-        for host in parts:
-            stores[host].close()
-            stores[host] = older(host=host)
-        parts = {host: read_manifest(place) for host, place in places.items()}
     wants = {0: Want(collection_of(wanted_rows(shard(0, 1, is_empty=True))), "tp1")}
     with DataPlaneServer(stores["a"], TOKEN) as a, DataPlaneServer(stores["b"], TOKEN) as b:
         sources = listed(parts, {"a": a.address, "b": b.address}, ranks=2)
         begin = start(sources=sources, generation=1, group=("a", "b", "c"))
         first()
         return prepare_restore(stores["c"], begin, wants, TOKEN)
-
-
-def test_what_is_fetched_of_an_older_releases_state_has_its_fingerprints(
-    open_store: Opener,
-) -> None:
-    stores = {host: open_store(host=host) for host in ("a", "b", "c")}
-    restore = prepare(stores, older=open_store)
-    assert restore.sources[0].fingerprint_version == 1
-    assert restore.grown is not None and restore.grown.fingerprint_version == 1
-    with stores["c"].open_rows(1) as rows:
-        assert len(rows.manifest.fingerprint) and not list(rows.damage())
 
 
 def test_all_is_fetched_though_no_thread_can_begin(

@@ -11,7 +11,7 @@ import pytest
 from scalai.core.collection import Collection, Tensor
 from scalai.core.commands import Replicate
 from scalai.core.errors import DamageError, RoomError, StoreError
-from scalai.core.fingerprint import VERSION, piece_fingerprint
+from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.host.events import Replicated
 from scalai.core.messages import Shared
 from scalai.core.region import Box
@@ -92,7 +92,7 @@ def _prints(held: Collection) -> tuple[int, ...]:
     for row in range(len(held)):
         tensor, box = held.box(row)
         bits = np.frombuffer(data, np.uint32, box.numel, begin).reshape(box.shape)
-        found.append(piece_fingerprint(bits, box, tensor.shape, VERSION))
+        found.append(piece_fingerprint(bits, box, tensor.shape))
         begin += 4 * box.numel
     return tuple(found)
 

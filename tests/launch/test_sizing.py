@@ -174,15 +174,6 @@ def test_who_takes_over_knows_what_a_change_takes(gpu: str) -> None:
     assert "a change costs 321 s" in reasons(after)
 
 
-def test_what_an_older_release_kept_of_a_change_is_taken_over(gpu: str) -> None:
-    before, after = of_file(gpu), of_file(gpu)
-    learned(before, Measured(SLOW, 1, 50, 2.0), 321.0)
-    kept = before.request.value()
-    assert isinstance(kept, list)
-    after.take_over(JsonText.of(kept[:-2]))
-    assert [*kept[:-2], 0.0, []] == after.request.value()
-
-
 def test_what_was_measured_waits_for_a_vocabulary_that_the_job_tells(gpu: str) -> None:
     before, after = of_file(gpu), of_file(gpu, script=MEGATRON)
     learn(before)
@@ -326,22 +317,12 @@ def test_a_slip_of_the_placement_is_told_and_hosts_stay_where_they_are(
     assert "event=not_placed ZeroDivisionError" in said[0]
 
 
-def test_who_takes_over_knows_what_was_recomputed_and_reads_what_a_release_before_said(
-    gpu: str,
-) -> None:
-    before, after, older = of_file(gpu), of_file(gpu), of_file(gpu)
+def test_who_takes_over_knows_what_was_recomputed(gpu: str) -> None:
+    before, after = of_file(gpu), of_file(gpu)
     learned(before, Measured(SLOW, 1, 50, 2.0, "full"), 10.0)
     before.exclude(ran(FAST, "full"))
     after.take_over(before.request)
     assert after.request == before.request
-    match before.request.value():
-        case [*head, excluded, measured, change_s, _, _]:
-            told = [
-                *head, [each[:3] for each in excluded], [each[:4] for each in measured], change_s
-            ]  # fmt: skip
-    older.take_over(JsonText.of(told))
-    assert "full" not in str(older.request.value())
-    assert older.request != before.request
 
 
 def test_a_person_may_ask_a_running_job_to_recompute_at_the_same_degrees(gpu: str) -> None:

@@ -167,7 +167,7 @@ def test_schedules_that_something_else_carries_are_left_to_it() -> None:
 
 def test_other_schedules_than_the_job_had_are_a_difference() -> None:
     """Where a person has changed the script's arguments they begin at its groups' rates."""
-    saved = [{"kind": "StepLR", "state": {}}]
+    saved = {"own": [{"kind": "StepLR", "state": {}}], "curves": []}
     then = Round({"lr": 0.25}, saved)
     schedule = KINDS["LambdaLR"](then.optimizer)
     then.build_engine()

@@ -162,15 +162,6 @@ def test_groups_come_back_by_their_parameters_whatever_their_order_and_the_sched
     assert back[::-1] == kept
 
 
-def test_groups_that_an_older_release_listed_by_number_come_back() -> None:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    state = ReplicatedState(model, optimizer)
-    state.load_scalars({"groups": [{"lr": 0.3, "betas": [0.5, 0.6]}], "scheduler": None})
-    assert optimizer.param_groups[0]["lr"] == 0.3
-    assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)
-
-
 class Anew(schedulers.StepLR):
     """A scheduler that sets the rates anew while it is loaded."""
 

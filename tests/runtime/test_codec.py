@@ -42,10 +42,10 @@ COLUMN, BOXES = np.arange(2), np.arange(2 * MAX_NDIM).reshape(2, MAX_NDIM)
 TEXT = JsonText.of({"large": 1 << 200, "text": "ä\udc80", "none": None, "nan": float("inf")})
 ORDER = WriteOrder(3, "/dev/shm/x", (0, 1), (64, 128))
 MANIFEST = b'{"digest": "x"}'
-PIECES = Pieces("r-1-2", 7, 2, ROWS, PRINTS)
+PIECES = Pieces("r-1-2", 7, ROWS, PRINTS)
 SOURCES = Shared(
     SourceList(
-        3, 7, 2, ("a", "b"), (("10.0.0.1", 5), ("h", 6)), (3, 0), bytes(64), ("w", "v"),
+        3, 7, ("a", "b"), (("10.0.0.1", 5), ("h", 6)), (3, 0), bytes(64), ("w", "v"),
         b"\x80\x00", (Tensor("param/e", (0, 2), "BF16"),), TEXT, TEXT, {"tp0": 0, "tp1": 1},
     )
 )  # fmt: skip
@@ -117,7 +117,7 @@ ANSWERS: list[Any] = [
     words.Welcome({"tp": 2}, None, 5, True, True, None, True, TEXT, TEXT), ORDER,
     calls.Joined(1, False, 1),
     words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
-                 TEXT, TEXT, 2),
+                 TEXT, TEXT),
     calls.Commands(2, 7, (Named(commands.Report()), Named(commands.Drop(3))), 1.0),
 ]  # fmt: skip
 UNIONS = (
@@ -210,7 +210,7 @@ def test_what_no_message_can_hold_is_an_error_of_our_own() -> None:
 def test_samples_are_any_number_or_not_known(samples: float | None) -> None:
     """A script counts them as it likes, and a converted checkpoint may not say."""
     columns = [COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2
-    source = words.Source(ReadOrder(("/x",), *columns), 1, samples, TEXT, TEXT, 2)
+    source = words.Source(ReadOrder(("/x",), *columns), 1, samples, TEXT, TEXT)
     part = words.RankWritten(1, 2, 8, (0,), "tp0", TEXT, TEXT, samples, {})
     for message in (source, part):
         again = travelled(message).consumed_samples
@@ -225,7 +225,7 @@ def test_samples_are_any_number_or_not_known(samples: float | None) -> None:
     words.Imports(("torch",), ("/caf\udce9",)),
     reports.Attached((MANIFEST, b"\xff\x00"), ((4, "/caf\udce9"),)),
     words.Source(ReadOrder(("/\udce9",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)),
-                 1, 2, TEXT, TEXT, 2),
+                 1, 2, TEXT, TEXT),
 ], ids=lambda found: type(found).__name__)  # fmt: skip
 def test_text_that_is_no_utf_8_arrives_as_it_was_sent(message: Any) -> None:
     """Names of files are bytes, and errors repeat them."""
@@ -276,9 +276,7 @@ def test_threads_may_read_the_first_message_of_a_kind_all_at_once() -> None:
     assert run.returncode == 0
 
 
-def test_a_round_of_a_release_before_recomputed_what_the_flags_say() -> None:
-    written = encode({"workers": [["a", 2]], "degrees": {"tp": 2}, "micro_batch_size": 2})
-    assert decode(written, Run) == Run((("a", 2),), {"tp": 2}, 2, None)
+def test_a_round_recomputes_nothing_that_has_no_name() -> None:
     with pytest.raises(MessageError):
         decode(
             encode({"workers": [], "degrees": {}, "micro_batch_size": 2, "recompute": "some"}), Run

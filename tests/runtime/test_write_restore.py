@@ -11,7 +11,6 @@ import torch
 
 from scalai.core.collection import Tensor
 from scalai.core.errors import LayoutError, StoreError
-from scalai.core.fingerprint import MODULI
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
@@ -158,54 +157,47 @@ def test_several_ranks_on_a_host_snapshot_and_another_number_restores(open_store
         assert torch.equal(old.buffer, new.buffer)
 
 
-VERSIONS = pytest.mark.parametrize("version", sorted(MODULI))
 SHAPES = [(), (9,), (5, 300), (2, 3, 70), (3000, 1), (2500, 150)]
 
 
-@VERSIONS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_device_computes_the_same_fingerprint(
-    dtype: str, shape: tuple[int, ...], version: int
-) -> None:
+def test_a_device_computes_the_same_fingerprint(dtype: str, shape: tuple[int, ...]) -> None:
     slot = whole_tensor("param/w", shape, dtype)
     [(slot, piece)] = held_rows([slot])
     box = Box(tuple(n // 3 for n in shape), tuple(n - n // 3 for n in shape))
     for part in (piece, piece.sub(box)):
-        found = device_fingerprint(piece_view(slot, part), part.box, shape, version)
-        [expected] = live_fingerprints([(slot, part)], version)
-        assert fingerprint_of(found, version) == int(expected)
+        found = device_fingerprint(piece_view(slot, part), part.box, shape)
+        [expected] = live_fingerprints([(slot, part)])
+        assert fingerprint_of(found) == int(expected)
 
 
-@VERSIONS
 @pytest.mark.parametrize("dtype", ["F32", "I64", "BF16", "BOOL"])
-def test_a_device_computes_the_same_of_transposed_memory(dtype: str, version: int) -> None:
+def test_a_device_computes_the_same_of_transposed_memory(dtype: str) -> None:
     slot = column_shard(whole_tensor("param/w", (70, 600), dtype), 1, 3, transposed=True)
     [(slot, piece)] = held_rows([slot])
-    found = device_fingerprint(piece_view(slot, piece), piece.box, (70, 600), version)
-    assert fingerprint_of(found, version) == int(live_fingerprints([(slot, piece)], version)[0])
+    found = device_fingerprint(piece_view(slot, piece), piece.box, (70, 600))
+    assert fingerprint_of(found) == int(live_fingerprints([(slot, piece)])[0])
 
 
-@VERSIONS
 @pytest.mark.parametrize("shape", [(300, 1), (1, 300), (1, 1), (300, 1, 1)])
 def test_a_device_computes_the_same_where_a_dimension_of_one_has_any_stride(
-    shape: tuple[int, ...], version: int
+    shape: tuple[int, ...],
 ) -> None:
     slot = whole_tensor("param/w", shape, "I64")
     piece = Piece(whole(shape), 0, tuple(700 if n == 1 else 1 for n in shape))
-    found = device_fingerprint(piece_view(slot, piece), piece.box, shape, version)
-    [expected] = live_fingerprints([(slot, piece)], version)
-    assert fingerprint_of(found, version) == int(expected)
+    found = device_fingerprint(piece_view(slot, piece), piece.box, shape)
+    [expected] = live_fingerprints([(slot, piece)])
+    assert fingerprint_of(found) == int(expected)
 
 
-@VERSIONS
-def test_a_device_sums_in_blocks(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+def test_a_device_sums_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scalai.runtime.fingerprints.BLOCK", 64)
     for dtype in ("F32", "I64", "BF16"):
         [(slot, piece)] = held_rows([whole_tensor("param/w", (7, 140), dtype)])
-        found = device_fingerprint(piece_view(slot, piece), piece.box, (7, 140), version)
-        expected = live_fingerprints([(slot, piece)], version)
-        assert fingerprint_of(found, version) == int(expected[0])
+        found = device_fingerprint(piece_view(slot, piece), piece.box, (7, 140))
+        expected = live_fingerprints([(slot, piece)])
+        assert fingerprint_of(found) == int(expected[0])
 
 
 def test_a_mapping_is_known_by_its_file_not_by_its_name(store: HostStore) -> None:

@@ -110,22 +110,6 @@ def test_a_sealed_snapshot_survives_and_can_be_committed(open_store: Opener) -> 
     assert is_whole(again, 11, step=6)
 
 
-def test_what_an_older_release_had_sealed_under_its_own_word_is_adopted(
-    open_store: Opener,
-) -> None:
-    store = open_store()
-    snapshot(store, step=6)
-    store.close()
-    [sealed] = store.directory.glob("snapshot-*")
-    sealed.rename(sealed.with_name(sealed.name.replace("snapshot", "deposit")))
-    again = open_store()
-    assert again._folders.room().in_use > 0
-    [(slot, manifest)] = again.sealed()
-    assert manifest.step == 6
-    again.commit(slot, 11)
-    assert is_whole(again, 11, step=6) and not list(again.directory.glob("deposit-*"))
-
-
 def test_a_damaged_generation_is_named_and_left_alone(open_store: Opener, tmp_path: Path) -> None:
     store = open_store()
     for number in (1, 2):

@@ -1,10 +1,8 @@
 """Manifests: what is damaged is named before any number in it is believed."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from scalai.core.errors import LayoutError, StoreError
@@ -18,10 +16,8 @@ from scalai.store.manifest import (
     read_manifest,
     read_saved_manifest,
 )
-from scalai.store.parts import StoredRows
 from scalai.store.places import MANIFEST
 from support.bad_manifests import DAMAGES, UNFIT, change
-from support.older_release import saved_by_an_older_release
 from support.store_states import Opener, generation
 
 
@@ -36,34 +32,6 @@ def test_a_manifest_survives_its_way_through_json(store: HostStore) -> None:
 def test_what_travels_and_is_no_manifest_is_refused_by_its_host(message: bytes) -> None:
     with pytest.raises(StoreError, match="node-7 is"):
         manifest_of_bytes(message, "node-7")
-
-
-def test_what_an_older_release_saved_is_read_and_stays_of_its_version(store: HostStore) -> None:
-    generation(store, 1, step=1)
-    new = store.manifest(1)
-    directory = store.generation_directory(1)
-    saved_by_an_older_release([directory])
-    assert "fingerprint_version" not in json.loads((directory / MANIFEST).read_text())
-    old = read_manifest(directory)
-    assert (old.fingerprint_version, new.fingerprint_version) == (1, 2)
-    assert not np.array_equal(old.fingerprint, new.fingerprint)
-    assert not list(StoredRows(directory, old).damage())
-    again = manifest_of_bytes(manifest_bytes(old), "here")
-    assert again.fingerprint_version == 1 and again.digest() == old.digest()
-    # Damage is found by the function that made them.
-    path = next(directory.glob("*.safetensors"))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    assert len(list(StoredRows(directory, old).damage())) == 1
-
-
-def test_fingerprints_of_two_versions_are_never_one_state(open_store: Opener) -> None:
-    first, second = two_hosts(open_store)
-    saved_by_an_older_release([second.generation_directory(1)])
-    older = read_manifest(second.generation_directory(1))
-    with pytest.raises(StoreError, match=r"'b' and 'a' have fingerprints of versions 1 and 2"):
-        unite_hosts([parts_of(first, 1), older])
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))

@@ -59,7 +59,7 @@ def first_tensor(text: str, tensor: Any) -> str:
 UNFIT = {
     "version = true": lambda text: change(text, version=True),
     "version 2.0": lambda text: change(text, version=2.0),
-    "version 1 with fingerprints of a version": lambda text: change(text, version=1),
+    "version 1": lambda text: change(text, version=1),
     "fingerprints of version 2.0": lambda text: change(text, fingerprint_version=2.0),
     "generation 1.9": lambda text: change(text, generation=1.9),
     "generation as text": lambda text: change(text, generation="1"),

@@ -1,4 +1,4 @@
-"""Fingerprints of both versions, written from ``docs/format.md``: numpy and the standard library,
+"""Fingerprints, written from ``docs/format.md``: numpy and the standard library,
 and nothing of Scalai."""
 
 import hashlib
@@ -9,11 +9,11 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-MODULI = {1: 1 << 64, 2: (1 << 64) - 59}
+MODULUS = (1 << 64) - 59
 MASK, SEGMENT = (1 << 64) - 1, 128
 
 
-def fingerprint(bits: Array, offset: Sequence[int], shape: Sequence[int], version: int) -> int:
+def fingerprint(bits: Array, offset: Sequence[int], shape: Sequence[int]) -> int:
     """Return the fingerprint of a piece [...] of unsigned numbers at ``offset`` of a tensor."""
     columns = shape[-1] if shape else 1
     first = offset[-1] if offset else 0
@@ -23,21 +23,8 @@ def fingerprint(bits: Array, offset: Sequence[int], shape: Sequence[int], versio
         for at, start, size in zip(index, offset, shape, strict=False):
             row = row * size + start + at
         values = bits[index].reshape(-1)
-        total += (_row_1 if version == 1 else _row_2)(values, row, first, columns)
-    return total % MODULI[version]
-
-
-def _row_1(values: Array, row: int, first: int, columns: int) -> int:
-    words = values.view("<u4") if values.itemsize == 8 else values
-    each = values.itemsize // 4 if values.itemsize == 8 else 1
-    key = row % (1 << 32)
-    key ^= key >> 16
-    key = key * 0x7FEB352D % (1 << 32)
-    key ^= key >> 15
-    key = key * 0x846CA68B % (1 << 32)
-    key ^= key >> 16
-    start = (key << 32) + 2 * (row * columns + first) * each + 1
-    return sum(word * (start + 2 * at) for at, word in enumerate(words.tolist()))
+        total += _row(values, row, first, columns)
+    return total % MODULUS
 
 
 def _signed(key: bytes) -> int:
@@ -57,7 +44,7 @@ def _a(number: int) -> int:
     return _signed((value ^ value >> 31).to_bytes(8, "little"))
 
 
-def _row_2(values: Array, row: int, first: int, columns: int) -> int:
+def _row(values: Array, row: int, first: int, columns: int) -> int:
     item = values.itemsize
     count = -(-columns * item // 4)
     data = bytearray(4 * count)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from support.format_fingerprint import MODULI, fingerprint
+from support.format_fingerprint import MODULUS, fingerprint
 
 Array = np.ndarray[Any, Any]
 
@@ -51,10 +51,6 @@ class Part:
     fields: Mapping[str, Any]
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
     pieces: tuple[Piece, ...]
-
-    @property
-    def version(self) -> int:
-        return int(self.fields.get("fingerprint_version", 1))
 
 
 def read_part(directory: Path, number: int | None = None) -> Part:
@@ -102,11 +98,10 @@ def _are(values: Any, is_one: Any) -> bool:
 
 def _check_fields(content: Mapping[str, Any], path: Path) -> None:
     """Check versions and digest, and every field by itself."""
-    version, prints = content["version"], content.get("fingerprint_version", 1)
+    version, prints = content["version"], content["fingerprint_version"]
     expect(content["format"] == "scalai-generation", path, "another format")
-    expect(type(version) is int and version in (1, 2, 3), path, "an unknown version")
-    expect(("fingerprint_version" in content) == (version > 1), path, "fingerprint_version")
-    expect(type(prints) is int and prints in MODULI, path, "unknown fingerprints")
+    expect(type(version) is int and version == 3, path, "an unknown version")
+    expect(type(prints) is int and prints == 2, path, "unknown fingerprints")
     rest = {key: value for key, value in content.items() if key != "digest"}
     canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
     expect(content["digest"] == hashlib.sha256(canonical).hexdigest(), path, "digest")
@@ -165,7 +160,7 @@ def _table(
         expect(inside, path, f"a piece outside of {name}")
         expect(begin + prod(sizes) * ITEM_BYTES[dtype] <= files[file][1], path, "beyond its file")
         value = int(print_, 16) if _is_print(print_) else LARGEST
-        expect(value < MODULI[content.get("fingerprint_version", 1)], path, "fingerprint")
+        expect(value < MODULUS, path, "fingerprint")
         pieces.append(Piece(name, low, sizes, directory / files[file][0], begin, value))
     return tensors, tuple(pieces)
 
@@ -180,7 +175,7 @@ class Generation:
             key=lambda part: (min(part.fields["ranks"], default=LARGEST), part.fields["host"]),
         )
         first = self.parts[0]
-        self.version, self.step = first.version, first.fields["step"]
+        self.step = first.fields["step"]
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         for part in self.parts:
             expect(_state(part) == _state(first), part.fields["host"], "of another state")
@@ -208,13 +203,13 @@ class Generation:
         filled = np.zeros(shape, bool)
         for piece in self.pieces(name):
             values = read_piece(piece, dtype)
-            found = fingerprint(values, piece.offset, shape, self.version)
+            found = fingerprint(values, piece.offset, shape)
             expect(found == piece.fingerprint, piece.path, f"{name} is not what was written")
             box = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.shape, strict=True))
             expect(bool((whole[box] == values)[filled[box]].all()), name, "pieces differ")
             whole[box], filled[box] = values, True
         expect(bool(filled.all()), name, "not whole")
-        total = fingerprint(whole, (0,) * len(shape), shape, self.version)
+        total = fingerprint(whole, (0,) * len(shape), shape)
         expect(self.committed.get(name, total) == total, name, "is not what was committed")
         return whole
 
@@ -241,8 +236,7 @@ class Generation:
 
 def _state(part: Part) -> tuple[Any, ...]:
     fields = part.fields
-    word = "snapshot" if fields["version"] > 2 else "deposit"
-    return fields["generation"], fields["step"], part.version, fields["about"].get(word)
+    return fields["generation"], fields["step"], fields["about"].get("snapshot")
 
 
 def unite(objects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from scalai.core.collection import Collection, Tensor
 from scalai.core.commands import Replicate
-from scalai.core.fingerprint import VERSION, piece_fingerprint
+from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.messages import Shared
 from scalai.core.region import Box
 from scalai.core.replicas import ring_of
@@ -51,7 +51,7 @@ class KeepingHosts:
             for tensor, box in rows:
                 values = np.arange(box.numel, dtype=np.float32) + box.offset[0] * box.shape[1]
                 values = (values + content[tensor]).reshape(box.shape)
-                prints.append(piece_fingerprint(values.view(np.uint32), box, tensor.shape, VERSION))
+                prints.append(piece_fingerprint(values.view(np.uint32), box, tensor.shape))
                 data += values.tobytes()
             path.write_bytes(path.read_bytes()[: -len(data)] + data)
             about = {

@@ -37,7 +37,6 @@ def listed(
             ],
             generation=first.generation,
             step=first.step,
-            fingerprint_version=first.fingerprint_version,
             about=first.about,
             scalars=unite(part.scalars for part in short.values()),
             ranks=ranks,

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests .venv/bin/python -m support.write_saved [NAME]   # NAME: this release's version
 
-Run it again, under a new name, when one of these formats gets a field, and before a release. What
-is there is never written anew: ``tests/test_saved.py`` reads every folder, also of older releases.
+Run it again when one of these formats gets a field: in place of the folder until that release is
+tagged, under a new name afterwards. ``tests/test_saved.py`` reads every folder.
 """
 
 import json
@@ -42,19 +42,28 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 8, "num_query_groups": 4, "num_layers": 8,
         "padded_vocab_size": 256, "global_batch_size": 24, "micro_batch_size": 2,
         "seq_length": 128, "num_experts": 4, "ffn_hidden_size": 64, "expert_tp": 1,
-        "ramp_batch_sizes": [12], "eval_batch_size": 24, "optimizer_instances": 1,
-        "extra_layers": 0, "is_sequence_parallel": False, "is_query_group_shared": True,
+        "expert_ffn_hidden_size": 32, "shared_ffn_hidden_size": 32, "qkv_rows": 128,
+        "ramp_batch_sizes": [12], "eval_batch_size": 24, "evaluates_one_micro_batch": True,
+        "eval_micro_batch_stays": True, "optimizer_instances": 1, "extra_layers": 0,
+        "first_stage_layers": 2, "last_stage_layers": 2, "chunk_group": 4, "needs_chunks": "of it",
+        "is_sequence_parallel": False, "is_query_group_shared": True,
     },
     "store": {
-        "dir": "/dev/shm/mine", "budget_gb": 1.5, "snapshot_every": 100, "durable_dir": "/mnt/kept",
+        "dir": "/dev/shm/mine", "budget_gb": 1.5, "snapshot_every": 100,
+        "mtbf_hours_per_worker": 500.0, "async_snapshots": False, "replicas": 2,
+        "replica_slowdown": 0.02, "emergency": False, "durable_dir": "/mnt/kept",
+        "durable_every_s": 600.0, "durable_keep": 3,
     },
     "resize": {
         "settle_s": 1.5, "drain_timeout_s": 60, "allowed_sizes": [2, 4, 6, 8],
         "min_model_parallel": 2, "standby": "auto", "build_timeout_s": 200.0,
         "coordinator_timeout_s": 500.0, "start_timeout_s": 900.0, "stall_s": 30.0,
-        "quarantine_s": 0,
+        "hang_s": 900.0, "quarantine_s": 0, "silent_s": 20.0, "prove_function": "never",
     },
-    "probe": {"kind": "command", "command": "echo 2", "interval_s": 2.5},
+    "probe": {
+        "kind": "command", "command": "echo 2", "interval_s": 2.5, "health_check": "true",
+        "health_timeout_s": 30.0,
+    },
     "deepspeed": {"zero_stage": {"2": 3, "default": 1}, "data_order": "own", "cuts": "gpt"},
 }  # fmt: skip
 KINDS = {
@@ -62,8 +71,8 @@ KINDS = {
     "deepspeed": DeepSpeedConfig,
 }  # fmt: skip
 HOST_FILE = "# two hosts\nworker-1 slots=4\n\nworker-2 slots=2\n"
-UNSAID = {"file"}
-"""Keys that another one excludes."""
+UNSAID = {"file", "refused"}
+"""Keys that another one excludes, or that no file states."""
 
 
 def write(folder: Path) -> None:

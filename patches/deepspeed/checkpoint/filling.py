@@ -4,7 +4,7 @@ Each rank reads the parts that it wants, through one small buffer. The fingerpri
 is taken by the source's geometry, that of the live memory by the engine's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +12,14 @@ import numpy.typing as npt
 import torch
 
 from scalai.converters.checkpoint import CheckpointFile, Placed
-from scalai.converters.recorded import check_reports, recorded_versions
+from scalai.converters.recorded import check_reports
 from scalai.converters.streaming import Gatherer, wanted_box
 from scalai.converters.work import Work, work_between
 from scalai.core.collection import Collection, concatenate
 from scalai.core.coverage import check_coverage
 from scalai.core.dtypes import Bits
 from scalai.core.errors import LayoutError, ProofError, StoreError
-from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
+from scalai.core.fingerprint import combine, tensor_fingerprints
 from scalai.core.region import Piece, box_text
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.runtime.fingerprints import live_fingerprints
@@ -93,12 +93,9 @@ def _signed(bits: Bits) -> torch.Tensor:
     return torch.from_numpy(bits.view(_SIGNED[bits.itemsize]))
 
 
-def proof(directory: Path, rows: Sequence[Row], prints: npt.NDArray[np.uint64]) -> bytes:
-    """Return what ``check_proofs`` needs of a rank: its rows and their fingerprints, also those of
-    older versions where such are noted beside the checkpoint."""
-    older = recorded_versions(directory) - {VERSION}
-    columns = {f"prints_{number}": live_fingerprints(rows, number) for number in sorted(older)}
-    return packed(collection_of(rows), None, {f"prints_{VERSION}": prints, **columns})
+def proof(rows: Sequence[Row], prints: npt.NDArray[np.uint64]) -> bytes:
+    """Return what ``check_proofs`` needs of a rank: its rows and their fingerprints."""
+    return packed(collection_of(rows), None, {"prints": prints})
 
 
 def check_proofs(directory: Path, source: Collection, proofs: Sequence[bytes]) -> None:
@@ -119,13 +116,8 @@ def check_proofs(directory: Path, source: Collection, proofs: Sequence[bytes]) -
     try:
         check_coverage(rows)
         held = set(source.tensors)
-
-        def of_version(version: int) -> Mapping[str, int]:
-            prints = np.concatenate([columns[f"prints_{version}"] for _, _, columns in parts])
-            found = tensor_fingerprints(rows, prints, version)
-            return {t.name: found[t.name] for t in rows.tensors if t in held}
-
-        of_version(VERSION)  # also where nothing is noted: replicas must be equal
-        check_reports(directory, of_version)
+        prints = np.concatenate([columns["prints"] for _, _, columns in parts])
+        found = tensor_fingerprints(rows, prints)
+        check_reports(directory, {t.name: found[t.name] for t in rows.tensors if t in held})
     except (LayoutError, ProofError) as error:
         raise type(error)(f"{error} {_SPOILT}") from error

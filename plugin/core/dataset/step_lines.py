@@ -22,7 +22,7 @@ class StepLine:
     """One step of one rank.
 
     Attributes:
-        run: Which start of the whole job; empty in lines of older releases.
+        run: Which start of the whole job.
         round: Of this run, as torchrun counts its restarts.
         consumed_samples: Of all ranks, the step included.
         samples_hash: Of the samples that this rank read; None: it reads none.
@@ -86,7 +86,7 @@ def read_lines(text: str, where: str) -> tuple[tuple[StepLine, ...], bool]:
 def _line(data: Json) -> StepLine:
     table = fields.mapped(data, "a step's line")
     return StepLine(
-        str(table.get("run", "")), fields.whole_number(table["round"], "round"),
+        fields.text(table["run"], "run"), fields.whole_number(table["round"], "round"),
         fields.whole_number(table["step"], "step"),
         fields.whole_number(table["consumed_samples"], "consumed_samples"),
         table["hash"], table["loss"], table["lr"],

@@ -354,17 +354,10 @@ def change_to_json(change: ChangeTime | None) -> list[float | None]:
 
 
 def change_of_json(data: Sequence[object]) -> ChangeTime | None:
-    """Read a change's seconds; what an older release kept has not those of its bytes, which then
-    count as if any change took them.
-
-    Raises:
-        ValueError: It is nothing of the kind.
-    """
+    """Read a change's seconds. Raises ``ValueError`` where it is nothing of the kind."""
     match tuple(data):
-        case (None,) | (None, None):
+        case (None, None):
             return None
-        case (float() | int() as total_s,):
-            return ChangeTime(total_s)
         case (float() | int() as total_s, float() | int() as moves_s):
             return ChangeTime(total_s - moves_s, moves_s)
     raise ValueError(f"{data!r} is no time of a change")
@@ -373,12 +366,11 @@ def change_of_json(data: Sequence[object]) -> ChangeTime | None:
 def _measured_of_json(entry: object) -> Measured:
     wrong = f"{entry!r} is no measured step: degrees, samples of a pass, steps, seconds, recompute"
     match entry:
-        case (dict() as degrees, int(micro), int(steps), float() | int() as seconds, *more) if (
+        case (dict() as degrees, int(micro), int(steps), float() | int() as seconds, again) if (
             all(isinstance(size, int) for size in degrees.values())
-            and micro > 0 and 0 < seconds < inf and len(more) < 2
+            and micro > 0 and 0 < seconds < inf
         ):  # fmt: skip
-            # A release before did not say what is computed again: it was what the flags say.
-            recompute = recompute_of_json(more[0]) if more else None
+            recompute = recompute_of_json(again)
             return Measured(Degrees.from_json(degrees), micro, steps, float(seconds), recompute)
     raise ValueError(wrong)
 

@@ -1,4 +1,3 @@
-import json
 from typing import Any
 
 import pytest
@@ -62,11 +61,6 @@ def test_lines_survive_being_written_and_a_torn_one_is_left_out() -> None:
 def test_damage_before_the_last_line_is_no_tear(damaged: str) -> None:
     with pytest.raises(StoreError, match=r"line 2 of rank-0\.jsonl is damaged"):
         read_lines(line_text(line(1)) + damaged + "\n" + line_text(line(3)), "rank-0.jsonl")
-
-
-def test_lines_of_older_releases_name_no_run() -> None:
-    data = {name: value for name, value in line(1).to_json().items() if name != "run"}
-    assert read_lines(json.dumps(data) + "\n", "f")[0] == (line(1, run=""),)
 
 
 def test_steps_that_were_lost_and_done_again_with_the_same_samples_are_told() -> None:

@@ -126,7 +126,7 @@ def test_a_snapshot_says_of_which_runs_it_comes() -> None:
 
 def source_of(number: int, about: dict[str, Any]) -> Shared[SourceList]:
     return Shared(source_list(
-        [], generation=number, step=90, fingerprint_version=2, about=about, scalars={}, ranks=0
+        [], generation=number, step=90, about=about, scalars={}, ranks=0
     ))  # fmt: skip
 
 

@@ -106,12 +106,10 @@ def test_the_bytes_of_the_last_change_are_no_part_of_the_next_one(moves_s: float
     assert f"a change costs {own:.0f} s" in reason
 
 
-def test_a_kept_time_of_a_change_is_read_whichever_release_kept_it() -> None:
+def test_a_kept_time_of_a_change_is_read() -> None:
     for change in (None, ChangeTime(60.0), ChangeTime(60.0, 20.0)):
         assert change_of_json(change_to_json(change)) == change
-    assert change_of_json([80.0]) == ChangeTime(80.0), "an older one did not tell its bytes' apart"
-    assert change_of_json([None]) is None
-    for wrong in ([], [1.0, 2.0], ["x"], [1.0, None], [-1.0], [5.0, 1.0, 1.0], 7):
+    for wrong in ([], [80.0], [None], [1.0, 2.0], ["x"], [1.0, None], [-1.0], [5.0, 1.0, 1.0], 7):
         with pytest.raises((ValueError, TypeError)):
             change_of_json(wrong)  # type: ignore[arg-type]
 
