@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, StoreError
-from scalai.core.fingerprint import VERSION
 
 NAME = ".scalai-journal"
 """What the names of journals begin with."""
@@ -57,7 +56,7 @@ class Journal:
             return
         self.done = {}
         self._file.truncate(0)
-        self._write({"identity": identity, "fingerprint_version": VERSION})
+        self._write({"identity": identity})
         self._sync()
 
     def __enter__(self) -> "Journal":
@@ -129,10 +128,7 @@ def _parse(text: bytes) -> tuple[str | None, Done, int]:
     done = {
         int(line["task"]): Noted(
             {int(row): int(value, 16) for row, value in line["rows"].items()},
-            [
-                (int(file), int(at), int(size), int(crc))
-                for file, at, size, crc in line.get("runs", ())
-            ],
+            [(int(file), int(at), int(size), int(crc)) for file, at, size, crc in line["runs"]],
         )
         for line in lines[1:]
     }

@@ -133,7 +133,7 @@ class Watch:
             return False
         last = status["last_resize"]
         if last is None:  # a coordinator that took another one's place has begun no round yet
-            return int(status.get("term", 1)) > 1
+            return int(status["term"]) > 1
         return bool(last.get("round") == status["round"])
 
     def archived(self, newer: int = 0) -> int | None:

@@ -31,7 +31,7 @@ ATTEMPTS, PAUSE_S = 4, 0.2
 """How often a coordinator is asked whose connections break, and how long it is left between."""
 
 TOKEN_CHARACTERS = 16
-"""A shorter secret is soon guessed by whoever has heard one handshake."""
+"""A shorter secret is soon guessed by a false server that was sent one proof."""
 
 
 def take_token(job: str) -> str | None:
@@ -133,10 +133,10 @@ def read_holder(folder: Path) -> Holder | None:
     try:
         with open_below(folder.parent, folder.name) as job:
             card = json.loads(job.read(CARD))
-        return Holder(int(card.get("term", 1)), int(card.get("pid", 0)))
+        return Holder(int(card["term"]), int(card["pid"]))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, AttributeError):  # torn
+    except (ValueError, KeyError, TypeError):  # torn
         return Holder(1, 0)
 
 
