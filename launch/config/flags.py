@@ -19,17 +19,11 @@ from scalai.launch.config.elastic_config import AUTO, PLANNERS
 from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.notice_source import parse_source
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
-from scalai.launch.config.removed import add_removed_flags, refuse_variables
+from scalai.launch.config.removed import add_removed_flags, refuse_values, refuse_variables
 from scalai.runtime.agent_signals import parse_signals
 from scalai.store.places import check_host, check_job
 
 DEFAULT_JOB = "default"
-REMOVED = {
-    ("--coordinator-lease", "vote"): "agents do not vote. Leave it out where all hosts reach "
-    "--durable-dir, or name file:/FOLDER, etcd:URL or kubernetes:; with none of these the loss of "
-    "the coordinator's machine ends the job",
-}
-"""Values of flags that are refused, with the way out."""
 _TORCH_NO_JOB = "none"
 _TORCH_RENDEZVOUS = ("static", "c10d")
 
@@ -52,7 +46,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             f"--elastic is given twice ({flags.elastic} before the script, {elastic_in_script} "
             "behind it); keep one."
         )
-    _refuse_removed(flags)
+    refuse_values(flags)
     _check(flags)
     job = check_job(DEFAULT_JOB if flags.rdzv_id == _TORCH_NO_JOB else flags.rdzv_id)
     if flags.host_id is not None:
@@ -217,13 +211,6 @@ _DOTTED = {
     "allowed_sizes": "resize.allowed_sizes",
     "min_model_parallel": "resize.min_model_parallel",
 }
-
-
-def _refuse_removed(flags: argparse.Namespace) -> None:
-    """Raise ``UsageError`` where a flag has a value that is no more."""
-    for (flag, value), way_out in REMOVED.items():
-        if getattr(flags, flag.removeprefix("--").replace("-", "_")) == value:
-            raise UsageError(f"{flag} {value} is no more: {way_out}.")
 
 
 def _overrides(flags: argparse.Namespace) -> dict[str, object]:

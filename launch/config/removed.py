@@ -9,10 +9,14 @@ from scalai.core.errors import UsageError
 REMOVED = {
     "--tls": "Leave it out: the job's token seals every connection, with forward secrecy. For "
     "certificates run the hosts' network over WireGuard or a service mesh",
+    "--coordinator-lease vote": "Agents do not vote. Leave it out where all hosts reach "
+    "--durable-dir, or name file:/FOLDER, etcd:URL or kubernetes:; with none of these the loss of "
+    "the coordinator's machine ends the job",
     "SCALAI_TLS": "Unset it: the job's token seals every connection, with forward secrecy",
     "resize.build_ahead": "Write standby",
 }
-"""By name (a flag, ``section.key``, a variable): the way out, without a full stop."""
+"""By name (a flag, a flag with its value, ``section.key``, a variable): the way out, without a full
+stop."""
 
 
 def refusal(name: str, said: str | None = None) -> UsageError:
@@ -22,7 +26,7 @@ def refusal(name: str, said: str | None = None) -> UsageError:
 
 def add_removed_flags(parser: argparse.ArgumentParser) -> None:
     """Let a parser refuse each removed flag that it does not have. Call it last."""
-    for flag in (name for name in REMOVED if name.startswith("--")):
+    for flag in (name for name in REMOVED if name.startswith("--") and " " not in name):
         try:
             parser.add_argument(
                 *dict.fromkeys((flag, "--" + flag[2:].replace("-", "_"))),
@@ -30,6 +34,14 @@ def add_removed_flags(parser: argparse.ArgumentParser) -> None:
             )  # fmt: skip
         except argparse.ArgumentError:
             continue  # in this parser the name means something else
+
+
+def refuse_values(flags: argparse.Namespace) -> None:
+    """Raise ``UsageError`` where a flag has a removed value."""
+    for name in REMOVED:
+        flag, _, value = name.partition(" ")
+        if value and getattr(flags, flag[2:].replace("-", "_")) == value:
+            raise refusal(name)
 
 
 def refuse_variables() -> None:
