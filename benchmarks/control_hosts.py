@@ -19,16 +19,14 @@ from control_layout import NOTHING, Layouts, fingerprints, manifest
 from control_messages import ask_and_plan, committed, grown
 from control_watch import Watch
 
-from scalai.core import commands
-from scalai.core.collection import MAX_NDIM, Collection
 from scalai.core.errors import AnswerError, PeerError, StoreError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings, Want
-from scalai.core.messages import JsonText
-from scalai.core.source_list import SourceList
-from scalai.core.worker_messages import (
+from scalai.core.messages import commands
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import (
     BeginSnapshot,
     Hello,
     Publish,
@@ -40,6 +38,8 @@ from scalai.core.worker_messages import (
     WorkerRequest,
     WriteOrder,
 )
+from scalai.core.tensors.collection import MAX_NDIM, Collection
+from scalai.core.tensors.source_list import SourceList
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.link import CoordinatorLink

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from plan import RANKS_PER_HOST, Degrees, held, wanted
 
-from scalai.core.collection import Collection
-from scalai.core.plan import Planner
-from scalai.core.sources import Holder
-from scalai.core.universal_hash import P
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.plan import Planner
+from scalai.core.tensors.sources import Holder
+from scalai.core.tensors.universal_hash import P
 from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile
 
 Prints = npt.NDArray[np.uint64]

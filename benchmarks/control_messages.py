@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from control_layout import fingerprints
 
-from scalai.core.collection import Collection
-from scalai.core.fingerprint import Committed
 from scalai.core.host.actions import TryCommit
 from scalai.core.host.state import Want
-from scalai.core.plan import plan
-from scalai.core.region import whole
-from scalai.core.source_list import SourceList, used_only
-from scalai.core.sources import Holder
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.plan import plan
+from scalai.core.tensors.region import whole
+from scalai.core.tensors.source_list import SourceList, used_only
+from scalai.core.tensors.sources import Holder
 from scalai.launch.agent.sources import ask_parts, own_part
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.moves import holders_of

@@ -16,11 +16,11 @@ import torch
 from report import Report, median_s
 from warm_copies import MEMORY_DISK
 
-from scalai.core.collection import Tensor
-from scalai.core.plan import plan
-from scalai.core.region import Piece, row_major, whole
-from scalai.core.sources import Holder
-from scalai.core.worker_messages import RankSnapshot
+from scalai.core.messages.worker_messages import RankSnapshot
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.plan import plan
+from scalai.core.tensors.region import Piece, row_major, whole
+from scalai.core.tensors.sources import Holder
 from scalai.runtime.emergency import Copies
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows

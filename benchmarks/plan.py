@@ -23,9 +23,9 @@ from statistics import median
 import numpy as np
 from report import Report, median_s, peak_rss_gb, timed
 
-from scalai.core.collection import Collection, Tensor, concatenate
-from scalai.core.plan import Holder, Planner, plan
-from scalai.core.region import Box, Piece, clip, row_major
+from scalai.core.tensors.collection import Collection, Tensor, concatenate
+from scalai.core.tensors.plan import Holder, Planner, plan
+from scalai.core.tensors.region import Box, Piece, clip, row_major
 
 HIDDEN, LAYERS, VOCABULARY, POSITIONS = 12_288, 96, 51_200, 2_048
 RANKS_PER_HOST = 8

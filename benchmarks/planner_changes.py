@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 from report import Report
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.change import fill, in_order
 from scalai.core.planner.columns import NO_SHARDING, Layout, Workload
 from scalai.core.planner.devices import GB, device_named

@@ -17,7 +17,7 @@ from scalai.converters.checkpoint import Checkpoint, Piece, ReadOptions, WriteOp
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.limits import Limits
-from scalai.core.collection import MAX_NDIM, Tensor
+from scalai.core.tensors.collection import MAX_NDIM, Tensor
 
 WORKERS = 2
 SAMPLE_S = 0.02

@@ -10,7 +10,7 @@ import numpy as np
 from report import Report
 from resize_runs import Change, Job, Layout, Run, elastic_job
 
-from scalai.core.function_proof import POLICIES
+from scalai.core.job.function_proof import POLICIES
 
 LOSS_TOLERANCE = 1e-4
 

@@ -16,7 +16,7 @@ from resize_marks import LAST_STEP
 from resize_runs import Layout as Asked
 from resize_runs import Running, Say, elastic_job, scale
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.columns import Layout
 from scalai.core.planner.trace import Trace
 from scalai.core.planner.trace_replay import Account, Piece

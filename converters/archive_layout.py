@@ -17,8 +17,8 @@ from typing import Any
 from scalai.converters import pickles
 from scalai.converters.pickles import foreign
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.dtypes import STORAGES
-from scalai.core.region import row_major
+from scalai.core.tensors.dtypes import STORAGES
+from scalai.core.tensors.region import row_major
 
 ALIGNMENT = 64
 

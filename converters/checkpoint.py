@@ -24,10 +24,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate, split_name
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.jsonable import Json
-from scalai.core.region import Box, Index, row_major
+from scalai.core.tensors.collection import (
+    MAX_NDIM,
+    Collection,
+    Columns,
+    Tensor,
+    concatenate,
+    split_name,
+)
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import Box, Index, row_major
 
 PARAM, MAIN, STEP, USER = "param", "main", "step", "user"
 """Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``. ``user`` are tensors

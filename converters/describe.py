@@ -11,12 +11,12 @@ from scalai.converters.generation import PARTS
 from scalai.converters.generation_parts import box_fields, describe_parts
 from scalai.converters.hugging_face.carrying import describe_companions
 from scalai.converters.source_files import SourceFiles
-from scalai.core.collection import Tensor
-from scalai.core.coverage import find_gaps
-from scalai.core.dtypes import bits_dtype
 from scalai.core.errors import LayoutError, UsageError
 from scalai.core.jsonable import Json
-from scalai.core.region import box_text
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.coverage import find_gaps
+from scalai.core.tensors.dtypes import bits_dtype
+from scalai.core.tensors.region import box_text
 from scalai.store.files import slices
 from scalai.store.values import decode
 

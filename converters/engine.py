@@ -49,9 +49,9 @@ from scalai.converters.streaming import Gatherer, Job, run_tasks
 from scalai.converters.suspects import refuse_guessed
 from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
-from scalai.core.collection import Collection, split_name
 from scalai.core.errors import MemoryShortError, ProofError, RefusedError, is_memory_short
-from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
+from scalai.core.tensors.collection import Collection, split_name
+from scalai.core.tensors.fingerprint import VERSION, combine, tensor_fingerprints
 from scalai.store.files import write_at
 
 WHOLE = Part()

@@ -10,13 +10,13 @@ from scalai.converters.checkpoint import Checkpoint, Placed
 from scalai.converters.forked import map_forked
 from scalai.converters.source_files import SourceFiles
 from scalai.converters.work import HERE
-from scalai.core.collection import Collection
-from scalai.core.coverage import check_coverage
-from scalai.core.dtypes import ITEM_BYTES
-from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
-from scalai.core.plan import plan
-from scalai.core.region import Box, whole
-from scalai.core.sources import Holder
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.coverage import check_coverage
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.fingerprint import combine, piece_fingerprint, tensor_fingerprints
+from scalai.core.tensors.plan import plan
+from scalai.core.tensors.region import Box, whole
+from scalai.core.tensors.sources import Holder
 from scalai.store.files import blocks
 
 PART_ELEMENTS = 1 << 22

@@ -26,10 +26,10 @@ from scalai.converters.checkpoint import (
     unite,
 )
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import MAX_NDIM, Collection, Tensor
-from scalai.core.dtypes import FROM_TORCH, NUMPY_DTYPES, TORCH_NAMES
 from scalai.core.errors import LayoutError, UsageError
-from scalai.core.region import whole
+from scalai.core.tensors.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.tensors.dtypes import FROM_TORCH, NUMPY_DTYPES, TORCH_NAMES
+from scalai.core.tensors.region import whole
 from scalai.store.files import FileLayout, lay_out
 from scalai.store.generation import Generation, load_generation
 from scalai.store.manifest import HostManifest, StoredFile, write_manifest

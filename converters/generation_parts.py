@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scalai.core.collection import Collection, concatenate
-from scalai.core.fingerprint import sure_fingerprints
 from scalai.core.jsonable import Json
-from scalai.core.region import Box
+from scalai.core.tensors.collection import Collection, concatenate
+from scalai.core.tensors.fingerprint import sure_fingerprints
+from scalai.core.tensors.region import Box
 from scalai.store.generation import Generation
 
 _FRAMEWORKS = ("megatron", "deepspeed")

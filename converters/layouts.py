@@ -18,8 +18,8 @@ from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import LAYER_WISE, TorchLegacyLayout
 from scalai.converters.opening import check_opened
 from scalai.converters.safetensors_index import INDEX, SINGLE, SafetensorsLayout
-from scalai.core.collection import split_name
 from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
+from scalai.core.tensors.collection import split_name
 
 LAYOUTS: Sequence[Layout] = (
     GenerationLayout(),

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from scalai.converters.checkpoint import PARAM, USER, Checkpoint, Placed, Values
-from scalai.core.boxes import check_inside, right_aligned
-from scalai.core.collection import Tensor, split_name
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import MAX_JSON_BYTES, parse_json
-from scalai.core.region import box_text
+from scalai.core.tensors.boxes import check_inside, right_aligned
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import box_text
 
 MAX_PIECES = 1 << 24
 """Of one checkpoint: ten thousand tensors on a thousand ranks."""

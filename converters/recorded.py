@@ -8,10 +8,10 @@ import numpy as np
 from scalai.converters.checkpoint import REPORT, REPORT_VERSION, Checkpoint
 from scalai.converters.fingerprints import fingerprints, row_fingerprints
 from scalai.converters.opening import read_json
-from scalai.core.coverage import check_coverage
 from scalai.core.errors import ProofError, RefusedError
-from scalai.core.fingerprint import VERSION, sure_fingerprints
-from scalai.core.region import box_text
+from scalai.core.tensors.coverage import check_coverage
+from scalai.core.tensors.fingerprint import VERSION, sure_fingerprints
+from scalai.core.tensors.region import box_text
 
 
 def checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:

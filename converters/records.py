@@ -19,9 +19,9 @@ from scalai.converters.crc32 import combined
 from scalai.converters.forked import map_forked
 from scalai.converters.work import Work
 from scalai.converters.zip_members import Member, storages
-from scalai.core.collection import MAX_NDIM, Columns
-from scalai.core.dtypes import ITEM_BYTES
-from scalai.core.region import Box, row_major
+from scalai.core.tensors.collection import MAX_NDIM, Columns
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import Box, row_major
 from scalai.store.files import map_file
 
 _FILE_BITS = 44

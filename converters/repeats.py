@@ -17,10 +17,10 @@ from scalai.converters.fingerprints import parts_of
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.source_files import SourceFiles
 from scalai.converters.verify import equal_tensors
-from scalai.core.collection import split_name
-from scalai.core.dtypes import HALF
 from scalai.core.errors import ScalaiError
-from scalai.core.region import Box
+from scalai.core.tensors.collection import split_name
+from scalai.core.tensors.dtypes import HALF
+from scalai.core.tensors.region import Box
 
 MAX_SAVES = 8
 """The newest ones are compared."""

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.dtypes import BITS, ITEM_BYTES, NUMPY_DTYPES, Bits
+from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, NUMPY_DTYPES, Bits
 
 
 def rounds_to(masters: bytes, master_dtype: str, weights: bytes, dtype: str) -> bool:

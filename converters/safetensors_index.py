@@ -32,10 +32,10 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.opening import file_inside, read_json
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError, is_memory_short
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import whole
 from scalai.store.atomic import replace_file
 from scalai.store.files import LENGTH_BYTES, header_of
 from scalai.store.safetensors_header import entries_of, header_bytes

@@ -9,9 +9,9 @@ import numpy as np
 
 from scalai.converters.checkpoint import Placed
 from scalai.converters.rounding import rounded
-from scalai.core.collection import MAX_NDIM
-from scalai.core.dtypes import Bits, bits_dtype
-from scalai.core.region import Box
+from scalai.core.tensors.collection import MAX_NDIM
+from scalai.core.tensors.dtypes import Bits, bits_dtype
+from scalai.core.tensors.region import Box
 from scalai.store.files import map_file
 
 OPEN_FILES = 64

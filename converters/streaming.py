@@ -19,11 +19,11 @@ from scalai.converters.journal import Noted
 from scalai.converters.records import Run, Runs, run_of
 from scalai.converters.source_files import SourceFiles, place_of_part
 from scalai.converters.work import Task, Unit, Work, copies_into
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import Bits, bits_dtype
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import combine, piece_fingerprint
-from scalai.core.region import Box, box_text, row_major
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import Bits, bits_dtype
+from scalai.core.tensors.fingerprint import combine, piece_fingerprint
+from scalai.core.tensors.region import Box, box_text, row_major
 from scalai.runtime.at_once import at_once
 from scalai.store.files import contiguous_chunks, read_at, slices, write_at
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from scalai.converters.checkpoint import CONFIG, MAIN, PARAM, Checkpoint, Placed, parameters_of
 from scalai.converters.opening import layers_of, short_layer
 from scalai.converters.source_files import SourceFiles
-from scalai.core.dtypes import Bits
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box
+from scalai.core.tensors.dtypes import Bits
+from scalai.core.tensors.region import Box
 from scalai.store.files import blocks
 
 PART_ELEMENTS = 1 << 20

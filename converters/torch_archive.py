@@ -23,9 +23,9 @@ import numpy as np
 from scalai.converters import pickles
 from scalai.converters.bounded import open_regular
 from scalai.converters.pickles import Call, Foreign
-from scalai.core.dtypes import BITS, FROM_STORAGE, ITEM_BYTES, Bits
 from scalai.core.errors import RefusedError, ScalaiError, is_memory_short
-from scalai.core.region import Index
+from scalai.core.tensors.dtypes import BITS, FROM_STORAGE, ITEM_BYTES, Bits
+from scalai.core.tensors.region import Index
 
 MAX_PICKLE_BYTES = 1 << 30
 MAX_VALUE_BYTES = 64 << 20

@@ -25,13 +25,13 @@ from scalai.converters.recorded import (
 from scalai.converters.rounding import rounds_to
 from scalai.converters.source_files import SourceFiles
 from scalai.converters.work import HERE
-from scalai.core.collection import MAX_NDIM, Collection, Tensor, split_name
-from scalai.core.dtypes import Bits
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import tensor_fingerprints
-from scalai.core.plan import Copies, plan
-from scalai.core.region import Box, box_text, whole
-from scalai.core.sources import Holder
+from scalai.core.tensors.collection import MAX_NDIM, Collection, Tensor, split_name
+from scalai.core.tensors.dtypes import Bits
+from scalai.core.tensors.fingerprint import tensor_fingerprints
+from scalai.core.tensors.plan import Copies, plan
+from scalai.core.tensors.region import Box, box_text, whole
+from scalai.core.tensors.sources import Holder
 
 SAMPLED = 256
 """Elements of a row that a sample compares."""

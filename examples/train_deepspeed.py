@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scalai.core.batches import combine_hashes, sample_hashes
+from scalai.core.degrees.batches import combine_hashes, sample_hashes
 
 VOCABULARY = 256
 

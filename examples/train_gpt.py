@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import scalai
-from scalai.core.batches import Batches, combine_hashes, sample_hashes
+from scalai.core.degrees.batches import Batches, combine_hashes, sample_hashes
 from scalai.patches.megatron import cpu_emulation
 
 cpu_emulation.install()

@@ -12,7 +12,7 @@ import select
 import sys
 from functools import partial
 
-from scalai.core.actions import RESUMABLE
+from scalai.core.messages.actions import RESUMABLE
 from scalai.launch.patient_writer import PatientWriter
 
 WARNINGS = frozenset(

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from scalai.core.actions import RESUMABLE
 from scalai.core.errors import AnswerError, EndedError, RefusedError, UsageError
+from scalai.core.messages.actions import RESUMABLE
 from scalai.core.planner.devices import custom_device
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from scalai.core.errors import RefusedError
 from scalai.core.exact_json import from_json, to_json
 from scalai.core.jsonable import Json
-from scalai.core.messages import JsonText
+from scalai.core.messages.shared import JsonText
 from scalai.patches.first_step import torch_state
 from scalai.patches.function_proof import NumberedSession, OwnLoop, norm_of_gradients
 from scalai.patches.param_groups import Group, put_groups, take_groups

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scalai.core.errors import ScalaiError
-from scalai.core.worker_messages import RankUnhooked
+from scalai.core.messages.worker_messages import RankUnhooked
 from scalai.runtime import session
 from scalai.runtime.agent_folder import tell_agent
 

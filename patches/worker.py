@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scalai.core.errors import RefusedError, ScalaiError, StoreError, UsageError
-from scalai.core.worker_messages import RankRefused
+from scalai.core.messages.worker_messages import RankRefused
 from scalai.runtime.agent_folder import tell_agent
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.imports import without_collections

@@ -8,8 +8,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scalai.core.batches import BatchRamp
     from scalai.core.dataset.own_order import Blend, Shuffled
+    from scalai.core.degrees.batches import BatchRamp
     from scalai.core.errors import (
         AbsentError,
         AnswerError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UsageError,
         VersionError,
     )
-    from scalai.core.slabs import Slabs, zig_zag
+    from scalai.core.tensors.slabs import Slabs, zig_zag
     from scalai.patches.deepspeed.state import DeepSpeedState
     from scalai.patches.megatron.state import MegatronState
     from scalai.patches.replicated import ReplicatedState
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "BatchRamp": "scalai.core.batches",
+    "BatchRamp": "scalai.core.degrees.batches",
     "Blend": "scalai.core.dataset.own_order",
     "DeepSpeedState": "scalai.patches.deepspeed.state",
     "MegatronState": "scalai.patches.megatron.state",
@@ -90,12 +90,12 @@ _PLACES = {
     "Session": "scalai.runtime.session",
     "Shuffled": "scalai.core.dataset.own_order",
     "SlabFile": "scalai.slabs.slab_file",
-    "Slabs": "scalai.core.slabs",
+    "Slabs": "scalai.core.tensors.slabs",
     "current": "scalai.runtime.session",
     "elastic": "scalai.runtime.session",
     "exchange_halo": "scalai.slabs.halo",
     "read_slab": "scalai.slabs.slab_file",
-    "zig_zag": "scalai.core.slabs",
+    "zig_zag": "scalai.core.tensors.slabs",
 }
 """Where a public name lies, if not among the errors."""
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from scalai.core.chaos import KINDS
+from scalai.launch.chaos.kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
 

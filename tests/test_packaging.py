@@ -62,9 +62,9 @@ def test_rooms_import_only_what_lies_further_in(folder: str) -> None:
 
 NO_TORCH = (
     "scalai",
-    "scalai.core.plan",
-    "scalai.core.resize",
-    "scalai.core.choice",
+    "scalai.core.tensors.plan",
+    "scalai.core.job.resize",
+    "scalai.core.degrees.choice",
     "scalai.store.host",
     "scalai.runtime.calls",
     "scalai.slabs.slab_file",

@@ -35,7 +35,7 @@ from itertools import pairwise
 
 from scalai.converters.megatron.fused_rows import PARTS, Heads, rows_of_parts
 from scalai.core.errors import UsageError
-from scalai.core.region import Box, whole
+from scalai.core.tensors.region import Box, whole
 
 Shape = tuple[int, ...]
 Numbers = Mapping[str, str]

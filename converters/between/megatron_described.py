@@ -15,9 +15,9 @@ from scalai.converters.megatron.modules import EMBEDDING, OUTPUT, gated
 from scalai.converters.megatron.names import expert_of, layer_of
 from scalai.converters.megatron.values import DEGREE_ARGUMENTS
 from scalai.converters.pickles import foreign
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import TORCH_NAMES
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import TORCH_NAMES
 
 POSITIONS = "embedding.position_embeddings.weight"
 

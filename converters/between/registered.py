@@ -6,7 +6,7 @@ import numpy as np
 
 from scalai.converters.between.translation import LEFT_OUT
 from scalai.converters.checkpoint import USER, Checkpoint, Placed
-from scalai.core.collection import Collection
+from scalai.core.tensors.collection import Collection
 
 
 def without_registered(source: Checkpoint) -> Checkpoint:

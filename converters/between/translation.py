@@ -24,9 +24,9 @@ from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.limits import argument_heads
 from scalai.converters.opening import short_layer
 from scalai.converters.verify import copy_differences
-from scalai.core.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box
+from scalai.core.tensors.collection import MAX_NDIM, Tensor, split_name
+from scalai.core.tensors.region import Box
 
 Links = dict[str, list[Link]]
 """By a parameter's name, what of it goes where."""

@@ -22,9 +22,9 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.megatron.modules import EMBEDDING, OUTPUT
-from scalai.core.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, whole
+from scalai.core.tensors.collection import MAX_NDIM, Tensor, split_name
+from scalai.core.tensors.region import Box, whole
 
 ZEROS = CheckpointFile("(zeros)", 8, bytes(8))
 """A file in memory that new rows lie in, all of them at its first element."""

@@ -32,8 +32,8 @@ from scalai.converters.deepspeed.shards.expert_names import (
     check_numbers,
 )
 from scalai.converters.torch_archive import MAX_VALUE_BYTES, NewTensor, StoredTensor, read_archive
-from scalai.core.dtypes import BITS, ITEM_BYTES
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.dtypes import BITS, ITEM_BYTES
 from scalai.store.values import number_of
 
 LATEST = "latest"

@@ -1,7 +1,7 @@
 """What DeepSpeed refuses of a configuration in a ZeRO stage, at any degrees.
 
 It would say so itself, but in the round that has the stage first, which may be one to which a
-running job has changed. What depends on degrees is said by ``core/degrees.py``.
+running job has changed. What depends on degrees is said by ``core/degrees/degrees.py``.
 
 Source: ``DeepSpeedConfig`` of deepspeed/runtime/config.py, validators of runtime/zero/config.py,
 ``_do_sanity_check`` and ``_do_optimizer_sanity_check`` of runtime/engine.py, the optimizers of

@@ -18,10 +18,10 @@ from scalai.converters.megatron.batch_sizes import RAMP, SCHEDULE, ramp_sizes, s
 from scalai.converters.megatron.releases import QUERY_GROUPS_SHARED
 from scalai.converters.megatron.rules import Given, faults_of, fixed_axes, values_of
 from scalai.converters.megatron.sums import EVALUATION, Release, sums_of
-from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, chunk_group
+from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, chunk_group
+from scalai.core.degrees.passes import Recompute
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.faults import refuse_all
-from scalai.core.passes import Recompute
 
 _UNDERIVED: Mapping[str, str] = {
     "--cpu-offloading-num-layers": "counts layers of a pipeline stage and stays as given",

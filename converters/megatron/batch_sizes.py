@@ -6,7 +6,7 @@ is of 0.20).
 
 from collections.abc import Mapping, Sequence
 
-from scalai.core.batches import BatchRamp
+from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import RefusedError, UsageError
 
 RAMP, SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"

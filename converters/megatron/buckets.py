@@ -15,10 +15,10 @@ from scalai.converters.megatron.bucket_fit import HEAD, Found
 from scalai.converters.megatron.rank_parameters import ChunkBegin, Parameter, Part
 from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
 from scalai.converters.rounding import round_bytes, rounds_to
-from scalai.core import region
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import FROM_TORCH, HALF, ITEM_BYTES
 from scalai.core.errors import RefusedError
+from scalai.core.tensors import region
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import FROM_TORCH, HALF, ITEM_BYTES
 from scalai.store.files import map_file
 
 CHECKED = 256

@@ -10,9 +10,9 @@ from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.names import expert_of, layer_of
 from scalai.converters.megatron.rules import UNEVEN_STAGES, optimizer_axes
 from scalai.converters.megatron.values import are_several_kinds
-from scalai.core.collection import Tensor
-from scalai.core.degrees import ModelLimits
+from scalai.core.degrees.degrees import ModelLimits
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.collection import Tensor
 
 _EMBEDDING = re.compile(rf"{PARAM}/(.*\.)?word_embeddings\.weight")
 _UNEVEN = (

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from scalai.converters.megatron.arguments import MegatronArguments, integer
 from scalai.converters.megatron.rules import Given
+from scalai.core.degrees.passes import RECOMPUTES, Recompute
 from scalai.core.errors import RefusedError
-from scalai.core.passes import RECOMPUTES, Recompute
 from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Workload
 from scalai.core.planner.model import ModelShape
 from scalai.core.planner.search import Choices

@@ -15,7 +15,7 @@ from typing import Any
 
 from scalai.converters.megatron.names import expert_of, tensor_parallel_axis
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, Index, whole
+from scalai.core.tensors.region import Box, Index, whole
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 

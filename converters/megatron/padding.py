@@ -8,7 +8,7 @@ from typing import Any
 
 from scalai.converters.checkpoint import PARAM, Checkpoint, Values
 from scalai.converters.megatron.modules import EMBEDDING
-from scalai.core.collection import Tensor
+from scalai.core.tensors.collection import Tensor
 
 DIVISOR = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""

@@ -27,9 +27,9 @@ from scalai.converters.megatron.names import (
     stack_of,
 )
 from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
-from scalai.core import region
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, row_major
+from scalai.core.tensors import region
+from scalai.core.tensors.region import Box, row_major
 
 ChunkBegin = Callable[[StoredKey, Chunk], tuple[int, tuple[int, ...], int]]
 """Tells where a chunk's elements lie in its file, their strides and the size of one."""

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scalai.converters.megatron.sums import MUON, MUONS, Release, Values, sums_of
-from scalai.core.degrees import AXES
-from scalai.core.passes import PARTS, Part
+from scalai.core.degrees.degrees import AXES
+from scalai.core.degrees.passes import PARTS, Part
 
 Given = Mapping[str, tuple[str, ...]]
 """Flags as given: name with dashes -> its values, of the last occurrence."""

@@ -18,10 +18,10 @@ from scalai.converters.megatron.limits import check_model
 from scalai.converters.megatron.modules import EMBEDDING, OUTPUT, is_trained
 from scalai.converters.megatron.names import expert_of, layer_of
 from scalai.converters.megatron.told import FACT
-from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.model import ModelShape
-from scalai.core.region import Index
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.region import Index
 
 _POSITIONS = "embedding.position_embeddings.weight"
 _ATTENTION, _MLP, _SHARED = "self_attention.linear_", "mlp.", "shared_experts."

@@ -69,9 +69,9 @@ from scalai.converters.megatron.values import (
 )
 from scalai.converters.opening import MAX_PIECES
 from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive, with_content
-from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, Index, flat_range, whole
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.region import Box, Index, flat_range, whole
 from scalai.store.files import map_file
 
 STEP_FILE = "(step)"

@@ -23,8 +23,8 @@ from scalai.converters.megatron.values import (
     with_degrees,
 )
 from scalai.converters.scalars import read_steps
-from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.collection import Tensor, split_name
 
 _WEIGHTS = {PARAM, MAIN, STEP}
 LINKS = "links"

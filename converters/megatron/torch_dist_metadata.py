@@ -16,10 +16,10 @@ from scalai.converters.bounded import open_regular
 from scalai.converters.opening import file_inside
 from scalai.converters.pickles import Foreign, Sealed, foreign
 from scalai.converters.torch_archive import MAX_PICKLE_BYTES
-from scalai.core.collection import MAX_NDIM
-from scalai.core.dtypes import FROM_TORCH, TORCH_NAMES
 from scalai.core.errors import LayoutError, RefusedError, ScalaiError
-from scalai.core.region import Box, Index
+from scalai.core.tensors.collection import MAX_NDIM
+from scalai.core.tensors.dtypes import FROM_TORCH, TORCH_NAMES
+from scalai.core.tensors.region import Box, Index
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"

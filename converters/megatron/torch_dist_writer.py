@@ -47,10 +47,10 @@ from scalai.converters.megatron.padding import padding_note
 from scalai.converters.megatron.torch_dist_common import Keys, common_of, content_of, objects_of
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import Tensor, split_name
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import Box
 from scalai.store.atomic import replace_file
 
 

@@ -26,9 +26,9 @@ from scalai.converters.megatron.padding import padding_note
 from scalai.converters.megatron.torch_dist_common import whole_groups
 from scalai.converters.megatron.values import with_degrees
 from scalai.converters.scalars import read_steps
-from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
-from scalai.core.region import Index
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.region import Index
 
 Coordinate = tuple[int, int, int]
 """(tp, pp, ep) ranks."""

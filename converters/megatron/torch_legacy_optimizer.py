@@ -21,10 +21,10 @@ from scalai.converters.megatron.modules import Part, group_of
 from scalai.converters.megatron.names import expert_of
 from scalai.converters.rounding import rounds_to
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.core.region import Index, row_major, whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import Index, row_major, whole
 
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 CHECKED = 256

@@ -37,10 +37,10 @@ from scalai.converters.megatron.torch_legacy_optimizer import (
 )
 from scalai.converters.megatron.values import agreed_step
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import whole
 
 EXTRA_STATE = "_extra_state"
 """What Transformer Engine keeps of a module beside its parameters, as of fp8: bytes, as an object

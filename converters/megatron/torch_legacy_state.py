@@ -14,10 +14,10 @@ from scalai.converters.megatron.modules import group_of
 from scalai.converters.megatron.torch_legacy_job import Coordinate, Job, Local
 from scalai.converters.pickles import foreign
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import TORCH_NAMES
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import TORCH_NAMES
+from scalai.core.tensors.region import Box, whole
 
 
 @dataclass(frozen=True, slots=True)

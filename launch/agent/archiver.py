@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from scalai.core import commands, reports
 from scalai.core.errors import DamageError, ScalaiError, StoreError
-from scalai.core.events import Archived
+from scalai.core.messages import commands, reports
+from scalai.core.messages.events import Archived
 from scalai.store.archive import retire, show
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from select import POLLIN, poll
 
-from scalai.core.deadlines import GONE_S
+from scalai.core.job.deadlines import GONE_S
 
 GONE_REPORT_S = 5.0
 """After how long it is said that a killed worker has not ended."""

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from scalai.core.deadlines import JOIN_S, TELL_S
 from scalai.core.errors import (
     AbsentError,
     AnswerError,
@@ -15,7 +14,8 @@ from scalai.core.errors import (
     PeerError,
     SilentError,
 )
-from scalai.core.messages import Request
+from scalai.core.job.deadlines import JOIN_S, TELL_S
+from scalai.core.messages.shared import Request
 from scalai.launch.coordinator.discovery import Place
 from scalai.runtime.calls import CONNECT_S, Channel
 

@@ -17,15 +17,15 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import MAX_NDIM, Collection, Columns
-from scalai.core.dtypes import Bits
 from scalai.core.errors import DamageError, MessageError, PeerError, ScalaiError, StoreError
 from scalai.core.fields import mapped
-from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
-from scalai.core.messages import JsonText, Named
-from scalai.core.region import Box
-from scalai.core.source_list import Pieces, Reference
+from scalai.core.messages.shared import JsonText, Named
+from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns
+from scalai.core.tensors.dtypes import Bits
+from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.region import Box
+from scalai.core.tensors.source_list import Pieces, Reference
 from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket

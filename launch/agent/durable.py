@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scalai.core.errors import LayoutError, RefusedError, StoreError
 from scalai.core.jsonable import Json
-from scalai.core.messages import JsonText
+from scalai.core.messages.shared import JsonText
 from scalai.store.atomic import make_folder, rename_durably, replace_file, write_new
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_saved_manifest

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import concatenate
-from scalai.core.commands import Start
 from scalai.core.errors import (
     DamageError,
     LayoutError,
@@ -24,13 +22,15 @@ from scalai.core.fields import mapped
 from scalai.core.host import events
 from scalai.core.host.state import Want
 from scalai.core.jsonable import Json
-from scalai.core.messages import JsonText
-from scalai.core.plan import Plan, plan
-from scalai.core.region import box_text
-from scalai.core.reports import Suspected
-from scalai.core.source_list import Pieces, SourceList
-from scalai.core.sources import Holder
-from scalai.core.worker_messages import ReadOrder, Source
+from scalai.core.messages.commands import Start
+from scalai.core.messages.reports import Suspected
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import ReadOrder, Source
+from scalai.core.tensors.collection import concatenate
+from scalai.core.tensors.plan import Plan, plan
+from scalai.core.tensors.region import box_text
+from scalai.core.tensors.source_list import Pieces, SourceList
+from scalai.core.tensors.sources import Holder
 from scalai.launch.agent.data_plane import DEFAULT_TIMEOUT_S, Peer
 from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
 from scalai.runtime.at_once import at_once

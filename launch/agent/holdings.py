@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from scalai.core import events, reports
 from scalai.core.errors import ScalaiError, StoreError
 from scalai.core.host.actions import LeaveState
+from scalai.core.messages import events, reports
 from scalai.launch.agent.archiver import Archiver
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.durable import (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from scalai.core.messages import Request
+from scalai.core.messages.shared import Request
 from scalai.launch.coordinator.calls import Join, JoinBriefly, Joined
 from scalai.runtime.codec import encode
 from scalai.runtime.pieces import cut, digest_of

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from scalai.core.commands import Command, Exit
 from scalai.core.errors import (
     AnswerError,
     PeerError,
@@ -23,9 +22,10 @@ from scalai.core.errors import (
     SilentError,
     StaleError,
 )
-from scalai.core.events import Stalled
-from scalai.core.messages import Named, Request
-from scalai.core.reports import Report
+from scalai.core.messages.commands import Command, Exit
+from scalai.core.messages.events import Stalled
+from scalai.core.messages.reports import Report
+from scalai.core.messages.shared import Named, Request
 from scalai.launch.agent.coordinator_line import Health, Line, Waits
 from scalai.launch.agent.current_round import CurrentRound
 from scalai.launch.agent.joining import join

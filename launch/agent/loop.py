@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from scalai.core.commands import Command
 from scalai.core.errors import ScalaiError
 from scalai.core.host import events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.law import advance
 from scalai.core.host.state import HostState, Round
-from scalai.core.worker_messages import WorkerRequest
+from scalai.core.messages.commands import Command
+from scalai.core.messages.worker_messages import WorkerRequest
 from scalai.launch.agent.worker_group import WorkerGroup
 
 TICK_S = 0.1

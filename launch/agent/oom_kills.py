@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from scalai.core.endings import OUT_OF_HOST_MEMORY
+from scalai.core.job.endings import OUT_OF_HOST_MEMORY
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")

@@ -12,8 +12,8 @@ from scalai.core.errors import PeerError, UsageError
 from scalai.core.host import events
 from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
-from scalai.core.messages import JsonText
-from scalai.core.underway import Underway
+from scalai.core.job.underway import Underway
+from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer

@@ -16,17 +16,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from scalai.core.commands import Replicate, Start
 from scalai.core.dataset.table import DATASET
-from scalai.core.deadlines import GONE_S
 from scalai.core.errors import PeerError, ProofError, ScalaiError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Event, GroupOver, Seen
 from scalai.core.host.state import Call, Round, Want
-from scalai.core.messages import JsonText
-from scalai.core.reports import Holding, Report
-from scalai.core.worker_messages import Welcome
+from scalai.core.job.deadlines import GONE_S
+from scalai.core.messages.commands import Replicate, Start
+from scalai.core.messages.reports import Holding, Report
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent.background import THREADS, Background
 from scalai.launch.agent.fetch import prepare_restore
 from scalai.launch.agent.health import HealthCheck

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from scalai.core.deadlines import STALL_S, STALL_STEPS
-from scalai.core.events import Stalled
+from scalai.core.job.deadlines import STALL_S, STALL_STEPS
+from scalai.core.messages.events import Stalled
 from scalai.launch.agent.current_round import CurrentRound
 from scalai.launch.agent.stacks import Stacks
 

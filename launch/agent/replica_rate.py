@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from scalai.core.replica_pace import (
+from scalai.core.tensors.replica_pace import (
     Bucket,
     Limit,
     Look,

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scalai.core.collection import Collection
-from scalai.core.commands import Replicate
 from scalai.core.errors import (
     MismatchError,
     PeerError,
@@ -19,9 +17,11 @@ from scalai.core.errors import (
 from scalai.core.fields import mapped
 from scalai.core.host.events import Replicated
 from scalai.core.jsonable import Json
-from scalai.core.replicas import to_keep
-from scalai.core.reports import Suspected
-from scalai.core.sources import Holder
+from scalai.core.messages.commands import Replicate
+from scalai.core.messages.reports import Suspected
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.replicas import to_keep
+from scalai.core.tensors.sources import Holder
 from scalai.launch.agent.data_plane import Peer
 from scalai.launch.agent.fetch import bring, suspected
 from scalai.launch.agent.replica_rate import ReplicaRate

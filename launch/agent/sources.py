@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scalai.core.collection import Collection
 from scalai.core.errors import LayoutError, PeerError, StoreError
 from scalai.core.fields import mapped
-from scalai.core.fingerprint import Committed, unite_committed
 from scalai.core.jsonable import Json
-from scalai.core.plan import plan
-from scalai.core.source_list import Pieces, SourceList
-from scalai.core.sources import Holder
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.fingerprint import Committed, unite_committed
+from scalai.core.tensors.plan import plan
+from scalai.core.tensors.source_list import Pieces, SourceList
+from scalai.core.tensors.sources import Holder
 from scalai.launch.agent.data_plane import Peer, PiecesHeld
 from scalai.runtime.at_once import at_once
 from scalai.store.host import HostStore

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from scalai.core.worker_messages import Hello, WorkerRequest
+from scalai.core.messages.worker_messages import Hello, WorkerRequest
 from scalai.runtime.agent_folder import SOCKET, TOKEN
 from scalai.runtime.calls import Peer, Server
 from scalai.store.secure import Folder

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scalai.converters.megatron.arguments import derived_flags, is_megatron
-from scalai.core import commands
-from scalai.core.commands import Workers
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError, ScalaiError
-from scalai.core.schedule import Schedule
-from scalai.core.worker_messages import Imports
+from scalai.core.job.schedule import Schedule
+from scalai.core.messages import commands
+from scalai.core.messages.commands import Workers
+from scalai.core.messages.worker_messages import Imports
 from scalai.launch.agent.extension_locks import WorkersLocks, extensions_root
 from scalai.launch.agent.torch_elastic import (
     Outcome,

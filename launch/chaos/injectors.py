@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalai.core.chaos import KINDS, SIGNALS, TRIGGERS, Fault, Kind, Target
 from scalai.launch.chaos import damage, links, processes
+from scalai.launch.chaos.kinds import KINDS, SIGNALS, TRIGGERS, Fault, Kind, Target
 from scalai.launch.chaos.scene import Injected, Scene
 from scalai.runtime.failpoints import VARIABLE
 

@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from scalai.core.chaos import Effect, Fault, Wanted, most_steps_lost, schedule
-from scalai.core.chaos_verdict import Outcome, Verdict, problems, step_to_pass, to_json
 from scalai.core.errors import PeerError, UsageError
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.injectors import CLOCK_S, injector_of
+from scalai.launch.chaos.kinds import Effect, Fault, Wanted, most_steps_lost, schedule
 from scalai.launch.chaos.scene import Injected, Scene, Settings, least_hosts, settings_of
+from scalai.launch.chaos.verdicts import Outcome, Verdict, problems, step_to_pass, to_json
 from scalai.launch.chaos.watch import Watch
 
 ENDS_S = 20.0

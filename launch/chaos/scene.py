@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scalai.core.chaos import Fault
 from scalai.launch.chaos import processes
+from scalai.launch.chaos.kinds import Fault
 from scalai.launch.chaos.watch import Watch
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalai.core.chaos_verdict import Round
 from scalai.core.errors import PeerError, ScalaiError
 from scalai.launch.chaos import processes
+from scalai.launch.chaos.verdicts import Round
 from scalai.launch.config.endpoint import read_card
 from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Channel

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from scalai.core.chaos import KINDS, parse
-from scalai.core.chaos_verdict import Verdict, compare, table
 from scalai.core.errors import UsageError
 from scalai.launch.chaos.injectors import describe
+from scalai.launch.chaos.kinds import KINDS, parse
 from scalai.launch.chaos.picture import draw
 from scalai.launch.chaos.run import Chaos, Plan, alone
+from scalai.launch.chaos.verdicts import Verdict, compare, table
 from scalai.launch.coordinator.parts import committed_fingerprints
 from scalai.store.generation import load_generation
 from scalai.store.places import check_job, default_store_dir, find_generations

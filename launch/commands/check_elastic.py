@@ -2,7 +2,7 @@
 world that may come.
 
 Nothing here is a rule of its own: what a script is refused or fixed for is said by
-``converters/megatron/rules.py``, degrees are chosen by ``core/choice.py``, as in a running job.
+``converters/megatron/rules.py``, degrees are chosen by ``core/degrees/choice.py``, as in a job.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from itertools import groupby
 from typing import Any
 
 from scalai.converters.megatron.arguments import evaluates_by_replicas, underived_notes
-from scalai.core.choice import check_rules, choose, replicated
-from scalai.core.degrees import AXES, Degrees, ModelLimits
+from scalai.core.degrees.choice import check_rules, choose, replicated
+from scalai.core.degrees.degrees import AXES, Degrees, ModelLimits
+from scalai.core.degrees.passes import PARTS
+from scalai.core.degrees.policy import Case, Choice, DegreePolicy
+from scalai.core.degrees.splits import splits
 from scalai.core.errors import RefusedError
-from scalai.core.passes import PARTS
 from scalai.core.planner.preference import KNOWN_LAYOUTS
-from scalai.core.policy import Case, Choice, DegreePolicy
-from scalai.core.splits import splits
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
 from scalai.launch.config.script import ScriptFacts, read_script

@@ -14,10 +14,10 @@ from scalai.converters.describe import describe, read_tensor
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.recorded import check_recorded, check_stated
 from scalai.converters.verify import verify
-from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
-from scalai.core.region import Box, box_text
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import Box, box_text
 from scalai.launch.config.sizes import size_text
 from scalai.launch.program import show
 from scalai.store.places import find_generations

@@ -16,8 +16,8 @@ from scalai.converters.deepspeed.config import (
     ZERO,
 )
 from scalai.converters.megatron.arguments import derived_flags
+from scalai.core.degrees.passes import RECOMPUTES
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.passes import RECOMPUTES
 from scalai.core.planner.devices import FIGURES, GB
 from scalai.core.planner.score import figures, group_figures, predict_rows
 from scalai.core.planner.search import Estimate, Plan, search

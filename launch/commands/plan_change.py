@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.megatron.model_shape import sharding_of
-from scalai.core.degrees import AXES, DegreeRequest, Degrees, parse_request, refusal
+from scalai.core.degrees.degrees import AXES, DegreeRequest, Degrees, parse_request, refusal
 from scalai.core.errors import RefusedError
 from scalai.core.planner.change import Choice, Option, estimate_of, options_for, plan_change
 from scalai.core.planner.columns import Layout

@@ -25,7 +25,7 @@ from scalai.converters.megatron.arguments import MegatronArguments, is_megatron,
 from scalai.converters.megatron.model_shape import choices_of, workload_of
 from scalai.converters.megatron.releases import release_beside
 from scalai.converters.megatron.stored_model import StoredModel, read_model
-from scalai.core.degrees import ModelLimits
+from scalai.core.degrees.degrees import ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Workload
 from scalai.core.planner.devices import FIGURES, Device, custom_device, device_named

@@ -8,7 +8,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from scalai.core.degrees import DegreeRequest, parse_request
+from scalai.core.degrees.degrees import DegreeRequest, parse_request
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.columns import Layout
 from scalai.core.planner.devices import GB

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, UsageError
-from scalai.core.messages import JsonText, Request
+from scalai.core.messages.shared import JsonText, Request
 from scalai.launch.config.endpoint import (
     TOKEN_VARIABLE,
     read_card,

@@ -24,7 +24,7 @@ from scalai.converters.megatron.limits import limits_of
 from scalai.converters.megatron.names import expert_of
 from scalai.converters.parts import Part
 from scalai.converters.suspects import find_suspects
-from scalai.core.degrees import Degrees, refusal
+from scalai.core.degrees.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 from scalai.launch.config.sizes import parse_size, size_text, worker_number
 from scalai.launch.program import show

@@ -21,7 +21,7 @@ from scalai.converters.recorded import is_recorded
 from scalai.converters.repeats import find_repeats
 from scalai.converters.suspects import find_suspects, guess_text
 from scalai.converters.verify import compare, verify
-from scalai.core.fingerprint import VERSION
+from scalai.core.tensors.fingerprint import VERSION
 from scalai.launch.config.sizes import worker_number
 from scalai.launch.program import show
 

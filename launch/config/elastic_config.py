@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, fields
 from math import inf
 
 from scalai.core.dataset.table import DatasetTable
-from scalai.core.degrees import DegreeRequest, ModelLimits
+from scalai.core.degrees.degrees import DegreeRequest, ModelLimits
+from scalai.core.degrees.passes import MEMORY_PARTS, PARTS, RECOMPUTES
+from scalai.core.degrees.policy import DegreePolicy, Preferring, Rule
 from scalai.core.errors import UsageError
-from scalai.core.function_proof import POLICIES
-from scalai.core.passes import MEMORY_PARTS, PARTS, RECOMPUTES
+from scalai.core.job.function_proof import POLICIES
+from scalai.core.job.young_daly import MOST_STEPS, MTBF_HOURS
 from scalai.core.planner.devices import FIGURES
 from scalai.core.planner.weighing import RESIDENCE_S
-from scalai.core.policy import DegreePolicy, Preferring, Rule
-from scalai.core.young_daly import MOST_STEPS, MTBF_HOURS
 from scalai.launch.config.notice_source import NoticeSource, parse_source
 
 STANDBY = ("auto", "always", "never")

@@ -33,9 +33,9 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from scalai.core.dataset.table import DatasetTable
-from scalai.core.degrees import DegreeRequest, ModelLimits, parse_request
+from scalai.core.degrees.degrees import DegreeRequest, ModelLimits, parse_request
+from scalai.core.degrees.policy import Rule
 from scalai.core.errors import UsageError
-from scalai.core.policy import Rule
 from scalai.launch.config.elastic_config import (
     DeepSpeedConfig,
     ElasticConfig,

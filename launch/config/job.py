@@ -7,8 +7,8 @@ from pathlib import Path
 
 from scalai.converters.deepspeed.config import BLOCK, find_config, json_config
 from scalai.core.dataset.table import DatasetTable
+from scalai.core.job.spacing import FIRST_STEPS, Spacing
 from scalai.core.jsonable import Json
-from scalai.core.spacing import FIRST_STEPS, Spacing
 from scalai.launch.config.elastic_config import AUTO, ElasticConfig
 from scalai.launch.config.elastic_file import parse_config, read_text
 from scalai.launch.config.options import Options

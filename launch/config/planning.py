@@ -14,10 +14,10 @@ from scalai.converters.megatron.model_shape import (
     workload_of,
 )
 from scalai.converters.megatron.rules import fixed_passes, values_of
-from scalai.core.degrees import ModelLimits, Sharding
+from scalai.core.degrees.degrees import ModelLimits, Sharding
+from scalai.core.degrees.passes import PARTS, RECOMPUTES, Freedom
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.jsonable import Json
-from scalai.core.passes import PARTS, RECOMPUTES, Freedom
 from scalai.core.planner.columns import OPTIMIZER, Workload
 from scalai.core.planner.devices import Device, custom_device, device_named
 from scalai.core.planner.preference import Preference, Terms

@@ -18,9 +18,9 @@ from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.releases import release_beside
 from scalai.converters.megatron.rules import allows_untested
-from scalai.core.choice import check_initial
-from scalai.core.degrees import DegreeRequest, ModelLimits, Sharding
-from scalai.core.policy import DegreePolicy
+from scalai.core.degrees.choice import check_initial
+from scalai.core.degrees.degrees import DegreeRequest, ModelLimits, Sharding
+from scalai.core.degrees.policy import DegreePolicy
 from scalai.core.release import numbers_of
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.model_table import read_table_shape

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Collection, Iterable, Sequence
 
-from scalai.core import events
-from scalai.core.admission import Brought, Verdict, admit
 from scalai.core.errors import EndedError, ProofError, UsageError
-from scalai.core.membership import Phase
-from scalai.core.remembered import Remembered
-from scalai.core.underway import Underway
+from scalai.core.job.admission import Brought, Verdict, admit
+from scalai.core.job.membership import Phase
+from scalai.core.job.remembered import Remembered
+from scalai.core.job.underway import Underway
+from scalai.core.messages import events
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.agent_events import Manifests
 from scalai.launch.coordinator.calls import Join, Joined

@@ -4,11 +4,11 @@ not need (tensors, fingerprints, manifests, seconds) stays here in the shell."""
 import time
 from collections.abc import Mapping
 
-from scalai.core import commands, events, reports
 from scalai.core.errors import UsageError
 from scalai.core.host.snapshots import longest
-from scalai.core.membership import Phase
-from scalai.core.reports import HostEvent, Report
+from scalai.core.job.membership import Phase
+from scalai.core.messages import commands, events, reports
+from scalai.core.messages.reports import HostEvent, Report
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.proving import doubted
 from scalai.launch.coordinator.replica_room import refuse_early, weigh_late

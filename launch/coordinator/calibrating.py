@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scalai.core.membership import Job, Phase
+from scalai.core.job.membership import Job, Phase
 from scalai.core.planner.change_time import ChangeTime, Moves, change_time
 from scalai.core.planner.meter import Meter
 from scalai.core.planner.preference import Measured

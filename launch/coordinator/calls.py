@@ -6,13 +6,13 @@ does nothing there, the host and the incarnation of its agent.
 
 from dataclasses import dataclass
 
-from scalai.core.commands import Command, Exit
-from scalai.core.events import Stalled
-from scalai.core.function_proof import Made
-from scalai.core.messages import JsonText, Named, Request, Shared
-from scalai.core.remembered import Remembered
-from scalai.core.reports import Report
-from scalai.core.underway import Underway
+from scalai.core.job.function_proof import Made
+from scalai.core.job.remembered import Remembered
+from scalai.core.job.underway import Underway
+from scalai.core.messages.commands import Command, Exit
+from scalai.core.messages.events import Stalled
+from scalai.core.messages.reports import Report
+from scalai.core.messages.shared import JsonText, Named, Request, Shared
 from scalai.launch.coordinator.person_calls import PersonCall
 
 

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import lru_cache
 
-from scalai.core import events
-from scalai.core.commands import Exit
+from scalai.core.degrees.passes import AS_GIVEN
 from scalai.core.errors import ScalaiError, StaleError, UsageError
+from scalai.core.job.membership import Phase, staying
+from scalai.core.job.transitions import missing
 from scalai.core.jsonable import Json
-from scalai.core.membership import Phase, staying
-from scalai.core.messages import JsonText
-from scalai.core.passes import AS_GIVEN
-from scalai.core.reports import Attached, Doubted, Examined, Grown, Report, Sealed
-from scalai.core.transitions import missing
+from scalai.core.messages import events
+from scalai.core.messages.commands import Exit
+from scalai.core.messages.reports import Attached, Doubted, Examined, Grown, Report, Sealed
+from scalai.core.messages.shared import JsonText
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests

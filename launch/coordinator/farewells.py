@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from scalai.core import actions, commands
-from scalai.core.actions import RESUMABLE
+from scalai.core.messages import actions, commands
+from scalai.core.messages.actions import RESUMABLE
 from scalai.launch.coordinator.registers import LEASES
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """A job as its coordinator knows it before any host has joined."""
 
-from scalai.core import membership as m
-from scalai.core.function_proof import FunctionProof
-from scalai.core.succession import begin
+from scalai.core.job import membership as m
+from scalai.core.job.function_proof import FunctionProof
+from scalai.core.job.succession import begin
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.sizing import Sizing
 

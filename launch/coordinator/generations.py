@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scalai.core.errors import LayoutError, ProofError
-from scalai.core.fingerprint import Committed, compare
-from scalai.core.membership import Generation
-from scalai.core.recovery import Descent, contains
+from scalai.core.job.membership import Generation
+from scalai.core.job.recovery import Descent, contains
+from scalai.core.tensors.fingerprint import Committed, compare
 from scalai.launch.coordinator.doubts import Doubts
 from scalai.launch.coordinator.parts import (
     HeldParts,

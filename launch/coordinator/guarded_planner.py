@@ -4,10 +4,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
+from scalai.core.degrees.passes import Passes
+from scalai.core.degrees.policy import Choice, Preferring
 from scalai.core.errors import ScalaiError
-from scalai.core.passes import Passes
-from scalai.core.policy import Choice, Preferring
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from scalai.core import commands, events
 from scalai.core.errors import LayoutError, ProofError
-from scalai.core.recovery import Origin
-from scalai.core.spacing import Measured
-from scalai.core.transitions import step_of
+from scalai.core.job.recovery import Origin
+from scalai.core.job.spacing import Measured
+from scalai.core.job.transitions import step_of
+from scalai.core.messages import commands, events
 from scalai.store.generation import check_whole
 
 if TYPE_CHECKING:

@@ -8,18 +8,19 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from scalai.core import actions, commands, events, probing
-from scalai.core import membership as m
-from scalai.core.assigning import next_assignment
-from scalai.core.endings import kind_of, rank_of
 from scalai.core.errors import ProofError
-from scalai.core.function_proof import FACT as PROVEN
-from scalai.core.function_proof import Made
+from scalai.core.job import membership as m
+from scalai.core.job import probing
+from scalai.core.job.assigning import next_assignment
+from scalai.core.job.endings import kind_of, rank_of
+from scalai.core.job.function_proof import FACT as PROVEN
+from scalai.core.job.function_proof import Made
+from scalai.core.job.recovery import Origin
+from scalai.core.job.resize import advance
 from scalai.core.jsonable import Json
-from scalai.core.messages import Shared
+from scalai.core.messages import actions, commands, events
+from scalai.core.messages.shared import Shared
 from scalai.core.planner.preference import Preference
-from scalai.core.recovery import Origin
-from scalai.core.resize import advance
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calibrating import Calibrating
 from scalai.launch.coordinator.farewells import end_job, let_go

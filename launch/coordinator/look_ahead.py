@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from scalai.core.ahead import plans_ahead
-from scalai.core.membership import Assign, Job, present, staying
-from scalai.core.passes import AS_GIVEN
+from scalai.core.degrees.passes import AS_GIVEN
+from scalai.core.job.ahead import plans_ahead
+from scalai.core.job.membership import Assign, Job, present, staying
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import Measured, Preference
 from scalai.launch.coordinator.sizing import Sizing

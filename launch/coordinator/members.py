@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from scalai.core.commands import Command, Exit, Remember
 from scalai.core.errors import ReplacedError, StaleError
-from scalai.core.events import Stalled
-from scalai.core.messages import Named
+from scalai.core.messages.commands import Command, Exit, Remember
+from scalai.core.messages.events import Stalled
+from scalai.core.messages.shared import Named
 from scalai.launch.coordinator.calls import Commands, StoreIdentity
 from scalai.runtime.calls import Peer
 

@@ -5,11 +5,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from scalai.core.commands import Remember
-from scalai.core.membership import Job, Phase
-from scalai.core.messages import JsonText, Shared
-from scalai.core.remembered import Remembered
-from scalai.core.remembering import is_as_before, remember
+from scalai.core.job.membership import Job, Phase
+from scalai.core.job.remembered import Remembered
+from scalai.core.job.remembering import is_as_before, remember
+from scalai.core.messages.commands import Remember
+from scalai.core.messages.shared import JsonText, Shared
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.sizing import Sizing
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 
-from scalai.core import actions, commands
+from scalai.core.messages import actions, commands
 from scalai.launch.coordinator.generations import Generations
 from scalai.store.parts import is_fetched
 

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
-from scalai.core.collection import concatenate
-from scalai.core.coverage import Cover
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import (
+from scalai.core.tensors.collection import concatenate
+from scalai.core.tensors.coverage import Cover
+from scalai.core.tensors.fingerprint import (
     Committed,
     combine,
     tensor_fingerprints,
     unite_committed,
 )
-from scalai.core.region import Box
+from scalai.core.tensors.region import Box
 from scalai.store.generation import contradiction
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import is_fetched

@@ -3,7 +3,7 @@ where a person named the coordinator alone."""
 
 from dataclasses import dataclass
 
-from scalai.core.messages import JsonText, Request
+from scalai.core.messages.shared import JsonText, Request
 
 
 @dataclass(frozen=True, slots=True)

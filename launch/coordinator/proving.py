@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scalai.core import events
 from scalai.core.errors import LayoutError, ProofError
-from scalai.core.fingerprint import Tally
-from scalai.core.reports import Holding, Restored
+from scalai.core.messages import events
+from scalai.core.messages.reports import Holding, Restored
+from scalai.core.tensors.fingerprint import Tally
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.timeline import Timeline
 

@@ -3,8 +3,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
+from scalai.core.job.recovery import Origin, State, newest_whole
 from scalai.core.jsonable import Json
-from scalai.core.recovery import Origin, State, newest_whole
 from scalai.launch.coordinator.generations import Generations, Incomplete
 
 

@@ -20,8 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from scalai.core.deadlines import STORE_READY_S
 from scalai.core.errors import PeerError
+from scalai.core.job.deadlines import STORE_READY_S
 from scalai.core.jsonable import Json
 from scalai.launch import host_signals
 from scalai.runtime.imports import without_collections

@@ -7,12 +7,12 @@ job that runs is not ended for want of replicas.
 
 from typing import TYPE_CHECKING
 
-from scalai.core import events
 from scalai.core.errors import LayoutError
-from scalai.core.membership import TRAINING
-from scalai.core.replica_memory import Memory, memory_of, shortage
-from scalai.core.replicas import ring_of
-from scalai.core.replicating import keepers
+from scalai.core.job.membership import TRAINING
+from scalai.core.job.replicating import keepers
+from scalai.core.messages import events
+from scalai.core.tensors.replica_memory import Memory, memory_of, shortage
+from scalai.core.tensors.replicas import ring_of
 
 if TYPE_CHECKING:
     from scalai.launch.coordinator.live_job import LiveJob

@@ -3,18 +3,18 @@ older state where it waits for its newest one (``scalai resume``)."""
 
 import time
 
-from scalai.core import events
-from scalai.core.assigning import failure_of, placed
 from scalai.core.errors import UsageError
-from scalai.core.jsonable import Json
-from scalai.core.membership import (
+from scalai.core.job.assigning import failure_of, placed
+from scalai.core.job.membership import (
     Assignment,
     Job,
     Phase,
     present,
     staying,
 )
-from scalai.core.transitions import UNHOOKED
+from scalai.core.job.transitions import UNHOOKED
+from scalai.core.jsonable import Json
+from scalai.core.messages import events
 from scalai.launch.coordinator.live_job import LiveJob
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from scalai.core.errors import LayoutError, UsageError
-from scalai.core.membership import ENDED_BY_A_LOSS, Phase
+from scalai.core.job.membership import ENDED_BY_A_LOSS, Phase
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.store.generation import check_whole
 from scalai.store.manifest import HostManifest

@@ -8,8 +8,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from scalai.core.actions import RESUMABLE
 from scalai.core.errors import PeerError, RefusedError
+from scalai.core.messages.actions import RESUMABLE
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest
 from scalai.launch.coordinator.desk import Desk

@@ -6,12 +6,14 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from scalai.converters.megatron.model_shape import recompute_of
-from scalai.core.assignment import make_assign
-from scalai.core.degrees import Degrees, parse_request
+from scalai.core.degrees.assignment import make_assign
+from scalai.core.degrees.degrees import Degrees, parse_request
+from scalai.core.degrees.passes import Passes, recompute_of_json
+from scalai.core.degrees.policy import Choice, Needing
+from scalai.core.job.membership import Assign, Assignment, Place
+from scalai.core.job.remembered import ASKED
 from scalai.core.jsonable import Json
-from scalai.core.membership import Assign, Assignment, Place
-from scalai.core.messages import JsonText
-from scalai.core.passes import Passes, recompute_of_json
+from scalai.core.messages.shared import JsonText
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.columns import Layout, columns_of
 from scalai.core.planner.devices import device_named
@@ -25,8 +27,6 @@ from scalai.core.planner.preference import (
     measured_to_json,
 )
 from scalai.core.planner.rank_order import Hosts, make_place
-from scalai.core.policy import Choice, Needing
-from scalai.core.remembered import ASKED
 from scalai.launch.config.job import JobSpec
 from scalai.launch.config.planning import (
     read_planner,

@@ -6,7 +6,7 @@ A job that has a state never begins without it by itself.
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from scalai.core.membership import Generation
+from scalai.core.job.membership import Generation
 from scalai.launch.coordinator.doubts import WAYS_OUT
 from scalai.launch.coordinator.generations import Generations, Incomplete, Refused, Unfinished
 from scalai.launch.coordinator.recoveries import what_lacks

@@ -6,15 +6,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from scalai.core import actions, commands, events
-from scalai.core import membership as m
-from scalai.core.assignment import place_ranks
 from scalai.core.dataset.ledger import of_run
+from scalai.core.degrees.assignment import place_ranks
 from scalai.core.errors import PeerError
-from scalai.core.function_proof import FACT as PROVEN
-from scalai.core.messages import JsonText, Shared
-from scalai.core.replicas import leaving_ring, ring_of
-from scalai.core.source_list import Listed, SourceList, source_list
+from scalai.core.job import membership as m
+from scalai.core.job.function_proof import FACT as PROVEN
+from scalai.core.messages import actions, commands, events
+from scalai.core.messages.shared import JsonText, Shared
+from scalai.core.tensors.replicas import leaving_ring, ring_of
+from scalai.core.tensors.source_list import Listed, SourceList, source_list
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores

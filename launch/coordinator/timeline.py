@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scalai.core.membership import Assignment, Phase
+from scalai.core.job.membership import Assignment, Phase
 from scalai.launch.coordinator.report_folder import ReportFolder
 
 PHASES = (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from scalai.core.batches import Batches, fit_batches
+from scalai.core.degrees.batches import Batches, fit_batches
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from scalai.core.batches import Batches
 from scalai.core.dataset.drawn import Draw, Number
+from scalai.core.degrees.batches import Batches
 from scalai.core.jsonable import Json
 
 START = Number(0)

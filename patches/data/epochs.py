@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from scalai.core.batches import Batches, pass_length
+from scalai.core.degrees.batches import Batches, pass_length
 from scalai.core.errors import RefusedError
 
 SEEDED = ("SeedableRandomSampler", "SequentialSampler")

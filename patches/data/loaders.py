@@ -20,8 +20,8 @@ import wrapt
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from scalai.core.batches import Batches, pass_length
 from scalai.core.dataset.drawn import Number
+from scalai.core.degrees.batches import Batches, pass_length
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Call

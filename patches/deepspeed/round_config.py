@@ -23,8 +23,8 @@ from scalai.converters.deepspeed.config import (
     stage_of,
     step_samples,
 )
-from scalai.core.batches import Batches, fit_batches
-from scalai.core.degrees import MOST_SHARDED_WITH_STAGES
+from scalai.core.degrees.batches import Batches, fit_batches
+from scalai.core.degrees.degrees import MOST_SHARDED_WITH_STAGES
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import WEIGHTS
 

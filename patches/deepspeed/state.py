@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
+from scalai.core.tensors.collection import Tensor
 from scalai.patches.deepspeed import refusals
 from scalai.patches.deepspeed.engine import grid, randomness
 from scalai.patches.deepspeed.engine.alike import cut_alike

@@ -23,7 +23,7 @@ from scalai.converters.deepspeed.config import StatedBatch
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
 from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
-from scalai.core.function_proof import Numbers
+from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of
 from scalai.patches.calls import Args, Call, Kwargs

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from scalai.core.function_proof import Numbers
+from scalai.core.job.function_proof import Numbers
 from scalai.patches.bare_pass import Batches, bare_pass
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.function_proof import (

@@ -1,8 +1,8 @@
 """What a job consumed and how it learned, step by step: for comparing a run with another one.
 
-The samples are hashed at consumption, in the order-free way of ``scalai.core.batches``: added over
-the data-parallel ranks, a step's value is that of its global batch, in any layout. `scalai ledger`
-reads the lines.
+The samples are hashed at consumption, in the order-free way of ``core/degrees/batches.py``: added
+over the data-parallel ranks, a step's value is that of its global batch, in any layout. `scalai
+ledger` reads the lines.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,8 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from scalai.core.batches import combine_hashes, sample_hashes
 from scalai.core.dataset.step_lines import StepLine, line_text
+from scalai.core.degrees.batches import combine_hashes, sample_hashes
 from scalai.core.errors import UsageError
 
 LEDGER_DIR = "SCALAI_LEDGER_DIR"

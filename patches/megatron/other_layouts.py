@@ -1,8 +1,8 @@
 """Which layouts that a job may come to are refused by Megatron-LM's own classes.
 
-What flags say of a layout is checked by ``scalai.core.degrees``; what only Megatron-LM knows, its
-argument checks and the configurations that they make, a worker of the first round asks before the
-model is built. The coordinator then offers none of what was refused.
+What flags say of a layout is checked by ``core/degrees/degrees.py``; what only Megatron-LM knows,
+its argument checks and the configurations that they make, a worker of the first round asks before
+the model is built. The coordinator then offers none of what was refused.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from scalai.converters.megatron.arguments import (
     scan,
 )
 from scalai.converters.megatron.rules import values_of
-from scalai.core.choice import replicated
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.choice import replicated
+from scalai.core.degrees.degrees import Degrees
+from scalai.core.degrees.policy import Case, DegreePolicy
+from scalai.core.degrees.splits import splits
 from scalai.core.errors import ScalaiError
-from scalai.core.policy import Case, DegreePolicy
-from scalai.core.splits import splits
 
 REFUSED = "refused_layouts"
 """Under this name it is told: a list of TP, PP, VPP and the reason."""

@@ -17,7 +17,7 @@ import torch
 
 from scalai.converters.megatron.rules import ALLOW_UNTESTED, allows_untested
 from scalai.core.errors import LayoutError, RefusedError
-from scalai.core.region import Box, Piece, row_major
+from scalai.core.tensors.region import Box, Piece, row_major
 
 _CONTAINERS = ("layers", "experts.experts")
 """Modules whose index megatron may turn into a leading axis of the tensor, the outermost first."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
-from scalai.core.region import Piece, clip, whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import Piece, clip, whole
 from scalai.patches.faults import refuse_changed_axes
 from scalai.patches.function_proof import NumberedSession
 from scalai.patches.megatron import grid, randomness, refusals

@@ -27,7 +27,7 @@ import wrapt
 from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
 from scalai.converters.megatron.told import FACT, told_of
 from scalai.core.faults import refuse_all
-from scalai.core.function_proof import Numbers
+from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of as release_of
 from scalai.patches.calls import Args, Call, Kwargs

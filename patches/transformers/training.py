@@ -17,8 +17,8 @@ from typing import Any
 import wrapt
 
 from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
-from scalai.core.batches import Batches
 from scalai.core.dataset.drawn import Draw, split
+from scalai.core.degrees.batches import Batches
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.calls import Args, Call, Kwargs

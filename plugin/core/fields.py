@@ -12,8 +12,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import MAX_NDIM, Collection, Columns
 from scalai.core.jsonable import Json
+from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns
 
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
 _DIGITS = re.compile("[0-9a-f]*")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from scalai.core.messages import Request
+from scalai.core.messages.shared import Request
 from scalai.runtime.calls import Channel
 from scalai.store.secure import Folder
 

@@ -22,8 +22,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scalai.core.errors import PeerError, ScalaiError
-from scalai.core.region import Piece
-from scalai.core.worker_messages import BeginSnapshot, RankUnwritten, RankWritten, WriteOrder
+from scalai.core.messages.worker_messages import (
+    BeginSnapshot,
+    RankUnwritten,
+    RankWritten,
+    WriteOrder,
+)
+from scalai.core.tensors.region import Piece
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.calls import Channel
 from scalai.runtime.emergency import COPIED_BYTES, Between, Copies

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, TypeVar, cast, get_args
 
 from scalai.core.errors import AnswerError, MessageError, PeerError, ScalaiError, SilentError
-from scalai.core.messages import Named, Request
+from scalai.core.messages.shared import Named, Request
 from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import Address, connect
 from scalai.runtime.framing import FramedSocket

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import msgspec
 
 from scalai.core.errors import MessageError
-from scalai.core.messages import Named, Shared
+from scalai.core.messages.shared import Named, Shared
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from scalai.core.dataset.own_order import Order
 from scalai.core.dataset.sources import difference, known_of
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
-from scalai.core.worker_messages import Samples
+from scalai.core.messages.worker_messages import Samples
 
 LEDGER = "scalai_ledger"
 """In ``scalars`` of a generation: its ledger."""

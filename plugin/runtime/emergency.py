@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from scalai.core.deadlines import FREEZE_S
 from scalai.core.errors import PeerError, ScalaiError, StoreError
-from scalai.core.messages import JsonText
-from scalai.core.region import Piece
-from scalai.core.worker_messages import (
+from scalai.core.job.deadlines import FREEZE_S
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import (
     AwaitFreeze,
     RankFrozen,
     RankWritten,
     Samples,
     WriteOrder,
 )
+from scalai.core.tensors.region import Piece
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.failpoints import reached
 from scalai.runtime.live import Slot

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scalai.core.fingerprint import piece_fingerprint
-from scalai.core.region import Box, Piece, row_numbers
-from scalai.core.universal_hash import (
+from scalai.core.tensors.fingerprint import piece_fingerprint
+from scalai.core.tensors.region import Box, Piece, row_numbers
+from scalai.core.tensors.universal_hash import (
     DIGITS,
     FIRST_FACTOR,
     GATHERED,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scalai.core.worker_messages import Imports
+    from scalai.core.messages.worker_messages import Imports
 
 
 @contextlib.contextmanager
@@ -30,7 +30,9 @@ def without_collections() -> Iterator[None]:
 def imported(local_rank: int) -> "Imports | None":
     """Tell what this script has imported and from where, for the fork server of later rounds. One
     worker a host tells."""
-    from scalai.core.worker_messages import Imports  # numpy, which questions to a job do without
+    from scalai.core.messages.worker_messages import (
+        Imports,  # numpy, which questions to a job do without
+    )
 
     if local_rank != 0:
         return None

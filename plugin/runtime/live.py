@@ -12,11 +12,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from scalai.core.collection import Collection, Tensor
-from scalai.core.dtypes import BITS, ITEM_BYTES, Bits
 from scalai.core.errors import LayoutError
 from scalai.core.jsonable import Json
-from scalai.core.region import Piece, row_major, whole
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, Bits
+from scalai.core.tensors.region import Piece, row_major, whole
 from scalai.runtime.torch_dtypes import INTEGERS, dtype_name
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scalai.core.function_proof import MOST_STEPS
+from scalai.core.job.function_proof import MOST_STEPS
 
 
 class MadeSteps:

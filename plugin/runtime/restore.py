@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from scalai.core.collection import MAX_NDIM, Columns
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.jsonable import Json
-from scalai.core.region import Box, Piece
-from scalai.core.worker_messages import RankRestored, ReadOrder, Source
+from scalai.core.messages.worker_messages import RankRestored, ReadOrder, Source
+from scalai.core.tensors.collection import MAX_NDIM, Columns
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import Box, Piece
 from scalai.runtime.failpoints import reached
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import LiveState, Slot, piece_view

@@ -28,12 +28,11 @@ from typing import Any, cast
 import torch
 
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
-from scalai.core.function_proof import Numbers
+from scalai.core.job.function_proof import Numbers
+from scalai.core.job.schedule import Schedule
 from scalai.core.jsonable import Json
-from scalai.core.messages import JsonText
-from scalai.core.region import Piece
-from scalai.core.schedule import Schedule
-from scalai.core.worker_messages import (
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import (
     Hello,
     Publish,
     RankFailed,
@@ -42,6 +41,7 @@ from scalai.core.worker_messages import (
     Source,
     Stand,
 )
+from scalai.core.tensors.region import Piece
 from scalai.runtime import collectives
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number, tell_agent
 from scalai.runtime.calls import Channel

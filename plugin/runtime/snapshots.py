@@ -11,17 +11,17 @@ from functools import partial
 
 import torch
 
-from scalai.core.fingerprint import NOT_COMPARED
-from scalai.core.messages import JsonText
-from scalai.core.region import Piece
-from scalai.core.step_times import StepTimes
-from scalai.core.worker_messages import (
+from scalai.core.job.step_times import StepTimes
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
     RankWritten,
     Samples,
     WriteOrder,
 )
+from scalai.core.tensors.fingerprint import NOT_COMPARED
+from scalai.core.tensors.region import Piece
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.calls import Channel

@@ -1,11 +1,11 @@
-"""Torch's half of the dtypes in ``core/dtypes.py``."""
+"""Torch's half of the dtypes in ``core/tensors/dtypes.py``."""
 
 from collections.abc import Mapping
 
 import torch
 
-from scalai.core.dtypes import TORCH_NAMES
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.dtypes import TORCH_NAMES
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     # Older releases of torch lack some unsigned integers.

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from scalai.core.errors import LayoutError, PeerError, StoreError
-from scalai.core.region import Piece, row_major
-from scalai.core.worker_messages import AwaitSlot, WriteOrder
+from scalai.core.messages.worker_messages import AwaitSlot, WriteOrder
+from scalai.core.tensors.region import Piece, row_major
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot, host_bits, piece_view

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from scalai.core.errors import UsageError
-from scalai.core.region import Box, Index
-from scalai.core.slabs import Slabs
+from scalai.core.tensors.region import Box, Index
+from scalai.core.tensors.slabs import Slabs
 from scalai.runtime.failpoints import reached
 
 Shared = Sequence[tuple[int, Box]]

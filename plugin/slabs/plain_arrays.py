@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.dtypes import NUMPY_DTYPES
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box
-from scalai.core.slabs import runs
+from scalai.core.tensors.dtypes import NUMPY_DTYPES
+from scalai.core.tensors.region import Box
+from scalai.core.tensors.slabs import runs
 from scalai.slabs.byte_ranges import ByteRanges, read_range
 from scalai.store.files import LENGTH_BYTES
 from scalai.store.safetensors_header import HeaderEntry, entries_of, header_bytes

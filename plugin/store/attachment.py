@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scalai.core.collection import concatenate
 from scalai.core.errors import StoreError
+from scalai.core.tensors.collection import concatenate
 from scalai.store.generation import unite_hosts
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.parts import ATTACHED, attached_hosts, empty_part, piece_keys

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from scalai.core.collection import Collection, Columns, Tensor
-from scalai.core.dtypes import ITEM_BYTES, Bits
 from scalai.core.errors import LayoutError
-from scalai.core.region import Box, box_text
+from scalai.core.tensors.collection import Collection, Columns, Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES, Bits
+from scalai.core.tensors.region import Box, box_text
 
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23

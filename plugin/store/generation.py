@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalai.core.collection import concatenate
-from scalai.core.coverage import check_coverage
 from scalai.core.errors import LayoutError, StoreError
-from scalai.core.fingerprint import unite_committed
 from scalai.core.jsonable import Json
+from scalai.core.tensors.collection import concatenate
+from scalai.core.tensors.coverage import check_coverage
+from scalai.core.tensors.fingerprint import unite_committed
 from scalai.store.manifest import HostManifest, read_saved_manifest
 
 

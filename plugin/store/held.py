@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import Collection
-from scalai.core.damage import DamagedPiece, still_damaged
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.damage import DamagedPiece, still_damaged
 from scalai.store.archive import Archive, write_hidden
 from scalai.store.atomic import rename_durably
 from scalai.store.attachment import attachment

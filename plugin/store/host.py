@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from scalai.core.collection import Collection
 from scalai.core.errors import RoomError, StoreError
-from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
-from scalai.core.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.messages.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.fingerprint import Committed
 from scalai.store.atomic import sync_directory, sync_file
 from scalai.store.directory import HostDirectory
 from scalai.store.files import contiguous_chunks, write_at

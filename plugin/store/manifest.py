@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core import fields
-from scalai.core.boxes import outside, right_aligned
-from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import StoreError
-from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
-from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
-from scalai.core.source_list import Reference
-from scalai.core.universal_hash import P
+from scalai.core.tensors.boxes import outside, right_aligned
+from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns, Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.fingerprint import VERSION as FINGERPRINT_VERSION
+from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.source_list import Reference
+from scalai.core.tensors.universal_hash import P
 from scalai.store.atomic import partial_of, replace_file
 from scalai.store.places import MANIFEST
 

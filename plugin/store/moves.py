@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from scalai.core.collection import Collection, Columns
-from scalai.core.plan import Plan
-from scalai.core.sources import Holder
-from scalai.core.worker_messages import ReadOrder
+from scalai.core.messages.worker_messages import ReadOrder
+from scalai.core.tensors.collection import Collection, Columns
+from scalai.core.tensors.plan import Plan
+from scalai.core.tensors.sources import Holder
 from scalai.store.manifest import HostManifest
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import Collection, Columns, concatenate
-from scalai.core.dtypes import Bits, bits_dtype
 from scalai.core.errors import DamageError, StoreError
-from scalai.core.fingerprint import Committed, piece_fingerprint
 from scalai.core.jsonable import Json
-from scalai.core.region import Box
-from scalai.core.source_list import Pieces, Reference, merged, used_only
+from scalai.core.tensors.collection import Collection, Columns, concatenate
+from scalai.core.tensors.dtypes import Bits, bits_dtype
+from scalai.core.tensors.fingerprint import Committed, piece_fingerprint
+from scalai.core.tensors.region import Box
+from scalai.core.tensors.source_list import Pieces, Reference, merged, used_only
 from scalai.store.files import box_view, map_file, slices
 from scalai.store.manifest import HostManifest, StoredFile, manifest_bytes
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from scalai.core.collection import MAX_NDIM
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.jsonable import MAX_JSON_BYTES, parse_json
+from scalai.core.tensors.collection import MAX_NDIM
+from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.store.files import LENGTH_BYTES
 
 _ITEM_BYTES = {**ITEM_BYTES, "C64": 8}

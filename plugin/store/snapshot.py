@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from scalai.core.collection import Collection, Columns, concatenate
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
-from scalai.core.region import Box
-from scalai.core.worker_messages import RankSnapshot, WriteOrder
-from scalai.core.writers import assign_writers
+from scalai.core.messages.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.tensors.collection import Collection, Columns, concatenate
+from scalai.core.tensors.region import Box
+from scalai.core.tensors.writers import assign_writers
 from scalai.store.files import FileLayout, lay_out
 from scalai.store.generation import unite
 from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import ITEM_BYTES, NUMPY_DTYPES
-from scalai.core.region import Box, box_text, whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES, NUMPY_DTYPES
+from scalai.core.tensors.region import Box, box_text, whole
 from scalai.store.files import header_of
 from scalai.vfs.nodes import missing
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from scalai.core.collection import Tensor
 from scalai.core.errors import ScalaiError
-from scalai.core.region import Box
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import Box
 from scalai.runtime.consumption import LEDGER
 from scalai.store.generation import Generation, load_generation
 from scalai.store.places import MANIFEST, find_generations

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from urllib.parse import quote
 
-from scalai.core.collection import Tensor, split_name
-from scalai.core.dtypes import ITEM_BYTES
-from scalai.core.region import Box, whole
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import Box, whole
 from scalai.vfs.array_files import HEADERS, ArrayContent, Elements, parse_slice
 from scalai.vfs.nodes import Content, File, Node, missing
 

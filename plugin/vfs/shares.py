@@ -5,9 +5,9 @@ from typing import Protocol
 
 import numpy as np
 
-from scalai.core.batches import fit_batches
 from scalai.core.dataset.global_batches import GlobalBatches
 from scalai.core.dataset.order import Places
+from scalai.core.degrees.batches import fit_batches
 
 MAX_PLACE = 1 << 62
 """Behind it no place of the global order is evaluated."""

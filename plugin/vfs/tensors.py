@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalai.core.boxes import uncovered
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import ITEM_BYTES
-from scalai.core.region import Box, box_text, flat_range, row_major
+from scalai.core.tensors.boxes import uncovered
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import Box, box_text, flat_range, row_major
 from scalai.store.files import slices
 from scalai.store.generation import Generation
 from scalai.vfs.pins import Pin

@@ -5,7 +5,7 @@ import pytest
 
 from scalai.converters.megatron.bucket_fit import HEAD, Found, SeveralFitsError, lay, lay_trained
 from scalai.converters.megatron.rank_parameters import Parameter, Part
-from scalai.core.region import Piece, whole
+from scalai.core.tensors.region import Piece, whole
 
 
 def parameters(*sizes: int) -> list[Parameter]:

@@ -11,9 +11,9 @@ from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.checkpoint import Piece
 from scalai.converters.deepspeed.shards.cut_rules import CutRules, Rule, read_cuts
 from scalai.converters.deepspeed.shards.cuts import WHOLE, Cut, Shards, contiguous, even
-from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.region import row_major, whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import row_major, whole
 from scalai.store.files import slices
 
 SHAPE = (12, 5, 8)

@@ -19,7 +19,7 @@ from scalai.converters.deepspeed.shards.pipeline import (
 )
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.region import row_major
+from scalai.core.tensors.region import row_major
 
 EMBED = "tied_modules.embed"
 TRAINED = {

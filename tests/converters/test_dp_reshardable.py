@@ -10,7 +10,7 @@ from scalai.converters.megatron.modules import Naming
 from scalai.converters.megatron.rank_parameters import Model, Rule
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box
+from scalai.core.tensors.region import Box
 
 BUCKET = "optimizer.distributed.dp_group_idx_{}.gbuf_idx_0.dtype_(torch.float32, torch.float32)"
 LOCAL = Rule(Naming(is_local=True))

@@ -8,7 +8,7 @@ import pytest
 
 from scalai.converters.megatron.dp_reshardable import read_buckets
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey
-from scalai.core.region import Box, row_major
+from scalai.core.tensors.region import Box, row_major
 
 LAYERS, EXPERTS, FILE = 4, 4, "all"
 

@@ -12,9 +12,9 @@ from scalai.converters.megatron.arguments import (
     read_arguments,
 )
 from scalai.converters.megatron.model_shape import more_recompute_of, recompute_of
-from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, refusal
+from scalai.core.degrees.passes import Recompute
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.passes import Recompute
 
 GPT = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --lr 1e-3 "

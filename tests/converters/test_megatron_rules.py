@@ -6,7 +6,7 @@ import pytest
 
 from scalai.converters.megatron.arguments import read_arguments
 from scalai.converters.megatron.rules import faults_of, fixed_axes, fixed_passes, values_of
-from scalai.core.degrees import Degrees, refusal
+from scalai.core.degrees.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 
 GPT = "--num-layers 8 --num-attention-heads 8 --micro-batch-size 2 --global-batch-size 24"

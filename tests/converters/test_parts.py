@@ -21,7 +21,7 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.parts import Part, alone
 from scalai.converters.verify import verify
 from scalai.core.errors import PeerError, StoreError, UsageError
-from scalai.core.fingerprint import VERSION
+from scalai.core.tensors.fingerprint import VERSION
 from support.checkpoints import LIMITS, state, write
 
 WIDTH = 256

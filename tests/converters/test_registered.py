@@ -8,9 +8,9 @@ import pytest
 
 from scalai.converters.checkpoint import Checkpoint, CheckpointFile, Piece, place, unite
 from scalai.converters.verify import verify
-from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import whole
 from scalai.launch import cli
 from support.checkpoints import state, write
 

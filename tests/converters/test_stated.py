@@ -11,7 +11,7 @@ from scalai.converters.generation import PARTS, Stored
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import verify
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import Committed
+from scalai.core.tensors.fingerprint import Committed
 from scalai.launch import cli
 from scalai.store.manifest import write_manifest
 from support.checkpoints import LIMITS, write

@@ -10,7 +10,7 @@ import pytest
 from scalai.converters.megatron import sums
 from scalai.converters.megatron.arguments import read_arguments
 from scalai.converters.megatron.rules import fixed_axes, fixed_passes, summed_axes, values_of
-from scalai.core.degrees import Degrees, refusal
+from scalai.core.degrees.degrees import Degrees, refusal
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
 GPT = "--num-layers 8 --num-attention-heads 8 --micro-batch-size 2 --global-batch-size 24"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalai.converters.work import BATCH_FILES, TASK_BYTES, TURNS, Task, Unit, batches
-from scalai.core.region import Box
+from scalai.core.tensors.region import Box
 
 
 def task(number: int, size_bytes: int) -> Task:

@@ -14,7 +14,7 @@ import sys
 from multiprocessing import get_context
 from pathlib import Path
 
-from scalai.core.worker_messages import Imports
+from scalai.core.messages.worker_messages import Imports
 from scalai.launch.agent.torch_elastic import wait_until_warm, warm_up
 from scalai.launch.agent.worker_group import write_preload
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from scalai.core.collection import Tensor
-from scalai.core.plan import plan
-from scalai.core.region import Box, Piece, row_major, whole
-from scalai.core.sources import Holder
-from scalai.core.worker_messages import RankSnapshot
+from scalai.core.messages.worker_messages import RankSnapshot
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.plan import plan
+from scalai.core.tensors.region import Box, Piece, row_major, whole
+from scalai.core.tensors.sources import Holder
 from scalai.runtime.fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
 from scalai.runtime.live import Slot, collection_of, held_rows, piece_view, wanted_rows
 from scalai.runtime.restore import read_rows

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scalai.core.collection import Tensor
-from scalai.core.messages import JsonText
-from scalai.core.region import Piece, row_major, whole
+from scalai.core.messages.shared import JsonText
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import Piece, row_major, whole
 from scalai.runtime import emergency
 from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.emergency import Between, Copies, Emergency

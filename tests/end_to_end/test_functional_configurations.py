@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scalai.converters.megatron.arguments import derived_flags
-from scalai.core.degrees import AXES, Degrees
+from scalai.core.degrees.degrees import AXES, Degrees
 from scalai.core.errors import RefusedError
 from scalai.launch.commands.check_elastic import check_elastic, offered_degrees, worlds_of
 from scalai.launch.config.flags import parse_options

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from scalai.core import commands, reports
 from scalai.core.errors import PeerError, StoreError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings
-from scalai.core.worker_messages import Hello
+from scalai.core.messages import commands, reports
+from scalai.core.messages.worker_messages import Hello
 from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.agent.participant import Participant, Served
 from scalai.launch.agent.worker_group import WorkerGroup

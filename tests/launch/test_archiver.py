@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from scalai.core import commands, reports
-from scalai.core.events import Archived
+from scalai.core.messages import commands, reports
+from scalai.core.messages.events import Archived
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec

@@ -9,9 +9,9 @@ from zlib import crc32
 import pytest
 
 from scalai.core.errors import MessageError, UsageError
-from scalai.core.messages import JsonText, Request, Shared
-from scalai.core.remembered import Remembered, Run
-from scalai.core.underway import Underway
+from scalai.core.job.remembered import Remembered, Run
+from scalai.core.job.underway import Underway
+from scalai.core.messages.shared import JsonText, Request, Shared
 from scalai.launch.agent import joining
 from scalai.launch.coordinator import brief_joins
 from scalai.launch.coordinator.brief_joins import BriefJoins

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.chaos import KINDS, TRIGGERS
 from scalai.core.errors import UsageError
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.injectors import TABLE
+from scalai.launch.chaos.kinds import KINDS, TRIGGERS
 from scalai.launch.chaos.picture import draw
 from scalai.launch.chaos.run import alone
 from scalai.launch.chaos.watch import Log

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.messages import JsonText
+from scalai.core.messages.shared import JsonText
 from scalai.launch import cli
 from scalai.launch.config.endpoint import read_ending, write_card, write_ending
 from scalai.launch.coordinator.person_calls import Resume, Scale

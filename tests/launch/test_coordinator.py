@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import PeerError
-from scalai.core.membership import Phase
+from scalai.core.job.membership import Phase
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.person_calls import Scale, Status

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from scalai.core import actions
-from scalai.core.commands import Command, Drop, Exit
 from scalai.core.errors import PeerError, SilentError
-from scalai.core.membership import Phase
-from scalai.core.messages import JsonText, Named
-from scalai.core.reports import Leaving, Moved
+from scalai.core.job.membership import Phase
+from scalai.core.messages import actions
+from scalai.core.messages.commands import Command, Drop, Exit
+from scalai.core.messages.reports import Leaving, Moved
+from scalai.core.messages.shared import JsonText, Named
 from scalai.launch.agent.coordinator_line import RETRY_S, Health, Waits
 from scalai.launch.agent.coordinator_line import Line as CoordinatorLine
 from scalai.launch.agent.link import CoordinatorLink

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.core.collection import Collection
 from scalai.core.errors import PeerError, StoreError, UnprovenError
-from scalai.core.messages import Named
-from scalai.core.region import Box
-from scalai.core.source_list import Reference
+from scalai.core.messages.shared import Named
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.region import Box
+from scalai.core.tensors.source_list import Reference
 from scalai.launch.agent import data_plane
 from scalai.launch.agent.data_plane import DataPlaneServer, Peer, PiecesHeld
 from scalai.runtime.codec import encode

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.membership import Assignment
-from scalai.core.spacing import FIRST_STEPS
+from scalai.core.job.membership import Assignment
+from scalai.core.job.spacing import FIRST_STEPS
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec

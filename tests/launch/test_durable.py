@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.core.collection import Collection
 from scalai.core.errors import ProofError, RefusedError, StoreError
-from scalai.core.region import Box
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.region import Box
 from scalai.launch.agent import durable
 from scalai.launch.agent.durable import (
     attach_durable,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.choice import choose
-from scalai.core.degrees import DegreeRequest, ModelLimits
+from scalai.core.degrees.choice import choose
+from scalai.core.degrees.degrees import DegreeRequest, ModelLimits
+from scalai.core.degrees.policy import Rule
 from scalai.core.errors import UsageError
-from scalai.core.policy import Rule
 from scalai.launch.config.elastic_config import ElasticConfig, ProbeConfig
 from scalai.launch.config.elastic_file import load_config, parse_config
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
-from scalai.core.region import Box
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
+from scalai.core.tensors.region import Box
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.parts import HeldParts, committed_fingerprints
 from scalai.store.files import slices

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import LayoutError, ProofError, ScalaiError, StoreError, UsageError
-from scalai.core.fingerprint import piece_fingerprint
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.fingerprint import piece_fingerprint
+from scalai.core.tensors.region import whole
 from scalai.launch.commands import inspect
 from scalai.store.host import HostStore
 from scalai.store.values import decode

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core import actions
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
-from scalai.core.underway import TakingOver, Underway
+from scalai.core.job.underway import TakingOver, Underway
+from scalai.core.messages import actions
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import discovery, leases, process, registers

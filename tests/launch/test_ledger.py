@@ -14,7 +14,7 @@ from scalai.core.dataset.drawn import Draw, Number
 from scalai.core.dataset.ledger import Ledger, Lost
 from scalai.core.dataset.step_lines import StepLine, line_text
 from scalai.core.errors import RefusedError, StoreError, UsageError
-from scalai.core.messages import JsonText
+from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.durable import write_finished, write_ledger
 from scalai.launch.commands import ledger as command
 from scalai.runtime.consumption import LEDGER

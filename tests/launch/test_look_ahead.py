@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.degrees import Degrees
-from scalai.core.messages import JsonText
+from scalai.core.degrees.degrees import Degrees
+from scalai.core.job.remembering import remember
+from scalai.core.messages.shared import JsonText
 from scalai.core.planner import preference
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.fit import calibrate
 from scalai.core.planner.preference import Measured
-from scalai.core.remembering import remember
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.live_job import LiveJob

@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from scalai.core import actions
-from scalai.core import membership as m
-from scalai.core.commands import Save
 from scalai.core.errors import AnswerError, PeerError
-from scalai.core.events import Stalled
-from scalai.core.messages import JsonText, Named
-from scalai.core.reports import Leaving, Report
+from scalai.core.job import membership as m
+from scalai.core.messages import actions
+from scalai.core.messages.commands import Save
+from scalai.core.messages.events import Stalled
+from scalai.core.messages.reports import Leaving, Report
+from scalai.core.messages.shared import JsonText, Named
 from scalai.launch import cli
 from scalai.launch.agent.link import LONGEST_KEPT_S
 from scalai.launch.commands import questions

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core.membership import Phase, active
+from scalai.core.job.membership import Phase, active
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Scale
 from scalai.runtime.calls import Channel

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from scalai.core.batches import BatchRamp
 from scalai.core.dataset.table import DatasetTable
+from scalai.core.degrees.batches import BatchRamp
 from scalai.launch.config.own_batch import own_batch
 
 MEGATRON = ("--micro-batch-size", "2", "--num-attention-heads", "4", "--global-batch-size", "64")

@@ -13,8 +13,8 @@ from scalai.core.dataset.table import DatasetTable
 from scalai.core.errors import PeerError, ProofError, StoreError
 from scalai.core.host import actions, events
 from scalai.core.host.events import Event
-from scalai.core.messages import JsonText
-from scalai.core.worker_messages import Welcome
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.fetch import Restore

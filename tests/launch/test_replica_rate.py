@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from scalai.core.collection import Tensor
 from scalai.core.errors import StoreError
-from scalai.core.replica_pace import FIRST_RATE, Traffic
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.replica_pace import FIRST_RATE, Traffic
 from scalai.launch.agent.replica_rate import ReplicaRate
 from support.keeping_hosts import KeepingHosts
 from support.store_states import Opener

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.collection import Collection, Tensor
-from scalai.core.region import Box
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.region import Box
 from support.coordinator_line import FakeAgent, Line, wait_until
 
 MASTER = Tensor("main/w", (4, 4), "F32")

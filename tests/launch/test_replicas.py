@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.core.collection import Collection, Tensor
-from scalai.core.commands import Replicate
 from scalai.core.errors import DamageError, RoomError, StoreError
-from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.host.events import Replicated
-from scalai.core.messages import Shared
-from scalai.core.region import Box
-from scalai.core.replicas import ring_of
-from scalai.core.worker_messages import RankSnapshot
+from scalai.core.messages.commands import Replicate
+from scalai.core.messages.shared import Shared
+from scalai.core.messages.worker_messages import RankSnapshot
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.fingerprint import piece_fingerprint
+from scalai.core.tensors.region import Box
+from scalai.core.tensors.replicas import ring_of
 from scalai.launch.agent import fetch
 from scalai.launch.agent.data_plane import DataPlaneServer, Peer
 from scalai.launch.agent.replicas import Kept, Replicas

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from scalai.core.errors import PeerError, ProofError
-from scalai.core.fingerprint import Committed
-from scalai.core.function_proof import Numbers
-from scalai.core.membership import Phase
+from scalai.core.job.function_proof import Numbers
+from scalai.core.job.membership import Phase
+from scalai.core.tensors.fingerprint import Committed
 from scalai.launch.coordinator import generations
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Resume, Scale

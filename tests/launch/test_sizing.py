@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
-from scalai.core.membership import Assignment, keep_order
-from scalai.core.messages import JsonText
+from scalai.core.job.membership import Assignment, keep_order
+from scalai.core.messages.shared import JsonText
 from scalai.core.planner import preference
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import Measured

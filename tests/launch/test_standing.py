@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scalai.core.errors import PeerError, ProofError
-from scalai.core.fingerprint import Committed
+from scalai.core.tensors.fingerprint import Committed
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import generations

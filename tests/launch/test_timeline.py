@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core import membership as m
+from scalai.core.job import membership as m
 from scalai.launch.coordinator import report_folder
 from scalai.launch.coordinator.timeline import Timeline
 from scalai.store.atomic import replace_file

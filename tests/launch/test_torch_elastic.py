@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from scalai.core.errors import RefusedError
-from scalai.core.worker_messages import Imports
+from scalai.core.messages.worker_messages import Imports
 from scalai.launch.agent.torch_elastic import (
     Outcome,
     Placement,

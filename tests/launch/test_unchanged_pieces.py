@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from scalai.core.collection import Tensor
 from scalai.core.errors import StoreError
+from scalai.core.tensors.collection import Tensor
 from scalai.store.files import contiguous_chunks
 from scalai.store.host import HostStore
 from support.keeping_hosts import KeepingHosts

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from scalai.core.errors import PeerError
-from scalai.core.messages import JsonText
-from scalai.core.worker_messages import Hello, RankFinished, Welcome, WorkerRequest
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import Hello, RankFinished, Welcome, WorkerRequest
 from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.runtime.agent_folder import call_agent
 

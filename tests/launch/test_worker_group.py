@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scalai.core.errors import RefusedError
-from scalai.core.worker_messages import Imports
+from scalai.core.messages.worker_messages import Imports
 from scalai.launch.agent import worker_group
 from scalai.launch.agent.extension_locks import WorkersLocks
 from scalai.launch.agent.torch_elastic import Placement

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from scalai.core.degrees import Degrees
-from scalai.core.passes import Recompute
+from scalai.core.degrees.degrees import Degrees
+from scalai.core.degrees.passes import Recompute
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.memory import kept_activations

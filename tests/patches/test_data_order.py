@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from scalai.core.batches import fit_batches
 from scalai.core.dataset.drawn import Number
 from scalai.core.dataset.ledger import Ledger
 from scalai.core.dataset.verdict import judge
+from scalai.core.degrees.batches import fit_batches
 from scalai.core.errors import RefusedError
 from scalai.patches.data.clock import REMEMBERED, Glances
 from scalai.patches.data.loaders import Feed, FirstBatches

@@ -3,9 +3,9 @@
 import pytest
 
 from scalai.converters.checkpoint import CheckpointFile, Piece, place
-from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import Box
 from scalai.patches.deepspeed.checkpoint.fitting import Origin, fitted, origins, used
 
 SHAPE = (4, 3)

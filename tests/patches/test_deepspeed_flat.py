@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from scalai.core.collection import Collection, Tensor
-from scalai.core.coverage import check_coverage
 from scalai.core.errors import LayoutError, RefusedError
-from scalai.core.region import Piece, row_major, whole
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.coverage import check_coverage
+from scalai.core.tensors.region import Piece, row_major, whole
 from scalai.patches.deepspeed.engine.flat import cut_pieces, offset_in, partitioned
 from scalai.patches.deepspeed.engine.tensor_parallel import TensorParallel
 

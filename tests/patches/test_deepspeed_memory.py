@@ -9,7 +9,7 @@ import pytest
 
 from scalai.converters.deepspeed.config import stage_of
 from scalai.converters.deepspeed.workload import workload_of
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Layout, columns_of
 from scalai.core.planner.devices import device_named

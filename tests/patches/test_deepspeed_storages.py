@@ -9,8 +9,8 @@ import pytest
 
 from scalai.converters.checkpoint import CheckpointFile, Placed
 from scalai.converters.checksums import Stored
-from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import MemoryShortError, ProofError
+from scalai.core.tensors.collection import Collection, Tensor
 from scalai.patches.deepspeed.checkpoint import storages
 from scalai.patches.deepspeed.checkpoint.storages import check_storages, share, touched
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from scalai.core.batches import Batches
+from scalai.core.degrees.batches import Batches
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate import schedules
 from scalai.patches.accelerate.batches import check_ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.memory import kept_activations, stage_memory

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from scalai.converters.checkpoint import REPORT, REPORT_VERSION
-from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import VERSION, piece_fingerprint
-from scalai.core.region import Box, Piece, whole
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.fingerprint import VERSION, piece_fingerprint
+from scalai.core.tensors.region import Box, Piece, whole
 from scalai.patches.deepspeed.checkpoint.filling import Row, check_proofs, proof
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot, held_rows, host_bits

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.function_proof import compare, merged
+from scalai.core.job.function_proof import compare, merged
 from support.training.jobs import Job
 from support.training.megatron_layouts import (
     AGAIN,

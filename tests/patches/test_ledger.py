@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scalai.core.batches import combine_hashes, sample_hashes
 from scalai.core.dataset.step_lines import Entry
+from scalai.core.degrees.batches import combine_hashes, sample_hashes
 from scalai.core.errors import UsageError
 from scalai.patches.megatron import ledger
 from scalai.patches.megatron.ledger import Ledger, samples_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalai.core.fingerprint import differing_replicas
+from scalai.core.tensors.fingerprint import differing_replicas
 from support.training.jobs import Job
 from support.training.worker_pool import WorkerPool
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from scalai.converters.megatron import arguments
-from scalai.core.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 from scalai.patches.megatron.other_layouts import refused_layouts
 
 FLAGS = (

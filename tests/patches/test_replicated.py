@@ -8,8 +8,8 @@ from torch.optim import lr_scheduler as schedulers
 
 from scalai import ReplicatedState
 from scalai.core.errors import RefusedError
-from scalai.core.function_proof import Numbers
-from scalai.core.messages import JsonText
+from scalai.core.job.function_proof import Numbers
+from scalai.core.messages.shared import JsonText
 from scalai.runtime.live import held_rows, piece_view, wanted_rows
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
-from scalai.core.function_proof import Numbers
+from scalai.core.job.function_proof import Numbers
 from scalai.patches.megatron import training
 from scalai.patches.megatron.training import TrainingHooks
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from scalai.core.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 
 LAYOUTS, MOST_RANKS = 2_400, 32
 

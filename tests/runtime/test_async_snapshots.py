@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from scalai.core.collection import Tensor
-from scalai.core.messages import JsonText
-from scalai.core.region import Piece, whole
-from scalai.core.worker_messages import RankUnwritten, RankWritten
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import RankUnwritten, RankWritten
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import Piece, whole
 from scalai.runtime import async_snapshots
 from scalai.runtime.async_snapshots import AsyncSnapshots, Writing
 from scalai.runtime.emergency import Between

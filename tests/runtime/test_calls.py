@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from scalai.core.errors import AnswerError, MessageError, PeerError, SilentError, UsageError
-from scalai.core.messages import Request
+from scalai.core.messages.shared import Request
 from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime import framing, listening
 from scalai.runtime.calls import Channel, Peer, Server
@@ -299,7 +299,7 @@ CROWDED = """
 import resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 from scalai.launch.coordinator.person_calls import Status
-from scalai.core.messages import JsonText
+from scalai.core.messages.shared import JsonText
 from scalai.runtime.calls import Server
 answer = JsonText("{}")
 server = Server(("127.0.0.1", 0), sys.argv[1].encode(), Status, lambda peer, request: answer)

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.core import commands, events, reports
-from scalai.core import worker_messages as words
-from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.dataset.ledger import Lost
 from scalai.core.errors import MessageError
-from scalai.core.fingerprint import Committed
-from scalai.core.function_proof import Numbers
-from scalai.core.messages import JsonText, Named, Shared
-from scalai.core.remembered import FailedRun, Remembered, Run
-from scalai.core.replicas import Ring
-from scalai.core.source_list import Pieces, SourceList
-from scalai.core.worker_messages import ReadOrder, WriteOrder
+from scalai.core.job.function_proof import Numbers
+from scalai.core.job.remembered import FailedRun, Remembered, Run
+from scalai.core.messages import commands, events, reports
+from scalai.core.messages import worker_messages as words
+from scalai.core.messages.shared import JsonText, Named, Shared
+from scalai.core.messages.worker_messages import ReadOrder, WriteOrder
+from scalai.core.tensors.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.replicas import Ring
+from scalai.core.tensors.source_list import Pieces, SourceList
 from scalai.launch.agent import data_plane
 from scalai.launch.coordinator import calls
 from scalai.launch.coordinator import person_calls as asked
@@ -246,7 +246,7 @@ def test_kinds_of_numbers_and_text_travel_as_what_they_are_kinds_of() -> None:
 
 FIRST_WORDS = """
 import sys, threading
-from scalai.core.messages import Named
+from scalai.core.messages.shared import Named
 from scalai.runtime.codec import decode, encode
 from runtime.test_codec import PARTS
 

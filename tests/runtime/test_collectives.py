@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scalai.core.endings import PEER_GONE, kind_of
+from scalai.core.job.endings import PEER_GONE, kind_of
 from scalai.runtime import collectives
 
 DEADLINE_S = 20.0

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.errors import StoreError
-from scalai.core.schedule import Schedule
-from scalai.core.young_daly import MOST_STEPS
+from scalai.core.job.schedule import Schedule
+from scalai.core.job.young_daly import MOST_STEPS
 from scalai.runtime import control
 from scalai.runtime.control import MAX_WORKERS, ControlPage
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from scalai.core.collection import Tensor
-from scalai.core.messages import JsonText
-from scalai.core.region import Piece, row_major, whole
+from scalai.core.messages.shared import JsonText
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import Piece, row_major, whole
 from scalai.runtime import emergency
 from scalai.runtime.emergency import WINDOW, WINDOWS, Between, Copies, Cost, Emergency, Gate
 from scalai.runtime.live import Slot

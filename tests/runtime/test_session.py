@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.core.worker_messages import RankFinished
+from scalai.core.messages.worker_messages import RankFinished
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.consumption import Consumption
 from scalai.runtime.registered import Registered

@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from scalai.core.dtypes import FROM_STORAGE, ITEM_BYTES, NUMPY_DTYPES
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.dtypes import FROM_STORAGE, ITEM_BYTES, NUMPY_DTYPES
 from scalai.runtime.torch_dtypes import TORCH_DTYPES, dtype_name
 from scalai.store.values import number_of
 

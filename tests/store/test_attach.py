@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalai.core.collection import Collection
 from scalai.core.errors import StoreError
-from scalai.core.fingerprint import Committed
-from scalai.core.region import Box, whole
-from scalai.core.reports import Examined
+from scalai.core.messages.reports import Examined
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.region import Box, whole
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.leftovers import find_leftovers
 from scalai.launch.config.flags import parse_options

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import DamageError, StoreError
-from scalai.core.region import Box, whole
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.region import Box, whole
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.parts import StoredRows

@@ -17,8 +17,8 @@ from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.limits import Limits
-from scalai.core.collection import Collection
-from scalai.core.region import Box, whole
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.region import Box, whole
 from scalai.launch.agent.durable import write_finished
 from scalai.store.files import slices
 from scalai.store.generation import unite_hosts

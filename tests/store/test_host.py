@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.core.collection import Collection, Tensor
-from scalai.core.coverage import check_coverage
 from scalai.core.errors import StoreError, UsageError
-from scalai.core.region import Box, whole
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.coverage import check_coverage
+from scalai.core.tensors.region import Box, whole
 from scalai.store import directory as directory_module
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED, read_manifest

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import StoreError
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.region import whole
 from scalai.store import directory as directory_module
 from scalai.store import pool as pool_module
 from scalai.store.files import prefault

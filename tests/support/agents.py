@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import psutil
 
-from scalai.core.probing import UNTOLD
+from scalai.core.job.probing import UNTOLD
 from scalai.launch.chaos.processes import agents
 from scalai.launch.config.endpoint import read_card
 from scalai.launch.coordinator.person_calls import Scale

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError
-from scalai.core.region import Piece
-from scalai.core.worker_messages import BeginSnapshot, RankWritten, WorkerRequest, WriteOrder
+from scalai.core.messages.worker_messages import (
+    BeginSnapshot,
+    RankWritten,
+    WorkerRequest,
+    WriteOrder,
+)
+from scalai.core.tensors.region import Piece
 from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.live import Slot

@@ -33,9 +33,9 @@ from typing import Any
 
 import numpy as np
 
-from scalai.core.chaos import TRIGGERS
-from scalai.core.fingerprint import piece_fingerprint
-from scalai.core.region import Box
+from scalai.core.tensors.fingerprint import piece_fingerprint
+from scalai.core.tensors.region import Box
+from scalai.launch.chaos.kinds import TRIGGERS
 from scalai.launch.commands.chaos import final_fingerprints
 from support.agents import TINY_JOB, Agents, one_worker
 from support.chaos_hosts import ChaosHosts

@@ -22,8 +22,8 @@ from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.limits import Limits
 from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
-from scalai.core.collection import Tensor
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import whole
 
 LIMITS = Limits(memory_bytes=64 << 20, workers=1)
 SHAPES = {

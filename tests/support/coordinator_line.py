@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError
-from scalai.core.events import Stalled
-from scalai.core.messages import JsonText, Named
+from scalai.core.messages.events import Stalled
+from scalai.core.messages.shared import JsonText, Named
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, Poll, Tell

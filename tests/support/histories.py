@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from scalai.core.membership import Phase
+from scalai.core.job.membership import Phase
 from support.simulated_workers import Clock, use_virtual_time
 from support.two_laws import TICK_S, World
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from scalai.core.collection import Collection, Tensor
-from scalai.core.commands import Replicate
-from scalai.core.fingerprint import piece_fingerprint
-from scalai.core.messages import Shared
-from scalai.core.region import Box
-from scalai.core.replicas import ring_of
-from scalai.core.worker_messages import RankSnapshot
+from scalai.core.messages.commands import Replicate
+from scalai.core.messages.shared import Shared
+from scalai.core.messages.worker_messages import RankSnapshot
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.fingerprint import piece_fingerprint
+from scalai.core.tensors.region import Box
+from scalai.core.tensors.replicas import ring_of
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.replica_rate import ReplicaRate
 from scalai.launch.agent.replicas import Kept, Replicas

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from scalai.core import commands
-from scalai.core.collection import Collection
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.law import advance
 from scalai.core.host.state import HostState, Settings
-from scalai.core.messages import JsonText
-from scalai.core.reports import Report
-from scalai.core.worker_messages import Publish, RankStepped, WorkerRequest, WriteOrder
+from scalai.core.messages import commands
+from scalai.core.messages.reports import Report
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import Publish, RankStepped, WorkerRequest, WriteOrder
+from scalai.core.tensors.collection import Collection
 from support.wire_words import start, word_of
 
 A = TypeVar("A", bound=Action)

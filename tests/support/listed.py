@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from scalai.core.collection import Collection
-from scalai.core.messages import Shared
-from scalai.core.source_list import Listed, SourceList, source_list
+from scalai.core.messages.shared import Shared
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.source_list import Listed, SourceList, source_list
 from scalai.store.generation import unite
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.parts import reference_of, summary

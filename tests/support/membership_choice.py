@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from scalai.core import membership as m
-from scalai.core.degrees import Degrees
-from scalai.core.passes import Recompute
+from scalai.core.degrees.degrees import Degrees
+from scalai.core.degrees.passes import Recompute
+from scalai.core.job import membership as m
 
 
 def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> m.Assign:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from scalai.core import actions, events
-from scalai.core import membership as m
-from scalai.core.function_proof import Numbers
-from scalai.core.membership import active
+from scalai.core.job import membership as m
+from scalai.core.job.function_proof import Numbers
+from scalai.core.job.membership import active
+from scalai.core.messages import actions, events
 
 PIECES = range(4)
 """A state is whole when each of these pieces is somewhere."""

@@ -1,7 +1,7 @@
 """Jobs of ``membership_simulation`` as tests begin with them, and what has come of them."""
 
-from scalai.core import actions
-from scalai.core import membership as m
+from scalai.core.job import membership as m
+from scalai.core.messages import actions
 from support.membership_simulation import Simulation, job
 
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from scalai.core import actions, events
-from scalai.core import membership as m
-from scalai.core.behind import SILENT
-from scalai.core.links import Links
-from scalai.core.membership import TRAINING, active
-from scalai.core.resize import advance
+from scalai.core.job import membership as m
+from scalai.core.job.behind import SILENT
+from scalai.core.job.links import Links
+from scalai.core.job.membership import TRAINING, active
+from scalai.core.job.resize import advance
+from scalai.core.messages import actions, events
 from support.membership_choice import assign_all
 from support.membership_host import PIECES, Known, SimulatedHost
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from scalai.core.collection import Collection, Tensor, concatenate
-from scalai.core.dtypes import BITS, ITEM_BYTES, Bits
-from scalai.core.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
-from scalai.core.region import Box, flat_range, whole
-from scalai.core.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.messages.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.tensors.collection import Collection, Tensor, concatenate
+from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, Bits
+from scalai.core.tensors.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
+from scalai.core.tensors.region import Box, flat_range, whole
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 

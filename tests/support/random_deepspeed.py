@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scalai.converters.deepspeed.validity import BF16_SUMS_ARE_BF16, refuse_invalid, stages_of
-from scalai.core.degrees import DegreeRequest, Degrees
+from scalai.core.degrees.degrees import DegreeRequest, Degrees
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.membership import Assignment
+from scalai.core.job.membership import Assignment
 from scalai.launch.config import script
 from scalai.launch.config.elastic_config import DeepSpeedConfig, ElasticConfig
 from scalai.launch.config.flags import parse_options

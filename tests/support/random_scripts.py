@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from scalai.converters.megatron.arguments import derived_flags, read_arguments
 from scalai.converters.megatron.model_shape import workload_of
-from scalai.core.degrees import Degrees, refusal
+from scalai.core.degrees.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError, UsageError
 
 VOCABULARY, PADDING = 128, 16

@@ -13,7 +13,7 @@ from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.megatron.torch_dist_common import content_of
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, read_metadata
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.region import Box
+from scalai.core.tensors.region import Box
 from support.checkpoints import state, write
 from support.damage import (
     View,

@@ -11,8 +11,8 @@ import numpy as np
 
 from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.zip_members import storages
-from scalai.core.collection import MAX_NDIM
-from scalai.core.region import row_major
+from scalai.core.tensors.collection import MAX_NDIM
+from scalai.core.tensors.region import row_major
 
 PAGE = 4096
 

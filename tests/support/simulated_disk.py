@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from scalai.core import commands
-from scalai.core.collection import Tensor
-from scalai.core.events import Archived
+from scalai.core.messages import commands
+from scalai.core.messages.events import Archived
+from scalai.core.tensors.collection import Tensor
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import snapshot_name
 from support.simulated_workers import TENSORS

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scalai.core import commands, reports
-from scalai.core.function_proof import Numbers
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import Round
-from scalai.core.messages import JsonText
-from scalai.core.schedule import Schedule
-from scalai.core.worker_messages import (
+from scalai.core.job.function_proof import Numbers
+from scalai.core.job.schedule import Schedule
+from scalai.core.messages import commands, reports
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import (
     AwaitFreeze,
     BeginSnapshot,
     Hello,

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scalai.core import commands
-from scalai.core.collection import Collection, Tensor
-from scalai.core.deadlines import STALL_S
 from scalai.core.errors import PeerError, ReplacedError, ScalaiError
-from scalai.core.events import HealthChecked, Stalled
 from scalai.core.host import actions, events
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
-from scalai.core.messages import JsonText, Named
-from scalai.core.region import whole
-from scalai.core.replicas import to_keep
-from scalai.core.reports import Examined, Report, Suspected
-from scalai.core.worker_messages import (
+from scalai.core.job.deadlines import STALL_S
+from scalai.core.messages import commands
+from scalai.core.messages.events import HealthChecked, Stalled
+from scalai.core.messages.reports import Examined, Report, Suspected
+from scalai.core.messages.shared import JsonText, Named
+from scalai.core.messages.worker_messages import (
     Source,
 )
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.region import whole
+from scalai.core.tensors.replicas import to_keep
 from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.coordinator.calls import Farewell, Join, Poll, StoreIdentity, Tell
 from scalai.store.manifest import HostManifest, StoredFile

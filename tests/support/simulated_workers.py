@@ -6,9 +6,9 @@ import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scalai.core.collection import Collection, Tensor
-from scalai.core.schedule import Schedule
-from scalai.core.worker_messages import WriteOrder
+from scalai.core.job.schedule import Schedule
+from scalai.core.messages.worker_messages import WriteOrder
+from scalai.core.tensors.collection import Collection, Tensor
 from scalai.launch.coordinator import (
     admission,
     agent_events,

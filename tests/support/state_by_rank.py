@@ -4,12 +4,12 @@ written without what the planner computes it by."""
 from collections.abc import Iterable, Iterator, Sequence
 from math import lcm, prod
 
-from scalai.core.collection import Collection, Tensor
-from scalai.core.degrees import Degrees
-from scalai.core.plan import Holder
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.columns import Layout
 from scalai.core.planner.model import ModelShape
-from scalai.core.region import Box, Piece, clip, row_major
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.plan import Holder
+from scalai.core.tensors.region import Box, Piece, clip, row_major
 
 Hosts = Sequence[tuple[str, int]]
 Rows = list[tuple[Tensor, Box]]

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from scalai.core.collection import Collection, Tensor
-from scalai.core.dtypes import BITS, ITEM_BYTES
-from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.jsonable import Json
-from scalai.core.region import Box, whole
-from scalai.core.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.messages.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.dtypes import BITS, ITEM_BYTES
+from scalai.core.tensors.fingerprint import piece_fingerprint
+from scalai.core.tensors.region import Box, whole
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest

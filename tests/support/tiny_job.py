@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import scalai
-from scalai.core.collection import Tensor
-from scalai.core.region import Box, Piece, row_major
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import Box, Piece, row_major
 from scalai.runtime.live import Slot
 from support.tiny_order import Samples
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scalai.core import commands
 from scalai.core.errors import ScalaiError
 from scalai.core.host import events
-from scalai.core.membership import Phase
+from scalai.core.job.membership import Phase
+from scalai.core.messages import commands
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.desk import Desk

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
-from scalai.core import commands, messages, reports
-from scalai.core.source_list import SourceList
+from scalai.core.messages import commands, reports
+from scalai.core.messages import shared as messages
+from scalai.core.tensors.source_list import SourceList
 from scalai.launch.coordinator.calls import StoreIdentity
 from scalai.runtime.codec import decode
 from scalai.runtime.connecting import Address, connect

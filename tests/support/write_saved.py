@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import scalai
-from scalai.core.degrees import ModelLimits
+from scalai.core.degrees.degrees import ModelLimits
 from scalai.launch.agent.durable import write_finished
 from scalai.launch.config.elastic_config import (
     DeepSpeedConfig,

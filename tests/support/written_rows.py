@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scalai.core.worker_messages import WriteOrder
+from scalai.core.messages.worker_messages import WriteOrder
 from scalai.runtime.writing import MappedFile, Row, ordered_fingerprints, place_rows
 
 

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
-from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import RoomError
-from scalai.core.region import Box, whole
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.region import Box, whole
 from scalai.runtime.consumption import LEDGER
 from scalai.store.host import HostStore
 from scalai.store.manifest import manifest_bytes, read_manifest, write_manifest

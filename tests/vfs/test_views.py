@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scalai
-from scalai.core.batches import BatchRamp
 from scalai.core.dataset.global_batches import GlobalBatches
 from scalai.core.dataset.order import Places
+from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import RefusedError
 from scalai.runtime.session import Session
 from scalai.vfs.cache import BlockCache

@@ -30,9 +30,9 @@ from scalai.converters.deepspeed.reading.grid import RankState
 from scalai.converters.deepspeed.reading.model import ModelStates
 from scalai.converters.deepspeed.shards.expert_names import expert_of
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import whole
 
 Names = Sequence[tuple[str, ...]]
 

@@ -21,8 +21,8 @@ from scalai.converters.deepspeed.files import with_bytes
 from scalai.converters.deepspeed.shards.expert_names import expert_of
 from scalai.converters.rounding import rounds_to
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.dtypes import ITEM_BYTES
-from scalai.core.region import row_major
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import row_major
 
 MASTERS = "fp32"
 """What the masters are called here, beside the optimizer's own names."""

@@ -23,9 +23,9 @@ from scalai.converters.deepspeed.writing.draft import Draft, job_of
 from scalai.converters.deepspeed.writing.model import add_experts, add_layers, add_model
 from scalai.converters.deepspeed.writing.ranks import Ranks
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.region import whole
 from scalai.store.atomic import replace_file
 
 

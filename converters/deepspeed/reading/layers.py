@@ -25,9 +25,9 @@ from scalai.converters.deepspeed.files import Tag, read_dictionary
 from scalai.converters.deepspeed.shards.flat import Shape
 from scalai.converters.deepspeed.shards.pipeline import TIED, LayerFile, unit_of
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.region import whole
 
 Shapes = Mapping[str, Shape]
 

@@ -20,10 +20,10 @@ from scalai.converters.deepspeed.shards.flat import part_of
 from scalai.converters.deepspeed.shards.pipeline import unit_of
 from scalai.converters.deepspeed.stored_config import check_config
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.core.region import flat_range, whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import flat_range, whole
 
 _MADE_ANEW = (
     "module", "frozen_param_fragments", "frozen_param_shapes", "param_shapes", "shared_params",

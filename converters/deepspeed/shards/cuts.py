@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from scalai.converters.checkpoint import STEP, Piece
 from scalai.converters.deepspeed.shards.flat import Shape
-from scalai.core.collection import Tensor, split_name
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, row_major
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import Box, row_major
 
 
 @dataclass(frozen=True, slots=True)

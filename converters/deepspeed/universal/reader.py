@@ -36,10 +36,10 @@ from scalai.converters.deepspeed.universal.ranks import (
     read_ranks,
 )
 from scalai.converters.torch_archive import StoredTensor, read_archive
-from scalai.core.collection import Tensor, split_name
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, row_major, whole
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import Box, row_major, whole
 
 
 def open_universal(directory: Path, options: ReadOptions) -> "UniversalReader":

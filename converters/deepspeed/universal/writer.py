@@ -29,7 +29,7 @@ from scalai.converters.deepspeed.writing.ranks import Ranks
 from scalai.converters.pickles import Foreign, foreign, made
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import whole
+from scalai.core.tensors.region import whole
 from scalai.store.atomic import replace_file
 
 

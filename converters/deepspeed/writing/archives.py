@@ -10,9 +10,9 @@ from scalai.converters.checkpoint import CheckpointFile, Piece, Placed, place
 from scalai.converters.deepspeed.shards.cuts import EVERYTHING, Shards, contiguous
 from scalai.converters.deepspeed.shards.flat import Span
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import ITEM_BYTES
-from scalai.core.region import flat_range
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import flat_range
 
 Filled = dict[NewTensor, list[Piece]]
 """What lies in a new tensor, by identity; positions count from its start."""

@@ -24,8 +24,8 @@ from scalai.converters.deepspeed.shards.flat import (
 from scalai.converters.deepspeed.writing.archives import Filled, pieces_of
 from scalai.converters.deepspeed.writing.draft import Draft
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.dtypes import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)

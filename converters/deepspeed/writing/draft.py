@@ -16,9 +16,9 @@ from scalai.converters.deepspeed.writing.archives import Archives, Filled
 from scalai.converters.pickles import foreign
 from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
-from scalai.core.region import whole
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.region import whole
 
 
 def job_of(source: Checkpoint, options: WriteOptions) -> DeepSpeedJob:

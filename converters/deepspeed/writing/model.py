@@ -16,7 +16,7 @@ from scalai.converters.deepspeed.writing.archives import Filled, pieces_of
 from scalai.converters.deepspeed.writing.buffers import Buffer
 from scalai.converters.deepspeed.writing.draft import Draft
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.region import whole
+from scalai.core.tensors.region import whole
 
 _DEGREES = "checkpoint_parallel_dimensions"
 

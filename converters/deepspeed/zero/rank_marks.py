@@ -18,8 +18,8 @@ import numpy as np
 
 from scalai.converters.deepspeed.shards.flat import Shape, part_of
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.store.files import map_file
 
 MAX_PADDED = 256

@@ -31,10 +31,10 @@ from scalai.converters.deepspeed.zero.rank_marks import (
     check_padding,
 )
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import Tensor
-from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.core.region import flat_range, whole
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.region import flat_range, whole
 
 MASTERS = "fp32"
 """What the flat buffer of the masters is called here, beside the optimizer's own names."""

@@ -15,12 +15,12 @@ from scalai.converters.checkpoint import CheckpointFile, Placed
 from scalai.converters.recorded import check_reports
 from scalai.converters.streaming import Gatherer, wanted_box
 from scalai.converters.work import Work, work_between
-from scalai.core.collection import Collection, concatenate
-from scalai.core.coverage import check_coverage
-from scalai.core.dtypes import Bits
 from scalai.core.errors import LayoutError, ProofError, StoreError
-from scalai.core.fingerprint import combine, tensor_fingerprints
-from scalai.core.region import Piece, box_text
+from scalai.core.tensors.collection import Collection, concatenate
+from scalai.core.tensors.coverage import check_coverage
+from scalai.core.tensors.dtypes import Bits
+from scalai.core.tensors.fingerprint import combine, tensor_fingerprints
+from scalai.core.tensors.region import Piece, box_text
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot, collection_of, piece_view

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import MAIN, PARAM, Placed
-from scalai.core.collection import Collection, Tensor, split_name
-from scalai.core.dtypes import HALF
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.collection import Collection, Tensor, split_name
+from scalai.core.tensors.dtypes import HALF
 
 NAMED = 5
 """Tensors named in an error."""

@@ -12,8 +12,8 @@ import torch
 from scalai.converters.checkpoint import PARAM
 from scalai.converters.deepspeed.files import list_files
 from scalai.converters.work import Work
-from scalai.core.collection import Collection, Tensor, split_name
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.collection import Collection, Tensor, split_name
 from scalai.patches.deepspeed.checkpoint.filling import Row, work_into
 from scalai.patches.deepspeed.checkpoint.fitting import fitted, listed, origins, used
 from scalai.patches.deepspeed.checkpoint.native import Request

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import Collection, Tensor
 from scalai.core.jsonable import Json
+from scalai.core.tensors.collection import Collection, Tensor
 
 Column = npt.NDArray[Any]
 

@@ -29,10 +29,10 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
 from scalai.converters.suspects import refuse_guessed
 from scalai.converters.verify import check_samples
-from scalai.core.collection import Collection, split_name
-from scalai.core.coverage import check_coverage
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
+from scalai.core.tensors.collection import Collection, split_name
+from scalai.core.tensors.coverage import check_coverage
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.patches.deepspeed.checkpoint.values import live_value
 from scalai.patches.plain import all_plain

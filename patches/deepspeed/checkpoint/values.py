@@ -14,8 +14,8 @@ import torch.distributed as dist
 from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
 from scalai.converters.pickles import SEALED, Array, Foreign
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.dtypes import FROM_TORCH
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.dtypes import FROM_TORCH
 from scalai.patches.deepspeed.checkpoint.native import Request
 from scalai.patches.deepspeed.engine import grid
 from scalai.runtime.torch_dtypes import TORCH_DTYPES

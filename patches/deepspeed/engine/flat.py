@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from scalai.core.errors import LayoutError
-from scalai.core.region import Piece, clip
+from scalai.core.tensors.region import Piece, clip
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.core.region import Piece, row_major, whole
+from scalai.core.tensors.region import Piece, row_major, whole
 from scalai.patches.deepspeed.engine.flat import Fragment
 from scalai.patches.deepspeed.engine.masters import is_vouched, shard_fragment
 from scalai.patches.deepspeed.engine.tensor_parallel import TensorParallel

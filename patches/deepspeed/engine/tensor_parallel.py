@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, Piece, row_major, whole
+from scalai.core.tensors.region import Box, Piece, row_major, whole
 
 Shape = tuple[int, ...]
 

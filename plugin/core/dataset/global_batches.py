@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scalai.core.batches import BatchRamp
+from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import RefusedError
 
 

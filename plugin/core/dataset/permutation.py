@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from scalai.core.dataset.order import Places
 from scalai.core.errors import RefusedError
-from scalai.core.mixing import mix
+from scalai.core.tensors.mixing import mix
 
 LONGEST = 1 << 62
 """Samples at most: the product of half an index and half a hash fits in 64 bits."""

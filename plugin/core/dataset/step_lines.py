@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from scalai.core import fields
-from scalai.core.batches import combine_hashes
 from scalai.core.dataset.verdict import Verdict
+from scalai.core.degrees.batches import combine_hashes
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
 

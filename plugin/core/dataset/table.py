@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from scalai.core.batches import BatchRamp
 from scalai.core.dataset.global_batches import GlobalBatches
+from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.jsonable import Json
 

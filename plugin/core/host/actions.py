@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from scalai.core import commands
-from scalai.core.collection import Collection
-from scalai.core.commands import Ending, Start, Workers
-from scalai.core.fingerprint import Committed
 from scalai.core.host.state import Call, Slot, Want
 from scalai.core.jsonable import Json
-from scalai.core.messages import JsonText
-from scalai.core.reports import Report
-from scalai.core.worker_messages import Imports, RankSnapshot, WriteOrder
+from scalai.core.messages import commands
+from scalai.core.messages.commands import Ending, Start, Workers
+from scalai.core.messages.reports import Report
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import Imports, RankSnapshot, WriteOrder
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.fingerprint import Committed
 
 
 class Level(Enum):

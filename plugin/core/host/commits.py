@@ -1,10 +1,10 @@
 """Commits of a host: what was sealed gets its number; where the store has no room for that, it is
 tried again."""
 
-from scalai.core import commands, reports
-from scalai.core import events as job_events
 from scalai.core.host import actions, snapshots
 from scalai.core.host.step import Step
+from scalai.core.messages import commands, reports
+from scalai.core.messages import events as job_events
 
 
 def commit(step: Step, command: commands.Commit) -> None:

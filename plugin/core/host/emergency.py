@@ -6,14 +6,14 @@ A thread of each worker does it, while the main thread may hang in a collective 
 
 from dataclasses import replace
 
-from scalai.core import events as job_events
-from scalai.core.deadlines import FREEZE_ALL_S
 from scalai.core.host import actions, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Seen
 from scalai.core.host.state import Call, Emergency, Snapshot
 from scalai.core.host.step import Step
-from scalai.core.worker_messages import AwaitFreeze, RankFailed, RankFrozen
+from scalai.core.job.deadlines import FREEZE_ALL_S
+from scalai.core.messages import events as job_events
+from scalai.core.messages.worker_messages import AwaitFreeze, RankFailed, RankFrozen
 
 CAUSE_S = 0.5
 """A process that is killed closes its connections before it has ended: others may raise for that so

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scalai.core.commands import Command
 from scalai.core.host.state import Call, Slot
-from scalai.core.reports import Suspected
-from scalai.core.worker_messages import Source, WorkerRequest
+from scalai.core.messages.commands import Command
+from scalai.core.messages.reports import Suspected
+from scalai.core.messages.worker_messages import Source, WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)

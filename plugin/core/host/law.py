@@ -7,8 +7,6 @@ whose actions become the commands of this one, and whose events are this one's r
 keeps one promise: what was sealed stays until the coordinator has said what becomes of it, and
 whoever waits for an answer gets one, or an error once its round has ended."""
 
-from scalai.core import commands, reports
-from scalai.core import events as job_events
 from scalai.core.host import (
     actions,
     commits,
@@ -24,7 +22,9 @@ from scalai.core.host import (
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState
 from scalai.core.host.step import Step
-from scalai.core.worker_messages import (
+from scalai.core.messages import commands, reports
+from scalai.core.messages import events as job_events
+from scalai.core.messages.worker_messages import (
     AwaitFreeze,
     AwaitSlot,
     BeginSnapshot,

@@ -3,11 +3,11 @@ drains; what it was told may be withdrawn; and it does not stay for ever."""
 
 from collections.abc import Mapping
 
-from scalai.core import reports
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Noticed, Seen
 from scalai.core.host.state import HostState
 from scalai.core.host.step import Step
+from scalai.core.messages import reports
 
 SIGNAL = "a signal"
 SAME_S = 3.0

@@ -2,13 +2,13 @@
 and nobody waits long for it. Their state is sealed by then, so whatever becomes of them is no
 failure."""
 
-from scalai.core import events as job_events
-from scalai.core.function_proof import PROOF_S, merged
 from scalai.core.host import actions, snapshots
 from scalai.core.host.events import Seen
 from scalai.core.host.state import Round
 from scalai.core.host.step import Step
-from scalai.core.worker_messages import RankStepped
+from scalai.core.job.function_proof import PROOF_S, merged
+from scalai.core.messages import events as job_events
+from scalai.core.messages.worker_messages import RankStepped
 
 
 def told(step: Step, report: RankStepped) -> bool:

@@ -3,19 +3,19 @@ restored, proven, stepped, finished, failed, ended."""
 
 import numpy as np
 
-from scalai.core import commands, reports
-from scalai.core import events as job_events
-from scalai.core.collection import concatenate
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import distinct_pieces
-from scalai.core.function_proof import merged
 from scalai.core.host import actions, probing, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Fetched, GroupOver
 from scalai.core.host.state import Call, Published, Round, Want
 from scalai.core.host.step import Step
-from scalai.core.source_list import held_together
-from scalai.core.worker_messages import Publish, RankFinished, RankRestored, RankStepped
+from scalai.core.job.function_proof import merged
+from scalai.core.messages import commands, reports
+from scalai.core.messages import events as job_events
+from scalai.core.messages.worker_messages import Publish, RankFinished, RankRestored, RankStepped
+from scalai.core.tensors.collection import concatenate
+from scalai.core.tensors.fingerprint import distinct_pieces
+from scalai.core.tensors.source_list import held_together
 
 ENDED = "this round of workers has ended."
 UNHOOKED = (

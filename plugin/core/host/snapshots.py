@@ -7,25 +7,25 @@ made beside the training, so that a worker has only to copy.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from scalai.core import events as job_events
-from scalai.core import reports
-from scalai.core.commands import Start
-from scalai.core.fingerprint import differing_replicas
 from scalai.core.host import actions
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Spaced
 from scalai.core.host.state import Call, Round, Slot, Snapshot
 from scalai.core.host.step import Step
+from scalai.core.job.recovery import LINEAGE, lineage_from
+from scalai.core.job.remembered import ASKED
 from scalai.core.jsonable import Json
-from scalai.core.recovery import LINEAGE, lineage_from
-from scalai.core.remembered import ASKED
-from scalai.core.worker_messages import (
+from scalai.core.messages import events as job_events
+from scalai.core.messages import reports
+from scalai.core.messages.commands import Start
+from scalai.core.messages.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
     RankUnwritten,
     RankWritten,
     WriteOrder,
 )
+from scalai.core.tensors.fingerprint import differing_replicas
 
 FILES_S = 20.0
 """How long a snapshot on the way waits for its files at most: then the training goes on without

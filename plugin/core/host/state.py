@@ -8,21 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scalai.core.collection import Collection
-from scalai.core.commands import Build, Start, Workers
-from scalai.core.fingerprint import Committed
-from scalai.core.function_proof import Numbers
+from scalai.core.job.function_proof import Numbers
+from scalai.core.job.remembered import Remembered
 from scalai.core.jsonable import Json
-from scalai.core.messages import JsonText, Shared
-from scalai.core.remembered import Remembered
-from scalai.core.reports import Failed
-from scalai.core.worker_messages import (
+from scalai.core.messages.commands import Build, Start, Workers
+from scalai.core.messages.reports import Failed
+from scalai.core.messages.shared import JsonText, Shared
+from scalai.core.messages.worker_messages import (
     BeginSnapshot,
     RankRestored,
     RankSnapshot,
     Samples,
     WriteOrder,
 )
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.fingerprint import Committed
 
 Call = int
 """A worker's call that waits for its answer."""

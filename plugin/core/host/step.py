@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from scalai.core.endings import kind_of
 from scalai.core.host import actions
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState, Round
-from scalai.core.reports import Failed, Report
+from scalai.core.job.endings import kind_of
+from scalai.core.messages.reports import Failed, Report
 
 
 class Step:

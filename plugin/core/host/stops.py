@@ -3,13 +3,13 @@ up nobody."""
 
 from dataclasses import replace
 
-from scalai.core import events as job_events
 from scalai.core.host import actions, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Seen
 from scalai.core.host.state import Call, HeldStop, Round
 from scalai.core.host.step import Step
-from scalai.core.worker_messages import Stand
+from scalai.core.messages import events as job_events
+from scalai.core.messages.worker_messages import Stand
 
 HELD_TELL_S = 15.0
 """How often the coordinator hears that a save holds up a stop: well before it takes the agent for

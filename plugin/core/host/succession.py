@@ -1,13 +1,13 @@
 """What becomes of a host whose coordinator was replaced: its workers train on, and it joins the new
 one with what it knows of their round."""
 
-from scalai.core import events as job_events
 from scalai.core.host import actions, commits, rounds, stops
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Seen
 from scalai.core.host.state import HostState
 from scalai.core.host.step import Step
-from scalai.core.underway import Underway
+from scalai.core.job.underway import Underway
+from scalai.core.messages import events as job_events
 
 
 def replaced(step: Step) -> None:

@@ -14,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 
-from scalai.core.collection import Columns
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
 from scalai.core.planner.model import ModelShape
+from scalai.core.tensors.collection import Columns
 
 BUCKET_ALIGNMENT, PARAMETER_ALIGNMENT = 128, 64
 TIED, TENSOR, GROUPS, WHOLE, EXPERT, EXPERT_WHOLE = range(6)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalai.core.boxes import expand
-from scalai.core.collection import Columns
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.buffers import EXPERT, TIED, Model, check, matrices, segments, ways
 from scalai.core.planner.model import ModelShape
+from scalai.core.tensors.boxes import expand
+from scalai.core.tensors.collection import Columns
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -4,7 +4,7 @@ change."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scalai.core.degrees import ModelLimits, refusal
+from scalai.core.degrees.degrees import ModelLimits, refusal
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import Device

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
+from scalai.core.degrees.passes import RECOMPUTES, Recompute
 from scalai.core.errors import UsageError
-from scalai.core.passes import RECOMPUTES, Recompute
 from scalai.core.planner.devices import PRECISIONS, Device
 from scalai.core.planner.model import LARGEST, ModelShape
 

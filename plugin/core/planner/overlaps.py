@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalai.core.boxes import Boxes, Index, expand, intersection
-from scalai.core.collection import MAX_NDIM, Columns
 from scalai.core.errors import RefusedError
 from scalai.core.planner.buffers import Model
 from scalai.core.planner.cells import Cells, cells_of
 from scalai.core.planner.columns import NO_SHARDING, WEIGHTS, Layout, Workload
+from scalai.core.tensors.boxes import Boxes, Index, expand, intersection
+from scalai.core.tensors.collection import MAX_NDIM, Columns
 
 
 @dataclass(frozen=True, eq=False, slots=True)

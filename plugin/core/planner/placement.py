@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import Columns
 from scalai.core.errors import UsageError
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.overlaps import Overlap, needed_and_held, overlaps_of
 from scalai.core.planner.reconfiguration import Hosts
+from scalai.core.tensors.collection import Columns
 
 EXACT_HOSTS = 128
 """So many hosts are assigned exactly; more greedily, with a bound."""

@@ -13,10 +13,11 @@ from statistics import median_high, median_low
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.batches import fit_batches
-from scalai.core.degrees import Degrees, Sharding
+from scalai.core.degrees.batches import fit_batches
+from scalai.core.degrees.degrees import Degrees, Sharding
+from scalai.core.degrees.passes import AS_GIVEN, Passes, Recompute, recompute_of_json
+from scalai.core.degrees.policy import Choice
 from scalai.core.errors import ScalaiError
-from scalai.core.passes import AS_GIVEN, Passes, Recompute, recompute_of_json
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
 from scalai.core.planner.devices import Device
@@ -30,7 +31,6 @@ from scalai.core.planner.weighing import (
     needed_gain,
     steps_within,
 )
-from scalai.core.policy import Choice
 
 KNOWN_LAYOUTS = 2
 """So many layouts of a job were measured before its planner decides without being asked to."""

@@ -1,8 +1,8 @@
 """In which order the hosts of a running job take its ranks, so that the fewest bytes cross.
 
-Degrees and who runs them are chosen before (``core/assignment.py``); here hosts change places with
-each other. Where the shape of the model is known bytes are counted, else shares of a model that all
-degrees cut alike.
+Degrees and who runs them are chosen before (``core/degrees/assignment.py``); here hosts change
+places with each other. Where the shape of the model is known bytes are counted, else shares of a
+model that all degrees cut alike.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
-from scalai.core.membership import LOST, Assignment, Place
+from scalai.core.job.membership import LOST, Assignment, Place
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.model import ModelShape
 from scalai.core.planner.overlaps import Overlap, overlaps_of

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.boxes import expand
-from scalai.core.collection import Columns
 from scalai.core.errors import UsageError
 from scalai.core.planner.coefficients import DEFAULT, Coefficients
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import Device
 from scalai.core.planner.overlaps import Overlap, by_place, joined, overlaps_of, summed
+from scalai.core.tensors.boxes import expand
+from scalai.core.tensors.collection import Columns
 
 PHASES = ("quiesce", "snapshot", "relaunch", "move", "restore")
 """Parts of a change in which no step is made, in order."""

@@ -6,9 +6,9 @@ from math import inf
 
 import numpy as np
 
-from scalai.core.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.passes import RECOMPUTES
 from scalai.core.errors import RefusedError, ScalaiError
-from scalai.core.passes import RECOMPUTES
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import Device, device_named
 from scalai.core.planner.memory import fits, is_too_large
@@ -203,7 +203,7 @@ def _layouts(base: Layout, work: Workload, line: Mapping[str, str]) -> list[Layo
 
 
 def limits_of(work: Workload, **more: object) -> ModelLimits:
-    """Return what a model's shape allows, by ``core/degrees.py``; ``more`` are limits beside it."""
+    """Return the limits of a model's shape; ``more`` are others beside it."""
     shape = work.shape
     limits = ModelLimits(
         num_attention_heads=shape.heads,

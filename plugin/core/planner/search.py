@@ -1,6 +1,6 @@
 """Which layout of a training step is best on the devices that are there, and why others are not.
 
-What is valid is said by ``core/degrees.py``, what fits by ``memory.py``, what is fast by
+What is valid is said by ``core/degrees/degrees.py``, what fits by ``memory.py``, what is fast by
 ``time.py`` with what is measured. The global batch stays what it is: a layout that cannot keep it
 is none.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from scalai.core.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.passes import MICRO_BATCHES, RECOMPUTES, Recompute
 from scalai.core.errors import RefusedError
-from scalai.core.passes import MICRO_BATCHES, RECOMPUTES, Recompute
 from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, Columns, Layout, Workload, grid
 from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration, uncalibrated

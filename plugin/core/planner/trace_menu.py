@@ -6,9 +6,9 @@ from functools import cache
 
 import numpy as np
 
-from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, refusal
+from scalai.core.degrees.passes import MICRO_BATCHES
 from scalai.core.errors import RefusedError
-from scalai.core.passes import MICRO_BATCHES
 from scalai.core.planner.columns import GRADIENTS, Layout, Workload, columns_of
 from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.batches import Batches, BatchRamp
 from scalai.core.dataset.global_batches import GlobalBatches
+from scalai.core.degrees.batches import Batches, BatchRamp
 from scalai.core.errors import RefusedError
 
 CASES = settings(max_examples=80, deadline=None)

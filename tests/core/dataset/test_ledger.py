@@ -10,12 +10,12 @@ from hypothesis import example as case
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.core.batches import BatchRamp
 from scalai.core.dataset import ledger as module
 from scalai.core.dataset.drawn import COUNTED, Draw, Number, split
 from scalai.core.dataset.intervals import Intervals
 from scalai.core.dataset.ledger import Ledger, Lost
 from scalai.core.dataset.verdict import judge
+from scalai.core.degrees.batches import BatchRamp
 
 
 def trained(ledger: Ledger, steps: int, batch: int = 4, length: int | None = None) -> Ledger:

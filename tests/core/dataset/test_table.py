@@ -2,9 +2,9 @@
 
 import pytest
 
-from scalai.core.batches import BatchRamp
 from scalai.core.dataset.global_batches import GlobalBatches
 from scalai.core.dataset.table import DatasetTable
+from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import UsageError
 from scalai.runtime.codec import convert
 

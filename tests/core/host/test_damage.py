@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core.membership import Phase
+from scalai.core.job.membership import Phase
 from support.simulated_workers import use_real_time, use_virtual_time
 from support.two_laws import World
 

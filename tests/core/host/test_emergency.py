@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from scalai.core import commands, reports
-from scalai.core import events as job_events
-from scalai.core.deadlines import FREEZE_ALL_S
 from scalai.core.host import actions, events
 from scalai.core.host.events import NoRoom, Reserved, Sealed
-from scalai.core.membership import Phase
-from scalai.core.messages import JsonText
-from scalai.core.worker_messages import (
+from scalai.core.job.deadlines import FREEZE_ALL_S
+from scalai.core.job.membership import Phase
+from scalai.core.messages import commands, reports
+from scalai.core.messages import events as job_events
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import (
     AwaitFreeze,
     BeginSnapshot,
     RankFailed,

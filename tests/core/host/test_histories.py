@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from scalai.core.errors import ScalaiError
 from scalai.core.host import events, snapshots
 from scalai.core.host.step import Step
-from scalai.core.membership import Phase
+from scalai.core.job.membership import Phase
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.calls import Join
 from scalai.launch.coordinator.members import Members

@@ -1,6 +1,5 @@
 """The law of a host: it is told to leave, by a signal or by whoever will take it away."""
 
-from scalai.core import reports
 from scalai.core.host.events import (
     Expelled,
     LeaveAsked,
@@ -9,6 +8,7 @@ from scalai.core.host.events import (
     Rejoined,
     Seen,
 )
+from scalai.core.messages import reports
 from support.law_host import LawHost
 
 

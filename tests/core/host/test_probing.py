@@ -2,13 +2,13 @@
 
 import pytest
 
-from scalai.core import commands
-from scalai.core import events as job_events
-from scalai.core.function_proof import PROOF_S, Numbers
 from scalai.core.host import actions
 from scalai.core.host.events import Agreed, GroupEnded, GroupOver, GroupStarted, Sealed, Seen
-from scalai.core.messages import JsonText
-from scalai.core.worker_messages import BeginSnapshot, RankStepped, RankWritten
+from scalai.core.job.function_proof import PROOF_S, Numbers
+from scalai.core.messages import commands
+from scalai.core.messages import events as job_events
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import BeginSnapshot, RankStepped, RankWritten
 from support.law_host import LawHost
 from support.wire_words import start, workers
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from scalai.core import commands, reports
 from scalai.core.host import actions
 from scalai.core.host.events import (
     ActionFailed,
@@ -27,8 +26,9 @@ from scalai.core.host.events import (
 )
 from scalai.core.host.rounds import ENDED
 from scalai.core.host.state import Slot
-from scalai.core.messages import JsonText
-from scalai.core.worker_messages import (
+from scalai.core.messages import commands, reports
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import (
     BeginSnapshot,
     Hello,
     RankFinished,
@@ -276,7 +276,7 @@ def test_a_script_that_nothing_connects_is_told_of_once_and_may_connect_itself()
 
 
 def test_imports_of_a_first_step_warm_the_fork_server() -> None:
-    from scalai.core.worker_messages import Imports
+    from scalai.core.messages.worker_messages import Imports
 
     host = LawHost()
     host.begin()

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from scalai.core import commands, reports
-from scalai.core import events as job_events
 from scalai.core.host import actions, events, snapshots
 from scalai.core.host.events import (
     Expelled,
@@ -21,16 +19,18 @@ from scalai.core.host.events import (
     WorkerGone,
     WorkFailed,
 )
-from scalai.core.messages import JsonText, Shared
-from scalai.core.remembered import Remembered
-from scalai.core.source_list import SourceList, source_list
-from scalai.core.worker_messages import (
+from scalai.core.job.remembered import Remembered
+from scalai.core.messages import commands, reports
+from scalai.core.messages import events as job_events
+from scalai.core.messages.shared import JsonText, Shared
+from scalai.core.messages.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
     RankStepped,
     RankUnwritten,
     RankWritten,
 )
+from scalai.core.tensors.source_list import SourceList, source_list
 from support.law_host import LawHost, MadeSlot
 from support.wire_words import start
 

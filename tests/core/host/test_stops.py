@@ -3,9 +3,6 @@ workers die or hang."""
 
 import pytest
 
-from scalai.core import commands
-from scalai.core import events as job_events
-from scalai.core.collection import Collection, Tensor
 from scalai.core.host import actions, stops
 from scalai.core.host.events import (
     Agreed,
@@ -16,16 +13,19 @@ from scalai.core.host.events import (
     Seen,
     WorkerGone,
 )
-from scalai.core.messages import JsonText
-from scalai.core.region import whole
-from scalai.core.reports import Failed
-from scalai.core.worker_messages import (
+from scalai.core.messages import commands
+from scalai.core.messages import events as job_events
+from scalai.core.messages.reports import Failed
+from scalai.core.messages.shared import JsonText
+from scalai.core.messages.worker_messages import (
     BeginSnapshot,
     RankStepped,
     RankWritten,
     Stand,
     WorkerRequest,
 )
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.region import whole
 from support.law_host import LawHost
 from support.wire_words import start
 

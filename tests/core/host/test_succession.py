@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from scalai.core import commands
 from scalai.core.errors import UsageError
 from scalai.core.host.events import Commanded, GroupOver
-from scalai.core.membership import Phase
+from scalai.core.job.membership import Phase
+from scalai.core.messages import commands
 from scalai.launch.coordinator.person_calls import Scale
 from support.simulated_workers import Clock, use_real_time, use_virtual_time
 from support.two_laws import World, training

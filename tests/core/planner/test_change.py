@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
 from scalai.core.planner.change import (
     Choice,

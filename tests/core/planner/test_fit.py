@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.coefficients import DEFAULT, Coefficients
 from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named

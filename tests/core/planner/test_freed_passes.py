@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.choice import candidates, choose
-from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
-from scalai.core.passes import AS_GIVEN, NO_FREEDOM, PARTS, Freedom, Passes
+from scalai.core.degrees.choice import candidates, choose
+from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
+from scalai.core.degrees.passes import AS_GIVEN, NO_FREEDOM, PARTS, Freedom, Passes
+from scalai.core.degrees.policy import Choice, DegreePolicy
 from scalai.core.planner.columns import OPTIMIZER, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.memory import USABLE, step_memory
@@ -22,7 +23,6 @@ from scalai.core.planner.preference import (
     measured_of_json,
     measured_to_json,
 )
-from scalai.core.policy import Choice, DegreePolicy
 
 LAYERS, BATCH, MICRO = 64, 64, 4
 SHAPE = gpt(LAYERS, 5120, 40, 51200, 2048)

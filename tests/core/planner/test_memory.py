@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from scalai.core.degrees import Degrees
-from scalai.core.passes import Recompute
+from scalai.core.degrees.degrees import Degrees
+from scalai.core.degrees.passes import Recompute
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.memory import fits, is_too_large, step_memory

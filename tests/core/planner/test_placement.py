@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import UsageError
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import device_named

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.choice import choose
-from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
+from scalai.core.degrees.choice import choose
+from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
+from scalai.core.degrees.policy import Choice, DegreePolicy
 from scalai.core.errors import LayoutError, UsageError
 from scalai.core.planner import preference
 from scalai.core.planner.change_time import ChangeTime
@@ -27,7 +28,6 @@ from scalai.core.planner.preference import (
 )
 from scalai.core.planner.reconfiguration import reconfiguration
 from scalai.core.planner.weighing import MARGIN
-from scalai.core.policy import Choice, DegreePolicy
 
 SHAPE = gpt(24, 2048, 16, 51200, 2048)
 LIMITS = ModelLimits(

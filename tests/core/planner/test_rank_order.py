@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.degrees import Degrees
-from scalai.core.membership import LOST, Assignment
+from scalai.core.degrees.degrees import Degrees
+from scalai.core.job.membership import LOST, Assignment
 from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, WEIGHTS, Layout, Workload
 from scalai.core.planner.model import gpt
 from scalai.core.planner.overlaps import overlaps_of

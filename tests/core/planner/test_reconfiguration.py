@@ -11,11 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.collection import Collection
-from scalai.core.degrees import Degrees
-from scalai.core.dtypes import ITEM_BYTES
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import LayoutError, RefusedError, UsageError
-from scalai.core.plan import Holder, Plan, plan
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.model import gpt
@@ -27,6 +24,9 @@ from scalai.core.planner.reconfiguration import (
     reconfiguration,
     spread,
 )
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.plan import Holder, Plan, plan
 from support.state_by_rank import Ranks, common_bytes, holders, wanters, worlds
 
 H100 = device_named("h100")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named

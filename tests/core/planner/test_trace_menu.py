@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
 from scalai.core.planner import trace_menu
 from scalai.core.planner.columns import Layout, Workload

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.columns import Layout
 from scalai.core.planner.trace import Event, Trace
 from scalai.core.planner.trace_policies import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from scalai.core.messages import JsonText
+from scalai.core.messages.shared import JsonText
 from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.emergency import Between
 from scalai.runtime.fingerprints import live_fingerprints

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scalai.core.passes import Recompute
+from scalai.core.degrees.passes import Recompute
 
 SEED, OTHER_SEED = 1234, 4321
 """A fresh job starts from other weights: one that is not written cannot be right by luck."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from scalai.core.collection import Collection
-from scalai.core.region import Piece
-from scalai.core.worker_messages import RankSnapshot, ReadOrder, WriteOrder
+from scalai.core.messages.worker_messages import RankSnapshot, ReadOrder, WriteOrder
+from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.region import Piece
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.restore import read_rows

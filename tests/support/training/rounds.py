@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from scalai.core.function_proof import Numbers
+from scalai.core.job.function_proof import Numbers
 from support.training.worker_pool import WorkerPool
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from scalai.core.errors import ScalaiError
-from scalai.core.function_proof import Numbers
+from scalai.core.job.function_proof import Numbers
 from scalai.patches import hooks
 from scalai.runtime import session as sessions
 from scalai.runtime.consumption import LEDGER

@@ -42,7 +42,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from scalai.core.function_proof import Numbers
+from scalai.core.job.function_proof import Numbers
 from scalai.patches.megatron.function_proof import SKIPPED, BareStep, NormInDouble
 from scalai.patches.megatron.shapes import unwrap
 from scalai.patches.megatron.state import MegatronState

@@ -1,0 +1,1 @@
+"""Parallel degrees of a job: which are valid, and the choice among them."""

@@ -1,0 +1,206 @@
+"""Global batches: which replica trains on which samples, and proof that they were the same ones.
+
+The number of samples consumed is the one clock of a job: it does not depend on the layout. Data
+offsets, batch-size ramp and learning-rate schedule are functions of it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.errors import RefusedError
+from scalai.core.tensors.mixing import mix
+
+
+class Layout(Protocol):
+    """How a layout cuts samples: micro-batches of so many, to so many replicas."""
+
+    @property
+    def micro_batch_size(self) -> int: ...
+
+    @property
+    def dp(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """How a global batch is spread over ``dp`` replicas.
+
+    Raises:
+        RefusedError: The global batch cannot be cut into equal micro-batches.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp: int
+
+    def __post_init__(self) -> None:
+        block = self.micro_batch_size * self.dp
+        if min(self.global_batch_size, self.micro_batch_size, self.dp) < 1:
+            raise RefusedError(f"{self}: every size must be 1 or more.")
+        if self.global_batch_size % block:
+            raise RefusedError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"micro_batch_size*dp={self.micro_batch_size}*{self.dp}. "
+                "Choose another micro-batch size or DP degree."
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each replica runs for one optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    def samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
+        """Return the samples of the next step, [num_micro_batches, micro_batch_size], as global
+        indices.
+
+        Blocks of ``micro_batch_size * dp`` samples are dealt out in order, a micro-batch a replica:
+        the global batch is the same set for every layout.
+
+        Source: MegatronPretrainingSampler, megatron/training/datasets/data_samplers.py (0.16).
+        """
+        shape = (self.num_micro_batches, self.dp, self.micro_batch_size)
+        return self._block(consumed_samples, dp_rank).reshape(shape)[:, dp_rank]
+
+    def dealt_samples(
+        self, consumed_samples: int, dp_rank: int, first: "Layout | None" = None
+    ) -> npt.NDArray[np.int64]:
+        """Return what ``samples`` does, where the first layout dealt a block out sample by sample.
+
+        Its micro-batches are dealt whole, one a replica, so that a step has the same ones wherever
+        their size is the same.
+
+        Args:
+            first: The first layout; None, or one that does not divide the global batch: this one.
+
+        Source: DistributedSampler, torch/utils/data/distributed.py (2.13): rank r takes every
+        ``dp``-th sample from the r-th on.
+        """
+        if first is None or self.global_batch_size % (first.micro_batch_size * first.dp):
+            first = self
+        block = self._block(consumed_samples, dp_rank)
+        dealt = block.reshape(-1, first.micro_batch_size, first.dp).transpose(0, 2, 1)
+        shape = (self.num_micro_batches, self.dp, self.micro_batch_size)
+        return dealt.reshape(shape)[:, dp_rank]
+
+    def contiguous_samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
+        """Return what ``samples`` does, where a replica has one share of the global batch, in one
+        piece: the same one whatever the micro-batch."""
+        shape = (self.dp, self.num_micro_batches, self.micro_batch_size)
+        shares = self._block(consumed_samples, dp_rank).reshape(shape)
+        return np.asarray(shares[dp_rank], dtype=np.int64)
+
+    def _block(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
+        if not 0 <= dp_rank < self.dp:
+            raise RefusedError(f"dp_rank={dp_rank} is not in 0 to {self.dp - 1}.")
+        if consumed_samples < 0:
+            raise RefusedError(f"consumed_samples={consumed_samples} is negative.")
+        return np.arange(self.global_batch_size, dtype=np.int64) + consumed_samples
+
+
+def fit_batches(global_batch_size: int, dp: int, micro_batch_size: int) -> Batches:
+    """Spread a global batch over ``dp`` replicas, in micro-batches of the given size where that
+    divides, else of the largest size below it that does.
+
+    Raises:
+        RefusedError: ``dp`` does not divide the global batch.
+    """
+    if min(global_batch_size, dp, micro_batch_size) < 1 or global_batch_size % dp:
+        raise RefusedError(
+            f"dp={dp} does not divide global_batch_size={global_batch_size} into micro-batches of "
+            f"{micro_batch_size} or fewer. Use a DP that divides it."
+        )
+    share = global_batch_size // dp
+    micro = next(m for m in range(min(micro_batch_size, share), 0, -1) if share % m == 0)
+    return Batches(global_batch_size, micro, dp)
+
+
+def pass_length(samples: int, global_batch_size: int, *, drop_last: bool) -> int:
+    """Return how many samples one pass over a data set takes: whole global batches.
+
+    Args:
+        samples: Size of the data set.
+        drop_last: Leave out the incomplete batch at the end; else it is filled from the beginning
+            of the pass.
+    """
+    batches = samples // global_batch_size if drop_last else -(-samples // global_batch_size)
+    return batches * global_batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRamp:
+    """A global batch size that grows from ``start`` by ``increment`` over ``ramp_samples`` samples:
+    whatever the layout, by the samples alone.
+
+    Source: RampupBatchsizeNumMicroBatchesCalculator, megatron/core/num_microbatches_calculator.py
+    (0.16).
+    """
+
+    start: int
+    increment: int
+    ramp_samples: int
+    global_batch_size: int
+
+    def __post_init__(self) -> None:
+        growth = self.global_batch_size - self.start
+        if self.start < 1 or self.increment < 1 or growth < 0 or growth % self.increment:
+            raise RefusedError(
+                f"a batch size cannot grow from {self.start} to {self.global_batch_size} by "
+                f"{self.increment}; the growth must be a multiple of the increment."
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every global batch size of the ramp, ascending."""
+        return tuple(range(self.start, self.global_batch_size + 1, self.increment))
+
+    @property
+    def passed(self) -> tuple[int, ...]:
+        """Those of ``sizes`` that steps from the first sample on have: where a step has more
+        samples than belong to a size, the next ones are skipped."""
+        return tuple(size for _, size in self.stages)
+
+    @property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """The global batch sizes of the steps from the first sample on, each with the samples
+        consumed where it begins."""
+        growth = self.global_batch_size - self.start
+        if not growth or self.ramp_samples < 1:
+            return ((0, self.global_batch_size),)
+        each = self.ramp_samples / (growth // self.increment)
+        consumed, found = 0, dict[int, int]()
+        while consumed <= self.ramp_samples:
+            size = self.start + int(consumed / each) * self.increment
+            found.setdefault(size, consumed)
+            # As many steps as are left of this size, at once.
+            end = min((int(consumed / each) + 1) * each, self.ramp_samples + 1)
+            consumed += max(1, math.ceil((end - consumed) / size)) * size
+        found.setdefault(self.global_batch_size, consumed)
+        return tuple((begin, size) for size, begin in found.items())
+
+
+def sample_hashes(tokens: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    """Return one hash a sample, [samples], from its tokens, [samples, sequence] integers.
+
+    The order of the tokens counts; the hash of a token depends on its position by an odd key.
+    """
+    table = np.atleast_2d(np.asarray(tokens))
+    if table.dtype.kind not in "iub" or table.ndim != 2:
+        raise RefusedError(
+            f"tokens are {table.dtype}{list(table.shape)}; expected integers [samples, sequence]."
+        )
+    keys = mix(np.arange(1, table.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+    words = table.astype(np.int64, copy=False).view(np.uint64) + np.uint64(1)
+    # Mixed again, so that a sum over samples notices tokens that changed places between them.
+    return mix((words * keys).sum(axis=1, dtype=np.uint64) + np.uint64(table.shape[1]))
+
+
+def combine_hashes(*hashes: npt.ArrayLike) -> int:
+    """Add hashes of samples, micro-batches or replicas, mod 2^64: the order does not count."""
+    total = np.uint64(0)
+    for part in hashes:
+        total = np.add(total, np.asarray(part, dtype=np.uint64).sum(dtype=np.uint64))
+    return int(total)

@@ -1,0 +1,357 @@
+"""Which degrees a job takes on the ranks that are there.
+
+One function decides, :func:`choose`. It keeps to what is known to work: the degrees that a person
+wrote down, else what the job's planner prefers (``planner/preference.py``), else those that run
+now. Micro-batch and recomputation are the script's, unless a person frees them or memory forces
+another (``passes.Freedom``).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, refusal
+from scalai.core.degrees.passes import AS_GIVEN, MEMORY_PARTS, MICRO_BATCHES, Passes, difference
+from scalai.core.degrees.policy import Case, Choice, DegreePolicy
+from scalai.core.degrees.splits import after_failure, smaller, splits, with_passes
+from scalai.core.errors import RefusedError, ScalaiError
+
+
+def choose(
+    world: int,
+    limits: ModelLimits,
+    policy: DegreePolicy,
+    present: Degrees | None,
+    *,
+    excluded: Sequence[Choice] = (),
+    requested: DegreeRequest | None = None,
+    ran: Passes = AS_GIVEN,
+) -> Choice:
+    """Return the first of :func:`candidates`.
+
+    Args:
+        world: Ranks that are available.
+        present: Degrees that ran last; None on the first start.
+        excluded: Choices that ran out of memory in their first step.
+        requested: Degrees that a person asked for, for this change; they win over everything.
+        ran: The passes that ran with ``present``.
+
+    Raises:
+        RefusedError: Nothing is valid; the message names the nearest worlds where something is.
+    """
+    case = Case(world, limits, policy, present, tuple(excluded), ran)
+    refused: list[str] = []
+    for choice in _candidates(case, requested, refused):
+        return choice
+    why = "; ".join(dict.fromkeys(refused)) or case.floor_reason()
+    raise RefusedError(
+        f"{_ranks(world)}: no valid degrees ({why}). {_nearest_worlds(case, requested)} "
+        f"Or write other degrees for {world} under [degrees]."
+    )
+
+
+def candidates(
+    world: int,
+    limits: ModelLimits,
+    policy: DegreePolicy,
+    present: Degrees | None,
+    *,
+    excluded: Sequence[Choice] = (),
+    requested: DegreeRequest | None = None,
+    ran: Passes = AS_GIVEN,
+) -> Iterator[Choice]:
+    """Yield the valid choices, best first: the table's, then the planner's, then present TP and PP,
+    then any other split.
+
+    TP·PP does not go below what memory is known to hold, nor below what ran out of memory, except
+    by the table; and by the planner, which computes what memory holds. After an out-of-memory
+    splits with larger TP·PP come first, then the same with passes that need less memory. A request
+    admits nothing beside itself. The arguments are those of :func:`choose`.
+    """
+    case = Case(world, limits, policy, present, tuple(excluded), ran)
+    return _candidates(case, requested, [])
+
+
+def _candidates(
+    case: Case, requested: DegreeRequest | None, refused: list[str]
+) -> Iterator[Choice]:
+    """Yield :func:`candidates`; ``refused`` collects why better ones were passed over."""
+    if case.world < 1:
+        raise RefusedError(f"{case.world} ranks: a job needs at least one.")
+    sizes = case.sizes()
+    if not sizes:
+        refused.append(f"the smallest allowed size is {min(case.policy.allowed_sizes)}")
+    seen = {choice.key for choice in case.excluded}
+    for choice in _in_order(case, sizes, requested, refused):
+        if choice.key not in seen:
+            seen.add(choice.key)
+            yield choice
+
+
+def _in_order(
+    case: Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
+) -> Iterator[Choice]:
+    yield from _asked_for(case, sizes, requested, refused)
+    if requested is not None:
+        return
+    failure = ""
+    try:
+        yield from _preferred(case, sizes)
+    except ScalaiError as error:
+        failure = f"; the planner cannot say: {error}"
+    for choice in _split_anew(case, sizes, refused):
+        yield replace(choice, reason=choice.reason + failure)
+
+
+def _asked_for(
+    case: Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
+) -> Iterator[Choice]:
+    """Yield what a person wrote: the request, else the table's entries."""
+    before = case.present.world_size if case.present else None
+    for size in sizes:
+        if requested is not None:
+            requests: tuple[DegreeRequest, ...] = (requested,)
+            source = "as requested"
+        else:
+            rule = case.policy.rule(size, before)
+            requests = rule.requests if rule else ()
+            source = f'by [degrees] "{rule.key}"' if rule else ""
+        for request in requests:
+            choice = _fit(case, request, size, source, refused)
+            if choice is not None:
+                yield choice
+
+
+def _preferred(case: Case, sizes: Sequence[int]) -> Sequence[Choice]:
+    """Return what the job's planner makes of all splits, those that ran out of memory aside.
+
+    Passes that nobody has freed are other than the script's only where nothing fits with these.
+    """
+    preference, freedom = case.policy.preference, case.policy.freedom
+    if preference is None:
+        return ()
+    own, runs = _valid(case, sizes, for_memory=False), _that_runs(case, sizes)
+    ordered = preference.order(own, case.present, case.ran, case.excluded)
+    if ordered and runs is not None and runs not in own:
+        # First, since it may be what another one comes to: that one would be a change in name.
+        ordered = preference.order((runs, *own), case.present, case.ran, case.excluded)
+    if ordered or not any(freedom.is_free(part, for_memory=True) for part in MEMORY_PARTS):
+        return ordered
+    forced = _valid(case, sizes, for_memory=True)
+    if runs is not None and runs not in forced:
+        forced = (runs, *forced)
+    return [
+        replace(choice, reason=f"{choice.reason}; no layout fits with the script's flags alone")
+        for choice in preference.order(forced, case.present, case.ran, case.excluded)
+    ]
+
+
+def _that_runs(case: Case, sizes: Sequence[int]) -> Choice | None:
+    """Return present degrees with the passes that ran, which a person may have asked for; None:
+    they are not valid on what is there, or ran out of memory."""
+    present = case.present
+    if present is None:
+        return None
+    split = DegreeRequest(present.tp, present.pp, vpp=present.vpp)
+    found = (_as_it_ran(case, split, size, "computed") for size in sizes)
+    failed = {each.key for each in case.excluded}
+    return next((each for each in found if each is not None and each.key not in failed), None)
+
+
+def _valid(case: Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choice, ...]:
+    """Return all choices that are valid, with the passes that are free for speed, or also for
+    memory."""
+    least = max(case.policy.min_model_parallel or 0, case.failed)
+    failed = {each.key for each in case.excluded}
+    known: dict[tuple[Degrees, Passes], Choice] = {}
+    for split in splits(case, max(sizes, default=0), least):
+        for request in with_passes(case, split, for_memory=for_memory):
+            for size in sizes:
+                choice = _fit(case, request, size, "computed", [])
+                if choice is not None and choice.key not in failed:
+                    known.setdefault(choice.key, choice)
+    return tuple(known.values())
+
+
+def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterator[Choice]:
+    """Yield present TP and PP, then every other split that the model allows; after an
+    out-of-memory also with passes that need less."""
+    kept, ranked = case.kept, []
+    least = 1 if case.is_modelled else case.floor
+    tried = smaller(case, splits(case, max(sizes, default=0), least))
+    is_new = case.present is None and not case.excluded and not case.policy.stepped
+    if is_new and case.policy.initial and kept.tp * kept.pp >= least:  # it is had, or refused
+        tried = iter([DegreeRequest(kept.tp, kept.pp, vpp=kept.vpp)])
+    for request in tried:
+        is_kept = (request.tp, request.pp) == (kept.tp, kept.pp)
+        source = "TP and PP kept" if case.present else "initial degrees"
+        if case.excluded:
+            source = "the next candidate after an out-of-memory"
+        elif not is_kept:
+            source = "TP and PP changed"
+        is_own = request.micro_batch_size is None and request.recompute is None
+        for size in sizes:
+            choice = _fit(case, request, size, source, refused)
+            if choice is not None and is_own and choice.degrees == case.present:
+                choice = _as_it_ran(case, request, size, source) or choice
+            if choice is not None and not case.is_known_to_fit(*choice.key):
+                refused.append(case.floor_reason())
+                choice = None
+            if choice is not None:
+                # The same TP and PP move the fewest bytes; then idle ranks cost most.
+                cost = (
+                    not (is_kept and is_own), after_failure(case, request),
+                    not is_own and not is_kept, -(request.micro_batch_size or MICRO_BATCHES),
+                    len(choice.idle_ranks),
+                    request.tp * request.pp, request.tp != kept.tp, request.pp != kept.pp,
+                    request.vpp != kept.vpp, request.tp,
+                )  # fmt: skip
+                ranked.append((cost, choice))
+                break
+    yield from (choice for _, choice in sorted(ranked, key=lambda entry: entry[0]))
+
+
+def _as_it_ran(case: Case, split: DegreeRequest, size: int, source: str) -> Choice | None:
+    """Return present degrees with the passes that ran, which an entry for one change may have
+    said; None: they are not valid any more."""
+    ran = case.ran
+    request = replace(split, micro_batch_size=ran.micro_batch_size, recompute=ran.recompute)
+    choice = _fit(case, request, size, source, [])
+    return choice if choice is not None and choice.degrees == case.present else None
+
+
+def _fit(
+    case: Case, request: DegreeRequest, size: int, source: str, refused: list[str]
+) -> Choice | None:
+    """Return the request with the most replicas that are valid on ``size`` ranks.
+
+    None, and a line in ``refused``, where no number of replicas is.
+    """
+    allowed = case.policy.allowed_sizes
+    cp, ep = request.cp or case.kept.cp or 1, request.ep or case.kept.ep or 1
+    micro = request.micro_batch_size or case.own.micro_batch_size
+    if (fault := case.policy.freedom.refusal(request.recompute)) is not None:
+        refused.append(fault)
+        return None
+    replica = request.tp * request.pp * cp
+    most = size // replica
+    if request.dp is not None:
+        most = request.dp if request.dp <= most else 0
+    if most == 0:
+        cut = replace(request, cp=cp) if cp > 1 else request
+        refused.append(f"{cut} does not fit on {_ranks(size)}")
+        return None
+    first_fault = ""
+    for dp in range(most, 0 if request.dp is None else most - 1, -1):
+        degrees = Degrees(request.tp, request.pp, dp, request.vpp, cp, ep)
+        fault = refusal(degrees, case.limits, micro)
+        if fault is None and allowed and degrees.world_size not in allowed:
+            fault = f"{_ranks(degrees.world_size)} are not an allowed size"
+        if fault is None:
+            why_idle = first_fault or f"{size} is not a multiple of {replica}"
+            if size < case.world:
+                why_idle = f"allowed sizes are {', '.join(map(str, allowed))}"
+            elif request.dp is not None:
+                why_idle = f"DP{request.dp} was asked for"
+            recompute = request.recompute if request.recompute != case.policy.freedom.own else None
+            passes = Passes(micro, recompute)
+            return _chosen(case, degrees, passes, source, why_idle, refused)
+        first_fault = first_fault or f"not {degrees}: {fault}"
+    refused.append(first_fault)
+    return None
+
+
+def replicated(case: Case, request: DegreeRequest) -> Iterator[Degrees]:
+    """Yield the request with each number of replicas that is valid on ``case.world`` ranks."""
+    cp, ep = request.cp or case.kept.cp or 1, request.ep or case.kept.ep or 1
+    micro = request.micro_batch_size or case.own.micro_batch_size
+    most = case.world // (request.tp * request.pp * cp)
+    for dp in range(1, most + 1) if request.dp is None else (request.dp,):
+        degrees = Degrees(request.tp, request.pp, dp, request.vpp, cp, ep)
+        if degrees.world_size <= case.world and refusal(degrees, case.limits, micro) is None:
+            yield degrees
+
+
+def _chosen(
+    case: Case,
+    degrees: Degrees,
+    passes: Passes,
+    source: str,
+    why_idle: str,
+    refused: Sequence[str],
+) -> Choice:
+    before = case.present
+    change = f"{before} -> {degrees}" if before and before != degrees else str(degrees)
+    ran = case.ran if before else case.own
+    if changed := difference(ran, passes, case.policy.freedom.own):
+        change += f", {changed}"
+    line = f"{_ranks(case.world)}: {change}, {source}"
+    if refused:
+        line += f"; {refused[0]}"
+    idle = tuple(range(degrees.world_size, case.world))
+    if idle:
+        names = f"rank {idle[0]}" if len(idle) == 1 else f"ranks {idle[0]} to {idle[-1]}"
+        line += f"; {names} idle ({why_idle})"
+    return Choice(degrees, idle, line, passes.micro_batch_size, passes.recompute)
+
+
+def _nearest_worlds(case: Case, requested: DegreeRequest | None) -> str:
+    """Name the nearest smaller and larger world that has valid degrees."""
+    policy = case.policy
+    known = (case.world, *policy.allowed_sizes, *(rule.world_size for rule in policy.rules))
+    furthest = 4 * max(case.floor, *known)
+
+    def is_valid(world: int) -> bool:
+        return any(True for _ in _candidates(replace(case, world=world), requested, []))
+
+    below = next((size for size in range(case.world - 1, 0, -1) if is_valid(size)), None)
+    above = next((size for size in range(case.world + 1, furthest + 1) if is_valid(size)), None)
+    near = [str(size) for size in (below, above) if size is not None]
+    if not near:
+        return f"Nor are there any for another world of up to {_ranks(furthest)}."
+    return f"Use a world that has some, the nearest: {' or '.join(near)}."
+
+
+def check_rules(limits: ModelLimits, policy: DegreePolicy) -> None:
+    """Check the whole table before training starts.
+
+    Raises:
+        RefusedError: No request of an entry is valid on its world; the message names it and why.
+    """
+    for rule in policy.rules:
+        case = Case(rule.world_size, limits, policy, None, ())
+        refused: list[str] = []
+        if all(
+            _fit(case, request, rule.world_size, "", refused) is None for request in rule.requests
+        ):
+            why = "; ".join(refused) or "it names no degrees"
+            raise RefusedError(f'[degrees] "{rule.key}" cannot be used ({why}). Correct the entry.')
+
+
+def check_initial(limits: ModelLimits, policy: DegreePolicy) -> None:
+    """Check the degrees that a script's flags ask for, where no entry of the table says any.
+
+    Raises:
+        RefusedError: They are valid with no number of replicas; the message says why.
+    """
+    asked = policy.initial
+    if asked is None or policy.rules:
+        return
+    cp, ep = asked.cp or 1, asked.ep or 1
+    faults = []
+    for dp in range(1, (limits.global_batch_size or ep) + 1):
+        degrees = Degrees(asked.tp, asked.pp, dp, asked.vpp, cp, ep)
+        fault = refusal(degrees, limits, asked.micro_batch_size)
+        if fault is None:
+            return
+        faults.append(fault)
+    why = Counter(faults).most_common(1)[0][0]
+    shown = replace(asked, cp=cp if cp > 1 else None, ep=ep if ep > 1 else None)
+    raise RefusedError(
+        f"the script's flags ask for {shown}, which cannot be had: {why}. Correct the flags, or "
+        "write degrees under [degrees]."
+    )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

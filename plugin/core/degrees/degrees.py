@@ -1,0 +1,500 @@
+"""Parallel degrees: the size of each axis, which rank stands where, and what a model allows."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from math import gcd
+from typing import Any, NamedTuple
+
+from scalai.core.degrees.passes import RECOMPUTES, Recompute
+from scalai.core.errors import RefusedError, UsageError
+
+AXES = ("tp", "pp", "dp", "vpp", "cp", "ep")
+"""Names of the axes, in the order in which they are printed."""
+
+
+class Coordinate(NamedTuple):
+    """Position of one rank on the axes. ``ep_rank`` is its position among the experts' ranks."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    cp_rank: int = 0
+    ep_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Sizes of the parallel axes.
+
+    ``vpp`` counts the model chunks a pipeline stage runs; ``ep`` divides ``cp * dp``. Neither adds
+    ranks.
+
+    Raises:
+        UsageError: A size is below 1.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise UsageError(f"{axis}={getattr(self, axis)} is not a degree; use 1 or more.")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def model_parallel(self) -> int:
+        """TP times PP: into how many parts the model is cut."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        sizes = asdict(self)
+        shown = [a for a in AXES if a in ("tp", "pp", "dp") or sizes[a] > 1]
+        return "·".join(f"{axis.upper()}{sizes[axis]}" for axis in shown)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Return where ``rank`` stands, in Megatron's order tp-cp-ep-dp-pp: TP varies fastest.
+
+        Experts are counted with as much tensor parallelism as the rest of the model has.
+        """
+        if not 0 <= rank < self.world_size:
+            raise UsageError(f"rank {rank} is not in {self} (0 to {self.world_size - 1}).")
+        rest, tp_rank = divmod(rank, self.tp)
+        ep_rank = rest % self.ep
+        rest, cp_rank = divmod(rest, self.cp)
+        pp_rank, dp_rank = divmod(rest, self.dp)
+        return Coordinate(tp_rank, pp_rank, dp_rank, cp_rank, ep_rank)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """Return the rank at ``coordinate``; its ``ep_rank`` follows from the rest."""
+        where, sizes = coordinate, (self.tp, self.pp, self.dp, self.cp)
+        if not all(0 <= place < size for place, size in zip(where[:4], sizes, strict=True)):
+            raise UsageError(f"{coordinate} is outside {self}.")
+        outer = where.pp_rank * self.dp + where.dp_rank
+        return (outer * self.cp + where.cp_rank) * self.tp + where.tp_rank
+
+    def to_json(self) -> dict[str, int]:
+        """Return the sizes by axis."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, int]) -> "Degrees":
+        """Read what ``to_json`` wrote; axes that are absent have size 1."""
+        unknown = sorted(set(data) - set(AXES))
+        if unknown:
+            raise RefusedError(f"{unknown[0]!r} is not an axis; known are {', '.join(AXES)}.")
+        return cls(**{"tp": 1, "pp": 1, "dp": 1, **data})
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What data-parallel ranks keep a part of, as stages of ZeRO (arXiv 1910.02054): by world size,
+    else as usual."""
+
+    usual: int = 0
+    by_world: tuple[tuple[int, int], ...] = ()
+
+    def on(self, world_size: int) -> int:
+        """Return the stage on so many ranks."""
+        return dict(self.by_world).get(world_size, self.usual)
+
+    def __str__(self) -> str:
+        others = (f"{stage} on {world}" for world, stage in self.by_world)
+        return "; ".join((f"ZeRO {self.usual}", *others))
+
+
+MOST_SHARDED_WITH_STAGES = 1
+"""ZeRO stage of jobs in pipeline stages: a later one would reduce gradients once a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model and its batches allow. None: unknown, then nothing is refused for it.
+
+    ``padded_vocab_size`` counts rows of the embedding, padding included: it stays the same for the
+    life of a job. ``ramp_batch_sizes`` are other global batch sizes that the job will pass through.
+    ``extra_layers`` counts embedding and loss where the pipeline split takes them for layers.
+    ``min_tp`` 2: something that the job uses does not exist without tensor parallelism
+    (``min_tp_reason``).
+    """
+
+    num_attention_heads: int | None = None
+    num_query_groups: int | None = None
+    num_layers: int | None = None
+    padded_vocab_size: int | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    seq_length: int | None = None
+    num_experts: int | None = None
+    qkv_rows: int | None = None
+    """Rows of the projection to queries, keys and values."""
+    ffn_hidden_size: int | None = None
+    """Width of the feed-forward part of dense layers."""
+    expert_ffn_hidden_size: int | None = None
+    shared_ffn_hidden_size: int | None = None
+    """Width of what all tokens go through beside the routed experts."""
+    expert_tp: int | None = None
+    """Tensor parallelism of the experts; None: that of the model."""
+    ramp_batch_sizes: tuple[int, ...] = ()
+    eval_batch_size: int | None = None
+    """Samples of one step of an evaluation; None: unknown, or those of a training step."""
+    evaluates_one_micro_batch: bool = False
+    """Whether an evaluation has one micro-batch a replica where ``eval_batch_size`` is None."""
+    eval_micro_batch_stays: bool = False
+    """Whether an evaluation's micro-batch may not be a part of the training's."""
+    optimizer_instances: int = 1
+    """Copies of the optimizer's state, each split over a part of the data-parallel ranks."""
+    extra_layers: int = 0
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, where they are not as many as those of others."""
+    last_stage_layers: int | None = None
+    is_sequence_parallel: bool = False
+    is_query_group_shared: bool = True
+    """Whether several TP ranks may hold copies of one query group."""
+    min_pp_with_vpp: int = 2
+    """Without overlapped point-to-point communication virtual stages need 3 pipeline stages."""
+    min_tp: int = 1
+    min_tp_reason: str = ""
+    sharding: Sharding | None = None
+    """None: unknown, or the same at all degrees."""
+    is_in_stages: bool = False
+    """Whether the job runs as a pipeline also where it has one stage."""
+    most_pp: int | None = None
+    """Layers that stages are made of, where these need not be equal."""
+    no_tp_in_stages: str = ""
+    """Why tensor parallelism does not go with a pipeline; empty: it does."""
+    chunk_group: int | None = None
+    """Micro-batches that a virtual stage takes at once, where it is stated."""
+    needs_chunks: str = ""
+    """Why there must be virtual stages; empty: there need not."""
+    refused: tuple[tuple[int, int, int, str], ...] = ()
+    """(TP, PP, VPP, why): what the framework's own classes refuse."""
+    fixed: tuple[tuple[str, int, str], ...] = ()
+    """(axis, size, why): axes that may have this one size only; 0: that of the job's first round,
+    which is not known yet."""
+
+    def filled_from(self, other: "ModelLimits") -> "ModelLimits":
+        """Return these limits, with what they leave at its default taken from ``other``."""
+        unset = {f.name for f in fields(self) if getattr(self, f.name) == f.default}
+        return replace(self, **{name: getattr(other, name) for name in unset})
+
+    def with_first_dp(self, dp: int) -> "ModelLimits":
+        """Return these limits, now that the data parallelism of the job's first round is known."""
+        fixed = tuple((axis, size or dp, why) for axis, size, why in self.fixed)
+        return replace(self, fixed=fixed)
+
+
+def refusal(
+    degrees: Degrees, limits: ModelLimits, micro_batch_size: int | None = None
+) -> str | None:
+    """Say why ``degrees`` are not valid for the model, or return None where nothing known speaks
+    against them.
+
+    Args:
+        micro_batch_size: Samples a forward pass and replica; None: the one of ``limits``.
+
+    Source:
+        Checks of Megatron-LM 0.14 to 0.20 (``transformer_config.py``, ``arguments.py``,
+        ``schedules.py``). Stricter for virtual stages: micro-batches must be a multiple of PP,
+        which every release accepts, or go with the group that is stated.
+    """
+    micro = micro_batch_size if micro_batch_size is not None else limits.micro_batch_size
+    checks = (
+        _fixed_axes,
+        _refused,
+        _tensor_parallel,
+        _pipeline,
+        _sharded,
+        lambda d, lim: _batch(d, lim, micro),
+        _context_and_experts,
+        _optimizer_copies,
+    )
+    return next((why for check in checks for why in check(degrees, limits)), None)
+
+
+def _fixed_axes(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    for axis, size, why in limits.fixed:
+        if size and getattr(degrees, axis) != size:
+            yield f"{axis}={getattr(degrees, axis)} must stay {size}: {why}"
+
+
+def _refused(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    if limits.needs_chunks and degrees.vpp == 1:
+        yield f"pp={degrees.pp} without virtual stages: {limits.needs_chunks}"
+    for tp, pp, vpp, why in limits.refused:
+        if (tp, pp, vpp) == (degrees.tp, degrees.pp, degrees.vpp):
+            yield f"the framework refuses {degrees}: {why}"
+
+
+def _tensor_parallel(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    tp, heads, groups = degrees.tp, limits.num_attention_heads, limits.num_query_groups
+    if tp < limits.min_tp:
+        yield f"tp={tp} is below {limits.min_tp}: {limits.min_tp_reason}"
+    if heads is not None and heads % tp:
+        yield f"tp={tp} does not divide num_attention_heads={heads}"
+    if (
+        groups is not None
+        and groups % tp
+        and not (limits.is_query_group_shared and not tp % groups)
+    ):
+        relation = "divide or be a multiple of" if limits.is_query_group_shared else "divide"
+        yield f"tp={tp} does not {relation} num_query_groups={groups}"
+    elif limits.qkv_rows is not None and limits.qkv_rows % tp:
+        yield f"tp={tp} does not divide the {limits.qkv_rows} rows of queries, keys and values"
+    for name in ("ffn_hidden_size", "shared_ffn_hidden_size"):
+        width = getattr(limits, name)
+        if width is not None and width % tp:
+            yield f"tp={tp} does not divide {name}={width}"
+    expert_tp, width = limits.expert_tp or tp, limits.expert_ffn_hidden_size
+    if width is not None and width % expert_tp:
+        yield f"expert tp={expert_tp} does not divide expert_ffn_hidden_size={width}"
+    if limits.padded_vocab_size is not None and limits.padded_vocab_size % tp:
+        yield (
+            f"tp={tp} does not divide the padded vocabulary of {limits.padded_vocab_size} rows, "
+            "which may not change in a running job"
+        )
+    if limits.is_sequence_parallel and limits.seq_length is not None and tp > 1:
+        # Context parallelism leaves each rank a part, of which sequence parallelism takes parts.
+        if limits.seq_length % (tp * degrees.cp):
+            parts = f"tp={tp}" if degrees.cp == 1 else f"tp*cp={tp}*{degrees.cp}"
+            yield (f"{parts} does not divide seq_length={limits.seq_length} (sequence parallelism)")
+
+
+def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    pp, vpp = degrees.pp, degrees.vpp
+    if vpp > 1 and pp < limits.min_pp_with_vpp:
+        yield f"vpp={vpp} needs pp of {limits.min_pp_with_vpp} or more"
+    if limits.num_layers is None:
+        return
+    if limits.first_stage_layers is not None or limits.last_stage_layers is not None:
+        yield from _uneven_stages(degrees, limits, limits.num_layers)
+        return
+    layers = limits.num_layers + limits.extra_layers
+    counted = f"num_layers={limits.num_layers}" + (
+        f" plus {limits.extra_layers} (embedding and loss count)" if limits.extra_layers else ""
+    )
+    if layers % (pp * vpp):
+        stages = f"pp={pp}" if vpp == 1 else f"pp*vpp={pp}*{vpp}"
+        yield f"{stages} does not divide {counted}"
+
+
+def _sharded(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    """Yield what of a pipeline does not go with ZeRO, or with who cuts its layers.
+
+    Source: ``PipelineEngine.__init__`` of deepspeed/runtime/pipe/engine.py, and
+    ``PipelineModule._partition_layers``: stages without layers have nothing to optimize.
+    """
+    pp, is_in_stages = degrees.pp, degrees.pp > 1 or limits.is_in_stages
+    if limits.most_pp is not None and pp > limits.most_pp:
+        yield f"pp={pp} is more than the {limits.most_pp} layers that stages are made of"
+    if is_in_stages and degrees.tp > 1 and limits.no_tp_in_stages:
+        yield f"tp={degrees.tp} with a pipeline (pp={pp}): {limits.no_tp_in_stages}"
+    stage = limits.sharding.on(degrees.world_size) if limits.sharding is not None else 0
+    if is_in_stages and stage > MOST_SHARDED_WITH_STAGES:
+        yield (
+            f"ZeRO stage {stage} on {degrees.world_size} ranks, where a pipeline (pp={pp}) goes "
+            "with stages 0 and 1"
+        )
+
+
+def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:
+    """Yield what speaks against a first or last stage that has other numbers of layers."""
+    ends = [n for n in (limits.first_stage_layers, limits.last_stage_layers) if n is not None]
+    if degrees.pp == 1:
+        # One stage is the first and the last: Megatron-LM takes what it says of the last.
+        ends = ends[-1:]
+    stages, rest = degrees.pp - len(ends), layers - sum(ends)
+    if min(ends) < 1:
+        yield f"{min(ends)} layers of the first or last pipeline stage; it needs 1 or more"
+    elif stages < 0 or rest < 0 or bool(stages) != bool(rest):
+        yield f"{max(rest, 0)} of {layers} layers are left for {max(stages, 0)} middle stages"
+    elif stages and rest % stages:
+        yield f"the {stages} middle stages do not divide the {rest} layers that are left for them"
+    else:
+        parts = [*ends, *([rest // stages] if stages else [])]
+        for part in parts:
+            if part % degrees.vpp:
+                yield f"vpp={degrees.vpp} does not divide the {part} layers of a pipeline stage"
+
+
+def chunk_group(degrees: Degrees, limits: ModelLimits, micro: int) -> int:
+    """Return how many micro-batches a virtual stage takes at once: as stated where all batches go
+    with that, else PP.
+
+    Source: ``forward_backward_pipelining_with_interleaving`` of Megatron-LM's schedules.py.
+    """
+    stated = limits.chunk_group
+    sizes = (limits.global_batch_size, *limits.ramp_batch_sizes)
+    counts = [size // (micro * degrees.dp) for size in sizes if size]
+    if limits.eval_batch_size:
+        each = limits.eval_batch_size // degrees.dp
+        counts.append(each // gcd(each, micro))
+    fits = (
+        stated is not None
+        and bool(counts)
+        and all(_interleaves(n, degrees.pp, stated) for n in counts)
+    )
+    return stated if stated is not None and fits else degrees.pp
+
+
+def _interleaves(micro_batches: int, pp: int, group: int) -> bool:
+    return pp <= group <= micro_batches and not 0 < micro_batches % group < pp
+
+
+def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator[str]:
+    group = chunk_group(degrees, limits, micro or 1)
+    yield from _evaluation(degrees, limits, micro or 1)
+    if limits.evaluates_one_micro_batch and limits.eval_batch_size is None and degrees.vpp > 1:
+        yield (
+            f"an evaluation has one micro-batch a replica, which is no multiple of pp={degrees.pp} "
+            f"that vpp={degrees.vpp} needs (--eval-global-batch-size states more)"
+        )
+    if limits.global_batch_size is None:
+        return
+    for batch in (limits.global_batch_size, *limits.ramp_batch_sizes):
+        once = (micro or 1) * degrees.dp
+        name = "global_batch_size" if batch == limits.global_batch_size else "ramp-up batch size"
+        if batch % once:
+            factor = f"micro_batch_size*dp={micro}*{degrees.dp}" if micro else f"dp={degrees.dp}"
+            yield f"{factor} does not divide {name}={batch}"
+        elif micro and degrees.vpp > 1 and not _interleaves(batch // once, degrees.pp, group):
+            yield (
+                f"{batch // once} micro-batches a replica are not a multiple of pp={degrees.pp}, "
+                f"which vpp={degrees.vpp} needs"
+            )
+
+
+def _evaluation(degrees: Degrees, limits: ModelLimits, micro: int) -> Iterator[str]:
+    """Yield what speaks against the samples of an evaluation's step; their micro-batch may be a
+    part of the training's."""
+    batch = limits.eval_batch_size
+    if batch is None:
+        return
+    each, rest = divmod(batch, degrees.dp)
+    if not rest and each % micro and limits.eval_micro_batch_stays:
+        yield (
+            f"micro_batch_size*dp={micro}*{degrees.dp} does not divide the evaluation's batch of "
+            f"{batch} samples, whose loss is a mean over micro-batches"
+        )
+    if rest:
+        yield (
+            f"dp={degrees.dp} does not divide the evaluation's batch of {batch} samples, which "
+            "stays what it is (--eval-global-batch-size states it from the start)"
+        )
+    elif degrees.vpp > 1 and not _interleaves(
+        each // gcd(each, micro), degrees.pp, chunk_group(degrees, limits, micro)
+    ):
+        yield (
+            f"{each // gcd(each, micro)} micro-batches a replica of the evaluation are not a "
+            f"multiple of pp={degrees.pp}, which vpp={degrees.vpp} needs"
+        )
+
+
+def _context_and_experts(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    cp, ep, experts = degrees.cp, degrees.ep, limits.num_experts
+    if cp > 1 and limits.seq_length is not None and limits.seq_length % (2 * cp):
+        yield f"2*cp={2 * cp} does not divide seq_length={limits.seq_length}"
+    if ep == 1 and (limits.expert_tp is None or experts is None):
+        return  # a dense model's experts are cut as the rest
+    expert_tp = limits.expert_tp or degrees.tp
+    if experts is not None and experts % ep:
+        yield f"ep={ep} does not divide num_experts={experts}"
+    if degrees.world_size % (expert_tp * ep * degrees.pp):
+        yield (
+            f"experts take TP*EP*PP = {expert_tp}*{ep}*{degrees.pp} ranks, "
+            f"which does not divide {degrees.world_size}"
+        )
+
+
+def _optimizer_copies(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    copies, replicas = limits.optimizer_instances, degrees.dp * degrees.cp
+    if replicas % copies:
+        yield f"{copies} instances of the distributed optimizer do not divide dp*cp={replicas}"
+    elif limits.num_experts is not None:
+        expert_tp = limits.expert_tp or degrees.tp
+        replicas = degrees.world_size // (expert_tp * degrees.ep * degrees.pp)
+        if replicas % copies:
+            yield (
+                f"{copies} instances of the distributed optimizer do not divide the {replicas} "
+                "data-parallel replicas of the experts"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DegreeRequest:
+    """Degrees that somebody asks for.
+
+    ``dp`` None: as many replicas as fit; ``cp``, ``ep``, ``micro_batch_size``, ``recompute`` None:
+    what the job has.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    vpp: int = 1
+    cp: int | None = None
+    ep: int | None = None
+    micro_batch_size: int | None = None
+    recompute: Recompute | None = None
+
+    def __post_init__(self) -> None:
+        if self.recompute is not None and self.recompute not in RECOMPUTES:
+            kinds = ", ".join(RECOMPUTES)
+            raise UsageError(f"recompute={self.recompute!r} is none of {kinds}.")
+        for axis in (*AXES, "micro_batch_size"):
+            size = getattr(self, axis)
+            if size is not None and (
+                isinstance(size, bool) or not isinstance(size, int) or size < 1
+            ):
+                raise UsageError(f"{axis}={size!r} is not a whole number of 1 or more.")
+
+    def __str__(self) -> str:
+        sizes = {**asdict(self), "vpp": self.vpp if self.vpp > 1 else None}
+        text = "·".join(f"{a.upper()}{sizes[a]}" for a in AXES if sizes[a] is not None)
+        text += f"·MBS{self.micro_batch_size}" if self.micro_batch_size else ""
+        return text + (f"·recompute={self.recompute}" if self.recompute else "")
+
+
+_WORD = re.compile(r"(tp|pp|dp|vpp|cp|ep|mbs|micro_batch_size)=?(\d+)|(recompute)=([a-z]+)")
+_NAMES = (*AXES, "micro_batch_size", "recompute")
+
+
+def parse_request(value: object) -> DegreeRequest:
+    """Read ``"tp2 pp1"``, ``"tp=2,pp=1"``, ``"TP2·PP1·MBS4"``, ``"tp2 recompute=full"`` or
+    ``{"tp": 2, "micro_batch_size": 4}``.
+
+    TP and PP that are not named are 1.
+
+    Raises:
+        UsageError: Anything else, by name.
+    """
+    if isinstance(value, DegreeRequest):
+        return value
+    stated: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        stated = {str(key): size for key, size in value.items()}
+    elif isinstance(value, str) and value.strip():
+        for word in re.split(r"[\s,;·]+", value.strip().lower()):
+            match = _WORD.fullmatch(word)
+            name = "" if match is None else (match[1] or match[3])
+            name = name.replace("mbs", "micro_batch_size")
+            if match is None or name in stated:
+                fault = "is not a degree" if match is None else "stands there twice"
+                raise UsageError(f"{word!r} in {value!r} {fault}; write for example 'tp2 pp1'.")
+            stated[name] = match[4] or int(match[2])
+    else:
+        raise UsageError(f"{value!r} are not degrees; write for example 'tp2 pp1'.")
+    unknown = sorted(set(stated) - set(_NAMES))
+    if unknown:
+        known = ", ".join(_NAMES)
+        raise UsageError(f"{unknown[0]!r} in {value!r} is not an axis; known are {known}.")
+    return DegreeRequest(**stated)

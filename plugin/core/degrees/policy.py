@@ -1,0 +1,176 @@
+"""What a person says about degrees, and what is chosen by it: values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits
+from scalai.core.degrees.passes import AS_GIVEN, NO_FREEDOM, Freedom, Passes, Recompute
+from scalai.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry of the ``[degrees]`` table: what to take on ``world_size`` ranks.
+
+    ``from_world_size`` narrows it to a change from that many ranks in use (``"2->4"``); None:
+    always (``"4"``). ``requests`` are candidates: the first valid one is taken, the next after an
+    out-of-memory.
+
+    The same world may so be met with other degrees on other ways to it, and yet the choice depends
+    on nothing but the change itself: no history that a restarted coordinator would have forgotten.
+    """
+
+    world_size: int
+    requests: tuple[DegreeRequest, ...]
+    from_world_size: int | None = None
+
+    @property
+    def key(self) -> str:
+        """The entry's key as it stands in the table."""
+        came = "" if self.from_world_size is None else f"{self.from_world_size}->"
+        return f"{came}{self.world_size}"
+
+
+class Preferring(Protocol):
+    """Puts valid choices in order by what they cost; gives none where it does not decide, and
+    raises ``ScalaiError`` where it cannot."""
+
+    def order(
+        self,
+        choices: Sequence["Choice"],
+        present: Degrees | None,
+        ran: Passes,
+        failed: Sequence["Choice"],
+    ) -> Sequence["Choice"]: ...  # pragma: no cover
+
+    def on_hosts(self, slots: int) -> "Preferring": ...  # pragma: no cover
+
+
+class Needing(Protocol):
+    """Models the bytes that layouts need on each device."""
+
+    def __call__(
+        self, layouts: Sequence[tuple[Degrees, Passes]]
+    ) -> Sequence[float]: ...  # pragma: no cover
+
+
+@dataclass(frozen=True, slots=True)
+class DegreePolicy:
+    """What a person says about degrees.
+
+    Attributes:
+        rules: The ``[degrees]`` table.
+        initial: Degrees of the first start where no rule speaks: those of the script's flags.
+        allowed_sizes: World sizes that may be used, ascending; empty: any.
+        min_model_parallel: Smallest TP·PP that memory is known to hold; None: by what has run.
+        preference: The job's planner; None: what runs is kept.
+        kept_axes: Those of TP and PP that stay what they are where no person asks for another: of
+            a script that is not known to cut its model there.
+        freedom: What beside the degrees may be another than the script's flags say.
+        stepped: Layouts that this job has made steps in, on devices as it has now.
+        needs: Models their bytes; None: nobody can.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    initial: DegreeRequest | None = None
+    allowed_sizes: tuple[int, ...] = ()
+    min_model_parallel: int | None = None
+    preference: Preferring | None = None
+    kept_axes: tuple[str, ...] = ()
+    freedom: Freedom = NO_FREEDOM
+    stepped: tuple[tuple[Degrees, Passes], ...] = ()
+    needs: Needing | None = None
+
+    def __post_init__(self) -> None:
+        keys = [rule.key for rule in self.rules]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise UsageError(f"[degrees] has two entries for {twice[0]!r}; keep one.")
+
+    def rule(self, world_size: int, from_world_size: int | None) -> Rule | None:
+        """Return the entry for this change, else the one for this world size."""
+        found = {r.from_world_size: r for r in self.rules if r.world_size == world_size}
+        return found.get(from_world_size) or found.get(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Degrees for a world, the ranks that stay idle (the last ones), and one line that says why."""
+
+    degrees: Degrees
+    idle_ranks: tuple[int, ...]
+    reason: str = field(compare=False)
+    micro_batch_size: int | None = None
+    """Samples a forward pass and replica; None: unknown, the job's own."""
+    recompute: Recompute | None = None
+    """What is computed again; None: as the script's flags say."""
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(self.micro_batch_size, self.recompute)
+
+    @property
+    def key(self) -> tuple[Degrees, Passes]:
+        """What tells it from other choices."""
+        return self.degrees, self.passes
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The question: the arguments of ``choice.choose``."""
+
+    world: int
+    limits: ModelLimits
+    policy: DegreePolicy
+    present: Degrees | None
+    excluded: tuple[Choice, ...]
+    ran: Passes = AS_GIVEN
+
+    @property
+    def kept(self) -> Degrees | DegreeRequest:
+        return self.present or self.policy.initial or DegreeRequest()
+
+    @property
+    def failed(self) -> int:
+        """Largest TP·PP that ran out of memory; 0: none did."""
+        return max((choice.degrees.model_parallel for choice in self.excluded), default=0)
+
+    @property
+    def floor(self) -> int:
+        """The smallest TP·PP that is known to fit: what a person says, else what has run."""
+        ran = [degrees.model_parallel for degrees, _ in self.policy.stepped]
+        known = self.policy.min_model_parallel or min([self.kept.tp * self.kept.pp, *ran])
+        return max(known, self.failed)
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether a TP·PP below the floor may be known to fit, by its modelled bytes."""
+        policy, is_stated = self.policy, self.policy.min_model_parallel is not None
+        return bool(policy.stepped and policy.needs) and not is_stated and not self.excluded
+
+    def is_known_to_fit(self, degrees: Degrees, passes: Passes) -> bool:
+        """Whether a layout needs no more on each device than one that has run."""
+        if degrees.model_parallel >= self.floor or not self.is_modelled:
+            return degrees.model_parallel >= self.floor
+        assert self.policy.needs is not None
+        needed, *ran = self.policy.needs([(degrees, passes), *self.policy.stepped])
+        return needed <= max(ran)
+
+    @property
+    def own(self) -> Passes:
+        """The passes of the script's flags."""
+        initial = self.policy.initial
+        return Passes((initial and initial.micro_batch_size) or self.limits.micro_batch_size)
+
+    def floor_reason(self) -> str:
+        return (
+            f"TP·PP below {self.floor} is not known to fit in memory (--min-model-parallel says "
+            "that a smaller one does)"
+        )
+
+    def sizes(self) -> list[int]:
+        """World sizes to try, the largest first."""
+        if not self.policy.allowed_sizes:
+            return [self.world]
+        return sorted((s for s in self.policy.allowed_sizes if s <= self.world), reverse=True)

@@ -1,0 +1,141 @@
+"""The rules by which generations come to the durable directory while the job trains, at a slower
+pace than they are made: every host writes its part where nobody sees it, and once all have, the
+parts appear. So what a directory shows is a whole state, whoever dies meanwhile. Older ones go."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from scalai.core.job.copies import Archiving
+from scalai.core.job.membership import TRAINING, Generation, Job
+from scalai.core.job.slow import report_if_slow
+from scalai.core.messages import events
+from scalai.core.messages.actions import Action, Archive, FinishArchive, Retire, Say
+
+Result = tuple[Job, tuple[Action, ...]]
+
+AGAIN_S = 300.0
+"""After so long an archive is tried again of which a host could not write its part, at the
+latest."""
+FINISH_AGAIN_S = 30.0
+"""After so long hosts are asked again to show what all have written."""
+
+
+def archive(job: Job) -> Result:
+    """Have the newest generation written where it is time for that; say how long it takes. Asked
+    with every tick."""
+    under_way = job.archiving
+    if under_way is not None:
+        return _watched(job, under_way)
+    if not job.archive_every_s or not job.has_durable_dir or job.phase not in TRAINING:
+        return job, ()
+    if job.archive_at is None:
+        return replace(job, archive_at=job.now + job.archive_every_s), ()
+    newest = job.newest_generation
+    if newest is None or job.uncommitted or job.now < job.archive_at:
+        return job, ()
+    if newest.number <= max(job.archived, default=0):
+        return _nothing_new(job, newest)
+    hosts, order = newest.hosts & frozenset(job.hosts), job.last_archive + 1
+    begun = Archiving(order, newest.number, newest.step, hosts, job.now, awaited=hosts)
+    return replace(job, archiving=begun, last_archive=order), (
+        Archive(tuple(sorted(hosts)), order, newest.number),
+    )
+
+
+def _nothing_new(job: Job, newest: Generation) -> Result:
+    job = replace(job, archive_at=job.now + job.archive_every_s)
+    if job.newest <= newest.step:
+        return job, ()
+    text = (
+        f"no generation is newer than {newest.number}, which lies in the durable directory: it is "
+        "at --snapshot-every that they are made"
+    )
+    return job, (Say(text),)
+
+
+def archived(event: events.Archived, job: Job) -> Result:
+    """A host has written its part, or has shown it, or could not."""
+    under_way = job.archiving
+    is_due = under_way is not None and event.order == under_way.order
+    if under_way is None or not is_due or event.host not in under_way.awaited:
+        return job, ()
+    under_way = replace(
+        under_way,
+        awaited=under_way.awaited - {event.host},
+        size_bytes=under_way.size_bytes + event.size_bytes,
+        failed=under_way.failed | ({event.host} if event.reason else frozenset()),
+    )
+    job, lines = replace(job, archiving=under_way), tuple[Action, ...]()
+    if event.reason:
+        lines = (Say(f"event=not_archived host={event.host} {event.reason}"),)
+    if under_way.awaited:
+        return job, lines
+    job, actions = _go_on(job, under_way)
+    return job, (*lines, *actions)
+
+
+def lose(job: Job, hosts: Collection[str]) -> Job:
+    """These hosts leave, and take along what they have written on disks of their own. What all have
+    written others let appear for them. The next tick draws the conclusion."""
+    under_way = job.archiving
+    gone = frozenset(hosts) & under_way.hosts if under_way is not None else frozenset[str]()
+    if under_way is None or not gone:
+        return job
+    failed = under_way.failed if under_way.is_written else under_way.failed | gone
+    under_way = replace(under_way, awaited=under_way.awaited - gone, failed=failed)
+    return replace(job, archiving=under_way)
+
+
+def _watched(job: Job, under_way: Archiving) -> Result:
+    if not under_way.awaited:
+        return _go_on(job, under_way) if job.now >= under_way.again_at else (job, ())
+    under_way, lines = report_if_slow(under_way, "archive", job.now)
+    return replace(job, archiving=under_way), lines
+
+
+def _go_on(job: Job, under_way: Archiving) -> Result:
+    """All have answered, or are gone."""
+    number, newest = under_way.generation, job.newest_generation
+    hosts = under_way.hosts & frozenset(job.hosts)
+    is_passed_over = newest is None or newest.number < number  # the job has gone back behind it
+    if under_way.is_written:
+        hosts &= under_way.failed
+        if not hosts:
+            return _done(job, under_way)
+        if not under_way.again_at:  # they are asked again, a little later
+            later = replace(under_way, again_at=job.now + FINISH_AGAIN_S)
+            return replace(job, archiving=later), ()
+    elif under_way.failed or is_passed_over:
+        wait_s = min(job.archive_every_s, AGAIN_S)
+        text = f"event=archive_given_up generation={number} again_s={wait_s:.0f}"
+        return replace(job, archiving=None, archive_at=job.now + wait_s), (Say(text),)
+    order = job.last_archive + 1
+    finishing = replace(
+        under_way, order=order, awaited=hosts, failed=frozenset(), is_written=True, again_at=0.0
+    )
+    return replace(job, archiving=finishing, last_archive=order), (
+        FinishArchive(tuple(sorted(hosts)), order, number),
+    )
+
+
+def _done(job: Job, under_way: Archiving) -> Result:
+    """The generation is on the disk as a whole: what is older than it and those that are kept
+    beside it may go there."""
+    number = under_way.generation
+    kept = (*job.archived, number)[-job.archive_keep :]
+    job = replace(
+        job,
+        archiving=None,
+        archived=kept,
+        archive_at=max(job.now, under_way.since + job.archive_every_s),
+    )
+    took_s = job.now - under_way.since
+    text = (
+        f"event=archived generation={number} step={under_way.step} bytes={under_way.size_bytes} "
+        f"took_s={took_s:.0f}"
+    )
+    if len(kept) < job.archive_keep:
+        return job, (Say(text),)
+    # Of a generation that was found on the disk hosts may still read their share.
+    before = min([kept[0], *(generation.number for generation in job.generations)])
+    return job, (Say(text), Retire(tuple(sorted(job.hosts)), before))

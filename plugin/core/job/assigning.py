@@ -1,0 +1,110 @@
+"""Which assignment a job takes next: of the hosts that stay, at degrees that have not failed, each
+host where it holds most of what it needs."""
+
+from dataclasses import replace
+from itertools import combinations
+
+from scalai.core.job.links import all_hear
+from scalai.core.job.membership import (
+    LOST,
+    Assignment,
+    FailedChange,
+    Job,
+    active,
+    present,
+    staying,
+)
+
+FEW = 4
+"""Of so many hosts any may be left out; of more the later ones."""
+
+
+def next_assignment(job: Job) -> Assignment | None:
+    """The assignment of the hosts that stay; None where no world fits them, or none stays.
+
+    What has failed is passed over: for what ran last, else for fewer hosts. It is taken again only
+    where there is nothing else.
+    """
+    hosts = staying(job)
+    target = job.assign(hosts, present(job)) if hosts else None
+    if target is None:
+        return None
+    if failure_of(job, target) is not None:
+        if job.ran is not None and _is_possible(job, job.ran) and not failure_of(job, job.ran):
+            return job.ran
+        target, hosts = _fewer(job, hosts) or (target, hosts)
+    return placed(job, target, hosts)
+
+
+def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> Assignment:
+    """The assignment with each host where it holds most of what it needs.
+
+    Where its workers run already, or stand by, they stay where they are: what is known of the state
+    may have changed meanwhile.
+    """
+    if job.current is not None and target.is_same_as(job.current):
+        return target
+    standby = job.standby.assignment if job.standby is not None else None
+    if standby is not None and _has_same_hosts(standby, target):
+        idle = tuple((name, 0) for name, _ in target.workers if name not in standby.members)
+        active_ones = tuple(entry for entry in standby.workers if entry[1])
+        return replace(target, workers=(*active_ones, *idle), reason=standby.reason)
+    ran = _held(job)
+    return target if ran is None else job.place(target, ran, hosts)
+
+
+def _has_same_hosts(one: Assignment, other: Assignment) -> bool:
+    """Whether both have as many workers on each host, at the same degrees with the same passes."""
+    mine, its = (sorted(entry for entry in a.workers if entry[1]) for a in (one, other))
+    return mine == its and one.has_layout_of(other)
+
+
+def _held(job: Job) -> Assignment | None:
+    """What ran last, with ``LOST`` for each host that has nothing of it any more; None: there is no
+    state yet."""
+    newest = job.newest_generation
+    ran = job.ran or (job.current if newest is not None else None)
+    if ran is None:
+        return None
+    holders = active(job) | (newest.hosts & job.hosts.keys() if newest is not None else frozenset())
+    workers = tuple((name if name in holders else LOST, count) for name, count in ran.workers)
+    return replace(ran, workers=workers)
+
+
+def _fewer(
+    job: Job, hosts: tuple[tuple[str, int], ...]
+) -> tuple[Assignment, tuple[tuple[str, int], ...]] | None:
+    """The assignment of the most hosts that has not failed, and these hosts."""
+    for count in range(len(hosts) - 1, 0, -1):
+        every = combinations(hosts, count) if len(hosts) <= FEW else (hosts[:count],)
+        for chosen in every:  # the earlier hosts first: any of them may be to blame
+            fewer = job.assign(chosen, present(job))
+            if fewer is not None and failure_of(job, fewer) is None:
+                return fewer, chosen
+    return None
+
+
+def _is_possible(job: Job, assignment: Assignment) -> bool:
+    """Whether its hosts are all there, with their devices, and hear each other."""
+    return all_hear(assignment.active, job.links.unheard) and all(
+        name in job.hosts and job.hosts[name].slots >= count and name not in job.checks
+        for name, count in assignment.workers
+        if count
+    )
+
+
+def failure_of(job: Job, assignment: Assignment) -> FailedChange | None:
+    """How this assignment failed on the hosts as they joined last, in whatever order; None where
+    it did not."""
+    members = members_of(job, assignment)
+    for failed in job.failed:
+        its = failed.assignment
+        if _has_same_hosts(its, assignment) and members == failed.members:
+            return failed
+    return None
+
+
+def members_of(job: Job, assignment: Assignment) -> frozenset[tuple[str, int]]:
+    """The hosts of an assignment that are there, with the numbers of their joining."""
+    hosts = (job.hosts[name] for name in assignment.active if name in job.hosts)
+    return frozenset((host.name, host.order) for host in hosts)

@@ -1,0 +1,96 @@
+"""The rules by which what hosts have sealed becomes a generation: when it is judged, who renames
+its part, and when older generations may go."""
+
+from dataclasses import replace
+
+from scalai.core.job import respacing
+from scalai.core.job.failures import fail
+from scalai.core.job.membership import Generation, Job, Phase, active
+from scalai.core.job.replicating import is_to_be_replicated, release_older
+from scalai.core.job.transitions import Result, answered, judge_sealed, next_phase, rescue, step_of
+from scalai.core.messages import events
+from scalai.core.messages.actions import Commit
+
+
+def judged(event: events.Judged, job: Job) -> Result:
+    if job.phase is not Phase.SNAPSHOTTING:
+        return job, ()
+    if not event.is_covered:
+        is_loss = job.current is not None and set(job.current.active) > active(job)
+        return fail(job, event.reason, is_loss=is_loss)
+    generation = Generation(event.number, event.step, event.hosts)
+    # A host whose workers died before they wrote, or that has just come back, has no part.
+    hosts = event.hosts & frozenset(job.hosts)
+    job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset(), sealed={})
+    job = _with_generation(job, generation)
+    return job, (Commit(tuple(sorted(hosts)), generation.number),)
+
+
+def rescue_judged(event: events.RescueJudged, job: Job) -> Result:
+    emergency = job.emergency
+    if job.phase is not Phase.RESCUING or emergency is None or event.step != emergency.step:
+        return job, ()
+    if event.number is None:
+        return rescue(job)  # of an earlier step, if workers stand at one
+    hosts = event.hosts & frozenset(job.hosts)
+    job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset(), sealed={})
+    job = _with_generation(job, Generation(event.number, event.step, event.hosts))
+    return job, (Commit(tuple(sorted(hosts)), event.number),)
+
+
+def sealed(event: events.Sealed, job: Job) -> Result:
+    """A snapshot on the way is judged once every host with workers has sealed its part. That of a
+    stop is waited for otherwise: there workers may be dead."""
+    return _answered(event, event.reason, job)
+
+
+def skipped(event: events.Skipped, job: Job) -> Result:
+    """A host has nothing of a snapshot on the way: the others may have all of it."""
+    return _answered(event, "snapshot", job)
+
+
+def _answered(event: events.Sealed | events.Skipped, reason: str, job: Job) -> Result:
+    if event.round != job.round or job.phase is Phase.COMMITTING:
+        return job, ()  # something later is committed
+    # A host comes to its snapshots in their order: of an earlier one that it has not answered for
+    # it has nothing, because it learned too late at which steps they are.
+    known = {event.snapshot: frozenset[str](), **job.sealed}
+    at = step_of(event.snapshot)
+    passed = {name: known[name] | {event.host} for name in known if step_of(name) <= at}
+    job = replace(job, sealed={**known, **passed})
+    # Of a round that may compute another function nothing becomes a generation.
+    return (job, ()) if job.function.is_waiting else judge_sealed(job, reason)
+
+
+def snapshot_judged(event: events.SnapshotJudged, job: Job) -> Result:
+    generation = Generation(event.number, event.step, frozenset(event.hosts))
+    job = _with_generation(replace(job, uncommitted=generation.hosts), generation)
+    job, respaced = respacing.measured(job, event.measured)
+    return job, (Commit(event.hosts, generation.number), *respaced)
+
+
+def _with_generation(job: Job, generation: Generation) -> Job:
+    return replace(
+        job,
+        generations=(*job.generations, generation),
+        committing=generation.number,
+        has_state=True,
+    )
+
+
+def committed(event: events.Committed, job: Job) -> Result:
+    if event.generation != job.committing:
+        return job, ()
+    if job.phase is Phase.COMMITTING:
+        return next_phase(answered(job, event.host))
+    if event.host not in job.uncommitted:
+        return job, ()
+    # A snapshot on the way. Once every host has it, and replicas of it are made, older generations
+    # may go, also during a drain: the snapshot at its end needs their room. A start keeps its
+    # source.
+    job = replace(job, uncommitted=job.uncommitted - {event.host})
+    newest = job.newest_generation
+    is_ready = not job.uncommitted and newest is not None and newest.number == event.generation
+    if not is_ready or is_to_be_replicated(job):
+        return job, ()
+    return release_older(job)

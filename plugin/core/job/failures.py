@@ -1,0 +1,211 @@
+"""What comes of workers that fail: what was on standby goes, those that live write what they have,
+and the job goes on, with other degrees where these are to blame."""
+
+import re
+from dataclasses import replace
+
+from scalai.core.job import probing, respacing
+from scalai.core.job.assigning import failure_of, members_of, next_assignment
+from scalai.core.job.endings import kind_of
+from scalai.core.job.membership import (
+    TRAINING,
+    Emergency,
+    FailedChange,
+    Host,
+    Job,
+    Phase,
+    active,
+    leaving,
+)
+from scalai.core.job.quarantine import strike
+from scalai.core.job.transitions import (
+    Result,
+    answered,
+    end,
+    go_on,
+    next_phase,
+    prove_no_more,
+    stand,
+    stop_workers,
+    without_standby,
+)
+from scalai.core.messages import events
+from scalai.core.messages.actions import Action, Freeze, Say
+
+_PASSING = re.compile(r"Dist\w*Error|Connection|[Tt]im(?:ed ?|e)out|[Aa]ddress already in use")
+"""Errors of a network, which may be well the next time."""
+
+STEPPING = (*TRAINING, Phase.PREPARING, Phase.DRAINING)
+"""Phases in which workers have made steps of their own, and none has left."""
+
+
+def fail(
+    job: Job,
+    reason: str,
+    *,
+    is_loss: bool = False,
+    is_chance: bool = False,
+    is_refusal: bool = False,
+    is_standstill: bool = False,
+    is_free: bool = False,
+) -> Result:
+    """The workers cannot go on: start again from what those that live write, or else from the
+    newest generation.
+
+    A change whose workers fail before all have stepped goes back to what ran, and costs nothing;
+    what may have been chance (a signal, or something of what was on standby) is tried once more
+    first. The loss of a host costs nothing where it is a change; every other failure counts against
+    the restart budget but one that ``is_free``, and a refusal outside of a change ends the job.
+    What stands still a second time is not tried again where there is something else.
+
+    What was on standby expected the state of the stop that does not come now.
+    """
+    is_starting = job.phase is Phase.STARTING
+    is_tried = _is_change(job) or (is_standstill and job.tries > 0)
+    is_changing = is_starting and not is_loss and is_tried
+    was_built = job.was_standby and is_starting
+    if is_refusal and not is_changing:
+        return end(job, 3, reason)
+    unproven: tuple[Action, ...] = ()
+    if not is_starting:  # else what the old workers have told of still holds
+        job, unproven = prove_no_more(job, "workers have failed")
+        job = probing.not_probing(job)
+    job, respaced = respacing.failed(job) if job.phase in STEPPING else (job, ())
+    job, given_up = without_standby(job)
+    message: tuple[Action, ...] = ()
+    if is_changing and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
+        job, message, is_free = _blame(job, reason)
+    else:
+        is_free = is_free or was_built or is_changing or (is_loss and job.is_loss_free)
+        job = replace(job, tries=job.tries + (is_changing or is_standstill))
+    error = "" if is_loss or is_chance else _error_of_the_script(job, reason)
+    is_same, job = bool(error) and error == job.start_error, replace(job, start_error=error)
+    if is_same or (job.failures_left <= 0 and not is_free):
+        ending = f"{reason}; the restart budget (--max-restarts) is used up"
+        if is_same:
+            ending = f"{reason}; the start before has ended alike, and no step was ever made"
+        job, actions = _freeze(job, reason, ending=ending)
+        return job, (*unproven, *respaced, *given_up, *message, *actions)
+    job = replace(job, was_standby=False, trained_s=0.0)
+    if not is_free:
+        job = replace(job, failures_left=job.failures_left - 1, counted_round=job.round)
+    job, actions = _freeze(job, reason, is_counted=not is_free)
+    message = (Say(f"event=restart {reason}; {job.failures_left} restarts left"), *message)
+    return job, (*unproven, *respaced, *given_up, *message, *actions)
+
+
+def computes_otherwise(job: Job, text: str) -> Result:
+    """The new workers' first step is not the one that the old ones would have made: back to what
+    ran, from the state that it is of, whatever the new ones have made since. In a round that is no
+    change, and where there is nothing else for the hosts that stay, the job goes on."""
+    assert job.current is not None
+    layout = job.current.layout
+    warning = Say(f"event=function_differs level=WARNING layout='{layout}' {text}")
+    reason = f"{layout} computes another function than what ran"
+    if not _is_change(job) or not _has_other(job, reason):
+        job, actions = next_phase(job) if job.phase is Phase.STARTING else stand(job)
+        return job, (warning, Say("there is nothing to go back to: the job goes on"), *actions)
+    # Where its workers train already: the start fails after all, and nothing of theirs is written.
+    function = replace(job.function, is_refuted=True)
+    job = replace(job, phase=Phase.STARTING, function=function)
+    job, actions = fail(job, reason, is_refusal=True)
+    return job, (warning, *actions)
+
+
+def _has_other(job: Job, reason: str) -> bool:
+    """Whether there is an assignment without hosts that leave to go on with, if this one counts as
+    failed for ``reason``."""
+    blamed, _, is_free = _blame(job, reason)
+    target = next_assignment(blamed)
+    return is_free and target is not None and not target.members & leaving(job)
+
+
+def _error_of_the_script(job: Job, reason: str) -> str:
+    """Return what a script raises that has never come to a step, without what differs from start to
+    start; empty where the world around it may be to blame, which may change."""
+    kind = kind_of(reason)
+    is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
+    newest = job.newest_generation
+    has_stepped = job.ran is not None or (newest is not None and newest.step > 0)
+    if has_stepped or job.phase is not Phase.STARTING or not is_own:
+        return ""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", reason)
+
+
+def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:
+    """Have the workers that live stand still and say where, before they are stopped; ``ending``:
+    why the job ends then."""
+    hosts, emergency = active(job), Emergency(reason, is_counted=is_counted, ending=ending)
+    if not (hosts and job.has_emergency and job.is_hooked and job.phase in STEPPING):
+        return go_on(replace(job, emergency=emergency))
+    job = replace(
+        job, phase=Phase.FREEZING, awaited=hosts, margin=1, held={},
+        emergency=emergency,
+    )  # fmt: skip
+    return job, (Freeze(tuple(sorted(hosts))),)
+
+
+def frozen(event: events.Frozen, job: Job) -> Result:
+    if job.phase is not Phase.FREEZING or event.round != job.round or job.emergency is None:
+        return job, ()
+    steps = job.emergency.steps | set(event.steps)
+    return next_phase(
+        answered(replace(job, emergency=replace(job.emergency, steps=steps)), event.host)
+    )
+
+
+def rescued(event: events.Rescued, job: Job) -> Result:
+    is_due = job.phase is Phase.RESCUING and event.round == job.round
+    if not is_due or job.emergency is None or event.step != job.emergency.step:
+        return job, ()
+    return next_phase(answered(job, event.host))
+
+
+def excuse_loss(job: Job, host: str) -> Result:
+    """A host turns out to be lost while those that live write what they have: its loss was the
+    failure, and costs nothing where it is a change."""
+    emergency = job.emergency
+    if emergency is None or not job.is_loss_free:
+        return job, ()
+    if not emergency.is_counted and not emergency.ending:
+        return job, ()
+    left = job.failures_left + emergency.is_counted
+    emergency = replace(emergency, is_counted=False, ending="")
+    job = replace(job, failures_left=left, counted_round=0, emergency=emergency)
+    return job, (Say(f"host {host} is lost, which was the failure; {left} restarts left"),)
+
+
+def _is_change(job: Job) -> bool:
+    """Whether the present round is to run other than the one that ran last."""
+    ran, current = job.ran, job.current
+    return ran is not None and current is not None and not current.is_same_as(ran)
+
+
+def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
+    """The present assignment has failed and is not chosen again. Returns the job, what is said, and
+    whether there is another one to go on with."""
+    current = job.current
+    assert current is not None
+    failed = FailedChange(current, members_of(job, current), reason)
+    # What hosts that went have failed at says nothing of those that come.
+    kept = tuple(f for f in job.failed if f.members <= {(h.name, h.order) for h in _hosts(job)})
+    job = replace(job, failed=(*kept, failed), tries=0)
+    newcomers = set(current.active) - set(job.ran.active) if job.ran else set[str]()
+    job, message = strike(job, newcomers & set(job.hosts))
+    target = next_assignment(job)
+    is_free = target is not None and failure_of(job, target) is None
+    going = f"{current.layout} is not tried again on these hosts"
+    if target is not None and is_free:
+        going += f"; the job goes on with {target.layout}"
+    return job, (*message, Say(going)), is_free
+
+
+def _hosts(job: Job) -> tuple[Host, ...]:
+    return tuple(job.hosts.values())
+
+
+def try_again(job: Job, reason: str) -> Result:
+    """The same round once more, which counts as no failure."""
+    job, given_up = without_standby(job)
+    job, actions = stop_workers(replace(job, was_standby=False), reason)
+    return job, (*given_up, Say(reason), *actions)

@@ -1,0 +1,119 @@
+"""The rules for a host that will be taken away: whether its drain is likely to end in time, what
+leaves it first where it is not, and what comes of a deadline that has passed."""
+
+from dataclasses import replace
+
+from scalai.core.job.evacuating import evacuate
+from scalai.core.job.membership import TRAINING, Host, Job, Phase, active
+from scalai.core.job.pace import WEIGHT, Pace, estimate
+from scalai.core.job.transitions import Result
+from scalai.core.messages import events
+from scalai.core.messages.actions import Lose, Report
+
+LATE_S = 5.0
+"""An agent ends by itself when its host's time is over; one that has not for so long may hang."""
+SAME_S = 3.0
+"""Deadlines of two notices that differ by less are one."""
+
+
+def noticed(event: events.HostLeaving, job: Job) -> Result:
+    """Mark a host as leaving; where it has too little time for its drain, have what only it holds
+    leave first. What is drained follows from the mark."""
+    host = job.hosts[event.host]
+    by = None if event.left_s is None else event.at + event.left_s
+    marked = replace(host, is_leaving=True, leave_by=by if event.is_final else None)
+    if event.left_s is None:
+        return _with(job, replace(marked, is_short=False)), ()
+    needs = estimate(job.pace, event.at, event.size_bytes)
+    text = f"event=notice host={host.name} source={event.source!r} left_s={event.left_s:.0f} "
+    if job.phase is Phase.WAITING:
+        job = _with(job, replace(marked, is_short=job.has_state))
+        text += "nothing runs that could be drained"
+    elif host.name not in active(job) and job.phase in TRAINING:
+        job = _with(job, replace(marked, is_short=False))
+        text += "it runs no workers"
+    else:
+        is_short = needs.total_s > event.left_s
+        job = _with(job, replace(marked, is_short=is_short))
+        text += f"drain is expected to take {needs}"
+        if is_short:
+            text += "; that is too long: what only it holds leaves first"
+    job, first = evacuate(job)
+    return job, (Report(text, ()), *first)
+
+
+def is_known(event: events.HostLeaving, job: Job) -> bool:
+    """Whether this notice says what is known of its host."""
+    host = job.hosts[event.host]
+    if not host.is_leaving or event.is_final != (host.leave_by is not None):
+        return False
+    if event.left_s is None or host.leave_by is None:
+        return event.left_s is None
+    return abs(event.at + event.left_s - host.leave_by) < SAME_S
+
+
+def taken_back(job: Job, host: str) -> Job:
+    """Return the job in which this host stays."""
+    stays = replace(job.hosts[host], is_leaving=False, leave_by=None, is_short=False)
+    return _with(job, stays)
+
+
+def overdue(job: Job) -> Result:
+    """Do without hosts whose time is over and whose agents have not ended: said once."""
+    late = [
+        host
+        for _, host in sorted(job.hosts.items())
+        if host.leave_by is not None and job.now > host.leave_by + LATE_S
+    ]
+    if not late:
+        return job, ()
+    for host in late:
+        job = _with(job, replace(host, leave_by=None))
+    names = tuple(host.name for host in late)
+    return job, (Lose(names, "the time is over after which it is taken away"),)
+
+
+def _with(job: Job, host: Host) -> Job:
+    return replace(job, hosts={**job.hosts, host.name: host})
+
+
+def measured(before: Job, after: Job) -> Job:
+    """Return ``after`` with what has been measured on the way there from ``before``; what changes
+    nothing measures nothing."""
+    if after is before:
+        return after
+    pace = after.pace
+    if after.phase is not before.phase:
+        pace = _entered(pace, before.phase, after.phase, after.now)
+        pace = pace if after.phase in TRAINING else replace(pace, seen=None)
+    pace = _stepped(pace, after) if after.phase in TRAINING else pace
+    return after if pace == after.pace else replace(after, pace=pace)
+
+
+def _entered(pace: Pace, was: Phase, phase: Phase, now: float) -> Pace:
+    since = pace.since
+    if phase is Phase.SNAPSHOTTING:
+        return replace(pace, since=now)
+    if phase in (Phase.COMMITTING, Phase.STOPPING) and was in (
+        Phase.SNAPSHOTTING, Phase.COMMITTING,
+    ):  # fmt: skip
+        return pace
+    if phase is Phase.STARTING:
+        has_written = since is not None and was is Phase.STOPPING
+        write_s = now - since if has_written and since is not None else pace.write_s
+        return replace(pace, write_s=write_s, since=now)
+    if phase is Phase.RUNNING and was is Phase.STARTING and since is not None:
+        return replace(pace, start_s=now - since, since=None)
+    return replace(pace, since=None)
+
+
+def _stepped(pace: Pace, job: Job) -> Pace:
+    """Take note of the furthest step, and of what those since the one before have taken."""
+    if pace.seen is None:
+        return replace(pace, seen=(job.newest, job.now))
+    made = job.newest - pace.seen[0]
+    if made <= 0:
+        return pace
+    took_s = (job.now - pace.seen[1]) / made
+    usual_s = took_s if not pace.step_s else (1 - WEIGHT) * pace.step_s + WEIGHT * took_s
+    return replace(pace, step_s=usual_s, seen=(job.newest, job.now))

@@ -1,0 +1,180 @@
+"""The rules by which a change is proven to compute the same function: when the old workers make a
+step more, up to the door of its update, and what comes of the numbers of both sides."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from scalai.core.job.assigning import next_assignment
+from scalai.core.job.function_proof import (
+    PROOF_S,
+    FunctionProof,
+    Made,
+    Numbers,
+    Verdict,
+    compare,
+    merged,
+    remade,
+)
+from scalai.core.job.membership import Assignment, Job, Phase, active, leaving
+from scalai.core.job.pace import estimate
+from scalai.core.messages import events
+from scalai.core.messages.actions import Action, AmendReport, Say
+
+LEAST_STEPS = 2
+"""A notice that leaves less than so many steps beyond the drain leaves no time for a proof."""
+UNTOLD = "the old workers have not told of their step yet"
+
+
+def key_of(job: Job, assignment: Assignment) -> str:
+    """Return under which name the function of an assignment is known."""
+    size = assignment.micro_batch_size
+    return f"{assignment.layout} micro_batch={size or '-'} {job.function.framework}"
+
+
+def agreed(job: Job) -> Job:
+    """Return the job whose stop is agreed: whether its workers make a step more behind it."""
+    job = not_probing(job)
+    target = job.standby.assignment if job.standby is not None else next_assignment(job)
+    if target is None or not _is_due(job, target):
+        return job
+    return replace(job, function=replace(job.function, round=job.round, awaited=active(job)))
+
+
+def not_probing(job: Job) -> Job:
+    """Return the job whose workers do not come to their stop, or do not go on from it, so that no
+    step of both sides is the same one."""
+    function = replace(
+        job.function, round=0, awaited=frozenset(), before=None, after=None, found="", seconds=0.0,
+        is_waiting=False,
+    )  # fmt: skip
+    return job if function == job.function else replace(job, function=function)
+
+
+def started(job: Job, *, is_from_stop: bool) -> Job:
+    """Return the job whose next round starts now: its first step is that behind the stop, or it is
+    of an older state."""
+    job = job if is_from_stop else not_probing(job)
+    function = replace(job.function, after=None, until=job.now + PROOF_S, is_refuted=False)
+    return replace(job, function=function)
+
+
+def _is_due(job: Job, target: Assignment) -> bool:
+    function, current = job.function, job.current
+    if function.policy == "never" or not function.framework or current is None:
+        return False
+    if not job.is_elastic or not job.is_hooked or target.is_same_as(current):
+        return False
+    needs = estimate(job.pace, job.now, 0)
+    needs_s = needs.total_s + LEAST_STEPS * needs.step_s
+    hosts = (job.hosts[name] for name in leaving(job))
+    if any(host.leave_by is not None and host.leave_by - job.now < needs_s for host in hosts):
+        return False
+    return function.policy == "always" or key_of(job, target) not in function.known
+
+
+def is_of_probe(event: events.Stepped, job: Job) -> bool:
+    """Whether workers have told of the step that they made behind their stop."""
+    is_past = event.round != job.round or job.phase is not Phase.STARTING
+    return bool(event.round) and event.round == job.function.round and is_past
+
+
+def probed(event: events.Stepped, job: Job) -> Job:
+    before = merged(job.function.before, event.numbers)
+    seconds = before.seconds if before is not None else 0.0
+    awaited = job.function.awaited - {event.host}
+    function = replace(job.function, before=before, seconds=seconds, awaited=awaited)
+    return replace(job, function=function)
+
+
+def stepped(event: events.Stepped, job: Job) -> Job:
+    """A host of the new round has made its first step."""
+    if event.numbers is None:
+        return job
+    after = merged(job.function.after, event.numbers)
+    return replace(job, function=replace(job.function, after=after))
+
+
+def must_wait(job: Job) -> bool:
+    """Whether old workers have yet to tell of the step that the new ones have made."""
+    function = job.function
+    is_known = function.after is not None and not function.after.obstacle
+    is_awaited = bool(function.awaited & job.hosts.keys()) and job.now < function.until
+    return bool(function.round) and is_known and is_awaited
+
+
+def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
+    """Every rank of the new round has stepped: compare, where there is something to compare. While
+    the old workers have not told of the step, the new ones train on."""
+    if must_wait(job):
+        function = replace(job.function, is_waiting=True, found=f"not proven: {UNTOLD}")
+        return replace(job, function=function), None, ()
+    is_late = job.function.is_waiting
+    job, verdict, lines = _judge(job)
+    function = replace(job.function, round=0, after=None, is_waiting=False)
+    amended = (AmendReport(function.found, function.seconds),) if is_late else ()
+    return replace(job, function=function), verdict, (*lines, *amended)
+
+
+def _judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
+    function, current = job.function, job.current
+    assert current is not None
+    told = function.after or Numbers()
+    job = replace(
+        job,
+        function=replace(
+            function,
+            framework=told.framework,
+            dtype=told.dtype,
+            is_random=told.is_random or bool(told.obstacle),
+        ),
+    )
+    framework = told.framework
+    if not function.round:
+        if job.ran is None and framework:  # what the job begins with is the measure
+            job = _known(job, current)
+        is_change = job.ran is not None and not current.has_layout_of(job.ran)
+        if is_change and not framework and function.policy != "never" and job.is_elastic:
+            return _unproven(job, "nothing tells what the steps of the script compute")
+        return job, None, ()
+    verdict = compare(function.before, function.after, function.remade.spread)
+    if verdict.is_same is None:
+        return _unproven(job, verdict.text)
+    found = "proven" if verdict.is_same else "differs"
+    job = replace(job, function=replace(job.function, found=f"{found}: {verdict.text}"))
+    if not verdict.is_same:
+        return job, verdict, ()
+    line = Say(f"event=function_proven layout='{current.layout}' {verdict.text}")
+    return _known(job, current), verdict, (line,)
+
+
+def unproven(job: Job, why: str) -> tuple[Job, tuple[Action, ...]]:
+    """Return the job that waits for no old workers any more, and what is to be said."""
+    job, _, lines = _unproven(job, why)
+    amended = AmendReport(job.function.found, job.function.seconds)
+    return not_probing(job), (*lines, amended)
+
+
+def made(job: Job, made: Sequence[Made]) -> tuple[Job, str]:
+    """Return the job whose present round has made these steps, and what is to be said: they may
+    have been made before, and were lost."""
+    if job.current is None:
+        return job, ""
+    layout = f"{job.current.layout} micro_batch={job.current.micro_batch_size or '-'}"
+    function = job.function
+    known, text = remade(
+        function.remade, job.round, layout, function.dtype, made, is_random=function.is_random
+    )
+    return replace(job, function=replace(function, remade=known)), text
+
+
+def _known(job: Job, assignment: Assignment) -> Job:
+    known = dict.fromkeys((*job.function.known, key_of(job, assignment)))
+    return replace(job, function=replace(job.function, known=tuple(known)))
+
+
+def _unproven(job: Job, why: str) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
+    """The change stands: it is said once for each reason that nothing was proven."""
+    function: FunctionProof = job.function
+    is_new = why != function.said
+    job = replace(job, function=replace(function, found=f"not proven: {why}", said=why))
+    return job, None, (Say(f"event=function_unproven {why}"),) if is_new else ()

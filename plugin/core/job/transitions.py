@@ -1,0 +1,469 @@
+"""The transitions that a job makes between its phases: each takes a job and returns the next one
+and what must be done.
+
+What leads to them is in ``resize``. Nothing here waits, sends or reads a clock.
+"""
+
+from dataclasses import replace
+
+from scalai.core.dataset.ledger import MOST_LOST, Lost
+from scalai.core.job import probing, respacing
+from scalai.core.job.archiving import lose
+from scalai.core.job.assigning import next_assignment
+from scalai.core.job.deadlines import CHECKED_S, LONGEST_BACKOFF_S
+from scalai.core.job.membership import (
+    RESIZABLE,
+    Assignment,
+    Job,
+    Phase,
+    Standby,
+    Start,
+    active,
+    forget_sealed,
+    leaving,
+    present,
+    staying,
+)
+from scalai.core.job.replicating import give_up, needs_older, release_older, without
+from scalai.core.messages.actions import (
+    RESUMABLE,
+    Action,
+    Agree,
+    Build,
+    Discard,
+    Exit,
+    GiveUp,
+    GoBack,
+    Judge,
+    JudgeRescue,
+    JudgeSnapshot,
+    Look,
+    Prepare,
+    Release,
+    Report,
+    Rescue,
+    SaveDurable,
+    Say,
+    StartRound,
+    StopWorkers,
+    TakeSnapshot,
+    Withdraw,
+)
+
+Result = tuple[Job, tuple[Action, ...]]
+
+UNHOOKED = (
+    "nothing hooks the script's own training loop, so it would begin from zero. Call "
+    "scalai.elastic() in it (README.md), or run it without --elastic"
+)
+
+_NOT_WHOLE = (
+    "for the hosts whose stores hold the newest generation (if their memory is lost: stop the "
+    "job, run scalai clean on every host, and start it again from the script's own checkpoint)"
+)
+
+
+NOT_BEGUN = (
+    "the last host leaves before the job has begun; what the stores hold stays there: start the "
+    "same job again"
+)
+
+
+def consider(job: Job) -> Result:
+    """Begin a resize if the hosts now present would be assigned otherwise than they are."""
+    if job.taking_over is not None:
+        return replace(job, changed_at=job.now), ()
+    job = replace(job, changed_at=None, again_at=None)
+    if job.phase is Phase.WAITING:
+        return _start_round(job)
+    if not job.is_hooked:
+        return _stay(job, f"the change is not made: {UNHOOKED}")
+    target = next_assignment(job)
+    if target is None and staying(job) and not job.has_durable_dir:
+        reason = (
+            "no allowed world fits the hosts that stay, and there is no --durable-dir to save to: "
+            "going on"
+        )
+        return _stay(job, reason)
+    if target is not None and runs_as_requested(job):
+        return _stay(job, f"the change leaves the job as it is: {target.reason}")
+    if job.phase is Phase.STARTING or not job.is_elastic:
+        return stop_workers(job, "the hosts changed")
+    return _build(job, target)
+
+
+def runs_as_requested(job: Job) -> bool:
+    """Whether the hosts now present would be assigned as they are."""
+    target = next_assignment(job)
+    return target is not None and job.current is not None and target.is_same_as(job.current)
+
+
+def call_off(job: Job) -> Result:
+    """Take a stop back that was proposed for a change which is not requested any more."""
+    hosts = active(job)
+    job, given_up = without_standby(job)
+    # Answers to this stop may be on their way: the next one is another.
+    newest = max(job.newest, job.stop)
+    job = replace(
+        job, phase=Phase.RUNNING, awaited=frozenset(), held={}, margin=1, newest=newest,
+        changed_at=None,
+    )  # fmt: skip
+    message = Say(f"the stop at step {job.stop} is called off: the job is to run as it does")
+    job, released = release_leaving(job) if leaving(job) - hosts else (job, ())
+    return job, (Withdraw(tuple(sorted(hosts))), *given_up, message, *released)
+
+
+def changed(job: Job, at: float) -> Result:
+    """Something changed that settles: at once where nobody else can come, else at the first tick
+    after it."""
+    job = replace(job, changed_at=at)
+    if job.phase not in RESIZABLE or len(job.hosts) < job.max_hosts:
+        return job, ()
+    return consider(job) if len(staying(job)) >= job.max_hosts else (job, ())
+
+
+def _stay(job: Job, reason: str) -> Result:
+    """The job goes on as it is."""
+    job, given_up = without_standby(job)
+    phase = Phase.RUNNING if job.phase is Phase.BUILDING else job.phase
+    awaited = frozenset[str]() if job.phase is Phase.BUILDING else job.awaited
+    return replace(job, phase=phase, awaited=awaited), (*given_up, Say(reason))
+
+
+def _build(job: Job, target: Assignment | None) -> Result:
+    """Start the next round's workers beside the present ones; stop those once they have built, or
+    at once where a host wants to leave."""
+    if _is_built_for(job, target):
+        return prepare(job) if leaving(job) else (job, ())
+    job, given_up = without_standby(job)
+    if target is None or not job.build_timeout_s:
+        job, actions = prepare(job)
+        return job, (*given_up, *actions)
+    standby = Standby(job.last_round + 1, target)
+    job = replace(
+        respacing.built(job),
+        phase=Phase.BUILDING,
+        awaited=frozenset(target.active),
+        standby=standby,
+        last_round=standby.round,
+    )
+    job, actions = prepare(job) if leaving(job) else (job, ())
+    return job, (*given_up, Build(standby, job.spacing.every), *actions)
+
+
+def _is_built_for(job: Job, target: Assignment | None) -> bool:
+    """Whether the workers that stand by are those of this assignment."""
+    if job.standby is None or target is None:
+        return False
+    return target.is_same_as(job.standby.assignment)
+
+
+def stop_unbuilt(job: Job, reason: str) -> Result:
+    """The next round's workers will start when the present ones have stopped."""
+    job, given_up = without_standby(job)
+    message = Say(f"the next workers are not built beside the present ones: {reason}")
+    job, actions = prepare(job) if job.phase is Phase.BUILDING else (job, ())
+    return job, (*given_up, message, *actions)
+
+
+def without_standby(job: Job) -> Result:
+    """Give up what was on standby, if anything was."""
+    if job.standby is None:
+        return job, ()
+    return replace(job, standby=None), (GiveUp(job.standby.round),)
+
+
+def prepare(job: Job) -> Result:
+    """Propose a stop, a margin beyond the furthest step that is known."""
+    hosts, stop = active(job), job.newest + job.margin
+    job = replace(job, phase=Phase.PREPARING, awaited=hosts, stop=stop, held={})
+    return job, (Prepare(tuple(sorted(hosts)), stop),)
+
+
+def stop_workers(job: Job, reason: str, *, has_written: bool = False) -> Result:
+    """End the workers of the round. ``has_written``: they leave by themselves."""
+    hosts = active(job)
+    job = replace(job, phase=Phase.STOPPING, awaited=hosts, margin=1, held={}, emergency=None)
+    if not hosts:
+        return _start_round(job)
+    return job, (StopWorkers(tuple(sorted(hosts)), reason, has_written),)
+
+
+def rescue(job: Job) -> Result:
+    """Have the furthest step written at which workers stand; where none is beyond the newest
+    generation there is nothing to write."""
+    assert job.emergency is not None
+    hosts, newest = active(job), job.newest_generation
+    steps = {step for step in job.emergency.steps if newest is None or step > newest.step}
+    if not steps or not hosts:
+        return go_on(job)
+    step = max(steps)
+    left = replace(job.emergency, steps=frozenset(steps - {step}), step=step)
+    job = replace(job, phase=Phase.RESCUING, awaited=hosts, emergency=left)
+    return job, (Rescue(tuple(sorted(hosts)), step),)
+
+
+def go_on(job: Job) -> Result:
+    """Nothing more is written after a failure: the workers are stopped, and the job begins its next
+    round, or ends."""
+    assert job.emergency is not None
+    if job.emergency.ending:
+        return end(replace(job, emergency=None), 1, job.emergency.ending)
+    return stop_workers(job, job.emergency.reason)
+
+
+def withdraw(job: Job, reason: str) -> Result:
+    """Take an agreed stop back: nobody has written yet, and the workers that wait at it go on. The
+    change is tried again, later each time."""
+    hosts, slow = active(job), tuple(sorted(job.awaited & active(job)))
+    job, given_up = without_standby(job)
+    later_s = min(job.drain_timeout_s * 2.0 ** min(job.withdrawn, 20), LONGEST_BACKOFF_S)
+    job = replace(
+        probing.not_probing(job),
+        phase=Phase.RUNNING,
+        awaited=frozenset(),
+        withdrawn=job.withdrawn + 1,
+        again_at=job.now + later_s,
+    )
+    text = (
+        f"event=withdrawn {reason}: training goes on, and the change is tried again after "
+        f"{later_s:.0f} s or when the hosts or the request change"
+    )
+    return job, (Withdraw(tuple(sorted(hosts))), *given_up, Report(text, slow))
+
+
+def _start_round(job: Job) -> Result:
+    """No worker is alive: assign the next round, or wait, or save and leave."""
+    if job.standby is None and is_being_checked(job):
+        return _wait(replace(job, again_at=job.now + CHECKED_S))
+    target = next_assignment(job)
+    source = job.newest_generation
+    step = source.step if source else 0
+    if target is None and _unfit(job):
+        return _wait(job)
+    if target is None and job.current is not None:
+        job, given_up = without_standby(job)
+        job, actions = save(job)
+        return job, (*given_up, *actions)
+    is_held_back = job.phase is Phase.WAITING and job.is_held_back
+    if target is None or is_held_back or (job.has_state and source is None):
+        return _wait(job)
+    reached = job.newest
+    job = probing.started(job, is_from_stop=step == job.stop)
+    is_built = source is not None and _is_built_for(job, target)
+    job, given_up = (job, ()) if is_built else without_standby(job)
+    number = job.standby.round if job.standby else job.last_round + 1
+    lost = (Lost(str(job.round), step, reached),) if reached > step else ()
+    job = replace(
+        give_up(respacing.started(job, is_built=is_built)),
+        phase=Phase.STARTING,
+        round=number,
+        last_round=max(number, job.last_round),
+        standby=None,
+        was_standby=is_built,
+        current=target,
+        tries=job.tries if job.current is not None and target.is_same_as(job.current) else 0,
+        awaited=frozenset(target.active),
+        start=Start(source.number if source else None),
+        progress={},
+        is_hooked=True,
+        gone=frozenset(),
+        finished=frozenset(),
+        uncommitted=frozenset(),
+        sealed={},
+        changed_at=None,
+        newest=step,
+        lost=(*job.lost, *lost)[-MOST_LOST:],
+    )
+    return job, (*given_up, *_starts(job, target, max(0, reached - step), is_built=is_built))
+
+
+def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) -> tuple[Action, ...]:
+    """What begins a round: everyone leaves behind what the earlier one left, and whatever is newer
+    than the state that the job goes on from."""
+    everyone, source = tuple(sorted(job.hosts)), job.start.source
+    message = [Report(f"event=round {target.reason!r} generation={source}", ())]
+    lost = [Report(f"event=went_back steps_lost={steps_lost}", ())] if steps_lost else []
+    every = job.spacing.told
+    proves = bool(job.function.round)
+    start = StartRound(job.round, target, source, steps_lost, is_built, every, job.lost, proves)
+    return (*message, Discard(everyone), GoBack(everyone, source), *lost, start)
+
+
+def _unfit(job: Job) -> list[str]:
+    """Hosts that would stay, and have yet to pass their health check."""
+    return sorted(job.checks.keys() & job.hosts.keys() - leaving(job))
+
+
+def is_being_checked(job: Job) -> bool:
+    """Whether a host that would take part has just been asked whether it is healthy: the answer is
+    worth a moment. Not of one that joins a job which trains without it."""
+    expected = job.current.members if job.current else job.hosts.keys()
+    asked = [job.checks[host] for host in _unfit(job) if host in expected]
+    return any(c.is_asked and not c.failures and job.now - c.since < CHECKED_S for c in asked)
+
+
+def _wait(job: Job) -> Result:
+    """Wait for more hosts, or for what makes the newest state whole."""
+    job, looked = _look(job)
+    job, given_up = without_standby(job)
+    job = replace(job, phase=Phase.WAITING, awaited=frozenset())
+    return job, (*given_up, Say(missing(job)), *looked)
+
+
+def _look(job: Job) -> Result:
+    """Nothing in memory is whole any more, and the job begins to wait: what do disks hold? At a
+    start the agents have just told that."""
+    is_lost = job.has_durable_dir and job.has_state and not job.generations
+    if job.phase is Phase.WAITING or not is_lost or not job.hosts:
+        return job, ()
+    hosts = tuple(sorted(job.hosts))
+    return replace(job, looking=frozenset(hosts)), (Look(hosts),)
+
+
+def missing(job: Job) -> str:
+    """What a job waits for that cannot begin its round."""
+    hosts = staying(job)
+    fits = bool(hosts) and job.assign(hosts, present(job)) is not None
+    found = job.obstacle or _NOT_WHOLE
+    if not fits:
+        why = job.why_not(hosts, present(job))
+        found = f"for hosts: {why}" if why else "for hosts"
+    checked = [
+        f"; host {host} "
+        + (f"fails its health check: {check.reason}" if check.reason else "runs its health check")
+        for host, check in ((host, job.checks[host]) for host in _unfit(job))
+    ]
+    return f"waiting, {len(job.hosts)} hosts present, {found}{''.join(checked)}"
+
+
+def save(job: Job) -> Result:
+    """Nobody can go on: the newest generation goes to the durable directory, and the job ends
+    resumable. Where no host has asked to leave, the last one was lost: the job waits for others."""
+    source = None if job.is_held_back else job.newest_generation
+    if not job.hosts or source is None or not job.has_durable_dir:
+        if staying(job) or _unfit(job) or not leaving(job):
+            job, looked = _look(job)
+            job = replace(job, phase=Phase.WAITING, awaited=frozenset())
+            return job, (Say("waiting for more hosts"), *looked)
+        if not job.round or _has_made_nothing(job):
+            return end(job, RESUMABLE, NOT_BEGUN)
+        missing = (
+            "no whole generation is there"
+            if source is None
+            else "set --durable-dir to have it saved"
+        )
+        return end(
+            job,
+            1,
+            f"the last host leaves and the state is not saved: {missing}. What the stores hold "
+            "stays there: start the same job again",
+        )
+    hosts = source.hosts & frozenset(job.hosts)
+    job = replace(job, phase=Phase.SAVING, awaited=hosts)
+    return job, (SaveDurable(tuple(sorted(hosts)), source.number),)
+
+
+def _has_made_nothing(job: Job) -> bool:
+    """Whether no step was made that anybody has kept: to begin anew loses nothing."""
+    return job.is_elastic and job.is_hooked and not (job.has_state or job.newest)
+
+
+def end(job: Job, code: int, reason: str) -> Result:
+    """Every agent ends with this exit code."""
+    return replace(job, phase=Phase.ENDED, awaited=frozenset()), (
+        Exit(tuple(sorted(job.hosts)), code, reason),
+    )
+
+
+def release_leaving(job: Job) -> Result:
+    """Let the leaving hosts go that run no workers."""
+    released = leaving(job) - active(job)
+    hosts = {name: host for name, host in job.hosts.items() if name not in released}
+    job = lose(without(replace(job, hosts=hosts), released), released)
+    # Older generations stay while some host has yet to rename its part of the newest, or to make
+    # its replicas.
+    source = None if job.uncommitted or needs_older(job) else job.newest_generation
+    job = replace(job, generations=(source,) if source else job.generations)
+    return job, (Release(job.round, source.number if source else None, tuple(sorted(released))),)
+
+
+def answered(job: Job, host: str) -> Job:
+    """This host's answer, or its loss, is awaited no more."""
+    return replace(job, awaited=job.awaited - {host})
+
+
+def next_phase(job: Job) -> Result:
+    """Go on once no host's answer is awaited any more."""
+    if job.awaited:
+        return job, ()
+    if job.phase is Phase.BUILDING:
+        return prepare(job)
+    if job.phase is Phase.PREPARING:
+        hosts = tuple(sorted(active(job)))
+        if job.newest < job.stop:
+            job, waited = prove_no_more(job, "a further change has begun")
+            job, judged = judge_sealed(job)
+            job = replace(job, phase=Phase.DRAINING, awaited=frozenset(hosts), margin=1, held={})
+            is_full = len(job.generations) > 1  # so there is no room for the snapshot at the stop
+            job, room = release_older(job) if is_full else (job, ())
+            job = probing.agreed(job)
+            return job, (*waited, *judged, *room, Agree(hosts, job.stop, bool(job.function.round)))
+        job, actions = prepare(replace(job, margin=2 * job.margin))
+        return job, (Withdraw(hosts), *actions)
+    if job.phase is Phase.DRAINING and active(job):
+        hosts = tuple(sorted(active(job)))
+        return replace(job, phase=Phase.SNAPSHOTTING, awaited=frozenset(hosts)), (
+            TakeSnapshot(hosts),
+        )
+    if job.phase in (Phase.DRAINING, Phase.SNAPSHOTTING):
+        # A host that came back may have brought what it had sealed.
+        hosts = tuple(sorted(set(job.current.active if job.current else ()) & set(job.hosts)))
+        return replace(job, phase=Phase.SNAPSHOTTING), (Judge(hosts),)
+    if job.phase is Phase.FREEZING:
+        return rescue(job)
+    if job.phase is Phase.RESCUING:
+        assert job.emergency is not None and job.emergency.step is not None
+        return job, (JudgeRescue(job.emergency.step),)
+    if job.phase is Phase.COMMITTING:
+        if job.emergency is not None:
+            return go_on(job)
+        return stop_workers(job, "the state is committed", has_written=True)
+    if job.phase is Phase.STOPPING:
+        return _start_round(job)
+    if job.phase is Phase.SAVING:
+        saved = "saved to the durable directory; the same command resumes from there"
+        return end(job, RESUMABLE, saved)
+    assert job.phase is Phase.STARTING, job.phase
+    running = replace(
+        job, phase=Phase.RUNNING, tries=0, withdrawn=0, stepped_at=None, was_start_killed=False,
+    )  # fmt: skip
+    # Else it may yet go back to what ran.
+    running = running if job.function.is_waiting else replace(running, ran=job.current)
+    return release_leaving(running)
+
+
+def prove_no_more(job: Job, why: str) -> Result:
+    """Where the function of the present round waits to be judged, it is not."""
+    if not job.function.is_waiting:
+        return job, ()
+    job, lines = probing.unproven(job, f"{why} before the old workers had told of their step")
+    return replace(job, ran=job.current), lines
+
+
+def stand(job: Job) -> Result:
+    """The change of the present round stands, and so does what its workers have sealed."""
+    return judge_sealed(replace(job, ran=job.current))
+
+
+def judge_sealed(job: Job, reason: str = "snapshot") -> Result:
+    """Have those snapshots on the way judged that every host with workers has answered for."""
+    due = [name for name in sorted(job.sealed, key=step_of) if job.sealed[name] >= active(job)]
+    for name in due:
+        job = forget_sealed(job, name)
+    return job, tuple(JudgeSnapshot(reason, name) for name in due)
+
+
+def step_of(snapshot: str) -> int:
+    """Return the step of a snapshot of this name."""
+    return int(snapshot.rpartition("-")[2])

@@ -1,0 +1,337 @@
+"""What the coordinator has one host do. Commands of one incarnation of an agent are numbered and
+arrive once, in order; those that are about a round name it, and a host that is in another one
+leaves them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scalai.core.dataset.ledger import Lost
+from scalai.core.degrees.passes import Recompute
+from scalai.core.job.remembered import Remembered
+from scalai.core.messages.shared import JsonText, Shared
+from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.replicas import Ring
+from scalai.core.tensors.source_list import SourceList
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a host's workers stand in the world of a round.
+
+    Names are those of torchrun's environment: ``group_rank`` counts hosts; ``first_rank`` is the
+    host's lowest global rank; ``hosts`` are all that have workers, in rank order, and ``counts``
+    how many each of them has.
+    """
+
+    hosts: Shared[tuple[str, ...]]
+    counts: Shared[tuple[int, ...]]
+    group_rank: int
+    first_rank: int
+    local_world_size: int
+    world_size: int
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """All hosts with workers, in rank order."""
+        return self.hosts.value
+
+    @property
+    def workers(self) -> tuple[tuple[str, int], ...]:
+        """All hosts with how many workers each has, in rank order."""
+        return tuple(zip(self.hosts.value, self.counts.value, strict=True))
+
+    @property
+    def group_world_size(self) -> int:
+        """Hosts with workers."""
+        return len(self.group)
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of the host's workers."""
+        return range(self.first_rank, self.first_rank + self.local_world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Which workers a host runs in a round, and what they are told before they build their models.
+
+    ``run`` names this run of the job; snapshots on the way lie ``snapshot_every`` steps apart (0:
+    there are none); ``degrees`` are as of ``Degrees.to_json``; without ``micro_batch_size`` and
+    ``recompute`` passes are as the script's flags say; workers meet at
+    ``master_addr``, ``master_port``. Of the newest ``generation`` (None: there is none)
+    ``restorable_step`` and ``facts`` are known.
+    """
+
+    run: str
+    round: int
+    placement: Placement
+    degrees: Mapping[str, int]
+    micro_batch_size: int | None
+    master_addr: str
+    master_port: int
+    generation: int | None
+    restorable_step: int | None
+    facts: JsonText
+    snapshot_every: int
+    recompute: Recompute | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep this for whoever takes the coordinator's place, instead of what was kept before."""
+
+    known: Shared[Remembered]
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Start the workers of a later round beside the present ones: they build their models and
+    wait."""
+
+    workers: Workers
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the workers that were built for this round."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Begin a round: with the workers that were built for it, where ``is_built``. They go on from
+    the generation that the hosts of ``sources`` hold; None: from the script's own initial
+    state. ``lost``: steps that were done before and are in no generation. ``proves``: the round's
+    first step is compared with what the workers before have computed."""
+
+    workers: Workers
+    sources: Shared[SourceList] | None
+    is_built: bool
+    lost: tuple[Lost, ...] = ()
+    proves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """All workers of the job have published: it has so many tensors."""
+
+    round: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """What all workers have restored is proven: they may train."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Propose a stop to the workers."""
+
+    round: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """All workers of the job see the stop: they may come to it. ``probes``: once their state is
+    sealed they make the next step up to the door of its update, and tell its numbers."""
+
+    round: int
+    stop: int
+    probes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Forget the stop, proposed or agreed: workers that wait at it go on."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Every worker of the job stands at the stop: write the state, and leave."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """From step ``begin`` on, the snapshots on the way lie ``every`` steps apart."""
+
+    round: int
+    begin: int
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Workers of the round have failed: those that live make no further update. Say where they
+    stand."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """Workers that stand at this step write their state."""
+
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Say where the workers are: the job waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Give up what was sealed and has no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropSnapshot:
+    """Give up the sealed part of this ``snapshot``, which was made on the way and is no state."""
+
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Rename the sealed ``snapshot`` to ``generation``, with what is stated of it: the ``hosts``
+    that wrote (None: nothing is stated) and the fingerprints of the tensors of which this host
+    has pieces."""
+
+    generation: int
+    snapshot: str
+    hosts: Shared[tuple[str, ...]] | None
+    fingerprints: Mapping[str, int]
+
+    @property
+    def committed(self) -> Committed | None:
+        """What the host's manifest keeps."""
+        return None if self.hosts is None else Committed(self.hosts.value, self.fingerprints)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Make the workers of a round exit; those that have written leave by themselves."""
+
+    round: int
+    has_written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Let go of a generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Bring the part of a generation to the durable directory."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Bring the part of a generation to the durable directory beside the training, where nobody
+    sees it yet; ``own_only``: without what came from hosts that bring it themselves. ``order`` goes
+    back with the answer. What was ordered before is given up."""
+
+    order: int
+    generation: int
+    own_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FinishArchive:
+    """Let the parts of a generation that were archived appear; ``order`` goes back."""
+
+    order: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Remove generations ``before`` this number from the durable directory."""
+
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Fetch what this host is to keep, by the ``ring``, of the generation that the hosts of
+    ``sources`` hold; ``order`` goes back with the answer."""
+
+    order: int
+    sources: Shared[SourceList]
+    ring: Shared[Ring]
+
+
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Read the own part of this generation again, and compare it with what was committed."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A proof of this generation has failed: give up what was fetched of it."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Say what the durable directory holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckHealth:
+    """Run the health check, for this reason; ``order`` goes back with the answer."""
+
+    order: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """Knock at the data planes of these hosts; ``order`` goes back with the answer."""
+
+    order: int
+    peers: tuple[tuple[str, tuple[str, int]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The job has come to its end, at this step and with this newest generation."""
+
+    step: int
+    generation: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End with this code. ``ending``: the job has; ``keeps_state``: the store stays as it is."""
+
+    code: int
+    reason: str
+    keeps_state: bool = True
+    ending: Ending | None = None
+
+
+Command = (
+    Remember | Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw
+    | TakeSnapshot | Report | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop
+    | Drop | Save | Archive | FinishArchive | Retire | Replicate | Examine | Doubt | Look
+    | CheckHealth | Knock | Exit
+)  # fmt: skip

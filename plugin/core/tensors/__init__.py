@@ -1,0 +1,1 @@
+"""The parallelizable tensor collection: its tensors, cuts, holders and plans."""

@@ -1,0 +1,135 @@
+"""Global batches are the same samples for every layout, and a hash proves it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalai.core.degrees.batches import (
+    Batches,
+    BatchRamp,
+    combine_hashes,
+    fit_batches,
+    pass_length,
+    sample_hashes,
+)
+from scalai.core.errors import RefusedError
+
+TOKENS = np.random.default_rng(7).integers(0, 50257, size=(24, 33))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
+def test_replicas_share_a_global_batch_without_overlap(
+    dp: int, micro: int, rounds: int, consumed: int
+) -> None:
+    batches = Batches(dp * micro * rounds, micro, dp)
+    parts = [batches.samples(consumed, dp_rank) for dp_rank in range(dp)]
+    assert all(part.shape == (rounds, micro) for part in parts)
+    together = np.sort(np.concatenate(parts, axis=None))
+    assert together.tolist() == list(range(consumed, consumed + batches.global_batch_size))
+
+
+def test_samples_are_dealt_in_blocks_as_megatron_does() -> None:
+    batches = Batches(global_batch_size=12, micro_batch_size=2, dp=3)
+    assert batches.num_micro_batches == 2
+    assert batches.samples(12, 1).tolist() == [[14, 15], [20, 21]]
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"12 is not a multiple of micro_batch_size\*dp=1\*5"):
+        Batches(12, 1, 5)
+    with pytest.raises(RefusedError, match="1 or more"):
+        Batches(12, 0, 1)
+    with pytest.raises(RefusedError, match="dp_rank=3"):
+        Batches(12, 1, 3).samples(0, 3)
+    with pytest.raises(RefusedError, match="negative"):
+        Batches(12, 1, 3).samples(-1, 0)
+
+
+def test_a_ramp_has_the_sizes_that_megatron_goes_through() -> None:
+    ramp = BatchRamp(start=4, increment=4, ramp_samples=40, global_batch_size=16)
+    # What megatron.core.num_microbatches_calculator gave for [4, 4, 40] to 16 at DP 1, 2 and 4.
+    given = [4, 4, 4, 4, 8, 8, 12, 16, 16, 16]
+    assert ramp.sizes == tuple(sorted(set(given)))
+    with pytest.raises(RefusedError, match="multiple of the increment"):
+        BatchRamp(4, 5, 40, 16)
+
+
+@given(st.permutations(range(24)), st.lists(st.integers(1, 23), max_size=4))
+def test_the_hash_of_a_batch_does_not_depend_on_order_or_cut(
+    order: list[int], cuts: list[int]
+) -> None:
+    parts = np.split(TOKENS[order], sorted(cuts))
+    hashes = [combine_hashes(sample_hashes(part)) for part in parts if len(part)]
+    assert combine_hashes(*hashes) == combine_hashes(sample_hashes(TOKENS))
+
+
+@given(st.integers(0, 23), st.integers(0, 32), st.integers(1, 50256))
+def test_the_hash_notices_any_other_token(sample: int, position: int, shift: int) -> None:
+    other = TOKENS.copy()
+    other[sample, position] = (other[sample, position] + shift) % 50257
+    assert combine_hashes(sample_hashes(other)) != combine_hashes(sample_hashes(TOKENS))
+
+
+def test_the_hash_notices_tokens_that_changed_places() -> None:
+    within, between = TOKENS.copy(), TOKENS.copy()
+    within[0, [0, 1]] = within[0, [1, 0]]
+    between[[0, 1], 0] = between[[1, 0], 0]
+    assert len(set(TOKENS[0, :2])) == len(set(TOKENS[:2, 0])) == 2
+    expected = combine_hashes(sample_hashes(TOKENS))
+    assert combine_hashes(sample_hashes(within)) != expected
+    assert combine_hashes(sample_hashes(between)) != expected
+
+
+def test_the_hash_is_the_same_whatever_integers_hold_the_tokens() -> None:
+    expected = sample_hashes(TOKENS)
+    for dtype in (np.int32, np.uint16, np.int64):
+        assert np.array_equal(sample_hashes(TOKENS.astype(dtype)), expected)
+    assert np.array_equal(sample_hashes(TOKENS[3]), expected[3:4])
+    with pytest.raises(RefusedError, match="float64"):
+        sample_hashes(TOKENS * 1.0)
+
+
+def test_a_sample_that_is_missing_or_twice_changes_the_hash() -> None:
+    hashes = sample_hashes(TOKENS)
+    assert combine_hashes(hashes[1:]) != combine_hashes(hashes)
+    assert combine_hashes(hashes, hashes[:1]) != combine_hashes(hashes)
+    assert combine_hashes() == 0
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
+def test_dealt_samples_are_those_of_torchs_distributed_sampler(
+    dp: int, micro: int, rounds: int, consumed: int
+) -> None:
+    batches = Batches(dp * micro * rounds, micro, dp)
+    block = list(range(consumed, consumed + batches.global_batch_size))
+    for dp_rank in range(dp):
+        dealt = batches.dealt_samples(consumed, dp_rank)
+        assert dealt.shape == (rounds, micro)
+        assert dealt.ravel().tolist() == block[dp_rank::dp]
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_dealt_micro_batches_of_one_size_are_the_first_layouts_in_any_other(
+    first_dp: int, dp: int
+) -> None:
+    """A mean over the valid places of a micro-batch is one of its own."""
+    first, batches = Batches(24, 2, first_dp), Batches(24, 2, dp)
+    made = [
+        {tuple(row) for rank in range(of.dp) for row in of.dealt_samples(48, rank, first).tolist()}
+        for of in (first, batches)
+    ]
+    assert made[1] == made[0] and len(made[0]) == 12
+
+
+def test_micro_batches_are_the_largest_that_fit() -> None:
+    assert fit_batches(24, 2, 4).micro_batch_size == 4
+    assert fit_batches(24, 4, 4).micro_batch_size == 3
+    assert fit_batches(24, 24, 4).micro_batch_size == 1
+    with pytest.raises(RefusedError, match="dp=7 does not divide global_batch_size=24"):
+        fit_batches(24, 7, 4)
+
+
+def test_a_pass_is_whole_global_batches() -> None:
+    assert pass_length(48, 12, drop_last=False) == pass_length(48, 12, drop_last=True) == 48
+    assert (pass_length(50, 12, drop_last=False), pass_length(50, 12, drop_last=True)) == (60, 48)

@@ -1,0 +1,228 @@
+"""Which degrees are taken on which world, and that nobody is surprised by them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalai.core.degrees.choice import candidates, check_initial, check_rules, choose
+from scalai.core.degrees.degrees import Degrees, ModelLimits, parse_request, refusal
+from scalai.core.degrees.passes import AS_GIVEN, Passes
+from scalai.core.degrees.policy import Choice, DegreePolicy, Rule
+from scalai.core.errors import RefusedError, UsageError
+
+TINY = ModelLimits(
+    num_attention_heads=4,
+    num_layers=4,
+    padded_vocab_size=256,
+    global_batch_size=12,
+    micro_batch_size=1,
+)
+
+
+def rule(key: str, *degrees: str) -> Rule:
+    came, arrow, world = key.rpartition("->")
+    return Rule(int(world), tuple(map(parse_request, degrees)), int(came) if arrow else None)
+
+
+DEMO = DegreePolicy(
+    rules=(
+        rule("4", "tp2 pp1"),
+        rule("2->4", "tp2 pp2"),
+        rule("2", "tp1 pp2"),
+        rule("3", "tp1 pp1"),
+        rule("1", "tp1 pp1"),
+    )
+)
+
+
+def test_the_table_can_give_the_same_world_different_degrees() -> None:
+    present, seen = None, []
+    for world in (4, 2, 4, 3, 1):
+        present = choose(world, TINY, DEMO, present).degrees
+        seen.append(str(present))
+    assert seen == ["TP2·PP1·DP2", "TP1·PP2·DP1", "TP2·PP2·DP1", "TP1·PP1·DP3", "TP1·PP1·DP1"]
+
+
+def test_without_a_table_tp_and_pp_are_kept_and_idle_ranks_named() -> None:
+    choice = choose(7, TINY, DegreePolicy(), Degrees(2, 1, 4))
+    assert choice.degrees == Degrees(2, 1, 3)
+    assert choice.idle_ranks == (6,)
+    assert "TP2·PP1·DP4 -> TP2·PP1·DP3, TP and PP kept" in choice.reason
+    assert "rank 6 idle (7 is not a multiple of 2)" in choice.reason
+
+
+def test_a_batch_that_does_not_divide_leaves_ranks_idle_with_the_reason() -> None:
+    choice = choose(5, TINY, DegreePolicy(), Degrees(1, 1, 4))
+    assert choice.degrees == Degrees(1, 1, 4)
+    assert choice.idle_ranks == (4,)
+    assert "micro_batch_size*dp=1*5 does not divide global_batch_size=12" in choice.reason
+
+
+def test_model_parallelism_is_not_lowered_below_what_memory_holds() -> None:
+    with pytest.raises(RefusedError, match=r"TP·PP below 4 .*nearest: 4\b"):
+        choose(3, TINY, DegreePolicy(), Degrees(2, 2, 1))
+    lowered = choose(3, TINY, DegreePolicy(min_model_parallel=2), Degrees(2, 2, 1))
+    assert lowered.degrees.model_parallel == 2
+
+
+def test_the_table_may_lower_it() -> None:
+    policy = DegreePolicy(rules=(rule("1", "tp1"),))
+    assert choose(1, TINY, policy, Degrees(2, 2, 1)).degrees == Degrees(1, 1, 1)
+
+
+def test_a_changed_split_uses_as_many_ranks_as_it_can() -> None:
+    choice = choose(3, TINY, DegreePolicy(min_model_parallel=1), Degrees(2, 2, 1))
+    assert (choice.degrees, choice.idle_ranks) == (Degrees(1, 1, 3), ())
+
+
+def test_where_heads_and_layers_are_unknown_only_divisors_of_what_ran_are_tried() -> None:
+    policy = DegreePolicy(min_model_parallel=1)
+    found = list(candidates(6, ModelLimits(), policy, Degrees(4, 2, 1)))
+    assert found
+    assert all(4 % c.degrees.tp == 0 and 2 % c.degrees.pp == 0 for c in found)
+
+
+def test_an_out_of_memory_leads_to_more_model_parallelism() -> None:
+    first = choose(4, TINY, DegreePolicy(), Degrees(2, 1, 2))
+    second = choose(4, TINY, DegreePolicy(), Degrees(2, 1, 2), excluded=[first])
+    assert first.degrees.model_parallel == 2
+    assert second.degrees == Degrees(2, 2, 1)
+    assert "after an out-of-memory" in second.reason
+
+
+def test_an_out_of_memory_leads_to_the_tables_next_candidate() -> None:
+    policy = DegreePolicy(rules=(rule("4", "tp2 mbs2", "tp2 mbs1", "tp4"),))
+    tried: list[Choice] = []
+    for expected in ("TP2·PP1·DP2", "TP2·PP1·DP2", "TP4·PP1·DP1"):
+        tried.append(choose(4, TINY, policy, None, excluded=tried))
+        assert str(tried[-1].degrees) == expected
+    assert [choice.micro_batch_size for choice in tried] == [2, 1, 1]
+
+
+def test_when_everything_ran_out_of_memory_the_error_says_what_would_do() -> None:
+    everything = list(candidates(2, TINY, DegreePolicy(), Degrees(2, 1, 1)))
+    with pytest.raises(RefusedError, match=r"2 ranks: no valid degrees.*nearest: 4"):
+        choose(2, TINY, DegreePolicy(), Degrees(2, 1, 1), excluded=everything)
+
+
+def test_a_request_wins_over_the_table_and_is_not_replaced() -> None:
+    choice = choose(4, TINY, DEMO, Degrees(2, 1, 2), requested=parse_request("tp1 pp4"))
+    assert choice.degrees == Degrees(1, 4, 1)
+    with pytest.raises(RefusedError, match="tp=3 does not divide num_attention_heads=4"):
+        choose(4, TINY, DEMO, Degrees(2, 1, 2), requested=parse_request("tp3"))
+
+
+def test_an_entry_that_is_not_valid_is_passed_over_aloud() -> None:
+    policy = DegreePolicy(rules=(rule("3", "tp3"),))
+    choice = choose(3, TINY, policy, Degrees(1, 1, 4))
+    assert choice.degrees == Degrees(1, 1, 3)
+    assert "not TP3·PP1·DP1: tp=3 does not divide num_attention_heads=4" in choice.reason
+    with pytest.raises(RefusedError, match=r'\[degrees\] "3" cannot be used'):
+        check_rules(TINY, policy)
+    check_rules(TINY, DEMO)
+
+
+def test_only_allowed_sizes_are_used() -> None:
+    policy = DegreePolicy(allowed_sizes=(2, 4, 8))
+    choice = choose(7, TINY, policy, Degrees(2, 1, 1))
+    assert choice.degrees.world_size == 4
+    assert "ranks 4 to 6 idle (allowed sizes are 2, 4, 8)" in choice.reason
+    with pytest.raises(RefusedError, match="smallest allowed size is 2"):
+        choose(1, TINY, policy, Degrees(1, 1, 2))
+
+
+def test_fixed_replicas_leave_the_rest_idle() -> None:
+    choice = choose(4, TINY, DegreePolicy(rules=(rule("4", "dp3"),)), None)
+    assert (choice.degrees, choice.idle_ranks) == (Degrees(1, 1, 3), (3,))
+    assert "DP3 was asked for" in choice.reason
+
+
+def test_virtual_stages_are_dropped_where_they_do_not_divide() -> None:
+    limits = ModelLimits(num_layers=6, num_attention_heads=4)
+    policy = DegreePolicy(min_model_parallel=2)
+    choice = choose(3, limits, policy, Degrees(1, 2, 1, vpp=3))
+    assert choice.degrees == Degrees(1, 2, 1, vpp=3)
+    other = choose(3, limits, DegreePolicy(min_model_parallel=3), Degrees(1, 2, 1, vpp=3))
+    assert other.degrees == Degrees(1, 3, 1)
+
+
+def test_two_entries_for_one_change_are_refused() -> None:
+    with pytest.raises(UsageError, match="two entries for '4'"):
+        DegreePolicy(rules=(rule("4", "tp2"), rule("4", "tp4")))
+
+
+@given(
+    world=st.integers(1, 24),
+    heads=st.sampled_from([1, 4, 6, 12]),
+    layers=st.integers(1, 12),
+    batch=st.integers(1, 24),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 3]),
+    floor=st.sampled_from([None, 1, 2]),
+)
+def test_whatever_is_chosen_is_valid_fits_and_is_the_same_again(
+    world: int, heads: int, layers: int, batch: int, tp: int, pp: int, floor: int | None
+) -> None:
+    limits = ModelLimits(num_attention_heads=heads, num_layers=layers, global_batch_size=batch)
+    policy = DegreePolicy(min_model_parallel=floor)
+    found = list(candidates(world, limits, policy, Degrees(tp, pp, 1)))
+    assert found == list(candidates(world, limits, policy, Degrees(tp, pp, 1)))
+    assert len(set(found)) == len(found)
+    for choice in found:
+        assert refusal(choice.degrees, limits) is None
+        assert choice.degrees.world_size + len(choice.idle_ranks) == world
+        assert choice.degrees.model_parallel >= (floor or tp * pp)
+        assert "\n" not in choice.reason
+    kept = [c for c in found if (c.degrees.tp, c.degrees.pp) == (tp, pp)]
+    assert not kept or found[0] == kept[0]
+
+
+def test_a_job_goes_back_to_what_it_has_once_stepped_in_on_fewer_ranks() -> None:
+    one = (Degrees(1, 1, 2), AS_GIVEN)
+    policy = DegreePolicy(stepped=(one, (Degrees(2, 1, 1), AS_GIVEN)))
+    assert choose(1, TINY, policy, Degrees(2, 1, 1)).degrees == Degrees(1, 1, 1)
+    failed = (Choice(Degrees(1, 1, 1), (), "out of memory", 1),)
+    with pytest.raises(RefusedError, match="no valid degrees"):
+        choose(1, TINY, policy, Degrees(2, 1, 1), excluded=failed)
+
+
+def test_a_smaller_cut_is_known_to_fit_where_it_needs_no_more_bytes_than_one_that_ran() -> None:
+    def cut_alone(layouts: Sequence[tuple[Degrees, Passes]]) -> list[float]:
+        return [1 / degrees.model_parallel for degrees, _ in layouts]
+
+    def as_sharded(layouts: Sequence[tuple[Degrees, Passes]]) -> list[float]:
+        return [1.0 for _ in layouts]
+
+    present = Degrees(2, 2, 1)
+    policy = DegreePolicy(stepped=((present, AS_GIVEN),), needs=cut_alone)
+    with pytest.raises(RefusedError, match="TP·PP below 4 is not known to fit"):
+        choose(3, TINY, policy, present)
+    assert choose(3, TINY, replace(policy, needs=as_sharded), present).degrees == Degrees(1, 1, 3)
+    stated = replace(policy, needs=as_sharded, min_model_parallel=4)
+    with pytest.raises(RefusedError, match="TP·PP below 4"):
+        choose(3, TINY, stated, present)
+
+
+def test_degrees_that_a_script_asks_for_are_had_or_refused_and_never_replaced() -> None:
+    policy = DegreePolicy(initial=parse_request("tp1 pp3"))
+    with pytest.raises(RefusedError, match=r"ask for TP1·PP3, .*pp=3 does not divide num_layers=4"):
+        check_initial(TINY, policy)
+    with pytest.raises(RefusedError, match="pp=3 does not divide"):
+        choose(4, TINY, policy, None)
+    good = DegreePolicy(initial=parse_request("tp1 pp2"))
+    check_initial(TINY, good)
+    assert choose(4, TINY, good, None).degrees == Degrees(1, 2, 2)
+    with pytest.raises(RefusedError, match="does not fit on 1 rank"):
+        choose(1, TINY, good, None)
+    check_initial(TINY, DegreePolicy(rules=(rule("4", "pp2"),), initial=parse_request("pp3")))
+    again = replace(good, stepped=((Degrees(1, 1, 1), AS_GIVEN),))  # a restart on fewer ranks
+    assert choose(1, TINY, again, None).degrees == Degrees(1, 1, 1)
+
+
+def test_context_parallelism_is_named_where_it_does_not_fit() -> None:
+    policy = DegreePolicy(initial=parse_request("tp2 pp2 cp2"))
+    with pytest.raises(RefusedError, match="TP2·PP2·CP2 does not fit on 4 ranks"):
+        choose(4, TINY, policy, None)

@@ -1,0 +1,191 @@
+"""Which rank stands where, and which degrees are refused for what reason."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalai.core.degrees.degrees import (
+    Coordinate,
+    DegreeRequest,
+    Degrees,
+    ModelLimits,
+    parse_request,
+    refusal,
+)
+from scalai.core.errors import RefusedError, UsageError
+
+GPT = ModelLimits(
+    num_attention_heads=8,
+    num_query_groups=4,
+    num_layers=12,
+    padded_vocab_size=50304,
+    global_batch_size=24,
+    micro_batch_size=2,
+    seq_length=1024,
+)
+
+sizes = st.integers(1, 4)
+
+
+@given(sizes, sizes, sizes, sizes)
+def test_every_coordinate_belongs_to_one_rank(tp: int, pp: int, dp: int, cp: int) -> None:
+    degrees = Degrees(tp, pp, dp, cp=cp)
+    seen = [degrees.coordinate(rank) for rank in range(degrees.world_size)]
+    assert [degrees.rank(coordinate) for coordinate in seen] == list(range(degrees.world_size))
+    assert len(set(seen)) == tp * pp * dp * cp
+
+
+def test_ranks_are_counted_in_the_order_tp_cp_dp_pp() -> None:
+    degrees = Degrees(tp=2, pp=2, dp=2, cp=2)
+    assert degrees.coordinate(1) == Coordinate(1, 0, 0, 0)
+    assert degrees.coordinate(2) == Coordinate(0, 0, 0, 1)
+    assert degrees.coordinate(4) == Coordinate(0, 0, 1, 0)
+    assert degrees.coordinate(8) == Coordinate(0, 1, 0, 0)
+
+
+def test_experts_are_spread_over_neighbouring_replicas() -> None:
+    degrees = Degrees(tp=2, pp=1, dp=4, ep=2)
+    assert [degrees.coordinate(rank).ep_rank for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_a_rank_or_coordinate_outside_is_refused() -> None:
+    degrees = Degrees(tp=2, pp=1, dp=1)
+    with pytest.raises(UsageError, match="rank 2 is not in TP2·PP1·DP1"):
+        degrees.coordinate(2)
+    with pytest.raises(UsageError, match="outside"):
+        degrees.rank(Coordinate(0, 1, 0))
+
+
+def test_degrees_print_and_read_back() -> None:
+    assert str(Degrees(2, 1, 2)) == "TP2·PP1·DP2"
+    assert str(Degrees(2, 4, 1, vpp=3, ep=2)) == "TP2·PP4·DP1·VPP3·EP2"
+    assert Degrees.from_json(Degrees(2, 4, 1, vpp=3).to_json()) == Degrees(2, 4, 1, vpp=3)
+    with pytest.raises(RefusedError, match="'xp' is not an axis"):
+        Degrees.from_json({"xp": 2})
+    with pytest.raises(UsageError, match="dp=0"):
+        Degrees(1, 1, 0)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(8, 1, 2), Degrees(1, 12, 1), Degrees(2, 3, 12 // 3)])
+def test_what_divides_is_accepted(degrees: Degrees) -> None:
+    assert refusal(degrees, GPT) is None
+
+
+def test_nothing_known_refuses_nothing() -> None:
+    assert refusal(Degrees(7, 5, 3), ModelLimits()) is None
+
+
+@pytest.mark.parametrize(
+    ("degrees", "limits", "why"),
+    [
+        (Degrees(3, 1, 1), GPT, "tp=3 does not divide num_attention_heads=8"),
+        (Degrees(1, 5, 1), GPT, "pp=5 does not divide num_layers=12"),
+        (Degrees(1, 6, 1, vpp=4), GPT, "pp*vpp=6*4 does not divide num_layers=12"),
+        (Degrees(1, 1, 2, vpp=2), GPT, "vpp=2 needs pp of 2 or more"),
+        (Degrees(1, 1, 5), GPT, "micro_batch_size*dp=2*5 does not divide global_batch_size=24"),
+        (
+            Degrees(1, 3, 3, vpp=2),
+            GPT,
+            "4 micro-batches a replica are not a multiple of pp=3, which vpp=2 needs",
+        ),
+        (
+            Degrees(6, 1, 1),
+            ModelLimits(num_attention_heads=12, num_query_groups=4),
+            "tp=6 does not divide or be a multiple of num_query_groups=4",
+        ),
+        (
+            Degrees(8, 1, 1),
+            ModelLimits(num_query_groups=4, is_query_group_shared=False),
+            "tp=8 does not divide num_query_groups=4",
+        ),
+        (
+            Degrees(4, 1, 1),
+            ModelLimits(padded_vocab_size=50258),
+            "tp=4 does not divide the padded vocabulary of 50258 rows, "
+            "which may not change in a running job",
+        ),
+        (
+            Degrees(4, 1, 1),
+            ModelLimits(seq_length=1026, is_sequence_parallel=True),
+            "tp=4 does not divide seq_length=1026 (sequence parallelism)",
+        ),
+        (
+            Degrees(1, 1, 8),
+            ModelLimits(global_batch_size=16, ramp_batch_sizes=(4,)),
+            "dp=8 does not divide ramp-up batch size=4",
+        ),
+        (
+            Degrees(1, 1, 1, cp=2),
+            ModelLimits(seq_length=1026),
+            "2*cp=4 does not divide seq_length=1026",
+        ),
+        (
+            Degrees(1, 1, 4, ep=4),
+            ModelLimits(num_experts=6),
+            "ep=4 does not divide num_experts=6",
+        ),
+        (
+            Degrees(2, 1, 3, ep=2),
+            ModelLimits(num_experts=4),
+            "experts take TP*EP*PP = 2*2*1 ranks, which does not divide 6",
+        ),
+        (
+            Degrees(1, 4, 1),
+            ModelLimits(num_layers=8, extra_layers=2),
+            "pp=4 does not divide num_layers=8 plus 2 (embedding and loss count)",
+        ),
+        (
+            Degrees(1, 1, 1, cp=1),
+            ModelLimits(fixed=(("cp", 2, "the script says so"),)),
+            "cp=1 must stay 2: the script says so",
+        ),
+        (
+            Degrees(1, 1, 1),
+            ModelLimits(min_tp=2, min_tp_reason="--tp-comm-overlap"),
+            "tp=1 is below 2: --tp-comm-overlap",
+        ),
+    ],
+)
+def test_a_refusal_says_exactly_why(degrees: Degrees, limits: ModelLimits, why: str) -> None:
+    assert refusal(degrees, limits) == why
+
+
+def test_another_micro_batch_size_is_checked_instead_of_the_models() -> None:
+    assert refusal(Degrees(1, 1, 24), GPT) is not None
+    assert refusal(Degrees(1, 1, 24), GPT, micro_batch_size=1) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("tp2 pp1", DegreeRequest(2, 1)),
+        ("tp=2,pp=4", DegreeRequest(2, 4)),
+        ("TP2·PP1·DP3", DegreeRequest(2, 1, 3)),
+        ("pp2", DegreeRequest(1, 2)),
+        ("pp2 vpp2 mbs4", DegreeRequest(1, 2, vpp=2, micro_batch_size=4)),
+        ({"tp": 2, "ep": 2, "micro_batch_size": 1}, DegreeRequest(2, 1, ep=2, micro_batch_size=1)),
+        ("tp2 recompute=full", DegreeRequest(2, 1, recompute="full")),
+        (str(DegreeRequest(2, 1, recompute="selective")), DegreeRequest(2, recompute="selective")),
+        (DegreeRequest(4, 1), DegreeRequest(4, 1)),
+    ],
+)
+def test_degrees_are_read_as_people_write_them(text: object, wanted: DegreeRequest) -> None:
+    assert parse_request(text) == wanted
+    assert parse_request(str(wanted)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tq2", "'tq2' in 'tq2' is not a degree"),
+        ("tp2 tp4", "'tp4' in 'tp2 tp4' stands there twice"),
+        ("", "are not degrees"),
+        (4, "4 are not degrees"),
+        ({"zp": 2}, "'zp' in .* is not an axis"),
+        ({"tp": 0}, "tp=0 is not a whole number"),
+        ({"tp": "2"}, "tp='2' is not a whole number"),
+    ],
+)
+def test_what_is_not_a_degree_is_named(text: object, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        parse_request(text)

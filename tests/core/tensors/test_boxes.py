@@ -1,0 +1,113 @@
+"""The search for overlaps and the splitting of boxes, against brute force."""
+
+from collections import Counter
+from itertools import product
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalai.core.tensors.boxes import (
+    Boxes,
+    Index,
+    NumberLine,
+    distinct,
+    refine,
+    self_overlapping,
+    uncovered,
+    without,
+)
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.region import Box
+
+CASES = settings(max_examples=300, deadline=None)
+TENSORS = [Tensor("a", (), "F32"), Tensor("b", (5,), "F32"), Tensor("c", (3, 4), "F32")]
+LINE = NumberLine.of(TENSORS)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    return Box(
+        offset,
+        tuple(draw(st.integers(1, n - low)) for n, low in zip(shape, offset, strict=True)),
+    )
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> Boxes:
+    """A few boxes of a few tensors."""
+    tensors = draw(st.lists(st.sampled_from(TENSORS), max_size=8))
+    held = Collection.of((tensor, draw(boxes_in(tensor.shape))) for tensor in tensors)
+    numbers = [TENSORS.index(tensor) for tensor in held.tensors]
+    tensor_of = np.array(numbers, dtype=np.int64)[held.tensor] if numbers else held.tensor
+    return LINE.place(tensor_of, held.offset, held.shape)
+
+
+def elements(boxes: Boxes, row: int) -> set[tuple[int, ...]]:
+    """The tensor and the index of every element of a box."""
+    box = boxes.box(row)
+    ranges = (range(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
+    return {(int(boxes.tensor[row]), *index) for index in product(*ranges)}
+
+
+@CASES
+@given(columns(), columns())
+def test_all_overlaps_are_found_and_no_others(left: Boxes, right: Boxes) -> None:
+    one, two = Index.of(right).overlapping(left)
+    assert one.tolist() == sorted(one.tolist())
+    assert Counter(zip(one.tolist(), two.tolist(), strict=True)) == Counter(
+        (i, j)
+        for i in range(len(left))
+        for j in range(len(right))
+        if elements(left, i) & elements(right, j)
+    )
+
+
+@CASES
+@given(columns())
+def test_equal_boxes_have_one_number(boxes: Boxes) -> None:
+    first, number = distinct(boxes)
+    assert [boxes.box(row) for row in first[number]] == [boxes.box(r) for r in range(len(boxes))]
+    assert boxes.tensor[first[number]].tolist() == boxes.tensor.tolist()
+    assert len({(int(boxes.tensor[row]), boxes.box(row)) for row in first}) == len(first)
+
+
+@CASES
+@given(columns())
+def test_atoms_are_disjoint_and_make_up_their_boxes(boxes: Boxes) -> None:
+    boxes = boxes.select(distinct(boxes)[0])
+    atoms, atom_of, box_of = refine(LINE, boxes)
+    assert not len(self_overlapping(atoms)[0])
+    assert atom_of.tolist() == sorted(atom_of.tolist())
+    for row in range(len(boxes)):
+        parts = [elements(atoms, atom) for atom in atom_of[box_of == row]]
+        assert sum(map(len, parts)) == len(elements(boxes, row))
+        assert set().union(*parts) == elements(boxes, row)
+
+
+@CASES
+@given(boxes_in((4, 3, 5)), st.lists(boxes_in((4, 3, 5)), max_size=4))
+def test_what_is_not_covered_is_cut_into_disjoint_boxes(box: Box, holes: list[Box]) -> None:
+    def inside(one: Box) -> set[tuple[int, ...]]:
+        starts = zip(one.offset, one.shape, strict=True)
+        return set(product(*(range(low, low + size) for low, size in starts)))
+
+    rest = [index for part in uncovered(box, holes) for index in inside(part)]
+    assert len(rest) == len(set(rest))
+    assert set(rest) == inside(box).difference(*(inside(hole) for hole in holes))
+    assert all(len(list(without(box, hole))) <= 6 for hole in holes)
+
+
+def test_a_column_meets_every_row_that_it_crosses() -> None:
+    # The column alone is index 0 of size 1 on the last axis; only its neighbours show that the axis
+    # is used.
+    column = LINE.place(
+        np.array([2]), np.array([[0, 0, 0, 0, 0, 0]]), np.array([[1, 1, 1, 1, 3, 1]])
+    )
+    right = LINE.place(
+        np.array([2, 2]),
+        np.array([[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 0]]),
+        np.array([[1, 1, 1, 1, 2, 1], [1, 1, 1, 1, 1, 4]]),
+    )
+    assert Index.of(right).overlapping(column)[1].tolist() == [1]
