@@ -86,7 +86,7 @@ class Benchmark:
         self._size = SMALL if options.small else FULL
         self._runs: int = options.runs
         self._memory: str = options.memory
-        self._beside: Path | None = options.auxiliary
+        self._beside: Path | None = options.beside
         self._folder = folder
         self._report = report
         self._forget: Callable[[], bool] = (lambda: False) if options.warm else drop_caches
