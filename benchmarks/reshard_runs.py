@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from scalai.converters.checkpoint import Checkpoint, Piece, ReadOptions, WriteOptions, place
-from scalai.converters.engine import reshard
+from scalai.converters.checkpoint import Checkpoint, FilePiece, ReadOptions, WriteOptions, place
+from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.limits import Limits
 from scalai.core.tensors.collection import MAX_NDIM, Tensor
 
 WORKERS = 2
@@ -132,7 +131,9 @@ def _with_layers(source: Checkpoint, times: int) -> Checkpoint:
             name = tensor.name
             if found:
                 name = layer.sub(str(turn * count + int(found[0])), name)
-            pieces.append(Piece(Tensor(name, tensor.shape, tensor.dtype), box, file, begin, stride))
+            pieces.append(
+                FilePiece(Tensor(name, tensor.shape, tensor.dtype), box, file, begin, stride)
+            )
     return replace(source, placed=place(pieces, placed.files), duplicates=None)
 
 

@@ -97,7 +97,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """One row of ``Placed``. ``stride`` None: row-major and without gaps."""
 
     tensor: Tensor
@@ -113,7 +113,7 @@ class Piece:
         return ITEM_BYTES["F32" if self.is_rounded else self.tensor.dtype]
 
 
-def place(pieces: Sequence[Piece], files: Sequence[CheckpointFile]) -> Placed:
+def place(pieces: Sequence[FilePiece], files: Sequence[CheckpointFile]) -> Placed:
     """Return pieces as columns, in their order.
 
     Raises:
@@ -313,7 +313,7 @@ class WriteOptions:
     cuts: Path | None = None
 
 
-class Layout(Protocol):
+class CheckpointLayout(Protocol):
     """One layout: found by looking at files, read, written. A module each; see ``layouts``."""
 
     @property

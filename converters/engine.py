@@ -1,9 +1,4 @@
-"""Fills a target from a source: streams in bounded memory, survives kills, proves what it wrote.
-
-Everything is written in a directory beside the destination, ``.<name>.partial``, with a journal of
-the tasks that are on disk; a rename at the end makes it the destination. The same command goes on
-where a killed one stopped; several hosts share the work as ``parts`` tells.
-"""
+"""What a run of ``reshard`` may use, and what it needs at least."""
 
 import hashlib
 import os
@@ -18,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 import scalai
-from scalai.converters.auxiliary import AUXILIARY, auxiliary_bytes, identify, write_auxiliary
 from scalai.converters.checkpoint import (
     PARAM,
     REPORT_VERSION,
@@ -27,34 +21,107 @@ from scalai.converters.checkpoint import (
     Placed,
     Target,
 )
-from scalai.converters.checksums import Checked
+from scalai.converters.checksums import (
+    Checked,
+    StorageRecords,
+    check_records,
+    counted,
+    find_records,
+)
+from scalai.converters.consistency import check_samples
 from scalai.converters.destination import (
+    AUXILIARY,
+    auxiliary_bytes,
     check_apart,
     check_free,
     check_room,
     complete,
     finished,
+    identify,
     partial_of,
     place_of,
     publish,
+    write_auxiliary,
     writing,
 )
 from scalai.converters.forked import map_forked
-from scalai.converters.journal import Done, Journal, Noted
-from scalai.converters.limits import BUFFERS, WORKER_BYTES, Limits
-from scalai.converters.parts import Part, alone, begin, gather, remove_journals
+from scalai.converters.journal import (
+    Done,
+    Journal,
+    Noted,
+    RunPart,
+    alone,
+    begin,
+    gather,
+    remove_journals,
+)
 from scalai.converters.recorded import check_report, is_recorded
-from scalai.converters.records import Records, check_records, counted, find_records
-from scalai.converters.streaming import Gatherer, Job, run_tasks
+from scalai.converters.streaming import CopyJob, Gatherer, run_tasks
 from scalai.converters.suspects import refuse_guessed
-from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
-from scalai.core.errors import MemoryShortError, ProofError, RefusedError, is_memory_short
+from scalai.core.errors import (
+    MemoryShortError,
+    ProofError,
+    RefusedError,
+    UsageError,
+    is_memory_short,
+)
 from scalai.core.tensors.collection import Collection, split_name
 from scalai.core.tensors.fingerprint import VERSION, combine, tensor_fingerprints
 from scalai.store.files import write_at
 
-WHOLE = Part()
+MAX_BUFFER_BYTES = 4 << 20
+MIN_BUFFER_BYTES = 1 << 20
+WORKER_BYTES = 24 << 20
+"""Anonymous memory of a worker beside its buffers, after the fork: measured, rounded up."""
+ROW_BYTES, FILE_BYTES = 1400, 2200
+"""Of a piece and of a file in the tables of the process that starts the workers: measured."""
+BUFFERS = 3
+"""Buffers of a worker: what is gathered, what is read back, what a fingerprint widens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run may use: bytes of memory, and processes. ``table_bytes`` of the memory are of the
+    process that starts the others (``table_bytes_of``)."""
+
+    memory_bytes: int
+    workers: int
+    table_bytes: int = 0
+
+    @property
+    def least_bytes(self) -> int:
+        """The least memory that does."""
+        return self.table_bytes + self.workers * (WORKER_BYTES + BUFFERS * MIN_BUFFER_BYTES)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of one buffer of a worker.
+
+        Raises:
+            UsageError: Memory is too little for that many workers.
+        """
+        left = self.memory_bytes - self.table_bytes
+        each = (left // self.workers - WORKER_BYTES) // BUFFERS
+        if each < MIN_BUFFER_BYTES:
+            raise UsageError(
+                f"--memory of {self.memory_bytes} bytes is too little for {self.workers} workers "
+                f"and {self.table_bytes} bytes of tables. Give at least {self.least_bytes}, or "
+                "fewer --workers."
+            )
+        # A power of two, so that a little more or less free memory does not undo a started run.
+        return min(1 << (each.bit_length() - 1), MAX_BUFFER_BYTES)
+
+
+def table_bytes_of(source: Checkpoint, target: Target) -> int:
+    """Return how much memory it takes to know what lies where, and what has been done: little, but
+    for very many tensors."""
+    rows = len(source.placed.collection) + len(target.placed.collection)
+    files = len(source.placed.files) + len(target.placed.files)
+    return rows * ROW_BYTES + files * FILE_BYTES
+
+
+WHOLE = RunPart()
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are on disk and all bytes."""
@@ -113,7 +180,7 @@ def reshard(
     limits: Limits,
     *,
     overwrite: bool = False,
-    part: Part = WHOLE,
+    part: RunPart = WHOLE,
     progress: Progress = lambda done, total: None,
 ) -> Mapping[str, Any] | None:
     """Write ``target``, or a part of it, to ``destination``.
@@ -156,7 +223,7 @@ def reshard(
             _prepare(partial, target, files)
             records = find_records(source, work)
             with Gatherer(work, source.directory) as gatherer:
-                job = Job(work, gatherer, partial, counted(work, records))
+                job = CopyJob(work, gatherer, partial, counted(work, records))
                 _run(job, files, journal, limits, progress)
             with alone(destination):
                 done = gather(partial, journal, len(work.tasks))
@@ -177,7 +244,7 @@ def _prove(
     target: Target,
     partial: Path,
     limits: Limits,
-    records: Records,
+    records: StorageRecords,
     done: Done,
     identity: str,
 ) -> tuple[npt.NDArray[np.uint64], dict[str, Any]]:
@@ -204,7 +271,7 @@ def _prove(
 
 def _check_read(
     source: Checkpoint,
-    records: Records,
+    records: StorageRecords,
     done: Done,
     report: Mapping[str, Any],
     limits: Limits,
@@ -276,7 +343,7 @@ def _prepare(partial: Path, target: Target, files: Iterable[int]) -> None:
 
 
 def _run(
-    job: Job, files: Iterable[int], journal: Journal, limits: Limits, progress: Progress
+    job: CopyJob, files: Iterable[int], journal: Journal, limits: Limits, progress: Progress
 ) -> None:
     """Do the tasks of these files that the journal does not know."""
     chosen = set(files)

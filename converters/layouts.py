@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from scalai.converters.bounded import read_pointer, short_text
-from scalai.converters.checkpoint import PARAM, USER, Checkpoint, Layout, ReadOptions
+from scalai.converters.checkpoint import PARAM, USER, Checkpoint, CheckpointLayout, ReadOptions
 from scalai.converters.deepspeed.files import LATEST
 from scalai.converters.deepspeed.plain.layout import DeepSpeedPlainLayout
 from scalai.converters.deepspeed.universal.files import SUFFIX
 from scalai.converters.deepspeed.universal.layout import DeepSpeedUniversalLayout
 from scalai.converters.deepspeed.zero.layout import DeepSpeedZeroLayout
 from scalai.converters.foreign import foreign_text, torch_file_text
-from scalai.converters.generation import PARTS, GenerationLayout
+from scalai.converters.generation_layout import PARTS, GenerationLayout
 from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import LAYER_WISE, TorchLegacyLayout
 from scalai.converters.opening import check_opened
@@ -21,7 +21,7 @@ from scalai.converters.safetensors_index import INDEX, SINGLE, SafetensorsLayout
 from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
 from scalai.core.tensors.collection import split_name
 
-LAYOUTS: Sequence[Layout] = (
+LAYOUTS: Sequence[CheckpointLayout] = (
     GenerationLayout(),
     TorchDistLayout(),
     TorchLegacyLayout(),
@@ -39,7 +39,7 @@ _UNFIT = (
 """What readers meet in files that are whole and hold something else than they should."""
 
 
-def layout_named(name: str) -> Layout:
+def layout_named(name: str) -> CheckpointLayout:
     """Return the layout of this name. Raises ``UsageError`` where there is none."""
     for layout in LAYOUTS:
         if layout.name == name:
@@ -48,7 +48,7 @@ def layout_named(name: str) -> Layout:
     raise UsageError(f"there is no layout {name!r}. Use one of: {names}.")
 
 
-def find_layout(path: Path) -> Layout | None:
+def find_layout(path: Path) -> CheckpointLayout | None:
     """Return the layout of what ``path`` holds; None where it is of none."""
     return next((layout for layout in LAYOUTS if layout.find(path)), None)
 
@@ -111,7 +111,7 @@ def _no_index(path: Path) -> str | None:
     )
 
 
-def _read(layout: Layout, path: Path, options: ReadOptions) -> Checkpoint:
+def _read(layout: CheckpointLayout, path: Path, options: ReadOptions) -> Checkpoint:
     try:
         checkpoint = layout.read(path, options)
         if not (options.is_part and PARTS in checkpoint.values.extra):

@@ -76,7 +76,7 @@ Classes = Mapping[tuple[str, str], Any]
 """What stands in for the class of a module and a name."""
 
 
-class Sealed(type):
+class SealedClass(type):
     """A class that no pickle can change. Unpickling may set attributes of what it has built, and a
     class is something that it has found: it could be given another name, or other methods."""
 
@@ -111,7 +111,7 @@ class _Forbidden(Exception):
     """Something is made or called that no checkpoint needs."""
 
 
-class Foreign(metaclass=Sealed):
+class Foreign(metaclass=SealedClass):
     """An object of a class that is not imported: its arguments, its state and its items.
 
     The class object itself stands for the framework's class or function, where a pickle names it
@@ -170,7 +170,7 @@ def _refuse_state(self: Any, state: Any) -> None:
 
 
 SEALED: Mapping[type, type] = {
-    Sealed(cls.__name__, (cls,), {"__setstate__": take}): cls
+    SealedClass(cls.__name__, (cls,), {"__setstate__": take}): cls
     for cls, take in {
         argparse.Namespace: _set_attributes,
         collections.OrderedDict: _set_attributes,
@@ -194,7 +194,7 @@ def foreign(module: str, name: str) -> type[Foreign]:
         last = name.rpartition(".")[2]
         is_class = last.lstrip("_")[:1].isupper()
         known = {"path": path, "is_callable": is_class or path in _FUNCTIONS}
-        _made[path] = cast(type[Foreign], Sealed(last, (Foreign,), known))
+        _made[path] = cast(type[Foreign], SealedClass(last, (Foreign,), known))
     return _made[path]
 
 
@@ -295,10 +295,10 @@ class Array(Foreign):
 
 
 _NUMPY: Mapping[tuple[str, str], type[Foreign]] = {
-    ("numpy", "dtype"): cast(type[Foreign], Sealed("dtype", (_Dtype,), {})),
+    ("numpy", "dtype"): cast(type[Foreign], SealedClass("dtype", (_Dtype,), {})),
     **{
         (module, "_reconstruct"): cast(
-            type[Foreign], Sealed("_reconstruct", (Array,), {"path": (module, "_reconstruct")})
+            type[Foreign], SealedClass("_reconstruct", (Array,), {"path": (module, "_reconstruct")})
         )
         for module in _NUMPY_MODULES
     },
@@ -336,7 +336,7 @@ def loads(
     trusting = _is_trusting.set(trust)
     try:
         with bounded_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data)):
-            return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
+            return _Unpickler(io.BytesIO(data), where, classes or {}, persistent, trust).load()
     except ScalaiError:
         raise
     except _Forbidden as error:
@@ -366,11 +366,11 @@ def dumps(
         persistent: Returns the persistent id of an object, else None.
     """
     buffer = io.BytesIO()
-    _Writer(buffer, reduce, persistent).dump(value)
+    _Pickler(buffer, reduce, persistent).dump(value)
     return buffer.getvalue()
 
 
-class _Reader(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
         file: io.BytesIO,
@@ -447,7 +447,7 @@ _CALLS = {path: Call(*path, function) for path, function in _FUNCTIONS_BY_NAME.i
 
 
 # The C pickler checks that a name leads to the object; stand-ins lead elsewhere.
-class _Writer(pickle._Pickler):
+class _Pickler(pickle._Pickler):
     def __init__(
         self,
         file: io.BytesIO,

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, ReadOptions
-from scalai.converters.fingerprints import parts_of
+from scalai.converters.consistency import equal_tensors
 from scalai.converters.layouts import open_checkpoint
+from scalai.converters.recorded import parts_of
 from scalai.converters.source_files import SourceFiles
-from scalai.converters.verify import equal_tensors
 from scalai.core.errors import ScalaiError
 from scalai.core.tensors.collection import split_name
 from scalai.core.tensors.dtypes import HALF

@@ -23,7 +23,7 @@ from scalai.converters.checkpoint import (
     PARAM,
     Checkpoint,
     CheckpointFile,
-    Piece,
+    FilePiece,
     ReadOptions,
     Target,
     Values,
@@ -72,7 +72,7 @@ class SafetensorsLayout:
         """Read the headers of all files that the index names."""
         entries, files = _read_entries(path)
         pieces = [
-            Piece(Tensor(f"{PARAM}/{name}", e.shape, e.dtype), whole(e.shape), e.file, e.begin)
+            FilePiece(Tensor(f"{PARAM}/{name}", e.shape, e.dtype), whole(e.shape), e.file, e.begin)
             for name, e in entries.items()
         ]
         values = Values(step=_step(path), degrees={}, framework="", extra={CONFIG: _config(path)})
@@ -118,7 +118,9 @@ def _step(path: Path) -> int:
 
 def _lay_out(
     weights: Mapping[str, Tensor],
-) -> tuple[list[CheckpointFile], dict[int, list[tuple[int, bytes]]], list[Piece], dict[str, str]]:
+) -> tuple[
+    list[CheckpointFile], dict[int, list[tuple[int, bytes]]], list[FilePiece], dict[str, str]
+]:
     """Return files, their headers, the rows that fill them and which tensor is in which file."""
     groups: list[list[str]] = [[]]
     filled = 0
@@ -130,7 +132,7 @@ def _lay_out(
         filled += tensor.size_bytes
     files: list[CheckpointFile] = []
     fixed: dict[int, list[tuple[int, bytes]]] = {}
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups):
         file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
@@ -150,7 +152,7 @@ def _lay_out(
         header = header_of(entries, HEADER_ALIGNMENT)
         for name in names:
             begin = len(header) + entries[name]["data_offsets"][0]
-            pieces.append(Piece(weights[name], whole(weights[name].shape), file, begin))
+            pieces.append(FilePiece(weights[name], whole(weights[name].shape), file, begin))
         files.append(CheckpointFile(file, len(header) + at))
         fixed[number] = [(0, header)]
     return files, fixed, pieces, weight_map

@@ -1,18 +1,54 @@
-"""The files of a checkpoint while it is read: mapped and opened once, not for every piece."""
+"""How a master rounds to its weight."""
 
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from weakref import finalize
 
 import numpy as np
+import numpy.typing as npt
 
-from scalai.converters.checkpoint import Placed
-from scalai.converters.rounding import rounded
+from scalai.converters.checkpoint import STEP, Checkpoint, Placed
+from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import MAX_NDIM
-from scalai.core.tensors.dtypes import Bits, bits_dtype
+from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, NUMPY_DTYPES, Bits, bits_dtype
 from scalai.core.tensors.region import Box
 from scalai.store.files import map_file
+from scalai.store.values import number_of
+
+
+def rounds_to(masters: bytes, master_dtype: str, weights: bytes, dtype: str) -> bool:
+    """Tell whether each master, rounded to the weights' dtype, is the weight beside it.
+
+    Both are elements in the same order, with dtypes by the names of the safetensors format.
+    """
+    return round_bytes(masters, master_dtype, dtype) == weights
+
+
+def round_bytes(masters: bytes, master_dtype: str, dtype: str) -> bytes:
+    """Return masters rounded to another dtype, as bytes."""
+    if master_dtype == dtype:
+        return masters
+    values: npt.NDArray[Any] = np.frombuffer(masters, dtype=NUMPY_DTYPES[master_dtype])
+    return rounded(values.astype(np.float32), dtype).tobytes()
+
+
+def rounded(values: npt.NDArray[np.float32], dtype: str) -> Bits:
+    """Return fp32 numbers [...] as bits [...] of a 16-bit dtype, by its safetensors name."""
+    if dtype == "BF16":
+        return to_bf16(values)
+    with np.errstate(over="ignore"):
+        halves: Bits = values.astype(NUMPY_DTYPES[dtype]).view(BITS[ITEM_BYTES[dtype]])
+    return halves
+
+
+def to_bf16(values: npt.NDArray[np.float32]) -> Bits:
+    """Return fp32 numbers as bf16 bits, rounded to the nearest, ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.asarray(rounded >> np.uint32(16), dtype=np.uint16)
+
 
 OPEN_FILES = 64
 """Files that stay open, and as many that stay mapped."""
@@ -84,3 +120,38 @@ def place_of_part(placed: Placed, row: int, part: Box) -> tuple[int, list[int]]:
     stride = [item * step for step in placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()]
     inside = zip(part.offset, box.offset, stride, strict=True)
     return int(placed.begin[row]) + sum((low - at) * step for low, at, step in inside), stride
+
+
+def made_steps(source: Checkpoint) -> int:
+    """Return how many steps the optimizer has made: the job's, less those that an overflow
+    skipped. Raises as ``read_steps``."""
+    steps = read_steps(source)
+    return source.values.step if steps is None else int(steps)
+
+
+def read_steps(source: Checkpoint) -> float | None:
+    """Return how many steps the optimizer has made for every parameter; None: no tensor says.
+
+    Raises:
+        RefusedError: Parameters made unequally many; most layouts keep one number for all.
+    """
+    placed, found = source.placed, {}
+    for row in range(len(placed.collection)):
+        tensor, _ = placed.collection.box(row)
+        if not tensor.name.startswith(f"{STEP}/") or tensor.dtype != "F32":
+            continue
+        file, begin = placed.files[placed.file[row]], int(placed.begin[row])
+        if file.content is not None:
+            data = file.content[begin : begin + 4]
+        else:
+            with open(source.directory / file.path, "rb") as opened:
+                opened.seek(begin)
+                data = opened.read(4)
+        found[number_of(data, "F32")] = tensor.name
+    if len(found) > 1:
+        few = ", ".join(f"{name}: {step:g}" for step, name in list(found.items())[:3])
+        raise RefusedError(
+            f"parameters have made unequally many optimizer steps ({few}), and this layout keeps "
+            "one number for all. Convert to scalai's own layout instead."
+        )
+    return next(iter(found), None)

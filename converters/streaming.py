@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import Placed
+from scalai.converters.checksums import Run, Runs, run_of
 from scalai.converters.journal import Noted
-from scalai.converters.records import Run, Runs, run_of
 from scalai.converters.source_files import SourceFiles, place_of_part
 from scalai.converters.work import Task, Unit, Work, copies_into
 from scalai.core.errors import ProofError
@@ -101,7 +101,7 @@ class Gatherer:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Job:
+class CopyJob:
     """What all tasks share: the work, what gathers it from the source, where the destination grows,
     and of which copies checksums are taken [copies]."""
 
@@ -112,7 +112,7 @@ class Job:
     read_back: Scratch = field(default_factory=Scratch)
 
 
-def run_tasks(job: Job, tasks: Sequence[Task]) -> dict[int, Noted]:
+def run_tasks(job: CopyJob, tasks: Sequence[Task]) -> dict[int, Noted]:
     """Copy the units of some tasks, bring them to disk, read them back.
 
     Returns:
@@ -136,7 +136,7 @@ def run_tasks(job: Job, tasks: Sequence[Task]) -> dict[int, Noted]:
         }
 
 
-def _copy(job: Job, task: Task, descriptor: int) -> tuple[list[int], Sequence[Run]]:
+def _copy(job: CopyJob, task: Task, descriptor: int) -> tuple[list[int], Sequence[Run]]:
     """Write a task's units; return their fingerprints in the source, and the checksums of what was
     read of it."""
     left, runs = [], Runs(job.counted)
@@ -153,7 +153,7 @@ def _sync(descriptors: Sequence[int]) -> None:
     at_once(os.fdatasync, descriptors)
 
 
-def _read_rows(job: Job, task: Task, descriptor: int, left: Sequence[int]) -> dict[int, int]:
+def _read_rows(job: CopyJob, task: Task, descriptor: int, left: Sequence[int]) -> dict[int, int]:
     """Return the fingerprints of what was written of each row. Raises as ``run_tasks``."""
     target = job.work.target
     rows: dict[int, int] = {}

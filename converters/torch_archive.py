@@ -9,9 +9,11 @@ Source: torch/serialization.py and caffe2/serialize/inline_container.cc of torch
 import io
 import pickle
 import struct
+import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import index
@@ -22,10 +24,10 @@ import numpy as np
 
 from scalai.converters import pickles
 from scalai.converters.bounded import open_regular
-from scalai.converters.pickles import Call, Foreign
+from scalai.converters.pickles import Call, Foreign, foreign
 from scalai.core.errors import RefusedError, ScalaiError, is_memory_short
-from scalai.core.tensors.dtypes import BITS, FROM_STORAGE, ITEM_BYTES, Bits
-from scalai.core.tensors.region import Index
+from scalai.core.tensors.dtypes import BITS, FROM_STORAGE, ITEM_BYTES, STORAGES, Bits
+from scalai.core.tensors.region import Index, row_major
 
 MAX_PICKLE_BYTES = 1 << 30
 MAX_VALUE_BYTES = 64 << 20
@@ -120,7 +122,7 @@ def read_archive(
     """
     try:
         with open_regular(path) as file:
-            window = Window(file, begin, size_bytes)
+            window = FileWindow(file, begin, size_bytes)
             return _read(window, path, begin, trust)
     except ScalaiError:
         raise
@@ -183,7 +185,7 @@ def with_content(value: Any, data: memoryview) -> Any:
     return value
 
 
-class Window(io.RawIOBase):
+class FileWindow(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, file: BinaryIO, begin: int, size_bytes: int | None) -> None:
@@ -215,7 +217,7 @@ class Window(io.RawIOBase):
         return data
 
 
-def _read(window: Window, path: Path, begin: int, trust: bool) -> Any:
+def _read(window: FileWindow, path: Path, begin: int, trust: bool) -> Any:
     with zipfile.ZipFile(window) as archive:
         members = {name.filename.partition("/")[2]: name for name in archive.infolist()}
         for member in members.values():
@@ -265,7 +267,7 @@ def _read(window: Window, path: Path, begin: int, trust: bool) -> Any:
     return pickles.loads(data, str(path), classes=_REBUILDERS, persistent=storage, trust=trust)
 
 
-def _content(window: Window, member: zipfile.ZipInfo) -> bytes:
+def _content(window: FileWindow, member: zipfile.ZipInfo) -> bytes:
     """Return a member's bytes, compared with their checksum; 0 is none, of a save without them.
 
     Not by ``zipfile``, which takes 0 for a checksum.
@@ -277,7 +279,7 @@ def _content(window: Window, member: zipfile.ZipInfo) -> bytes:
     return data
 
 
-def member_begin(window: Window, member: zipfile.ZipInfo) -> int:
+def member_begin(window: FileWindow, member: zipfile.ZipInfo) -> int:
     """Return where the bytes of a member begin, behind its local header."""
     window.seek(member.header_offset)
     header = window.read(30)
@@ -287,7 +289,7 @@ def member_begin(window: Window, member: zipfile.ZipInfo) -> int:
     return member.header_offset + 30 + int(name) + int(extra)
 
 
-def _tensor(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+def _rebuilt(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
     """Stand in for ``torch._utils._rebuild_tensor_v2``."""
     item = ITEM_BYTES[storage.dtype]
     (offset,), shape, stride = _sizes((offset,)), _sizes(shape), _sizes(stride)
@@ -325,9 +327,149 @@ _REBUILDERS: Mapping[tuple[str, str], Call] = {
     (module, name): Call(module, name, function)
     for module, name, function in (
         ("torch._tensor", "_rebuild_from_type_v2", _with_attributes),
-        ("torch._utils", "_rebuild_tensor_v2", _tensor),
+        ("torch._utils", "_rebuild_tensor_v2", _rebuilt),
         ("torch._utils", "_rebuild_parameter", _data),
         ("torch._utils", "_rebuild_parameter_with_state", _data),
         ("torch", "Size", _size),
     )
 }
+
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ArchiveLayout:
+    """A file that is laid out: what is known of its bytes, and where the rest goes.
+
+    ``fixed`` are (offset, bytes) in order, ``begin`` [tensors] the offset of each tensor without
+    content, in the order of the pickle.
+    """
+
+    fixed: tuple[tuple[int, bytes], ...]
+    tensors: tuple[NewTensor, ...]
+    begin: tuple[int, ...]
+    size_bytes: int
+
+
+def lay_out_archive(value: Any, name: str = "archive") -> ArchiveLayout:
+    """Lay out a file that torch reads as ``value``, in which a ``NewTensor`` is a tensor."""
+    tensors: list[NewTensor] = []
+
+    def reduce(obj: Any) -> Any:
+        if not isinstance(obj, NewTensor):
+            return None
+        tensors.append(obj)
+        key = _Key(len(tensors) - 1, obj.dtype, prod(obj.shape))
+        shape = tuple(obj.shape), row_major(obj.shape)
+        return foreign("torch._utils", "_rebuild_tensor_v2"), (
+            key, 0, *shape, False, OrderedDict(),
+        )  # fmt: skip
+
+    def persistent(obj: Any) -> Any:
+        if not isinstance(obj, _Key):
+            return None
+        storage = foreign("torch", STORAGES[obj.dtype])
+        return "storage", storage, str(obj.number), "cpu", obj.numel
+
+    data = pickles.dumps(value, reduce=reduce, persistent=persistent)
+    writer = _Zip(name)
+    writer.add("data.pkl", data)
+    writer.add("byteorder", sys.byteorder.encode())
+    begin = [writer.reserve(f"data/{n}", tensor) for n, tensor in enumerate(tensors)]
+    writer.add("version", b"3\n")
+    size_bytes = writer.close()
+    open_ = [number for number, tensor in enumerate(tensors) if tensor.content is None]
+    return ArchiveLayout(
+        tuple(_joined(writer.fixed)),
+        tuple(tensors[number] for number in open_),
+        tuple(begin[number] for number in open_),
+        size_bytes,
+    )
+
+
+def _joined(fixed: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Yield bytes that lie behind each other as one: a target may have very many small files."""
+    begin, parts, end = 0, [b""], 0
+    for at, data in fixed:
+        if at != end:
+            yield begin, b"".join(parts)
+            begin, parts = at, []
+        parts.append(data)
+        end = at + len(data)
+    yield begin, b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A storage that is to be written."""
+
+    number: int
+    dtype: str
+    numel: int
+
+
+class _Zip:
+    """Lays out a ZIP file with ZIP64 fields where they are needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._at = 0
+        self._members: list[tuple[bytes, int, int, int]] = []
+        self.fixed: list[tuple[int, bytes]] = []
+
+    def add(self, name: str, data: bytes) -> None:
+        """Add a member whose bytes are known."""
+        begin = self._begin(name, len(data), zlib.crc32(data))
+        self.fixed.append((begin, data))
+
+    def reserve(self, name: str, tensor: NewTensor) -> int:
+        """Add a tensor's member; returns where its bytes begin."""
+        if tensor.content is not None:
+            self.add(name, tensor.content)
+            return self._at - len(tensor.content)
+        return self._begin(name, tensor.size_bytes, 0)
+
+    def _begin(self, name: str, size: int, crc: int) -> int:
+        path = f"{self._name}/{name}".encode()
+        # As torch does: padded in an extra field "FB", so that the data are aligned.
+        fields = b"" if size < 0xFFFFFFFF else struct.pack("<HHQQ", 1, 16, size, size)
+        bare = self._at + 30 + len(path) + len(fields) + 4
+        padding = -bare % ALIGNMENT
+        extra = fields + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        short = min(size, 0xFFFFFFFF)
+        header = struct.pack(
+            "<4sHHHHHIIIHH", b"PK\x03\x04", 45 if fields else 20, 0, 0, 0, 0, crc, short, short,
+            len(path), len(extra),
+        )  # fmt: skip
+        self._members.append((path, self._at, size, crc))
+        self.fixed.append((self._at, header + path + extra))
+        begin = self._at + len(header) + len(path) + len(extra)
+        self._at = begin + size
+        return begin
+
+    def close(self) -> int:
+        """Add the directory at the end; returns the size of the file."""
+        directory = b"".join(self._entry(*member) for member in self._members)
+        count, at, size = len(self._members), self._at, len(directory)
+        end = struct.pack(
+            "<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, at
+        ) + struct.pack("<4sIQI", b"PK\x06\x07", 0, at + size, 1)
+        short = struct.pack(
+            "<4sHHHHIIH", b"PK\x05\x06", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF),
+            min(size, 0xFFFFFFFF), min(at, 0xFFFFFFFF), 0,
+        )  # fmt: skip
+        is_large = count >= 0xFFFF or at + size >= 0xFFFFFFFF
+        tail = directory + (end if is_large else b"") + short
+        self.fixed.append((at, tail))
+        return at + len(tail)
+
+    def _entry(self, path: bytes, offset: int, size: int, crc: int) -> bytes:
+        values = [size, size] * (size >= 0xFFFFFFFF) + [offset] * (offset >= 0xFFFFFFFF)
+        extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+        short = min(size, 0xFFFFFFFF)
+        version = 45 if values else 20
+        return struct.pack(
+            "<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", version, version, 0, 0, 0, 0, crc, short, short,
+            len(path), len(extra), 0, 0, 0, 0, min(offset, 0xFFFFFFFF),
+        ) + path + extra  # fmt: skip

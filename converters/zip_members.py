@@ -27,7 +27,7 @@ _WIDE = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class StorageMember:
     """A storage: its name behind the archive's own, where its bytes lie, and its CRC-32; 0: none
     was taken."""
 
@@ -37,7 +37,7 @@ class Member:
     crc: int
 
 
-def storages(data: memoryview) -> Iterator[Member]:
+def storages(data: memoryview) -> Iterator[StorageMember]:
     """Yield the storages of all archives in a file, the last archive first.
 
     Passes over what a copy has left behind the last one. Ends where no archive is: at a file of
@@ -46,7 +46,7 @@ def storages(data: memoryview) -> Iterator[Member]:
     end = _last_end(data)
     while end:
         try:
-            begin, members = _archive(data, end)
+            begin, members = _directory(data, end)
         except (struct.error, ValueError):
             return
         yield from members
@@ -57,7 +57,7 @@ def is_archive(data: memoryview) -> bool:
     """Tell whether these bytes are one archive, with an entry for each of its members, on one disk:
     torch's reader takes no other."""
     try:
-        begin, _ = _archive(data, len(data))
+        begin, _ = _directory(data, len(data))
     except (struct.error, ValueError):
         return False
     end = len(data) - _END.size
@@ -79,7 +79,7 @@ def _last_end(data: memoryview) -> int:
     return len(data) - len(tail) + at + _END.size if at >= 0 else len(data)
 
 
-def _archive(data: memoryview, end: int) -> tuple[int, list[Member]]:
+def _directory(data: memoryview, end: int) -> tuple[int, list[StorageMember]]:
     """Return where an archive that ends at a byte begins, and its storages. Raises ``ValueError``
     or ``struct.error`` where there is none."""
     if end < _END.size:
@@ -109,7 +109,9 @@ def _archive(data: memoryview, end: int) -> tuple[int, list[Member]]:
             size, header = _wide(bytes(data[place : place + extra_bytes]), packed, size, header)
         place += extra_bytes + note_bytes
         if name.startswith("data/") and size:
-            members.append(Member(name, _content(data, begin + header, size, end), size, crc))
+            members.append(
+                StorageMember(name, _content(data, begin + header, size, end), size, crc)
+            )
     _expect(place == at)
     return begin, members
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.megatron.releases import stated_release
+from scalai.converters.megatron.rules import stated_release
 from scalai.core.errors import RefusedError
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED, MEGATRON
 

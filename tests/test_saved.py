@@ -12,7 +12,7 @@ import pytest
 
 from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.describe import read_tensor
-from scalai.converters.generation import PARTS, Stored
+from scalai.converters.generation_layout import PARTS, StoredGeneration
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
@@ -52,10 +52,10 @@ def test_the_folder_stays_small() -> None:
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 100_000
 
 
-def stored_in(checkpoint: Checkpoint) -> Stored:
+def stored_in(checkpoint: Checkpoint) -> StoredGeneration:
     """Return the manifests behind a generation that was opened as a checkpoint."""
     found = checkpoint.values.extra[PARTS]
-    assert isinstance(found, Stored)
+    assert isinstance(found, StoredGeneration)
     return found
 
 

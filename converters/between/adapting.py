@@ -26,8 +26,7 @@ from scalai.converters.between.translation import (
 )
 from scalai.converters.between.vocabulary import repadded
 from scalai.converters.checkpoint import CONFIG, Checkpoint, Values, parameters_of
-from scalai.converters.megatron.fused_rows import Heads
-from scalai.converters.megatron.padding import DIVISOR, padded_rows
+from scalai.converters.megatron.model_limits import DIVISOR, Heads, padded_rows
 from scalai.core.errors import RefusedError, UsageError
 
 

@@ -24,7 +24,7 @@ from scalai.converters.between.mapping import NameMapping
 from scalai.converters.checkpoint import Checkpoint, parameters_of
 from scalai.converters.deepspeed.job import DeepSpeedJob
 from scalai.converters.deepspeed.stored_config import check_config
-from scalai.converters.scalars import made_steps
+from scalai.converters.source_files import made_steps
 from scalai.core.errors import RefusedError, UsageError
 
 VERSION = "0.19.8"

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from scalai.converters.megatron.fused_rows import PARTS, Heads, rows_of_parts
+from scalai.converters.megatron.model_limits import FUSED_PARTS, Heads, rows_of_parts
 from scalai.core.errors import UsageError
 from scalai.core.tensors.region import Box, whole
 
@@ -237,7 +237,7 @@ class NameMapping:
         """Return the heads; the query groups by the rows of queries and keys, if nobody says
         them."""
         known = self.heads.or_else(heads)
-        if known.heads is None or known.groups is not None or len(rows) != PARTS["qkv"]:
+        if known.heads is None or known.groups is not None or len(rows) != FUSED_PARTS["qkv"]:
             return known
         return Heads(known.heads, max(known.heads * rows[1] // rows[0], 1))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.between.mapping import NameMapping, Rule
-from scalai.converters.megatron.fused_rows import PARTS, Heads
+from scalai.converters.megatron.model_limits import FUSED_PARTS, Heads
 from scalai.core.errors import UsageError
 
 _KEYS = {"prefix", "ignored", "attention", "tied", "tensor"}
@@ -62,8 +62,8 @@ def _rule(entry: Mapping[str, Any], path: Path) -> Rule:
     if (
         entry.keys() - _RULE_KEYS
         or not isinstance(entry.get("ours"), str)
-        or fused not in PARTS
-        or len(names) not in (1, PARTS[fused])
+        or fused not in FUSED_PARTS
+        or len(names) not in (1, FUSED_PARTS[fused])
     ):
         raise UsageError(
             f"{path}: {dict(entry)} is no rule. Give ours, theirs (one name; or 3 with fused = "

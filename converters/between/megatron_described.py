@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalai.converters.between.mapping import Shape
-from scalai.converters.megatron.modules import EMBEDDING, OUTPUT, gated
-from scalai.converters.megatron.names import expert_of, layer_of
-from scalai.converters.megatron.values import DEGREE_ARGUMENTS
+from scalai.converters.megatron.beside_tensors import DEGREE_ARGUMENTS
+from scalai.converters.megatron.modules import EMBEDDING, OUTPUT, expert_of, gated, layer_of
 from scalai.converters.pickles import foreign
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor

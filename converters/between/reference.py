@@ -39,8 +39,7 @@ from scalai.converters.checkpoint import (
 )
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.megatron.fused_rows import Heads
-from scalai.converters.megatron.limits import argument_heads
+from scalai.converters.megatron.model_limits import Heads, argument_heads
 from scalai.core.errors import RefusedError, UsageError
 
 _TABLES = {"megatron", "deepspeed"}

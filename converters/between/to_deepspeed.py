@@ -17,15 +17,14 @@ from scalai.converters.checkpoint import (
     PARAM,
     Checkpoint,
     CheckpointFile,
-    Piece,
+    FilePiece,
     parameters_of,
     place,
     unite,
 )
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.megatron.modules import group_of
-from scalai.converters.scalars import made_steps
-from scalai.converters.source_files import SourceFiles
+from scalai.converters.source_files import SourceFiles, made_steps
 from scalai.core.errors import RefusedError
 
 _COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
@@ -169,7 +168,7 @@ def _with_buffers(
             bits = np.ascontiguousarray(opened.view(placed, row, box))
             content = bits.tobytes()
             files.append(CheckpointFile(f"(buffer {row})", len(content), content))
-            pieces.append(Piece(tensor, box, files[-1].path, 0))
+            pieces.append(FilePiece(tensor, box, files[-1].path, 0))
     if not pieces:
         return source
     names = sorted({piece.tensor.name.removeprefix(f"{PARAM}/") for piece in pieces})

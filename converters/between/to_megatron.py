@@ -15,10 +15,10 @@ from scalai.converters.between.to_deepspeed import client_state
 from scalai.converters.between.translation import INVENTED, LEFT_OUT, Links
 from scalai.converters.checkpoint import Checkpoint, Values, parameters_of
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
+from scalai.converters.megatron.beside_tensors import counters_of
 from scalai.converters.megatron.common_state import FORM
 from scalai.converters.megatron.modules import group_of
-from scalai.converters.megatron.values import counters_of
-from scalai.converters.scalars import made_steps
+from scalai.converters.source_files import made_steps
 from scalai.core.errors import RefusedError
 
 _KEPT = ("keys", "is_local", "is_grouped", "checkpoint_version", "content_metadata", FORM)

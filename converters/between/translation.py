@@ -14,16 +14,15 @@ from scalai.converters.between.mapping import Link, NameMapping, Shape
 from scalai.converters.checkpoint import (
     CONFIG,
     Checkpoint,
-    Piece,
+    FilePiece,
     Placed,
     parameters_of,
     place,
 )
+from scalai.converters.consistency import copy_differences
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
-from scalai.converters.megatron.fused_rows import Heads
-from scalai.converters.megatron.limits import argument_heads
+from scalai.converters.megatron.model_limits import Heads, argument_heads
 from scalai.converters.opening import short_layer
-from scalai.converters.verify import copy_differences
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.tensors.region import Box
@@ -194,7 +193,9 @@ def _renamed(placed: Placed, links: Links, shapes: Mapping[str, Shape]) -> Place
     return place(pieces, placed.files)
 
 
-def _pieces(placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape]) -> Iterator[Piece]:
+def _pieces(
+    placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape]
+) -> Iterator[FilePiece]:
     """Yield what becomes of a row."""
     tensor, box = placed.collection.box(row)
     kind, name = split_name(tensor.name)
@@ -206,7 +207,7 @@ def _pieces(placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape])
     file, begin = placed.files[placed.file[row]].path, int(placed.begin[row])
     if tensor.shape == ():
         for theirs in dict.fromkeys(link.theirs for link in links.get(name, ())):
-            yield Piece(Tensor(f"{kind}/{theirs}", (), tensor.dtype), box, file, begin)
+            yield FilePiece(Tensor(f"{kind}/{theirs}", (), tensor.dtype), box, file, begin)
         return
     stride = tuple(placed.stride[row, MAX_NDIM - len(box.shape) :].tolist())
     item = placed.item_bytes(row)
@@ -218,7 +219,7 @@ def _pieces(placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape])
         inside = tuple(a - b for a, b in zip(common.offset, link.box.offset, strict=True))[turn]
         offset = tuple(a + b for a, b in zip(inside, link.their_box.offset, strict=True))
         shift = zip(common.offset, box.offset, stride, strict=True)
-        yield Piece(
+        yield FilePiece(
             Tensor(f"{kind}/{link.theirs}", link.their_shape, tensor.dtype),
             Box(offset, common.shape[turn]),
             file,

@@ -16,7 +16,7 @@ from typing import Any
 from scalai.converters.checkpoint import (
     Checkpoint,
     CheckpointFile,
-    Piece,
+    FilePiece,
     Placed,
     parameters_of,
     place,
@@ -104,11 +104,11 @@ def _cut(placed: Placed, rows: int) -> Placed:
                 (old.shape[0], *[0] * (len(new.shape) - 1)),
                 (rows - old.shape[0], *new.shape[1:]),
             )
-            pieces.append(Piece(new, box, ZEROS.path, 0, (0,) * len(new.shape)))
+            pieces.append(FilePiece(new, box, ZEROS.path, 0, (0,) * len(new.shape)))
     return place(pieces, [*placed.files, ZEROS])
 
 
-def _kept(placed: Placed, row: int, rows: int) -> Iterator[Piece]:
+def _kept(placed: Placed, row: int, rows: int) -> Iterator[FilePiece]:
     tensor, box = placed.collection.box(row)
     common: Box | None = box
     if _is_padded(tensor):
@@ -116,7 +116,7 @@ def _kept(placed: Placed, row: int, rows: int) -> Iterator[Piece]:
         common = box.intersect(whole(tensor.shape))
     if common is not None:
         # Rows are dropped at the end, so that what is kept begins where it did.
-        yield Piece(
+        yield FilePiece(
             tensor,
             common,
             placed.files[placed.file[row]].path,

@@ -10,8 +10,8 @@ Source: ``AcceleratedScheduler.step`` of accelerate/scheduler.py, 1.15.
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.deepspeed.files import carried, read_dictionary
+from scalai.converters.torch_archive import lay_out_archive
 
 AT, COUNT, FUNCTIONS = "last_epoch", "_step_count", "lr_lambdas"
 """Entries of the state of torch's LambdaLR: where it stands, how often it was stepped, and what

@@ -1,27 +1,174 @@
-"""Megatron-LM's command line: what it says about the model, and what to append for other degrees.
+"""Megatron-LM's command line: the model in it, and the flags to append for other degrees.
 
 Nothing of Megatron-LM is imported. Its parser takes no abbreviations (``allow_abbrev=False`` in
 every version from 0.14 on), the last occurrence of a flag wins, and no value begins with ``--``. So
-derived flags are appended and nothing that a person wrote is rewritten.
+derived flags are appended, and a person's own are never rewritten. ``rules.py`` has the fixed
+facts; workers ask it too.
 
-What cannot change is said by ``rules.py``, which workers ask too.
-
-Source: megatron/training/arguments.py of 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.19.0, 0.20 (d98e8a64).
+Source: megatron/training/arguments.py of 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.19.0, 0.20 (d98e8a64);
+megatron/core/num_microbatches_calculator.py of 0.14.0 to 0.20 (the step schedule is of 0.20) and
+megatron/core/transformer/pipeline_parallel_layer_layout.py of 0.14.0 to 0.20.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from scalai.converters.megatron import stage_layout
-from scalai.converters.megatron.batch_sizes import RAMP, SCHEDULE, ramp_sizes, step_sizes
-from scalai.converters.megatron.releases import QUERY_GROUPS_SHARED
-from scalai.converters.megatron.rules import Given, faults_of, fixed_axes, values_of
+from scalai.converters.megatron.rules import (
+    QUERY_GROUPS_SHARED,
+    Given,
+    faults_of,
+    fixed_axes,
+    values_of,
+)
 from scalai.converters.megatron.sums import EVALUATION, Release, sums_of
+from scalai.core.degrees.batches import BatchRamp
 from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, chunk_group
 from scalai.core.degrees.passes import Recompute
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.faults import refuse_all
+
+TOLD = (
+    "num_attention_heads", "seq_length", "moe_router_topk", "global_batch_size", "hidden_dropout",
+    "attention_dropout", "fp8",
+)  # fmt: skip
+TOLD_FACT = "arguments"
+"""Under this name they tell it (``about.facts`` of a generation, docs/format.md)."""
+
+
+def told_of(arguments: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Return those of Megatron's arguments, as far as they are set."""
+    plain = (bool, int, float, str)
+    return {name: arguments[name] for name in TOLD if isinstance(arguments.get(name), plain)}
+
+
+RAMP, SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
+_FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def ramp_sizes(words: Sequence[str], final: int) -> tuple[int, ...]:
+    """Return the sizes that steps have by ``--rampup-batch-size START INCREMENT SAMPLES``, also the
+    final one.
+
+    Raises:
+        UsageError: It is no ramp to ``final``.
+    """
+    text = " ".join(words)
+    ramp = _ramp(words, final)
+    start, samples = ramp.start, ramp.ramp_samples
+    if start == final:
+        raise UsageError(
+            f"--rampup-batch-size {text} begins with the final batch of {final}, by which "
+            "Megatron-LM divides by zero; leave it out."
+        )
+    # Megatron-LM grows by equal numbers of samples: with none it divides by zero.
+    if samples < 1:
+        raise UsageError(f"--rampup-batch-size {text}: {samples} samples; use 1 or more.")
+    return ramp.passed
+
+
+def _ramp(words: Sequence[str], final: int) -> BatchRamp:
+    try:
+        start, increment, samples = map(int, words)
+        return BatchRamp(start, increment, samples, final)
+    except (ValueError, RefusedError) as error:
+        text = " ".join(words)
+        raise UsageError(f"--rampup-batch-size {text} is no batch-size ramp: {error}") from error
+
+
+def stated_batch(given: Mapping[str, Sequence[str]]) -> int | BatchRamp | None:
+    """Return the global batch that flags state; None: they do not, or it is neither of one size nor
+    a ramp.
+
+    Raises:
+        UsageError: A flag has something else behind it.
+    """
+    words = given.get("--global-batch-size")
+    if not words or SCHEDULE in given:
+        return None
+    if not words[0].isdecimal():
+        raise UsageError(f"--global-batch-size {words[0]} is no whole number.")
+    final = int(words[0])
+    return _ramp(given[RAMP], final) if RAMP in given else final
+
+
+def step_sizes(words: Sequence[str]) -> tuple[int, ...]:
+    """Return the sizes of ``--step-batch-size-schedule "THRESHOLD:SIZE ..."`` in their order.
+
+    Raises:
+        UsageError: It is no such schedule.
+    """
+    text = " ".join(words)
+    steps = []
+    for step in text.replace(",", " ").split():
+        threshold, separator, size = step.partition(":")
+        try:
+            if not separator:
+                raise ValueError
+            steps.append((_number(threshold), _number(size)))
+        except (ValueError, OverflowError):
+            raise UsageError(
+                f"--step-batch-size-schedule: {step!r} is no THRESHOLD:SIZE, such as 250B:1536."
+            ) from None
+    steps.sort()
+    thresholds = [threshold for threshold, _ in steps]
+    if not steps or thresholds[0] or len(set(thresholds)) < len(steps):
+        raise UsageError(
+            f"--step-batch-size-schedule {text!r}: the first threshold must be 0, and no other may "
+            "be there twice."
+        )
+    if min(size for _, size in steps) < 1:
+        raise UsageError(f"--step-batch-size-schedule {text!r}: every size must be 1 or more.")
+    return tuple(size for _, size in steps)
+
+
+def _number(text: str) -> int:
+    word = text.strip().upper()
+    factor = _FACTORS.get(word[-1:], 1)
+    return int(float(word[:-1] if factor > 1 else word) * factor)
+
+
+LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+_REPEATED = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
+_MOST = 100_000
+"""Characters of a layout that is written out."""
+
+
+def stages_of(text: str) -> tuple[str, ...]:
+    """Return the stages of a layout such as ``Et|(tt|)*2,tL``, each as its letters: E (embedding),
+    t (layer), m (a layer that predicts further tokens), L (loss).
+
+    Raises:
+        UsageError: Another letter stands there, or it is too long.
+    """
+    written = text.replace(",", "")
+    for pattern in _REPEATED:
+        counts = re.findall(r"\*(\d+)", written)
+        if sum(map(int, counts)) * len(written) > _MOST:
+            raise UsageError(f"{LAYOUT_FLAG} {text!r} repeats layers beyond all models.")
+        written = re.sub(pattern, lambda found: found[1] * int(found[2]), written)
+    unknown = sorted(set(written) - set("EtmL|"))
+    if unknown:
+        raise UsageError(
+            f"{LAYOUT_FLAG} {text!r}: {unknown[0]!r} is no layer; E, t, m, L and | are known."
+        )
+    return tuple(written.split("|"))
+
+
+def layout_fault(stages: tuple[str, ...], layers: int | None, pp: int) -> str | None:
+    """Say why stages cannot be those of a model on ``pp`` pipeline ranks; None: nothing speaks
+    against it."""
+    order = "".join(stages)
+    if len(stages) % pp:
+        return f"{LAYOUT_FLAG} has {len(stages)} stages, which pp={pp} does not divide"
+    if order[:1] != "E" or order[-1:] != "L" or order.count("E") + order.count("L") != 2:
+        return f"{LAYOUT_FLAG}: the first layer must be E, the last L, and both once"
+    if layers is not None and order.count("t") != layers:
+        return f"{LAYOUT_FLAG} has {order.count('t')} layers, --num-layers says {layers}"
+    return None
+
 
 _UNDERIVED: Mapping[str, str] = {
     "--cpu-offloading-num-layers": "counts layers of a pipeline stage and stays as given",
@@ -179,9 +326,9 @@ def _initial(given: Given) -> DegreeRequest:
 
 
 def _initial_chunks(given: Given, pp: int) -> int:
-    layout = given.get(stage_layout.FLAG)
+    layout = given.get(LAYOUT_FLAG)
     if layout:
-        return max(1, len(stage_layout.stages_of(layout[0])) // pp)
+        return max(1, len(stages_of(layout[0])) // pp)
     layers = _counted_layers(given)
     per_chunk = integer(given, _LAYERS_PER_CHUNK)
     if per_chunk and layers:
@@ -297,7 +444,7 @@ def _evaluation(
 
 def _stage_faults(given: Given, pp: int) -> Iterator[str]:
     """Yield what makes flags of the pipeline's stages contradict each other."""
-    ways = [flag for flag in (_LAYERS_PER_CHUNK, _CHUNKS, stage_layout.FLAG) if flag in given]
+    ways = [flag for flag in (_LAYERS_PER_CHUNK, _CHUNKS, LAYOUT_FLAG) if flag in given]
     if len(ways) > 1:
         yield f"{' and '.join(ways)} both say what stages have; keep one"
     ends = [flag for flag in (_FIRST_STAGE, _LAST_STAGE) if flag in given]
@@ -305,11 +452,9 @@ def _stage_faults(given: Given, pp: int) -> Iterator[str]:
         yield f"{ends[0]}: virtual stages are then stated by {_CHUNKS}, not {_LAYERS_PER_CHUNK}"
     if ends and _extra_layers(given):
         yield f"{ends[0]}: embedding and loss cannot count as layers beside it; keep one"
-    layout = given.get(stage_layout.FLAG)
+    layout = given.get(LAYOUT_FLAG)
     if layout:
-        fault = stage_layout.layout_fault(
-            stage_layout.stages_of(layout[0]), integer(given, "--num-layers"), pp
-        )
+        fault = layout_fault(stages_of(layout[0]), integer(given, "--num-layers"), pp)
         yield from [fault] if fault else []
 
 

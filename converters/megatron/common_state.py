@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.archive_layout import Archive, lay_out_archive
 from scalai.converters.checkpoint import Checkpoint, Values
-from scalai.converters.megatron.iterations import find_below
+from scalai.converters.megatron.beside_tensors import find_below
 from scalai.converters.megatron.torch_dist_metadata import Extent
 from scalai.converters.opening import read_json
-from scalai.converters.torch_archive import read_archive, with_content
+from scalai.converters.torch_archive import (
+    ArchiveLayout,
+    lay_out_archive,
+    read_archive,
+    with_content,
+)
 from scalai.core.errors import RefusedError
 from scalai.store.files import map_file
 
@@ -94,7 +98,7 @@ def read_common(directory: Path, objects: Mapping[str, Extent], *, trust: bool =
     return Common({key: with_content(entry, data) for key, entry in value.items()}, form)
 
 
-def lay_out_common(common: Mapping[str, Any], form: str) -> Archive:
+def lay_out_common(common: Mapping[str, Any], form: str) -> ArchiveLayout:
     """Lay out the archive that holds it."""
     return lay_out_archive([common]) if form == COMMON_OBJECT else lay_out_archive(common, "common")
 

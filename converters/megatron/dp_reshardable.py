@@ -1,31 +1,344 @@
-"""The rescue of ``dp_reshardable``: buckets without names, given back to their parameters.
+"""Which parameters lie where in buckets of known sizes.
 
-Megatron's default form of the distributed optimizer's state stores, for each (PP, TP) position, the
-flat buckets of its buffers. Nothing says which parameter lies where; Megatron itself can load it
-only into the same buffers again. But the buffers follow from the model: parameters in reverse
-order, each at a multiple of 64 elements, a new bucket where the stored size of one is used up
-(``bucket_fit``). The order is that of the modules (``rank_parameters``); how many layers a stage
-has is found by what fits. And it is checked by content: the masters that are found must round to
-the weights beside them, else the checkpoint is refused. Parameters that are not trained have no
-place in the buckets: where all do not fit, those are looked for whose content lies there.
+A parameter begins at a multiple of 64 elements, and a new bucket where the stored size of one is
+used up. Where some parameters are not trained, buckets lack them: then these are found by content.
 
-Source: ``sharded_param_state_dp_reshardable`` in megatron/core/optimizer/distrib_optimizer.py
-(0.16.1).
+Source: ``_compute_per_buffer_param_layout`` of megatron/core/optimizer/distrib_optimizer.py (main,
+August 2026) and ``_ParamAndGradBuffer`` of megatron/core/distributed/param_and_grad_buffer.py
+(0.16.1). A bucket that ends before a tied embedding has the size up to the embedding's multiple.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from scalai.converters.checkpoint import MAIN, PARAM, Piece
-from scalai.converters.megatron.bucket_fit import Found, SeveralFitsError, lay, lay_trained
-from scalai.converters.megatron.buckets import BucketContent, Buffers, Files
+from scalai.converters.checkpoint import MAIN, PARAM, FilePiece
+from scalai.converters.megatron.beside_tensors import argument_degrees
+from scalai.converters.megatron.grad_buffers import aligned
 from scalai.converters.megatron.modules import Naming, stage_layers
-from scalai.converters.megatron.rank_parameters import ChunkBegin, Model, Parameter, Rule
-from scalai.converters.megatron.torch_dist_metadata import StoredKey
-from scalai.converters.megatron.values import argument_degrees
+from scalai.converters.megatron.rank_parameters import (
+    ChunkBegin,
+    OrderedModel,
+    OrderRule,
+    ParameterPart,
+    RankParameter,
+)
+from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
+from scalai.converters.source_files import round_bytes, rounds_to
 from scalai.core.errors import RefusedError
+from scalai.core.tensors import region
+from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.dtypes import FROM_TORCH, HALF, ITEM_BYTES
+from scalai.store.files import map_file
+
+HEAD = 16
+"""Elements by which parameters are looked up before they are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlace:
+    """Where a parameter begins: in which bucket, at which element."""
+
+    parameter: RankParameter
+    bucket: int
+    start: int
+
+
+class SeveralFitsError(Exception):
+    """The content allows more than one choice of trained parameters."""
+
+
+def lay(sizes: Sequence[int], parameters: Sequence[RankParameter]) -> list[BucketPlace] | None:
+    """Lay parameters into buckets; None where they do not fill them exactly.
+
+    Args:
+        sizes: Elements of each bucket, without the padding at its end.
+        parameters: In the order in which they fill the buckets.
+    """
+    found: list[BucketPlace] = []
+    bucket = end = 0
+    for parameter in parameters:
+        bucket, end = _after(sizes, bucket, end)
+        start = aligned(end)
+        end = start + parameter.numel
+        if bucket >= len(sizes) or end > sizes[bucket]:
+            return None
+        found.append(BucketPlace(parameter, bucket, start))
+    return found if _after(sizes, bucket, end) == (len(sizes), 0) else None
+
+
+class Content(Protocol):
+    """What tells where a parameter lies: its weights, and what lies in the buckets."""
+
+    def weights(self, parameter: RankParameter) -> bytes:
+        """Return the bits of its first elements: ``HEAD`` of them, or all where it has fewer."""
+        ...
+
+    def masters(self, bucket: int, start: int, count: int) -> bytes | None:
+        """Return the bits to which ``count`` elements round; None: the bucket has no such place."""
+        ...
+
+    def is_equal(self, found: BucketPlace) -> bool:
+        """Tell whether a parameter's weights are what lies at a place."""
+        ...
+
+
+def lay_trained(
+    sizes: Sequence[int], parameters: Sequence[RankParameter], content: Content
+) -> list[BucketPlace] | None:
+    """Lay those parameters into buckets whose content lies there, in their order.
+
+    Raises:
+        SeveralFitsError: More than one choice fills the buckets.
+    """
+    heads: dict[int, dict[bytes, list[int]]] = {}
+    for at, parameter in enumerate(parameters):
+        count = min(parameter.numel, HEAD)
+        heads.setdefault(count, {}).setdefault(content.weights(parameter), []).append(at)
+    # Ways to reach a state (how many parameters are behind it, bucket, element), and the last step.
+    reached: list[dict[tuple[int, int], _Way]] = [{} for _ in range(len(parameters) + 1)]
+    reached[0][_after(sizes, 0, 0)] = _Way(1, None, None)
+    ends: list[_Way] = []
+    for at, states in enumerate(reached):
+        for (bucket, end), way in states.items():
+            if bucket == len(sizes):
+                ends.append(way)
+                continue
+            start = aligned(end)
+            for count, by_head in heads.items():
+                head = content.masters(bucket, start, count)
+                for next_ in by_head.get(head, ()) if head is not None else ():
+                    found = BucketPlace(parameters[next_], bucket, start)
+                    stop = start + found.parameter.numel
+                    if next_ < at or stop > sizes[bucket] or not content.is_equal(found):
+                        continue
+                    here = _after(sizes, bucket, stop)
+                    known = reached[next_ + 1].get(here)
+                    total = way.count + (known.count if known else 0)
+                    reached[next_ + 1][here] = _Way(min(2, total), way, found)
+    if sum(way.count for way in ends) > 1:
+        raise SeveralFitsError
+    return [*reversed(list(_steps(ends[0])))] if ends else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How many ways lead here, 2 at most, and the last step of one."""
+
+    count: int
+    before: "_Way | None"
+    found: BucketPlace | None
+
+
+def _steps(way: _Way) -> Iterator[BucketPlace]:
+    """Yield the steps of a way, the last one first."""
+    at: _Way | None = way
+    while at is not None and at.found is not None:
+        yield at.found
+        at = at.before
+
+
+def _after(sizes: Sequence[int], bucket: int, end: int) -> tuple[int, int]:
+    """Return where the next parameter may begin: in the next bucket where this one is full."""
+    if bucket < len(sizes) and end and sizes[bucket] in (end, aligned(end)):
+        return bucket + 1, 0
+    return bucket, end
+
+
+CHECKED = 256
+"""Elements at each end of a parameter that are compared with the weights."""
+
+_BUCKET = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
+    r"\.dtype_\(torch\.(\w+), [\w.]+\)\.bucket_idx_(\d+)\.(\w+)"
+)
+_DTYPES = ("F32", *HALF)
+"""Of parameters that have buckets."""
+
+Kinds = Mapping[str, StoredKey]
+"""The tensors of one bucket by kind: param, exp_avg, exp_avg_sq."""
+
+
+def is_bucket(key: str) -> bool:
+    """Tell whether a key is that of a bucket."""
+    return _BUCKET.fullmatch(key) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """Buckets of all ranks: (chain, group, buffer) -> dtype of the parameters -> in order."""
+
+    by_place: Mapping[tuple[int, int, int], Mapping[str, list[Kinds]]]
+
+    @classmethod
+    def of(cls, buckets: Iterable[StoredKey]) -> "Buffers":
+        """Take the keys apart.
+
+        Raises:
+            RefusedError: They are of parameters of another dtype than 16 bits and fp32.
+        """
+        found: dict[tuple[int, int, int], dict[str, dict[int, dict[str, StoredKey]]]] = {}
+        for stored in buckets:
+            match = _BUCKET.fullmatch(stored.key)
+            assert match
+            chain, group, buffer = int(match[1] or 0), int(match[2]), int(match[3])
+            dtype = FROM_TORCH.get(match[4])
+            if dtype not in _DTYPES:
+                raise RefusedError(
+                    f"{stored.key}: buckets of torch.{match[4]} parameters are not known. Load the "
+                    "checkpoint in Megatron and save it with --dist-ckpt-optim-fully-reshardable."
+                )
+            by_dtype = found.setdefault((chain, group, buffer), {})
+            by_bucket = by_dtype.setdefault(dtype, {})
+            by_bucket.setdefault(int(match[5]), {})[match[6]] = stored
+        return cls(
+            {
+                place: {
+                    dtype: [by_bucket[number] for number in sorted(by_bucket)]
+                    for dtype, by_bucket in by_dtype.items()
+                }
+                for place, by_dtype in sorted(found.items())
+            }
+        )
+
+    @property
+    def chains(self) -> list[int]:
+        """Numbers of the chained optimizers."""
+        return sorted({chain for chain, _, _ in self.by_place})
+
+    @property
+    def are_several(self) -> bool:
+        """Whether a buffer has more than one bucket."""
+        return any(len(of) > 1 for by_dtype in self.by_place.values() for of in by_dtype.values())
+
+    def groups(self, chain: int) -> set[int]:
+        """Return the groups of data-parallel ranks that a chained optimizer has buckets of."""
+        return {group for of, group, _ in self.by_place if of == chain}
+
+    def chunks(self, chain: int) -> int:
+        """Return how many model chunks a rank has. Parameters of another dtype have a buffer of
+        their own in every chunk."""
+        numbers = {buffer for of, _, buffer in self.by_place if of == chain}
+        dtypes = {d for place, by in self.by_place.items() if place[0] == chain for d in by}
+        return len(numbers) // max(len(dtypes), 1)
+
+    def of_chunk(self, chain: int, group: int, chunk: int) -> Mapping[str, list[Kinds]]:
+        """Return the buckets of a group's model chunk by dtype."""
+        found: dict[str, list[Kinds]] = {}
+        seen: dict[str, int] = {}
+        for place, by_dtype in self.by_place.items():
+            for dtype, buckets in by_dtype.items() if place[:2] == (chain, group) else ():
+                if seen.setdefault(dtype, 0) == chunk:
+                    found[dtype] = buckets
+                seen[dtype] += 1
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """Bytes of a checkpoint's files, in small parts, and the chunks of its buckets in order."""
+
+    directory: Path
+    _maps: dict[str, memoryview] = field(default_factory=dict)
+    _chunks: dict[str, tuple[list[int], list[Chunk]]] = field(default_factory=dict)
+
+    def chunks(self, stored: StoredKey, begin: int, end: int) -> Sequence[Chunk]:
+        """Return the chunks of a bucket that hold elements from one to before another."""
+        if stored.key not in self._chunks:
+            filled = (chunk for chunk in stored.chunks if chunk.box.numel)
+            ordered = sorted(filled, key=lambda chunk: chunk.box.offset)
+            self._chunks[stored.key] = [chunk.box.offset[0] for chunk in ordered], ordered
+        offsets, ordered = self._chunks[stored.key]
+        return ordered[max(bisect_right(offsets, begin) - 1, 0) : bisect_left(offsets, end)]
+
+    def read(self, file: str, begin: int, size: int) -> bytes:
+        """Return bytes of a file."""
+        if file not in self._maps:
+            self._maps[file] = map_file(self.directory / file)
+        return bytes(self._maps[file][begin : begin + size])
+
+
+@dataclass(frozen=True, eq=False)
+class BucketContent:
+    """What lies in the buckets of one dtype of a chunk, and in the parameters' weights."""
+
+    files: Files
+    buckets: Sequence[Kinds]
+    dtype: str
+    chunk_begin: ChunkBegin
+
+    def weights(self, parameter: RankParameter) -> bytes:
+        """Return the bits of a parameter's first elements: of ``HEAD``, or of all."""
+        width, found = ITEM_BYTES[self.dtype], b""
+        for part in parameter.parts:
+            count = min(part.piece.box.numel, HEAD - len(found) // width)
+            found += self.files.read(part.file, part.begin, count * width)
+        return found
+
+    def masters(self, bucket: int, start: int, count: int) -> bytes | None:
+        """Return the bits to which elements of a bucket round; None: it has not as many."""
+        stored, found = self.buckets[bucket]["param"], b""
+        if start + count > stored.shape[0]:
+            return None
+        while count:
+            masters, here = self._masters(stored, start, count)
+            found += round_bytes(masters, stored.dtype, self.dtype)
+            start, count = start + here, count - here
+        return found
+
+    def is_equal(self, found: BucketPlace) -> bool:
+        """Tell whether the masters at both ends of a parameter round to its weights."""
+        stored = self.buckets[found.bucket]["param"]
+        for part in found.parameter.parts:
+            count = min(CHECKED, part.piece.box.numel)
+            for first in sorted({0, part.piece.box.numel - count}):
+                if not self._is_equal_at(stored, found, part, first, count):
+                    return False
+        return True
+
+    def _is_equal_at(
+        self, stored: StoredKey, found: BucketPlace, part: ParameterPart, first: int, count: int
+    ) -> bool:
+        """Compare ``count`` elements from the ``first`` of a part on, or those in one chunk."""
+        masters, count = self._masters(stored, found.start + part.piece.start + first, count)
+        width = ITEM_BYTES[self.dtype]
+        weights = self.files.read(part.file, part.begin + first * width, count * width)
+        return rounds_to(masters, stored.dtype, weights, self.dtype)
+
+    def _masters(self, stored: StoredKey, at: int, count: int) -> tuple[bytes, int]:
+        """Return elements of a bucket from one on, as many as lie in one chunk."""
+        found = self.files.chunks(stored, at, at + 1)
+        chunk = found[0] if found else None
+        if chunk is None or at >= chunk.box.offset[0] + chunk.box.shape[0]:
+            raise RefusedError(
+                f"{self.files.directory}: nobody holds element {at} of {stored.key}. It is "
+                "damaged: use another checkpoint."
+            )
+        into = at - chunk.box.offset[0]
+        count = min(count, chunk.box.shape[0] - into)
+        begin, _, item = self.chunk_begin(stored, chunk)
+        return self.files.read(chunk.extent.file, begin + into * item, count * item), count
+
+    def pieces(self, kind: str, stored: StoredKey, found: BucketPlace) -> Iterator[FilePiece]:
+        """Yield the boxes of a parameter that lie in the chunks of one bucket."""
+        parameter = found.parameter
+        tensor = Tensor(f"{kind}/{parameter.name}", parameter.shape, stored.dtype)
+        for chunk in self.files.chunks(stored, found.start, found.start + parameter.numel):
+            low = max(chunk.box.offset[0], found.start)
+            high = min(chunk.box.offset[0] + chunk.box.shape[0], found.start + parameter.numel)
+            if low >= high:
+                continue
+            begin, _, item = self.chunk_begin(stored, chunk)
+            begin += (low - chunk.box.offset[0]) * item
+            for part in parameter.parts:
+                for cut in region.clip(part.piece, low - found.start, high - found.start):
+                    yield FilePiece(
+                        tensor, cut.box, chunk.extent.file, begin + cut.start * item, cut.stride
+                    )
+
 
 _UNKNOWN_ORDER = (
     "Save it in Megatron with --no-ckpt-fully-parallel-save: then the keys of .metadata stand in "
@@ -42,11 +355,11 @@ _SEVERAL_BUCKETS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rescued:
+class RescuedState:
     """Pieces of masters and moments; and second copies of what else is there."""
 
-    pieces: list[Piece]
-    duplicates: list[Piece]
+    pieces: list[FilePiece]
+    duplicates: list[FilePiece]
 
 
 class _MisfitError(Exception):
@@ -59,7 +372,7 @@ def read_buckets(
     model: Sequence[StoredKey],
     chunk_begin: ChunkBegin,
     arguments: Mapping[str, Any],
-) -> Rescued:
+) -> RescuedState:
     """Find out which parameters lie in which buckets.
 
     Args:
@@ -78,7 +391,7 @@ def read_buckets(
     for is_partial in (False, True):
         for rule in _rules(arguments):
             try:
-                ordered = Model.of(model, rule, chunk_begin)
+                ordered = OrderedModel.of(model, rule, chunk_begin)
             except RefusedError as error:  # modules whose order is not known
                 unknown = error
                 continue
@@ -98,14 +411,14 @@ def read_buckets(
     )
 
 
-def _rules(arguments: Mapping[str, Any]) -> Iterator[Rule]:
+def _rules(arguments: Mapping[str, Any]) -> Iterator[OrderRule]:
     """Yield the orders in which parameters may stand, the likeliest first."""
     is_local = arguments.get("transformer_impl", "local") == "local"
     is_grouped = bool(arguments.get("moe_grouped_gemm"))
     for is_stored in (False, True):
         for local in (is_local, not is_local) if not is_stored else (is_local,):
             for grouped in (is_grouped, not is_grouped):
-                yield Rule(Naming(local, grouped), is_stored)
+                yield OrderRule(Naming(local, grouped), is_stored)
 
 
 class _Rescue:
@@ -114,7 +427,7 @@ class _Rescue:
     def __init__(
         self,
         buffers: Buffers,
-        model: Model,
+        model: OrderedModel,
         files: Files,
         arguments: Mapping[str, Any],
         *,
@@ -123,11 +436,11 @@ class _Rescue:
         self._buffers, self._model, self._files = buffers, model, files
         self._arguments, self._degrees = arguments, argument_degrees(arguments)
         self._is_partial = is_partial
-        self._rescued = Rescued([], [])
+        self._rescued = RescuedState([], [])
         self._unequal: str | None = None
         """A parameter that would fit, but whose masters do not round to its weights."""
 
-    def run(self) -> Rescued:
+    def run(self) -> RescuedState:
         """Raises ``_MisfitError``."""
         chains = self._buffers.chains
         experts = chains[-1] if len(chains) > 1 and self._model.has_experts else None
@@ -233,10 +546,10 @@ class _Rescue:
                 filled += 1
 
     def _fit(
-        self, chain: int, group: int, chunk: int, parameters: Sequence[Parameter]
-    ) -> Mapping[str, list[Found]] | None:
+        self, chain: int, group: int, chunk: int, parameters: Sequence[RankParameter]
+    ) -> Mapping[str, list[BucketPlace]] | None:
         """Lay the parameters into the buckets of a chunk; None where they do not fit exactly."""
-        placed: dict[str, list[Found]] = {}
+        placed: dict[str, list[BucketPlace]] = {}
         buckets = self._buffers.of_chunk(chain, group, chunk)
         dtypes = {parameter.dtype for parameter in parameters}
         if dtypes != set(buckets) and not (self._is_partial and dtypes >= set(buckets)):
@@ -255,8 +568,8 @@ class _Rescue:
         return placed
 
     def _whole(
-        self, sizes: Sequence[int], parameters: Sequence[Parameter], content: BucketContent
-    ) -> list[Found] | None:
+        self, sizes: Sequence[int], parameters: Sequence[RankParameter], content: BucketContent
+    ) -> list[BucketPlace] | None:
         found = lay(sizes, parameters)
         unequal = (entry.parameter.name for entry in found or () if not content.is_equal(entry))
         name = next(unequal, None)
@@ -266,8 +579,8 @@ class _Rescue:
         return found
 
     def _trained(
-        self, sizes: Sequence[int], parameters: Sequence[Parameter], content: BucketContent
-    ) -> list[Found] | None:
+        self, sizes: Sequence[int], parameters: Sequence[RankParameter], content: BucketContent
+    ) -> list[BucketPlace] | None:
         try:
             return lay_trained(sizes, parameters, content)
         except SeveralFitsError as error:
@@ -275,7 +588,9 @@ class _Rescue:
                 "not all parameters are trained, and by content it may be these or others"
             ) from error
 
-    def _give(self, chain: int, group: int, chunk: int, placed: Mapping[str, list[Found]]) -> None:
+    def _give(
+        self, chain: int, group: int, chunk: int, placed: Mapping[str, list[BucketPlace]]
+    ) -> None:
         """Add the pieces of all parameters that were found in a chunk's buckets."""
         buckets = self._buffers.of_chunk(chain, group, chunk)
         for dtype, found in placed.items():

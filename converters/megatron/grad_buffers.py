@@ -20,7 +20,7 @@ DEFAULT_BUCKET_PER_RANK = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class BufferMember:
     """A parameter of a buffer. ``is_shared``: tied to another stage's, so alone in a bucket."""
 
     numel: int
@@ -32,7 +32,7 @@ def aligned(end: int) -> int:
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
-def lay_buffer(members: Sequence[Member], bucket_numel: int | None) -> tuple[list[int], int]:
+def lay_buffer(members: Sequence[BufferMember], bucket_numel: int | None) -> tuple[list[int], int]:
     """Return where each parameter begins in the saved tensor, and that tensor's elements.
 
     Args:

@@ -1,21 +1,96 @@
-"""Megatron's modules: what a rank calls its parameters, and which part it has.
+"""Megatron's names: keys of its checkpoints and names of tensors, and along which axis TP cuts.
 
-A rank counts layers and experts from its own first one, and calls norms by their place in the
-layer, where ``torch_dist`` and live state name them after the linear layer that they precede in
-Transformer Engine.
+A key without layer numbers (``decoder.layers.mlp.linear_fc1.weight``) stands for all layers: the
+layer, and the expert, are leading axes. A tensor's name has them inside
+(``decoder.layers.3.mlp.linear_fc1.weight``), so that it is the same in every pipeline split.
 
-Source: megatron/core/models/gpt/gpt_layer_specs.py, transformer/transformer_layer.py,
-transformer/moe/experts.py and get_num_layers_to_build of transformer/transformer_block.py (0.16.1).
+Source: ``sharded_state_dict`` of megatron-core 0.16.1 (transformer_block.py, moe/experts.py,
+tensor_parallel/layers.py).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scalai.converters.megatron.names import expert_of, tensor_parallel_axis
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.region import Box, Index, whole
+
+_CONTAINERS = ("layers", "experts.experts")
+"""Modules whose index may be a leading axis, the outermost first."""
+
+PREDICTED = "mtp."
+"""What the parameters of layers begin with that predict further tokens (MTP)."""
+
+_AXES = (
+    (re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.weight$"), 0),
+    (re.compile(r"(output_layer|linear_qkv|linear_fc1)\.bias$"), 0),
+    (re.compile(r"(linear_proj|linear_fc2)\.weight$"), 1),
+)
+
+
+def leading_axes(key: str) -> int:
+    """Return how many leading axes of a key's tensor are layers or experts."""
+    return sum(_pattern(container).search(key) is not None for container in _CONTAINERS)
+
+
+def name_at(key: str, index: Iterable[int]) -> str:
+    """Write the index on the leading axes into the key: the tensor's name."""
+    for position in index:
+        for container in _CONTAINERS:
+            key, count = _pattern(container).subn(rf"\g<0>{position}.", key, count=1)
+            if count:
+                break
+    return key
+
+
+def fold(name: str, is_homogeneous: bool) -> tuple[str, tuple[int, ...]]:
+    """Take the numbers out of a name that are leading axes of its key: ``name_at`` backwards.
+
+    Experts are always one; layers where they are alike, else they stay in the key.
+    """
+    index = []
+    has_axis = is_homogeneous and not name.startswith(PREDICTED)
+    for container in _CONTAINERS if has_axis else _CONTAINERS[1:]:
+        found = re.search(rf"(?:^|\.){re.escape(container)}\.(\d+)\.", name)
+        if found:
+            index.append(int(found[1]))
+            name = name[: found.start(1)] + name[found.end(1) + 1 :]
+    return name, tuple(index)
+
+
+def layer_of(name: str) -> int | None:
+    """Return the decoder layer that a parameter is of; those that predict are none of these."""
+    found = None if name.startswith(PREDICTED) else re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def stack_of(name: str) -> str | None:
+    """Return what the name of a module begins with that consists of layers: ``decoder.``."""
+    found = re.match(r"(.*?)(?:^|(?<=\.))layers\.", name)
+    return found[1] if found else None
+
+
+def numbered_layer(name: str) -> int | None:
+    """Return the layer of its stack that a parameter is of."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def expert_of(name: str) -> int | None:
+    """Return the expert that a parameter is of."""
+    found = re.search(r"\.experts\.experts\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def tensor_parallel_axis(name: str) -> int | None:
+    """Return the axis of a parameter that tensor parallelism cuts; None: replicated."""
+    return next((axis for pattern, axis in _AXES if pattern.search(name)), None)
+
+
+def _pattern(container: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:^|\.){re.escape(container)}\.(?!\d)")
+
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -87,7 +162,7 @@ def has_extra_state(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankBox:
     """A box of a whole tensor, and where in the rank's own tensor it begins."""
 
     box: Box
@@ -123,17 +198,17 @@ def whole_shape(name: str, shape: Index, tp: int) -> Index:
     return (*shape[:axis], shape[axis] * tp, *shape[axis + 1 :])
 
 
-def parts(name: str, shape: Index, tp: int, tp_rank: int, *, is_gated: bool) -> list[Part]:
+def parts(name: str, shape: Index, tp: int, tp_rank: int, *, is_gated: bool) -> list[RankBox]:
     """Return what a rank has of a parameter of shape ``shape``."""
     axis = _axis(name, shape, tp)
     if axis is None:
-        return [Part(whole(shape), (0,) * len(shape))]
+        return [RankBox(whole(shape), (0,) * len(shape))]
     halves = 2 if is_gated else 1
     if shape[axis] % (tp * halves):
         raise RefusedError(f"tp={tp} does not divide {shape[axis]} rows of {name}. Use another tp.")
     size = shape[axis] // (tp * halves)
     return [
-        Part(
+        RankBox(
             Box(
                 _with(shape, axis, (half * tp + tp_rank) * size, fill=0),
                 _with(shape, axis, size),
@@ -237,3 +312,66 @@ def group_of(name: str, dims: int, groups: Sequence[Mapping[str, Any]]) -> int:
             "groups its parameters by a rule of its own. Write torch_dist instead."
         )
     return found[0]
+
+
+_ORDER = (
+    "embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings",
+    "encoder_relative_pos_emb", "decoder_relative_pos_emb", "encoder.layers",
+    "encoder.final_layernorm", "decoder.layers", "decoder.final_layernorm", "mtp.layers",
+    "lm_head", "output_layer", "binary_head", "pooler",
+    "enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm",
+    "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj",
+    "self_attention.linear_qkv", "self_attention.linear_q_proj",
+    "self_attention.linear_qkv_down_proj", "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj", "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
+    "self_attention.k_layernorm", "self_attention.kv_layernorm",
+    "pre_cross_attn_layernorm", "cross_attention.core_attention", "cross_attention.linear_proj",
+    "cross_attention.linear_q", "cross_attention.linear_kv", "cross_attention.q_layernorm",
+    "cross_attention.k_layernorm", "pre_mlp_layernorm", "mlp.router", "mlp.fc1_latent_proj",
+    "mlp.fc2_latent_proj", "mlp.experts", "mlp.shared_experts", "mlp.linear_fc1", "mlp.linear_fc2",
+    "gate_weight", "softmax_offset", "relative_attention_bias", "dense", "layer_norm",
+    "linear_fc1", "linear_fc2", "layer_norm_weight", "layer_norm_bias", "weight", "bias",
+)  # fmt: skip
+"""Modules and parameters in the order in which they are made; those of one parent together."""
+
+Order = tuple[tuple[int, int], ...]
+
+
+def in_order(name: str) -> Order:
+    """Return a key by which a rank's names sort in the order of its modules.
+
+    Raises:
+        RefusedError: It is unknown where the modules of this name stand.
+    """
+    key: list[tuple[int, int]] = []
+    rest = name
+    while rest:
+        number = re.match(r"(?:experts\.|local_experts\.)?(\d+)(?:\.|$)", rest)
+        if number:
+            key.append((-1, int(number[1])))
+            rest = rest[number.end() :]
+            continue
+        known = next((one for one in _ORDER if _begins(rest, one)), None)
+        if known is None:
+            raise RefusedError(
+                f"{name} is a parameter of modules whose order in Megatron is not known here, so "
+                "its optimizer state cannot be written by order. Write torch_dist instead."
+            )
+        key.append((_ORDER.index(known), 0))
+        rest = rest[len(known) :].removeprefix(".")
+    return tuple(key)
+
+
+def is_known(name: str) -> bool:
+    """Tell whether ``in_order`` knows a name."""
+    try:
+        in_order(name)
+    except RefusedError:
+        return False
+    return True
+
+
+def _begins(name: str, known: str) -> bool:
+    """Tell whether a name begins with this one, or with one of a group of it: ``weight3``."""
+    return name.startswith(known) and re.match(r"(\.|\d+$|$)", name[len(known) :]) is not None

@@ -16,11 +16,13 @@ from itertools import chain
 
 import numpy as np
 
-from scalai.converters.megatron.module_order import Order, in_order
-from scalai.converters.megatron.modules import Naming, is_trained
-from scalai.converters.megatron.names import (
+from scalai.converters.megatron.modules import (
     PREDICTED,
+    Naming,
+    Order,
     expert_of,
+    in_order,
+    is_trained,
     leading_axes,
     name_at,
     numbered_layer,
@@ -43,7 +45,7 @@ _WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPart:
     """A box of a parameter in the flat memory of a rank, and the file that holds its weights."""
 
     piece: region.Piece
@@ -52,13 +54,13 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class RankParameter:
     """A parameter as one rank has it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
     is_copy: bool = False
     """Another stage has it too: the tied embedding of the last one."""
 
@@ -68,7 +70,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class OrderRule:
     """By what parameters are ordered.
 
     Attributes:
@@ -85,7 +87,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _KeyEntry:
     """One parameter of a key: its name and its index on the key's leading axes."""
 
     order: Order
@@ -95,7 +97,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class OrderedModel:
     """The model's parameters in its own order.
 
     Attributes:
@@ -106,14 +108,16 @@ class Model:
     """
 
     keys: tuple[StoredKey, ...]
-    rule: Rule
+    rule: OrderRule
     chunk_begin: ChunkBegin
     again: frozenset[str] = frozenset()
-    _built: dict[tuple[str, int, bool], Parameter] = field(default_factory=dict)
+    _built: dict[tuple[str, int, bool], RankParameter] = field(default_factory=dict)
     _chunks: dict[str, dict[tuple[int, ...], list[Chunk]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Sequence[StoredKey], rule: Rule, chunk_begin: ChunkBegin) -> "Model":
+    def of(
+        cls, model: Sequence[StoredKey], rule: OrderRule, chunk_begin: ChunkBegin
+    ) -> "OrderedModel":
         """Take the parameters out of all of a model's tensors; others are its modules' buffers.
 
         Raises:
@@ -167,7 +171,7 @@ class Model:
         is_first: bool,
         is_last: bool,
         with_experts: bool = True,
-    ) -> list[Parameter]:
+    ) -> list[RankParameter]:
         """Return the parameters of a pipeline stage but those of experts, or these too.
 
         Args:
@@ -192,7 +196,7 @@ class Model:
 
     def expert_stage(
         self, layers: range, rank: int, experts: range, *, is_last: bool
-    ) -> list[Parameter]:
+    ) -> list[RankParameter]:
         """Return the parameters of these experts in a pipeline stage."""
         inside = chain(
             *(self._inside.get(layer, ()) for layer in layers), self._behind if is_last else ()
@@ -204,7 +208,7 @@ class Model:
         ]
 
     @cached_property
-    def _entries(self) -> tuple[_Entry, ...]:
+    def _entries(self) -> tuple[_KeyEntry, ...]:
         """All parameters in order."""
         first: dict[str | None, int] = {}
         for at, stored in enumerate(self.keys):
@@ -216,7 +220,7 @@ class Model:
                 name = name_at(stored.key, index)
                 stack = stack_of(stored.key)
                 order = self._order(name, at, first[stack] if stack else at)
-                found.append(_Entry(order, name, stored, index))
+                found.append(_KeyEntry(order, name, stored, index))
         return tuple(sorted(found, key=lambda entry: entry.order))
 
     def _order(self, name: str, at: int, stack_at: int) -> Order:
@@ -251,9 +255,9 @@ class Model:
         return next((s for s in ("decoder.", *self.stacks) if s in self.stacks), None)
 
     @cached_property
-    def _inside(self) -> dict[int, list[_Entry]]:
+    def _inside(self) -> dict[int, list[_KeyEntry]]:
         """The parameters of every layer that stages share."""
-        found: dict[int, list[_Entry]] = {}
+        found: dict[int, list[_KeyEntry]] = {}
         for entry in self._entries:
             if self._main is not None and stack_of(entry.stored.key) == self._main:
                 found.setdefault(numbered_layer(entry.name) or 0, []).append(entry)
@@ -265,19 +269,19 @@ class Model:
         return max(orders, default=())
 
     @cached_property
-    def _before(self) -> list[_Entry]:
+    def _before(self) -> list[_KeyEntry]:
         return [e for e in self._outside if e.order < self._last_order]
 
     @cached_property
-    def _behind(self) -> list[_Entry]:
+    def _behind(self) -> list[_KeyEntry]:
         return [e for e in self._outside if e.order > self._last_order]
 
     @cached_property
-    def _outside(self) -> list[_Entry]:
+    def _outside(self) -> list[_KeyEntry]:
         return [e for e in self._entries if stack_of(e.stored.key) != self._main or not self._main]
 
     @cached_property
-    def _copies(self) -> list[_Entry]:
+    def _copies(self) -> list[_KeyEntry]:
         """What the last stage has of the first one's, where it is another: the embedding for layers
         that predict further tokens (MTP), else the tied output layer."""
         of_embedding = [entry for entry in self._before if entry.name.startswith(_EMBEDDING)]
@@ -287,7 +291,7 @@ class Model:
             return []
         order = (1 << 60, 0) if self.rule.is_stored else in_order(_OUTPUT)[0]
         return [
-            _Entry((order,), entry.name, entry.stored, entry.index)
+            _KeyEntry((order,), entry.name, entry.stored, entry.index)
             for entry in of_embedding
             if entry.name == _WORDS
         ]
@@ -296,13 +300,13 @@ class Model:
         first = stored.chunks[0].box.offset[: leading_axes(stored.key)]
         return sum(chunk.box.offset[: len(first)] == first for chunk in stored.chunks)
 
-    def _parameter(self, entry: _Entry, rank: int, *, is_copy: bool = False) -> Parameter:
+    def _parameter(self, entry: _KeyEntry, rank: int, *, is_copy: bool = False) -> RankParameter:
         at = entry.name, rank, is_copy
         if at not in self._built:
             self._built[at] = self._build(entry, rank, is_copy=is_copy)
         return self._built[at]
 
-    def _build(self, entry: _Entry, rank: int, *, is_copy: bool) -> Parameter:
+    def _build(self, entry: _KeyEntry, rank: int, *, is_copy: bool) -> RankParameter:
         """Return a parameter as a TP rank has it: by its chunks, one a shard."""
         stored, index = entry.stored, entry.index
         axes = leading_axes(stored.key)
@@ -324,9 +328,9 @@ class Model:
             box = Box(chunk.box.offset[axes:], chunk.box.shape[axes:])
             begin, _, _ = self.chunk_begin(stored, chunk)
             piece = region.Piece(box, start, row_major(box.shape))
-            parts.append(Part(piece, chunk.extent.file, begin))
+            parts.append(ParameterPart(piece, chunk.extent.file, begin))
             start += box.numel
-        return Parameter(entry.name, stored.shape[axes:], stored.dtype, tuple(parts), is_copy)
+        return RankParameter(entry.name, stored.shape[axes:], stored.dtype, tuple(parts), is_copy)
 
 
 def _first_name(name: str) -> str:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalai.converters.checkpoint import PARAM, Checkpoint
-from scalai.converters.generation import PARTS
-from scalai.converters.megatron.limits import check_model
-from scalai.converters.megatron.modules import EMBEDDING, OUTPUT, is_trained
-from scalai.converters.megatron.names import expert_of, layer_of
-from scalai.converters.megatron.told import FACT
+from scalai.converters.generation_layout import PARTS
+from scalai.converters.megatron.arguments import TOLD_FACT
+from scalai.converters.megatron.model_limits import check_model
+from scalai.converters.megatron.modules import EMBEDDING, OUTPUT, expert_of, is_trained, layer_of
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.model import ModelShape
 from scalai.core.tensors.collection import Tensor, split_name
@@ -102,7 +101,7 @@ def _arguments(checkpoint: Checkpoint) -> Mapping[str, Any]:
         return checkpoint.values.arguments
     stored = checkpoint.values.extra.get(PARTS)
     facts = stored.generation.about.get("facts", {}) if stored is not None else {}
-    told = facts.get(FACT)
+    told = facts.get(TOLD_FACT)
     return told if isinstance(told, Mapping) else {}
 
 

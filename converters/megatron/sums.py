@@ -28,7 +28,7 @@ _AUXILIARY = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class LayoutSum:
     """One such sum.
 
     Attributes:
@@ -109,7 +109,7 @@ def _masks(name: str, begin: str = "") -> Callable[[Values], bool]:
     return is_on
 
 
-MUON = Sum(
+MUON = LayoutSum(
     "--muon-tp-mode",
     "blockwise (the default up to 0.19) orthogonalizes each TP rank's shard by itself; duplicated "
     "and distributed take the whole matrix",
@@ -122,53 +122,53 @@ _OF_EACH_PASS = (
 _LOSS_SOURCE = "core/pipeline_parallel/schedules.py:forward_step_calc_loss"
 _ROUTER = "core/transformer/moe/router.py:TopKRouter."
 
-SUMS: tuple[Sum, ...] = (
+SUMS: tuple[LayoutSum, ...] = (
     MUON,
-    Sum(
+    LayoutSum(
         "--moe-router-load-balancing-type",
         "global_aux_loss counts each expert's tokens over all data-parallel ranks, pass by pass",
         ("dp",), _ROUTER + "_apply_global_aux_loss",
         lambda values: _balances_by(values, "global_aux_loss"),
     ),
-    Sum(
+    LayoutSum(
         "--moe-router-load-balancing-type",
         "sinkhorn normalizes over one rank's tokens of a pass, a part of the sequence under TP",
         ("tp",), _ROUTER + "sinkhorn_load_balancing",
         lambda values: _has_experts(values)
         and "sinkhorn" in _words(values.get("moe_router_load_balancing_type")),
     ),
-    Sum(
+    LayoutSum(
         "--moe-expert-capacity-factor",
         "drops tokens beyond a share of one rank's tokens of a pass, a part of the sequence under "
         "TP",
         ("tp",), "core/transformer/moe/moe_utils.py:apply_router_token_dropping", _drops,
     ),
-    Sum(
+    LayoutSum(
         "--moe-expert-rank-capacity-factor",
         "drops tokens beyond a share of those that an expert-parallel group brings in a pass",
         ("tp", "dp", "ep"), "core/transformer/moe/token_dispatcher.py:_HybridEPManager.dispatch",
         lambda values: values.get("moe_expert_rank_capacity_factor") is not None,
     ),
-    Sum(
+    LayoutSum(
         "--moe-router-topk-limited-devices",
         "forms groups of experts by expert-parallel ranks",
         ("ep",), "core/transformer/transformer_config.py:TransformerConfig.__post_init__",
         lambda values: bool(values.get("moe_router_topk_limited_devices")),
     ),
-    Sum(
+    LayoutSum(
         "--calculate-per-token-loss",
         "weighs auxiliary and z losses by one rank's tokens of a pass, not by those of all TP "
         "ranks",
         ("tp",), _ROUTER + "attach_and_log_load_balancing_loss", _scales_by_local_tokens, (0, 18),
     ),
-    Sum(
+    LayoutSum(
         "--dsa-indexer-loss-coeff",
         "adds the indexer's loss of each pass without dividing by the number of passes",
         ("dp", "micro-batch"),
         "core/transformer/experimental_attention_variant/dsa.py:DSAIndexerLossAutoScaler.backward",
         lambda values: _is_positive(values.get("dsa_indexer_loss_coeff")), (0, 18),
     ),
-    Sum(
+    LayoutSum(
         "--no-initialization",
         "leaves weights unmarked that TP cuts, so that the norm of the gradient has those of the "
         "first TP rank alone",
@@ -176,25 +176,27 @@ SUMS: tuple[Sum, ...] = (
         lambda values: bool(values.get("no_initialization"))
         or values.get("perform_initialization") is False,
     ),
-    Sum(
+    LayoutSum(
         "--num-experts",
         "balances the experts within a micro-batch, so that it is part of the loss",
         ("micro-batch",), _ROUTER + "routing", _has_experts,
     ),
-    Sum("--eod-mask-loss", _OF_EACH_PASS, ("micro-batch",), _LOSS_SOURCE, _masks("eod_mask_loss")),
-    Sum("--sft", _OF_EACH_PASS, ("micro-batch", EVALUATION), _LOSS_SOURCE, _masks("sft")),
-    Sum("--fim-data", _OF_EACH_PASS, ("micro-batch",), _LOSS_SOURCE, _masks("fim_data")),
-    Sum(
+    LayoutSum(
+        "--eod-mask-loss", _OF_EACH_PASS, ("micro-batch",), _LOSS_SOURCE, _masks("eod_mask_loss"),
+    ),
+    LayoutSum("--sft", _OF_EACH_PASS, ("micro-batch", EVALUATION), _LOSS_SOURCE, _masks("sft")),
+    LayoutSum("--fim-data", _OF_EACH_PASS, ("micro-batch",), _LOSS_SOURCE, _masks("fim_data")),
+    LayoutSum(
         "--allow-ambiguous-pad-tokens", _OF_EACH_PASS, ("micro-batch",), _LOSS_SOURCE,
         _masks("allow_ambiguous_pad_tokens"),
     ),
-    Sum(
+    LayoutSum(
         "--encoder-num-layers", "is T5's: it " + _OF_EACH_PASS, ("micro-batch", EVALUATION),
         _LOSS_SOURCE,
         lambda values: bool(values.get("decoder_num_layers"))
         and _masks("encoder_num_layers")(values),
     ),
-    Sum(
+    LayoutSum(
         "--tokenizer-type", "Bert…: it " + _OF_EACH_PASS, ("micro-batch", EVALUATION),
         _LOSS_SOURCE, _masks("tokenizer_type", "Bert"),
     ),
@@ -203,7 +205,7 @@ SUMS: tuple[Sum, ...] = (
 of them."""
 
 
-def sums_of(values: Values, release: Release | None = None) -> Iterator[Sum]:
+def sums_of(values: Values, release: Release | None = None) -> Iterator[LayoutSum]:
     """Yield the sums that arguments, or the fields of a configuration, ask for.
 
     Args:

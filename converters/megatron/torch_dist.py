@@ -1,20 +1,9 @@
-"""Megatron's ``torch_dist`` checkpoints: one tensor a key, in chunks, whatever the layout was.
+"""What a ``torch_dist`` directory must have before it is read, and what of it is not carried.
 
-    [<root>/latest_checkpointed_iteration.txt]  <root>/iter_0000006/
-        metadata.json  .metadata  __<rank>_<n>.distcp  [common.pt]
-
-Up to megatron-core 0.18 there is a ``common.pt``; its content then is among the shards
-(``common_state``).
-
-Of the optimizer's state Megatron knows four forms, and all are read here: whole tensors
-(``fully_reshardable``, and the optimizer that is not distributed), flat ranges of them
-(``fully_sharded_model_space``), and the distributed optimizer's buckets (``dp_reshardable``, the
-default, which Megatron itself loads at the same TP and PP only). What is written is
-``fully_reshardable``, or whole tensors for an optimizer that is not distributed.
-
-Source: megatron/core/dist_checkpointing of 0.16.1 and megatron/training/checkpointing.py.
+Source: megatron/core/dist_checkpointing of 0.16.1.
 """
 
+import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,30 +16,41 @@ import numpy as np
 from scalai.converters.checkpoint import (
     MAIN,
     PARAM,
+    REPORT,
     STEP,
     Checkpoint,
     CheckpointFile,
-    Piece,
+    FilePiece,
     ReadOptions,
     Target,
     Values,
     WriteOptions,
     place,
 )
+from scalai.converters.foreign import foreign_text, is_torch_dcp
 from scalai.converters.megatron import torch_dist_writer
-from scalai.converters.megatron.buckets import is_bucket
+from scalai.converters.megatron.beside_tensors import (
+    argument_degrees,
+    check_iteration,
+    counters_of,
+    find_links,
+    find_param_groups,
+    find_scaler,
+    find_step,
+)
 from scalai.converters.megatron.common_state import (
+    COMMON_FILE,
+    COMMON_OBJECT,
     FORM,
+    MARKER,
     Common,
     find_iteration,
     marker_of,
     read_common,
 )
-from scalai.converters.megatron.dp_reshardable import read_buckets
-from scalai.converters.megatron.iterations import check_iteration
-from scalai.converters.megatron.limits import check_model
-from scalai.converters.megatron.names import leading_axes, name_at, tensor_parallel_axis
-from scalai.converters.megatron.torch_dist_common import LINKS
+from scalai.converters.megatron.dp_reshardable import is_bucket, read_buckets
+from scalai.converters.megatron.model_limits import check_model
+from scalai.converters.megatron.modules import leading_axes, name_at, tensor_parallel_axis
 from scalai.converters.megatron.torch_dist_metadata import (
     Chunk,
     Extent,
@@ -58,21 +58,101 @@ from scalai.converters.megatron.torch_dist_metadata import (
     StoredKey,
     read_metadata,
 )
-from scalai.converters.megatron.torch_dist_opening import check_marker, notes_of, read_objects
-from scalai.converters.megatron.values import (
-    argument_degrees,
-    counters_of,
-    find_links,
-    find_param_groups,
-    find_scaler,
-    find_step,
-)
+from scalai.converters.megatron.torch_dist_writer import LINKS
 from scalai.converters.opening import MAX_PIECES
-from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive, with_content
+from scalai.converters.torch_archive import (
+    MAX_VALUE_BYTES,
+    NewTensor,
+    StoredTensor,
+    check_members,
+    read_archive,
+    with_content,
+)
+from scalai.converters.zip_members import is_archive
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Box, Index, flat_range, whole
 from scalai.store.files import map_file
+
+_OWN = (".metadata", "latest_checkpointed_iteration.txt", COMMON_FILE, MARKER, REPORT)
+_CARRIED = {
+    "args", "checkpoint_version", "content_metadata", "iteration", "optimizer",
+    "num_floating_point_operations_so_far", "opt_param_scheduler",
+}  # fmt: skip
+
+
+def check_marker(directory: Path) -> None:
+    """Refuse a checkpoint that was not ended, or is of another format or version.
+
+    Raises:
+        RefusedError: It is one.
+    """
+    marker = marker_of(directory)
+    if "sharded_backend" not in marker and is_torch_dcp(directory):
+        raise RefusedError(f"{directory}: {foreign_text(directory)}.")
+    if "sharded_backend" not in marker:
+        raise RefusedError(
+            f"{directory} has no metadata.json that names torch_dist: Megatron writes it last, "
+            "so the save was interrupted. Use an older checkpoint."
+        )
+    if marker["sharded_backend"] != "torch_dist":
+        raise RefusedError(
+            f"{directory} is of the format {marker['sharded_backend']!r}, and torch_dist is read. "
+            "Load it in Megatron and save it with --ckpt-format torch_dist."
+        )
+    for key in ("sharded_backend_version", "common_backend_version"):
+        if marker.get(key, 1) != 1:
+            raise RefusedError(
+                f"{directory} has {key} {marker[key]!r}, and 1 is read. Use a later release of "
+                "Scalai, or save it with a Megatron of 0.14 to 0.19."
+            )
+
+
+def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, bytes]:
+    """Return the archives of objects that are no tensors; they are small.
+
+    Raises:
+        RefusedError: One is too large, or not what was saved.
+    """
+    found = {}
+    for key, extent in objects.items():
+        if key == COMMON_OBJECT:
+            continue
+        if extent.size_bytes > MAX_VALUE_BYTES:
+            raise RefusedError(
+                f"{directory / extent.file} keeps {key}, {extent.size_bytes} bytes that are no "
+                f"tensor, and at most {MAX_VALUE_BYTES} are carried. Save without it."
+            )
+        with open(directory / extent.file, "rb") as file:
+            file.seek(extent.begin)
+            found[key] = file.read(extent.size_bytes)
+        name = f"{directory / extent.file}: {key}"
+        if not is_archive(memoryview(found[key])):
+            raise RefusedError(
+                f"{name}, at byte {extent.begin}, is damaged: it is no whole torch archive. Copy "
+                "the file again, or use another checkpoint."
+            )
+        check_members(io.BytesIO(found[key]), name)
+    return found
+
+
+def notes_of(directory: Path, common: Common, metadata: Metadata) -> Iterator[str]:
+    """Yield a note for each thing that is not carried."""
+    for key in sorted(set(common.content) - _CARRIED):
+        yield f"{common.form} holds {key!r}, which is not carried"
+    others = sorted(
+        path.name for path in directory.iterdir()
+        if path.suffix != ".distcp" and path.name not in _OWN
+    )  # fmt: skip
+    if others:
+        by = "Megatron-Bridge's " if "run_config.yaml" in others else ""
+        yield f"not carried: {by}{', '.join(others[:8])}{' ...' * (len(others) > 8)}"
+    named = {extent.file for extent in metadata.objects.values()}
+    named |= {chunk.extent.file for stored in metadata.tensors for chunk in stored.chunks}
+    for path in sorted(directory.glob("*.distcp")):
+        if path.name not in named:
+            yield f"{path.name} is left over from another save: .metadata places nothing in it"
+
 
 STEP_FILE = "(step)"
 """The file in memory that holds the optimizer's step."""
@@ -108,7 +188,7 @@ class TorchDistLayout:
         metadata = read_metadata(directory, trust=options.trust_pickle)
         common = read_common(directory, metadata.objects, trust=options.trust_pickle)
         objects = read_objects(directory, metadata.objects)
-        return _Reader(directory, metadata, common, objects, options.trust_pickle).read()
+        return _TorchDistReader(directory, metadata, common, objects, options.trust_pickle).read()
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
         """Lay out ``iter_<n>`` and the tracker file, as Megatron's ``--load`` finds them."""
@@ -116,7 +196,7 @@ class TorchDistLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _TorchDistReader:
     """One checkpoint that is being read."""
 
     directory: Path
@@ -150,7 +230,7 @@ class _Reader:
                 model.append(stored)
                 weights[stored.key] = stored.dtype
         pieces = [piece for stored in model for piece in self._pieces(PARAM, stored.key, stored)]
-        duplicates: list[Piece] = []
+        duplicates: list[FilePiece] = []
         for kind, key, stored in moments:
             if key not in weights:
                 raise RefusedError(
@@ -203,14 +283,14 @@ class _Reader:
             CheckpointFile(name, (self.directory / name).stat().st_size) for name in sorted(names)
         ]
 
-    def _pieces(self, kind: str, key: str, stored: StoredKey) -> Iterator[Piece]:
+    def _pieces(self, kind: str, key: str, stored: StoredKey) -> Iterator[FilePiece]:
         """Yield the pieces of a key's chunks, one a layer and expert."""
         for chunk in stored.chunks:
             yield from self._chunk_pieces(kind, key, stored, chunk)
 
     def _chunk_pieces(
         self, kind: str, key: str, stored: StoredKey, chunk: Chunk
-    ) -> Iterator[Piece]:
+    ) -> Iterator[FilePiece]:
         if stored.key in self.metadata.flat:
             yield from self._flat_pieces(kind, key, stored, chunk)
             return
@@ -222,9 +302,11 @@ class _Reader:
             shift = sum(at * step for at, step in zip(index, stride, strict=False))
             tensor = Tensor(f"{kind}/{name_at(key, layer)}", shape, stored.dtype)
             box = Box(chunk.box.offset[axes:], chunk.box.shape[axes:])
-            yield Piece(tensor, box, chunk.extent.file, begin + shift * item, stride[axes:])
+            yield FilePiece(tensor, box, chunk.extent.file, begin + shift * item, stride[axes:])
 
-    def _flat_pieces(self, kind: str, key: str, stored: StoredKey, chunk: Chunk) -> Iterator[Piece]:
+    def _flat_pieces(
+        self, kind: str, key: str, stored: StoredKey, chunk: Chunk
+    ) -> Iterator[FilePiece]:
         """Yield the boxes of a flat range of one shard (``fully_sharded_model_space``)."""
         axes, shape = leading_axes(key), self.metadata.flat[stored.key]
         grid, (*at, low), count = stored.shape[:-1], chunk.box.offset, chunk.box.shape[-1]
@@ -245,7 +327,7 @@ class _Reader:
         tensor = Tensor(f"{kind}/{name_at(key, origin[:axes])}", shape[axes:], stored.dtype)
         for box in flat_range(shard[axes:], low, low + count):
             offset = tuple(a + b for a, b in zip(origin[axes:], box.offset, strict=True))
-            yield Piece(tensor, Box(offset, box.shape), chunk.extent.file, begin)
+            yield FilePiece(tensor, Box(offset, box.shape), chunk.extent.file, begin)
             begin += box.numel * item
 
     def _chunk_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
@@ -326,13 +408,13 @@ class _Reader:
         )
 
 
-def _steps(pieces: Sequence[Piece], file: str) -> list[Piece]:
+def _steps(pieces: Sequence[FilePiece], file: str) -> list[FilePiece]:
     """Return a 0-d step for every parameter whose optimizer counts them: Adam's do, Muon's not."""
     pairs = (split_name(piece.tensor.name) for piece in pieces)
     states = [(kind, name) for kind, name in pairs if kind not in (PARAM, MAIN)]
     counted = {name for kind, name in states if kind == _FIRST_MOMENT}
     names = {name: None for _, name in states if not counted or name in counted}
-    return [Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0) for name in names]
+    return [FilePiece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0) for name in names]
 
 
 def _is_split(common: Mapping[str, Any]) -> bool | None:

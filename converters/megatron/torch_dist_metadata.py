@@ -14,7 +14,7 @@ from typing import Any
 from scalai.converters import pickles
 from scalai.converters.bounded import open_regular
 from scalai.converters.opening import file_inside
-from scalai.converters.pickles import Foreign, Sealed, foreign
+from scalai.converters.pickles import Foreign, SealedClass, foreign
 from scalai.converters.torch_archive import MAX_PICKLE_BYTES
 from scalai.core.errors import LayoutError, RefusedError, ScalaiError
 from scalai.core.tensors.collection import MAX_NDIM
@@ -66,7 +66,7 @@ class Metadata:
     flat: Mapping[str, Index]
 
 
-class _Place(metaclass=Sealed):
+class _Place(metaclass=SealedClass):
     """``MetadataIndex``: a key and an offset, to look up where something is stored."""
 
     __slots__ = ("key", "offset")

@@ -15,11 +15,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.checkpoint import MAIN, PARAM, STEP, Piece
-from scalai.converters.megatron.grad_buffers import Member, bucket_numel, lay_buffer
-from scalai.converters.megatron.modules import Part, group_of
-from scalai.converters.megatron.names import expert_of
-from scalai.converters.rounding import rounds_to
+from scalai.converters.checkpoint import MAIN, PARAM, STEP, FilePiece
+from scalai.converters.megatron.grad_buffers import BufferMember, bucket_numel, lay_buffer
+from scalai.converters.megatron.modules import RankBox, expert_of, group_of
+from scalai.converters.source_files import rounds_to
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
@@ -44,7 +43,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class LegacyParameter:
     """A parameter of one rank.
 
     ``shape`` is the whole one; ``parts`` are what the rank has of it. ``is_copy``: it is the
@@ -55,7 +54,7 @@ class Parameter:
     name: str
     shape: Index
     stored: StoredTensor
-    parts: Sequence[Part]
+    parts: Sequence[RankBox]
     chunk: int
     is_copy: bool
     is_shared: bool
@@ -66,7 +65,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundTensors:
     """Tensors that were found in a checkpoint: pieces, second copies.
 
     ``stepped`` are the parameters whose step is that of their group, ``notes`` what is not carried.
@@ -74,12 +73,14 @@ class Found:
 
     directory: Path
     degrees: Mapping[str, int]
-    pieces: list[Piece] = field(default_factory=list)
-    duplicates: list[Piece] = field(default_factory=list)
+    pieces: list[FilePiece] = field(default_factory=list)
+    duplicates: list[FilePiece] = field(default_factory=list)
     stepped: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def add_stored(self, kind: str, parameter: Parameter, stored: StoredTensor, file: str) -> None:
+    def add_stored(
+        self, kind: str, parameter: LegacyParameter, stored: StoredTensor, file: str
+    ) -> None:
         """Add a tensor of a parameter's shape, wherever it lies."""
         if stored.shape != parameter.stored.shape:
             raise self.misfit(
@@ -92,10 +93,10 @@ class Found:
         item = ITEM_BYTES[stored.dtype]
         for part in parameter.parts:
             begin = stored.begin + item * _dot(part.local, stored.stride)
-            into.append(Piece(tensor, part.box, file, begin, stored.stride))
+            into.append(FilePiece(tensor, part.box, file, begin, stored.stride))
 
     def add_optimizer(
-        self, coordinate: Coordinate, rank: Rank, parameters: Sequence[Parameter]
+        self, coordinate: Coordinate, rank: Rank, parameters: Sequence[LegacyParameter]
     ) -> None:
         """Add what a rank's optimizers keep; experts may have one of their own."""
         tree, buffers = rank.tree["optimizer"], rank.buffers
@@ -117,7 +118,7 @@ class Found:
                 raise self._missing(rank)
 
     def _add_whole(
-        self, rank: Rank, link: Mapping[str, Any], parameters: Sequence[Parameter]
+        self, rank: Rank, link: Mapping[str, Any], parameters: Sequence[LegacyParameter]
     ) -> None:
         """Add the state of an optimizer that is not distributed."""
         file = f"{rank.folder}/{MODEL}"
@@ -145,16 +146,16 @@ class Found:
                     self.add_stored(MAIN, parameter, value, file)
                     self._check(parameter, value.begin, value.dtype, file)
 
-    def _add_step(self, parameter: Parameter, value: Any, file: str) -> None:
+    def _add_step(self, parameter: LegacyParameter, value: Any, file: str) -> None:
         if isinstance(value, StoredTensor) and value.shape == () and value.dtype == "F32":
             tensor = Tensor(f"{STEP}/{parameter.name}", (), "F32")
             into = self.duplicates if parameter.is_copy else self.pieces
-            into.append(Piece(tensor, whole(()), file, value.begin))
+            into.append(FilePiece(tensor, whole(()), file, value.begin))
         else:
             raise self.misfit(file, f"the step of {parameter.name} is {value!r}")
 
     def _add_buffers(
-        self, coordinate: Coordinate, rank: Rank, state: Any, parameters: Sequence[Parameter]
+        self, coordinate: Coordinate, rank: Rank, state: Any, parameters: Sequence[LegacyParameter]
     ) -> None:
         """Add the state of the distributed optimizer."""
         if not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
@@ -181,16 +182,16 @@ class Found:
         coordinate: Coordinate,
         rank: Rank,
         state: Mapping[str, Any],
-        parameters: Sequence[Parameter],
+        parameters: Sequence[LegacyParameter],
         chunk: int,
-        all_parameters: Sequence[Parameter],
+        all_parameters: Sequence[LegacyParameter],
     ) -> None:
         file = f"{rank.folder}/{OPTIMIZER}"
         total = int(state["numel_unpadded"])
         tensors = {key: value for key, value in state.items() if isinstance(value, StoredTensor)}
         if any(value.shape != (total,) for value in tensors.values()) or "param" not in tensors:
             raise self.misfit(file, f"a buffer of {total} elements has {tensors}")
-        members = [Member(parameter.numel, parameter.is_shared) for parameter in parameters]
+        members = [BufferMember(parameter.numel, parameter.is_shared) for parameter in parameters]
         unequal = ""
         for size in self._bucket_sizes(coordinate, rank, chunk, all_parameters):
             starts, end = lay_buffer(members, size)
@@ -212,7 +213,7 @@ class Found:
                 self._add_flat(kind, parameter, stored, start, file)
 
     def _bucket_sizes(
-        self, coordinate: Coordinate, rank: Rank, chunk: int, parameters: Sequence[Parameter]
+        self, coordinate: Coordinate, rank: Rank, chunk: int, parameters: Sequence[LegacyParameter]
     ) -> list[int | None]:
         """Return how large buckets may be: as the arguments say, else as Megatron's defaults."""
         arguments = vars(rank.tree["args"]) if "args" in rank.tree else {}
@@ -228,14 +229,14 @@ class Found:
         return list(dict.fromkeys([*listed, None]))
 
     def _fits(
-        self, parameter: Parameter, start: int, tensors: Mapping[str, StoredTensor], file: str
+        self, parameter: LegacyParameter, start: int, tensors: Mapping[str, StoredTensor], file: str
     ) -> bool:
         """Tell whether the masters that begin here are those of a parameter."""
         masters = tensors["param"]
         begin = masters.begin + start * ITEM_BYTES[masters.dtype]
         return self._is_equal(parameter, begin, masters.dtype, file)
 
-    def _is_equal(self, parameter: Parameter, begin: int, dtype: str, file: str) -> bool:
+    def _is_equal(self, parameter: LegacyParameter, begin: int, dtype: str, file: str) -> bool:
         """Tell whether the masters at both ends of a parameter round to its weights."""
         model = f"{file.rpartition('/')[0]}/{MODEL}"
         stored = parameter.stored
@@ -250,12 +251,12 @@ class Found:
                 return False
         return True
 
-    def _check(self, parameter: Parameter, begin: int, dtype: str, file: str) -> None:
+    def _check(self, parameter: LegacyParameter, begin: int, dtype: str, file: str) -> None:
         if not self._is_equal(parameter, begin, dtype, file):
             raise self.misfit(file, f"the masters of {parameter.name} are not its weights")
 
     def _add_flat(
-        self, key: str, parameter: Parameter, stored: StoredTensor, start: int, file: str
+        self, key: str, parameter: LegacyParameter, stored: StoredTensor, start: int, file: str
     ) -> None:
         """Add a parameter's part of a flat buffer."""
         is_own_master = key == "param" and stored.dtype == parameter.stored.dtype
@@ -266,7 +267,7 @@ class Found:
         for part in parameter.parts:
             at = start + _dot(part.local, stride)
             begin = stored.begin + at * ITEM_BYTES[stored.dtype]
-            into.append(Piece(tensor, part.box, file, begin, stride))
+            into.append(FilePiece(tensor, part.box, file, begin, stride))
         if key != "param":
             self.stepped[parameter.name] = None
 
@@ -295,5 +296,5 @@ def _dot(offset: Index, stride: Index) -> int:
     return sum(low * step for low, step in zip(offset, stride, strict=True))
 
 
-def _is_expert(parameter: Parameter) -> bool:
+def _is_expert(parameter: LegacyParameter) -> bool:
     return expert_of(parameter.name) is not None

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
+from scalai.converters.consistency import verify
 from scalai.converters.describe import describe, read_tensor
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.recorded import check_recorded, check_stated
-from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Tensor

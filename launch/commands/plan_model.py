@@ -23,7 +23,7 @@ from scalai.converters.deepspeed.workload import workload_of as deepspeed_worklo
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.model_shape import choices_of, workload_of
-from scalai.converters.megatron.releases import release_beside
+from scalai.converters.megatron.rules import release_beside
 from scalai.converters.megatron.stored_model import StoredModel, read_model
 from scalai.core.degrees.degrees import ModelLimits
 from scalai.core.errors import RefusedError

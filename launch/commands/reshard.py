@@ -16,13 +16,12 @@ from scalai.converters.between.reference import Reference, read_reference
 from scalai.converters.between.translation import INVENTED, LEFT_OUT
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
 from scalai.converters.checksums import Checked
-from scalai.converters.engine import Outlook, look_ahead, reshard
+from scalai.converters.engine import Limits, Outlook, look_ahead, reshard, table_bytes_of
 from scalai.converters.hugging_face.carrying import accompanied
+from scalai.converters.journal import RunPart
 from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
-from scalai.converters.limits import Limits, table_bytes_of
-from scalai.converters.megatron.limits import limits_of
-from scalai.converters.megatron.names import expert_of
-from scalai.converters.parts import Part
+from scalai.converters.megatron.model_limits import limits_of
+from scalai.converters.megatron.modules import expert_of
 from scalai.converters.suspects import find_suspects
 from scalai.core.degrees.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
@@ -93,7 +92,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
-    part = Part.parse(args.part)
+    part = RunPart.parse(args.part)
     cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
     options = ReadOptions(args.trust_pickle, args.iteration, cuts)
     stated = None

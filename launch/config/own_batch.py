@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from scalai.converters.deepspeed.config import step_samples
-from scalai.converters.megatron.arguments import is_megatron, scan
-from scalai.converters.megatron.batch_sizes import stated_batch
+from scalai.converters.megatron.arguments import is_megatron, scan, stated_batch
 from scalai.core.dataset.table import DatasetTable
 from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import ScalaiError

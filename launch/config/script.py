@@ -16,8 +16,7 @@ from scalai.converters.deepspeed.config import (
 )
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
-from scalai.converters.megatron.releases import release_beside
-from scalai.converters.megatron.rules import allows_untested
+from scalai.converters.megatron.rules import allows_untested, release_beside
 from scalai.core.degrees.choice import check_initial
 from scalai.core.degrees.degrees import DegreeRequest, ModelLimits, Sharding
 from scalai.core.degrees.policy import DegreePolicy

@@ -24,8 +24,8 @@ import torch
 import torch.distributed
 import wrapt
 
+from scalai.converters.megatron.arguments import TOLD_FACT, told_of
 from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
-from scalai.converters.megatron.told import FACT, told_of
 from scalai.core.faults import refuse_all
 from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
@@ -144,7 +144,9 @@ class TrainingHooks:
         model, optimizer, scheduler = built
         self._iteration, self._flops = job.iteration, job.num_floating_point_operations_so_far
         self._wandb_run_id = _run_id(job)
-        session.report_facts(padded_vocab_size=job.padded_vocab_size, **{FACT: told_of(vars(job))})
+        session.report_facts(
+            padded_vocab_size=job.padded_vocab_size, **{TOLD_FACT: told_of(vars(job))}
+        )
         is_stated = getattr(job, "_is_global_batch_size_explicitly_specified", True)
         if not is_stated and job.eval_global_batch_size == job.global_batch_size:
             # Micro-batch times DP: a change of DP may not change what an evaluation sees.

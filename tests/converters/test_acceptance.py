@@ -47,10 +47,10 @@ import pytest
 
 from scalai.converters import engine, forked
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
+from scalai.converters.consistency import compare, verify
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.torch_archive import NewTensor
-from scalai.converters.verify import compare, verify
 from scalai.converters.work import plan_work
 from scalai.core.errors import ProofError, RefusedError
 from scalai.launch import cli

@@ -11,12 +11,12 @@ from scalai.converters.between.hyperparameters import with_rates
 from scalai.converters.between.loss_scales import to_deepspeed_scale, to_megatron_scale
 from scalai.converters.between.megatron_described import schedule_of, shape_arguments
 from scalai.converters.checkpoint import Checkpoint, WriteOptions, parameters_of
+from scalai.converters.consistency import verify
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.engine import reshard
-from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.recorded import fingerprints
 from scalai.converters.torch_archive import NewTensor
-from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
 from support.checkpoints import LIMITS, state

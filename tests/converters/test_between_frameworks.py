@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from scalai.converters.checkpoint import Values
+from scalai.converters.consistency import verify
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.verify import verify
 from scalai.launch import cli
 from support.training import deepspeed_jobs, megatron_layouts, resharded
 from support.training.deepspeed_jobs import Runner

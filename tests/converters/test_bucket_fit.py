@@ -3,15 +3,23 @@
 import numpy as np
 import pytest
 
-from scalai.converters.megatron.bucket_fit import HEAD, Found, SeveralFitsError, lay, lay_trained
-from scalai.converters.megatron.rank_parameters import Parameter, Part
+from scalai.converters.megatron.dp_reshardable import (
+    HEAD,
+    BucketPlace,
+    SeveralFitsError,
+    lay,
+    lay_trained,
+)
+from scalai.converters.megatron.rank_parameters import ParameterPart, RankParameter
 from scalai.core.tensors.region import Piece, whole
 
 
-def parameters(*sizes: int) -> list[Parameter]:
+def parameters(*sizes: int) -> list[RankParameter]:
     """Return parameters of these sizes, in the order in which they fill buckets."""
     return [
-        Parameter(f"p{at}", (size,), "F32", (Part(Piece(whole((size,)), 0, (1,)), "file", 0),))
+        RankParameter(
+            f"p{at}", (size,), "F32", (ParameterPart(Piece(whole((size,)), 0, (1,)), "file", 0),)
+        )
         for at, size in enumerate(sizes)
     ]
 
@@ -26,7 +34,7 @@ class Memory:
             self.buckets[bucket][start : start + size] = value
         self.values: dict[str, float] = {}
 
-    def weights(self, parameter: Parameter) -> bytes:
+    def weights(self, parameter: RankParameter) -> bytes:
         count = min(parameter.numel, HEAD)
         return np.full(count, self.values[parameter.name], np.float32).tobytes()
 
@@ -34,7 +42,7 @@ class Memory:
         data = self.buckets[bucket][start : start + count]
         return data.tobytes() if len(data) == count else None
 
-    def is_equal(self, found: Found) -> bool:
+    def is_equal(self, found: BucketPlace) -> bool:
         data = self.buckets[found.bucket][found.start : found.start + found.parameter.numel]
         return bool((data == self.values[found.parameter.name]).all())
 

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.consistency import compare, verify
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.common_state import COMMON_FILE, COMMON_OBJECT, FORM
-from scalai.converters.verify import compare, verify
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
 from support.checkpoints import newest, write

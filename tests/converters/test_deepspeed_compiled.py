@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.scalars import read_steps
+from scalai.converters.source_files import read_steps
 from support.training.deepspeed_checks import (
     FP32,
     Reshard,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalai.converters.between.mapping_files import find_mapping
-from scalai.converters.checkpoint import Piece
+from scalai.converters.checkpoint import FilePiece
 from scalai.converters.deepspeed.shards.cut_rules import CutRules, Rule, read_cuts
 from scalai.converters.deepspeed.shards.cuts import WHOLE, Cut, Shards, contiguous, even
 from scalai.core.errors import RefusedError, UsageError
@@ -50,7 +50,7 @@ def test_shards_make_up_the_whole(cut: Cut, is_target: bool) -> None:
         tensor = shards.shard(Tensor("exp_avg/w", SHAPE, "F32"))
         assert tensor.shape == local.shape
         data = local.tobytes()
-        for own in shards.of_whole(Piece(tensor, whole(local.shape), "file", 0)):
+        for own in shards.of_whole(FilePiece(tensor, whole(local.shape), "file", 0)):
             for piece in contiguous(own) if is_target else [own]:
                 assert piece.tensor.shape == SHAPE
                 assert piece.stride is None or not is_target
@@ -68,7 +68,7 @@ def test_a_part_of_a_shard_lies_where_it_does_in_the_whole() -> None:
         tensor = Tensor("param/w", local.shape, "F32")
         for row in range(12):
             box = replace(whole(local.shape), offset=(row, 0, 0), shape=(1, 5, local.shape[2]))
-            own = Piece(tensor, box, "file", 4 * row * 5 * local.shape[2])
+            own = FilePiece(tensor, box, "file", 4 * row * 5 * local.shape[2])
             for piece in Shards({"w": cut}, rank).of_whole(own):
                 steps = [4 * s for s in piece.stride or ()]
                 data = local.tobytes()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from scalai.converters.checkpoint import WriteOptions
+from scalai.converters.consistency import verify
 from scalai.converters.deepspeed.shards import experts
 from scalai.converters.deepspeed.shards.expert_names import Name, expert_of
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
 from support.checkpoints import experts_state, write

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
+from scalai.converters.consistency import check_samples, verify
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.verify import check_samples, verify
 from scalai.core.errors import ProofError, RefusedError
 from scalai.launch import cli
 from support.training.deepspeed_checks import FP32, HALF, LIMITS, cases, check, make_universal

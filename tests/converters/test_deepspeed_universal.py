@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from scalai.converters.checkpoint import WriteOptions
+from scalai.converters.consistency import verify
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.verify import verify
 from support.training.deepspeed_checks import FP32, HALF, cases, check, convert, make_universal
 from support.training.deepspeed_jobs import SAVED_AFTER, Job, Runner, Saver
 

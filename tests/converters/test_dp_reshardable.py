@@ -7,13 +7,13 @@ import pytest
 
 from scalai.converters.megatron.dp_reshardable import read_buckets
 from scalai.converters.megatron.modules import Naming
-from scalai.converters.megatron.rank_parameters import Model, Rule
+from scalai.converters.megatron.rank_parameters import OrderedModel, OrderRule
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.region import Box
 
 BUCKET = "optimizer.distributed.dp_group_idx_{}.gbuf_idx_0.dtype_(torch.float32, torch.float32)"
-LOCAL = Rule(Naming(is_local=True))
+LOCAL = OrderRule(Naming(is_local=True))
 
 
 def stored(name: str, *shape: int, axes: int = 0) -> StoredKey:
@@ -27,12 +27,14 @@ def stored(name: str, *shape: int, axes: int = 0) -> StoredKey:
     return StoredKey(name, shape, "F32", tuple(chunks))
 
 
-def model(keys: list[StoredKey], rule: Rule = LOCAL) -> Model:
+def model(keys: list[StoredKey], rule: OrderRule = LOCAL) -> OrderedModel:
     """Return a model whose keys some ranks have written in an order of their own."""
-    return Model.of(random.Random(4).sample(keys, len(keys)), rule, lambda *_: (0, (), 4))
+    return OrderedModel.of(random.Random(4).sample(keys, len(keys)), rule, lambda *_: (0, (), 4))
 
 
-def names(model: Model, layers: range, *, is_first: bool = True, is_last: bool = True) -> list[str]:
+def names(
+    model: OrderedModel, layers: range, *, is_first: bool = True, is_last: bool = True
+) -> list[str]:
     found = model.stage(layers, 0, is_first=is_first, is_last=is_last)
     return [f"{parameter.name}{' (copy)' * parameter.is_copy}" for parameter in found]
 
@@ -81,7 +83,7 @@ def test_keys_in_the_order_of_the_writing_ranks_stand_as_the_modules_do() -> Non
 
 
 def test_norms_of_transformer_engine_stand_inside_of_the_linear_layer_behind_them() -> None:
-    found = names(model(DENSE, Rule(Naming(is_local=False))), range(1), is_last=False)
+    found = names(model(DENSE, OrderRule(Naming(is_local=False))), range(1), is_last=False)
     assert [name.partition("layers.0.")[2] for name in found[2:]] == [
         "self_attention.linear_proj.weight", "self_attention.linear_qkv.layer_norm_weight",
         "self_attention.linear_qkv.weight", "mlp.linear_fc1.layer_norm_weight",
@@ -114,7 +116,7 @@ def test_dense_layers_stand_beside_layers_of_experts_and_their_bias_is_no_parame
         *(expert.format(n, fc) for n in range(2) for fc in (1, 2)),
         "decoder.layers.1.mlp.shared_experts.linear_fc1.weight",
     ]  # fmt: skip
-    grouped = model(keys, Rule(Naming(is_local=False, is_grouped=True)))
+    grouped = model(keys, OrderRule(Naming(is_local=False, is_grouped=True)))
     of_rank = grouped.expert_stage(range(2), 0, range(1, 2), is_last=True)
     assert [p.name for p in of_rank] == [expert.format(1, fc) for fc in (1, 2)]
     both = [p.name for p in grouped.expert_stage(range(2), 0, range(2), is_last=True)]
@@ -154,8 +156,8 @@ def test_modules_that_are_not_known_stand_as_one_rank_wrote_them() -> None:
     ]
     with pytest.raises(RefusedError, match=r"mixer.*order in Megatron is not known"):
         model(keys)
-    rule = Rule(Naming(is_local=True), is_stored=True)
-    found = Model.of(keys, rule, lambda *_: (0, (), 4))
+    rule = OrderRule(Naming(is_local=True), is_stored=True)
+    found = OrderedModel.of(keys, rule, lambda *_: (0, (), 4))
     mixers = [f"decoder.layers.{n}.mixer.{way}.weight" for n in range(2) for way in ("out", "in")]
     assert names(found, range(2)) == [WORDS, *mixers, "decoder.final_norm.weight"]
     assert names(found, range(1, 2), is_first=False)[-1] == f"{WORDS} (copy)"

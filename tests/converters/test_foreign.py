@@ -146,11 +146,11 @@ def without_steps() -> Checkpoint:
         for row in range(len(source.placed.collection))
         if source.placed.collection.box(row)[0].name.startswith(("param/", "exp_avg/"))
     ]
-    from scalai.converters.checkpoint import Piece, place
+    from scalai.converters.checkpoint import FilePiece, place
 
     boxes = [(row, *source.placed.collection.box(row)) for row in keep]
     pieces = [
-        Piece(
+        FilePiece(
             replace(tensor, name=tensor.name.replace("exp_avg/", "momentum_buffer/")), box,
             source.placed.files[source.placed.file[row]].path, 0,
         )

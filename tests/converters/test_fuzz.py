@@ -26,10 +26,10 @@ import pytest
 
 from scalai.converters import engine, forked, pickles
 from scalai.converters.checkpoint import REPORT, WriteOptions
+from scalai.converters.consistency import compare, verify
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.suspects import find_suspects
-from scalai.converters.verify import compare, verify
 from scalai.core.errors import RefusedError, ScalaiError
 from scalai.store.manifest import _digest
 from support.checkpoints import LIMITS, deepspeed_state, experts_state, newest, write

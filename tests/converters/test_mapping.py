@@ -11,9 +11,9 @@ from scalai.converters.between.translation import in_our_names, in_their_names, 
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.describe import read_tensor
 from scalai.converters.engine import reshard
-from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.megatron.fused_rows import Heads
+from scalai.converters.megatron.model_limits import Heads
+from scalai.converters.recorded import fingerprints
 from scalai.core.errors import RefusedError, UsageError
 from support.checkpoints import LIMITS, state
 from support.gpt_shapes import GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama

@@ -10,7 +10,7 @@ from scalai.converters.checkpoint import Checkpoint, Values, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.common_state import read_common
-from scalai.converters.megatron.torch_dist_common import LINKS
+from scalai.converters.megatron.torch_dist_writer import LINKS
 from scalai.core.errors import RefusedError
 from support.checkpoints import GROUP, LIMITS, state, write
 

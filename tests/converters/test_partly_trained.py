@@ -3,11 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-from scalai.converters.archive_layout import lay_out_archive
-from scalai.converters.checkpoint import Checkpoint, Piece, place
-from scalai.converters.megatron.torch_dist_common import content_of
+from scalai.converters.checkpoint import Checkpoint, FilePiece, place
+from scalai.converters.consistency import compare
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
-from scalai.converters.verify import compare
+from scalai.converters.megatron.torch_dist_writer import content_of
+from scalai.converters.torch_archive import lay_out_archive
 from support.checkpoints import state, write
 
 
@@ -20,7 +20,7 @@ def half_trained() -> Checkpoint:
         for tensor, box in [source.placed.collection.box(row)]
         if tensor.name.startswith("param/") or ".layers.0." not in tensor.name
     ]
-    pieces = [Piece(tensor, box, file, 0) for tensor, box, file in rows]
+    pieces = [FilePiece(tensor, box, file, 0) for tensor, box, file in rows]
     names = (
         "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2",
         "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_0.3_2.4",

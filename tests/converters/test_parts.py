@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from scalai.converters import engine, parts
+from scalai.converters import engine
+from scalai.converters import journal as parts
 from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
+from scalai.converters.consistency import verify
 from scalai.converters.engine import reshard
-from scalai.converters.journal import Journal, try_lock
+from scalai.converters.journal import Journal, RunPart, alone, try_lock
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.parts import Part, alone
-from scalai.converters.verify import verify
 from scalai.core.errors import PeerError, StoreError, UsageError
 from scalai.core.tensors.fingerprint import VERSION
 from support.checkpoints import LIMITS, state, write
@@ -65,7 +65,7 @@ def last_events(processes: Sequence["subprocess.Popen[str]"]) -> list[str]:
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
 def test_parts_are_whole_files_and_about_equal(count: int) -> None:
     sizes = [70, 3, 3, 50, 0, 20, 20, 20, 10]
-    shares = [Part(number, count).files(sizes) for number in range(1, count + 1)]
+    shares = [RunPart(number, count).files(sizes) for number in range(1, count + 1)]
     assert sorted(file for share in shares for file in share) == list(range(len(sizes)))
     loads = [sum(sizes[file] for file in share) for share in shares]
     assert max(loads) <= max(max(sizes), 1.34 * sum(sizes) / count)
@@ -74,7 +74,7 @@ def test_parts_are_whole_files_and_about_equal(count: int) -> None:
 @pytest.mark.parametrize("text", ["", "0/2", "3/2", "1", "1/0", "a/b", "-1/2", "1/2/3"])
 def test_what_is_no_part_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--part"):
-        Part.parse(text)
+        RunPart.parse(text)
 
 
 def test_three_processes_make_what_one_makes(tmp_path: Path, source: Checkpoint) -> None:
@@ -103,22 +103,22 @@ def test_a_part_that_was_killed_is_started_again(tmp_path: Path, source: Checkpo
     assert not (tmp_path / "new").exists()
     assert last_events([start(source, tmp_path / "new", "1/2")]) == ["done"]
     assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
-    assert reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+    assert reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
 
 
 def test_a_run_of_the_whole_does_what_parts_have_left(tmp_path: Path, source: Checkpoint) -> None:
     target = target_of(source)
-    assert reshard(source, target, tmp_path / "new", LIMITS, part=Part(2, 3)) is None
+    assert reshard(source, target, tmp_path / "new", LIMITS, part=RunPart(2, 3)) is None
     report = reshard(source, target, tmp_path / "new", LIMITS)
     assert report is not None
-    mine = Part(2, 3).files([file.size_bytes for file in target.placed.files])
+    mine = RunPart(2, 3).files([file.size_bytes for file in target.placed.files])
     assert report["resumed_tasks"] == len(mine) > 0
     assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
 
 
 def test_more_parts_than_files_finish_too(tmp_path: Path, source: Checkpoint) -> None:
     target = target_of(source, tp=2, pp=1)
-    parts = [Part(number, 3) for number in (1, 2, 3)]
+    parts = [RunPart(number, 3) for number in (1, 2, 3)]
     ends = [reshard(source, target, tmp_path / "new", LIMITS, part=part) for part in parts]
     assert [end is None for end in ends] == [True, False, False]
     assert ends[1] == ends[2]
@@ -127,31 +127,31 @@ def test_more_parts_than_files_finish_too(tmp_path: Path, source: Checkpoint) ->
 def test_a_destination_that_is_another_conversions_is_left_alone(
     tmp_path: Path, source: Checkpoint
 ) -> None:
-    reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(1, 2))
+    reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(1, 2))
     before = sorted(tmp_path.rglob("*"))
     other = target_of(source, tp=1, pp=2)
     with pytest.raises(UsageError, match="begun with another source, target or --memory"):
-        reshard(source, other, tmp_path / "new", LIMITS, part=Part(2, 2))
+        reshard(source, other, tmp_path / "new", LIMITS, part=RunPart(2, 2))
     with (
         Journal(tmp_path / ".new.partial", "x", ".scalai-journal-1-of-4"),
         pytest.raises(PeerError, match="another process is writing"),
     ):
-        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
     (tmp_path / ".new.partial" / ".scalai-journal-1-of-4").unlink()
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "precious").write_text("data")
     with pytest.raises(UsageError, match="exists"):
-        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
 
 
 def test_a_part_that_runs_twice_is_refused(tmp_path: Path, source: Checkpoint) -> None:
     (tmp_path / ".new.partial").mkdir()
     with (
-        Journal(tmp_path / ".new.partial", "x", Part(2, 2).journal),
+        Journal(tmp_path / ".new.partial", "x", RunPart(2, 2).journal),
         pytest.raises(PeerError, match="another process is writing"),
     ):
-        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
 
 
 def test_a_file_system_without_locks_is_refused(
@@ -171,7 +171,7 @@ def test_the_lock_beside_the_destination_is_held_by_one_and_goes(tmp_path: Path)
     counter.write_text("0")
     script.write_text(
         "import pathlib, sys\n"
-        "from scalai.converters.parts import alone\n"
+        "from scalai.converters.journal import alone\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "for _ in range(60):\n"
         "    with alone(path.parent / 'new'):\n"
@@ -250,8 +250,10 @@ def test_a_part_of_another_version_of_fingerprints_is_not_gone_on_from(
     source = write(tmp_path / "source")
     with monkeypatch.context() as other_release:
         other_release.setattr(engine, "VERSION", VERSION + 1)
-        assert reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(1, 2)) is None
+        assert (
+            reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(1, 2)) is None
+        )
     with pytest.raises(UsageError, match="another release"):
-        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
     report = reshard(source, target_of(source), tmp_path / "new", LIMITS)
     assert report is not None and report["resumed_tasks"] == 0

@@ -21,9 +21,14 @@ from hypothesis import strategies as st
 from numpy._core import multiarray
 
 from scalai.converters import pickles, torch_archive
-from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.pickles import Array, Call, Foreign
-from scalai.converters.torch_archive import NewTensor, Storage, StoredTensor, read_archive
+from scalai.converters.torch_archive import (
+    NewTensor,
+    Storage,
+    StoredTensor,
+    lay_out_archive,
+    read_archive,
+)
 from scalai.core.errors import RefusedError
 
 PLAIN = {

@@ -14,17 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.converters import records
+from scalai.converters import checksums as records
 from scalai.converters.between.vocabulary import repadded
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
-from scalai.converters.checksums import Checked
-from scalai.converters.crc32 import combined
+from scalai.converters.checksums import Checked, combined, find_records
 from scalai.converters.engine import reshard
+from scalai.converters.journal import RunPart
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.megatron.torch_dist import read_objects
 from scalai.converters.megatron.torch_dist_metadata import Extent
-from scalai.converters.megatron.torch_dist_opening import read_objects
-from scalai.converters.parts import Part
-from scalai.converters.records import find_records
 from scalai.converters.torch_archive import check_members, read_archive, with_content
 from scalai.converters.work import plan_work
 from scalai.converters.zip_members import storages
@@ -67,9 +65,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "tp2"
 
 
-def convert(source: Checkpoint, directory: Path, part: Part | None = None, **degrees: int) -> Any:
+def convert(
+    source: Checkpoint, directory: Path, part: RunPart | None = None, **degrees: int
+) -> Any:
     target = layout_named("torch_dist").lay_out(source, WriteOptions(degrees))
-    return reshard(source, target, directory, LIMITS, part=part or Part())
+    return reshard(source, target, directory, LIMITS, part=part or RunPart())
 
 
 @pytest.fixture
@@ -121,13 +121,13 @@ def test_what_nobody_wants_of_a_record_is_read_for_its_checksum(
 def test_parts_of_several_hosts_check_together(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "tp2")
     source = open_checkpoint(tmp_path / "tp2")
-    assert convert(source, tmp_path / "good", Part(1, 2), tp=4) is None
-    report = convert(source, tmp_path / "good", Part(2, 2), tp=4)
+    assert convert(source, tmp_path / "good", RunPart(1, 2), tp=4) is None
+    report = convert(source, tmp_path / "good", RunPart(2, 2), tp=4)
     assert report["checksums"]["records"] > 10
     rot(held(source, "exp_avg"), flip)
-    assert convert(source, tmp_path / "bad", Part(1, 2), tp=4) is None
+    assert convert(source, tmp_path / "bad", RunPart(1, 2), tp=4) is None
     with pytest.raises(ProofError, match="CRC-32"):
-        convert(source, tmp_path / "bad", Part(2, 2), tp=4)
+        convert(source, tmp_path / "bad", RunPart(2, 2), tp=4)
     assert not (tmp_path / "bad").exists() and not (tmp_path / ".bad.partial").exists()
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.converters.checkpoint import Checkpoint, CheckpointFile, Piece, place, unite
-from scalai.converters.verify import verify
+from scalai.converters.checkpoint import Checkpoint, CheckpointFile, FilePiece, place, unite
+from scalai.converters.consistency import verify
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import whole
@@ -20,7 +20,7 @@ AVERAGE = Tensor("user/average", (4,), "F32")
 def registered(tensor: Tensor = AVERAGE) -> Checkpoint:
     """Return a state in memory with a tensor that has no parameter."""
     content = np.arange(4, dtype="<f4").tobytes()
-    piece = Piece(tensor, whole(tensor.shape), "(more)", 0)
+    piece = FilePiece(tensor, whole(tensor.shape), "(more)", 0)
     more = place([piece], [CheckpointFile("(more)", len(content), content)])
     source = state()
     return replace(source, placed=unite([source.placed, more]))

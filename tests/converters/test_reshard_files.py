@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.converters import verify as verifying
+from scalai.converters import consistency as verifying
 from scalai.converters.checkpoint import WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.consistency import compare, verify
+from scalai.converters.engine import Limits, reshard, table_bytes_of
 from scalai.converters.journal import Journal
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.limits import Limits, table_bytes_of
-from scalai.converters.verify import compare, verify
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
 from scalai.launch import cli
 from support.checkpoints import LIMITS, SHAPES, state, write

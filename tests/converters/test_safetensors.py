@@ -13,8 +13,8 @@ from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.describe import read_tensor
 from scalai.converters.engine import reshard
-from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.recorded import fingerprints
 from scalai.core.errors import RefusedError, UsageError
 from scalai.store.files import header_of
 from support.checkpoints import LIMITS, state, write

@@ -13,8 +13,8 @@ import torch
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.megatron.limits import limits_of
-from scalai.converters.megatron.values import with_degrees
+from scalai.converters.megatron.beside_tensors import with_degrees
+from scalai.converters.megatron.model_limits import limits_of
 from scalai.converters.opening import short_layer
 from scalai.core.errors import RefusedError
 from scalai.launch import cli

@@ -21,10 +21,10 @@ import pytest
 
 from scalai.converters import engine, forked
 from scalai.converters.checkpoint import WriteOptions
+from scalai.converters.consistency import verify
 from scalai.converters.engine import reshard
 from scalai.converters.forked import map_forked
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.verify import verify
 from scalai.core.errors import MemoryShortError, PeerError, RefusedError
 from scalai.launch import cli
 from scalai.runtime.at_once import THREADS, at_once

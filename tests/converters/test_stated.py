@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from scalai.converters.checkpoint import REPORT, WriteOptions
+from scalai.converters.consistency import verify
 from scalai.converters.engine import reshard
-from scalai.converters.generation import PARTS, Stored
+from scalai.converters.generation_layout import PARTS, StoredGeneration
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.verify import verify
 from scalai.core.errors import ProofError
 from scalai.core.tensors.fingerprint import Committed
 from scalai.launch import cli
@@ -31,7 +31,7 @@ def test_a_tensor_that_is_not_what_was_committed_is_found(tmp_path: Path) -> Non
     found = dict(verify(write(tmp_path / "saved", "scalai"), 1))
     (tmp_path / "saved" / REPORT).unlink()
     stored = open_checkpoint(tmp_path / "saved").values.extra[PARTS]
-    assert isinstance(stored, Stored)
+    assert isinstance(stored, StoredGeneration)
     (part,), (place,) = stored.generation.hosts, stored.generation.directories
     assert place is not None
     write_manifest(place, replace(part, committed=Committed(("offline",), found)))

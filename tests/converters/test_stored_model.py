@@ -10,8 +10,8 @@ import pytest
 
 from scalai.converters.checkpoint import PARAM, Checkpoint
 from scalai.converters.layouts import open_checkpoint
+from scalai.converters.megatron.arguments import TOLD_FACT, told_of
 from scalai.converters.megatron.stored_model import read_model
-from scalai.converters.megatron.told import FACT, told_of
 from scalai.core.errors import RefusedError
 from scalai.core.planner.model import ModelShape
 from scalai.store.generation import load_generation
@@ -67,7 +67,7 @@ def generation_of_a_job(folder: Path, arguments: Mapping[str, Any]) -> Checkpoin
     convert(source, folder, "scalai")
     ((number, directories),) = find_generations(folder).items()
     (part,) = load_generation(directories, number).hosts
-    facts = {"padded_vocab_size": 16, FACT: told_of(arguments)}
+    facts = {"padded_vocab_size": 16, TOLD_FACT: told_of(arguments)}
     write_manifest(directories[0], replace(part, about={**part.about, "facts": facts}))
     return open_checkpoint(folder)
 

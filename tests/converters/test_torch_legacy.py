@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from scalai.converters import pickles
-from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.checkpoint import WriteOptions
+from scalai.converters.consistency import verify
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.megatron.grad_buffers import Member, bucket_numel, lay_buffer
-from scalai.converters.megatron.torch_dist_common import content_of
-from scalai.converters.torch_archive import NewTensor
-from scalai.converters.verify import verify
+from scalai.converters.megatron.grad_buffers import BufferMember, bucket_numel, lay_buffer
+from scalai.converters.megatron.torch_dist_writer import content_of
+from scalai.converters.torch_archive import NewTensor, lay_out_archive
 from scalai.core.errors import RefusedError
 from support.damage import change_tree
 from support.legacy_checkpoints import GROUPS, ITERATION, LAYERS, SHAPES, convert, fingerprints, gpt
@@ -127,12 +126,12 @@ def test_experts_are_found_under_their_own_numbers(tmp_path: Path) -> None:
 
 
 def test_parameters_lie_in_reverse_order_and_buckets_lose_their_padding() -> None:
-    members = [Member(100), Member(70), Member(10), Member(200)]
+    members = [BufferMember(100), BufferMember(70), BufferMember(10), BufferMember(200)]
     assert lay_buffer(members, None) == ([448, 320, 256, 0], 548)
     # The first bucket ends behind 200 elements, and the second begins there, unaligned.
     assert lay_buffer(members, 200) == ([392, 264, 200, 0], 492)
     # A tied parameter is alone, behind the padding that was meant for it.
-    tied = [Member(100, is_shared=True), *members[1:], Member(10, is_shared=True)]
+    tied = [BufferMember(100, is_shared=True), *members[1:], BufferMember(10, is_shared=True)]
     assert lay_buffer(tied, None) == ([458, 330, 266, 10, 0], 558)
 
 
@@ -162,7 +161,7 @@ def test_modules_whose_order_is_unknown_are_not_written_by_order(tmp_path: Path)
 def test_new_streams_are_those_of_torch_behind_a_seed() -> None:
     import torch
 
-    from scalai.converters.megatron.new_rng_states import new_rng_states
+    from scalai.converters.megatron.rng_states import new_rng_states
 
     streams = new_rng_states(77, tp_rank=1, pp_rank=2, ep_rank=0, is_cuda=False)
     for stream, seed in (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from scalai.converters.consistency import verify
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.verify import verify
 from scalai.core.errors import ProofError
 from scalai.launch import cli
 from support.training.deepspeed_checks import cases

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
+from scalai.converters.consistency import verify
 from scalai.converters.describe import read_tensor
 from scalai.converters.engine import reshard
-from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.verify import verify
+from scalai.converters.recorded import fingerprints
 from scalai.launch import cli
 from support.checkpoints import LIMITS, state
 from support.gpt_shapes import HEADS, gpt

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalai.converters.checkpoint import CheckpointFile, Piece, place
+from scalai.converters.checkpoint import CheckpointFile, FilePiece, place
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Box
@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_refused_by_name(saved: Tensor, wanted: Tensor) -> 
 def test_pieces_keep_their_places_under_other_names() -> None:
     halves = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
     pieces = [
-        Piece(tensor, box, "file", 100 * number)
+        FilePiece(tensor, box, "file", 100 * number)
         for number, (tensor, box) in enumerate(
             (tensor, box) for box in halves for tensor in (MOMENT, FULL)
         )

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from scalai.converters.checkpoint import CheckpointFile, Placed
-from scalai.converters.checksums import Stored
+from scalai.converters.checksums import FileStorage
 from scalai.core.errors import MemoryShortError, ProofError
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.patches.deepspeed.checkpoint import storages
 from scalai.patches.deepspeed.checkpoint.storages import check_storages, share, touched
 
 STORAGES = [
-    Stored("b", "data/0", 64, 40, 1), Stored("b", "data/1", 128, 400, 1),
-    Stored("a", "data/0", 64, 8, 1), Stored("a", "data/1", 128, 40, 1),
+    FileStorage("b", "data/0", 64, 40, 1), FileStorage("b", "data/1", 128, 400, 1),
+    FileStorage("a", "data/0", 64, 8, 1), FileStorage("a", "data/1", 128, 40, 1),
 ]  # fmt: skip
 
 
@@ -62,9 +62,9 @@ def refuse(*_: object) -> int:
 def test_all_are_checked_though_no_thread_can_begin(
     start: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked: list[tuple[Stored, int]] = []
+    checked: list[tuple[FileStorage, int]] = []
 
-    def is_damaged(directory: Path, stored: Stored) -> bool:
+    def is_damaged(directory: Path, stored: FileStorage) -> bool:
         checked.append((stored, threading.get_ident()))
         return stored is STORAGES[2]
 
@@ -77,7 +77,7 @@ def test_all_are_checked_though_no_thread_can_begin(
 
 
 def test_memory_that_runs_out_in_a_check_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out(directory: Path, stored: Stored) -> bool:
+    def run_out(directory: Path, stored: FileStorage) -> bool:
         raise MemoryError
 
     monkeypatch.setattr(storages, "is_damaged", run_out)

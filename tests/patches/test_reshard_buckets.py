@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
+from scalai.converters.consistency import compare, verify
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.megatron.buckets import is_bucket
 from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
-from scalai.converters.megatron.module_order import in_order
-from scalai.converters.megatron.modules import Naming
-from scalai.converters.megatron.names import leading_axes, name_at
+from scalai.converters.megatron.dp_reshardable import is_bucket
+from scalai.converters.megatron.modules import Naming, in_order, leading_axes, name_at
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
-from scalai.converters.verify import compare, verify
 from scalai.launch import cli
 from support.training.jobs import AFTER, Job
 from support.training.megatron_layouts import (

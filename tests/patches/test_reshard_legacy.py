@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from scalai.converters.consistency import verify
 from scalai.converters.describe import describe
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.verify import verify
 from support.training import resharded
 from support.training.jobs import AFTER, Job
 from support.training.megatron_layouts import (

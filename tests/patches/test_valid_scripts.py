@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.converters.megatron.releases import release_beside
+from scalai.converters.megatron.rules import release_beside
 from support import megatron_lm_job
 from support.random_scripts import judge, random_case
 

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from scalai.converters.checkpoint import WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.limits import Limits
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.region import Box, whole
 from scalai.launch.agent.durable import write_finished

@@ -9,7 +9,7 @@ import numpy as np
 from scalai.converters.checkpoint import (
     Checkpoint,
     CheckpointFile,
-    Piece,
+    FilePiece,
     ReadOptions,
     Values,
     WriteOptions,
@@ -18,9 +18,8 @@ from scalai.converters.checkpoint import (
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.deepspeed.shards.expert_names import Name
 from scalai.converters.deepspeed.shards.experts import Experts, Layer
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.limits import Limits
 from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import whole
@@ -48,8 +47,8 @@ def state(step: int = 3, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Chec
             content = random.standard_normal(shape).astype(np.float32).tobytes()
             files.append(CheckpointFile(f"{kind}/{name}", len(content), content))
             tensor = Tensor(f"{kind}/{name}", shape, "F32")
-            pieces.append(Piece(tensor, whole(shape), files[-1].path, 0))
-        pieces.append(Piece(Tensor(f"step/{name}", (), "F32"), whole(()), "(step)", 0))
+            pieces.append(FilePiece(tensor, whole(shape), files[-1].path, 0))
+        pieces.append(FilePiece(Tensor(f"step/{name}", (), "F32"), whole(()), "(step)", 0))
     content = np.float32(step).tobytes()
     files.append(CheckpointFile("(step)", len(content), content))
     group = {**GROUP, "lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters import pickles
-from scalai.converters.archive_layout import lay_out_archive
-from scalai.converters.megatron.torch_dist_common import content_of
 from scalai.converters.megatron.torch_dist_metadata import StoredKey, read_metadata, write_metadata
+from scalai.converters.megatron.torch_dist_writer import content_of
 from scalai.converters.pickles import foreign
-from scalai.converters.torch_archive import read_archive, with_content
+from scalai.converters.torch_archive import lay_out_archive, read_archive, with_content
 from scalai.store.files import map_file
 
 Damage = Callable[[Path], None]

@@ -11,7 +11,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from scalai.converters import engine, forked, records, verify
+from scalai.converters import checksums as records
+from scalai.converters import consistency as verify
+from scalai.converters import engine, forked
 from scalai.launch import cli
 
 TIMEOUT_S = 240

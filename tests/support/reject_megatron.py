@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.checkpoint import Checkpoint
-from scalai.converters.megatron.torch_dist_common import content_of
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, read_metadata
-from scalai.converters.torch_archive import NewTensor
+from scalai.converters.megatron.torch_dist_writer import content_of
+from scalai.converters.torch_archive import NewTensor, lay_out_archive
 from scalai.core.tensors.region import Box
 from support.checkpoints import state, write
 from support.damage import (

@@ -11,9 +11,8 @@ from unittest.mock import patch
 import numpy as np
 
 from scalai.converters.checkpoint import REPORT, WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named
-from scalai.converters.limits import Limits
 from scalai.store.manifest import _digest
 from support.checkpoints import state
 from support.damage import link_outside

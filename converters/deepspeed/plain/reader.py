@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import MAIN, STEP, CheckpointFile, Order, Piece
+from scalai.converters.checkpoint import MAIN, STEP, CheckpointFile, FilePiece, Order
 from scalai.converters.deepspeed.files import carried, read_dictionary, scalar_of
 from scalai.converters.deepspeed.job import enables_bf16
 from scalai.converters.deepspeed.loss_scale import to_zero
@@ -165,8 +165,8 @@ class PlainReader:
     model: ModelStates
     trust: bool
     order: Order | None = None
-    pieces: list[Piece] = field(default_factory=list)
-    duplicates: list[Piece] = field(default_factory=list)
+    pieces: list[FilePiece] = field(default_factory=list)
+    duplicates: list[FilePiece] = field(default_factory=list)
     steps: dict[str, CheckpointFile] = field(default_factory=dict)
 
     def read(self) -> RankState:
@@ -243,20 +243,22 @@ class PlainReader:
                 self._place(name, state.at(group, at, weight.shape), tree.path, into)
                 at += state.size(weight)
 
-    def _place(self, name: str, state: Mapping[str, Any], path: Path, into: list[Piece]) -> None:
+    def _place(
+        self, name: str, state: Mapping[str, Any], path: Path, into: list[FilePiece]
+    ) -> None:
         file = path.name
         for key, entry in state.items():
             if isinstance(entry, StoredTensor) and key != STEP:
                 kind = MAIN if key == MASTERS else key
                 tensor = Tensor(f"{kind}/{name}", entry.shape, entry.dtype)
                 box = whole(entry.shape)
-                into.append(Piece(tensor, box, file, entry.begin, entry.stride))
+                into.append(FilePiece(tensor, box, file, entry.begin, entry.stride))
         step = scalar_of(state.get("step"), path)
         if step is not None:
             known = f"(step {step:g})"
             content = np.float32(step).tobytes()
             self.steps[known] = CheckpointFile(known, len(content), content)
-            into.append(Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), known, 0))
+            into.append(FilePiece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), known, 0))
 
 
 def _plain_entries(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from scalai.converters.checkpoint import STEP
 from scalai.converters.deepspeed.files import with_bytes
 from scalai.converters.deepspeed.shards.expert_names import expert_of
-from scalai.converters.rounding import rounds_to
+from scalai.converters.source_files import rounds_to
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import row_major

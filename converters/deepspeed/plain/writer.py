@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import MAIN, Checkpoint, Piece, Target, WriteOptions
+from scalai.converters.checkpoint import MAIN, Checkpoint, FilePiece, Target, WriteOptions
 from scalai.converters.deepspeed.files import LATEST
 from scalai.converters.deepspeed.loss_scale import to_plain
 from scalai.converters.deepspeed.shards.expert_names import optimizer_file
@@ -139,5 +139,5 @@ def _buffer(draft: Draft, group: int) -> Buffer:
 
 def _new(tensor: Tensor, filled: Filled) -> NewTensor:
     made = NewTensor(tensor.dtype, tensor.shape)
-    filled[made] = [Piece(tensor, whole(tensor.shape), "", 0)]
+    filled[made] = [FilePiece(tensor, whole(tensor.shape), "", 0)]
     return made

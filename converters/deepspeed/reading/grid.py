@@ -15,7 +15,7 @@ from scalai.converters.checkpoint import (
     PARAM,
     Checkpoint,
     CheckpointFile,
-    Piece,
+    FilePiece,
     ReadOptions,
     place,
 )
@@ -45,8 +45,8 @@ class RankState:
     model: ModelStates
     job: DeepSpeedJob
     param_groups: Sequence[Mapping[str, Any]]
-    pieces: Sequence[Piece]
-    duplicates: Sequence[Piece]
+    pieces: Sequence[FilePiece]
+    duplicates: Sequence[FilePiece]
     files: Sequence[CheckpointFile]
     notes: tuple[str, ...] = ()
     guessed: frozenset[str] = frozenset()
@@ -159,7 +159,7 @@ class Grid:
 
     def gather(
         self, states: Sequence[RankState], cuts: Mapping[str, Cut]
-    ) -> tuple[list[Piece], list[Piece]]:
+    ) -> tuple[list[FilePiece], list[FilePiece]]:
         """Return the pieces of whole tensors, and those of second copies.
 
         Raises:
@@ -167,8 +167,8 @@ class Grid:
         """
         for state in states:
             self._check_alike(states[0], state)
-        pieces: list[Piece] = []
-        duplicates: list[Piece] = []
+        pieces: list[FilePiece] = []
+        duplicates: list[FilePiece] = []
         before: set[str] = set()
         for number, state in enumerate(states):
             shards = Shards(cuts, number % self.tp)

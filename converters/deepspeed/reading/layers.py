@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import MAIN, PARAM, STEP, Piece
+from scalai.converters.checkpoint import MAIN, PARAM, STEP, FilePiece
 from scalai.converters.deepspeed.files import Tag, read_dictionary
 from scalai.converters.deepspeed.shards.flat import Shape
 from scalai.converters.deepspeed.shards.pipeline import TIED, LayerFile, unit_of
@@ -112,7 +112,7 @@ class Layers:
             for name in layer.names
         }
 
-    def pieces(self, files: Sequence[LayerFile]) -> Iterator[tuple[Piece, bool]]:
+    def pieces(self, files: Sequence[LayerFile]) -> Iterator[tuple[FilePiece, bool]]:
         """Yield the tensors of these layers, and whether one was there before: of a tied layer
         that has a file at every place."""
         seen = set()
@@ -121,16 +121,18 @@ class Layers:
                 stored: StoredTensor = self.states[layer.place][name]
                 tensor = Tensor(f"{PARAM}/{layer.unit}.{name}", stored.shape, stored.dtype)
                 file, box = self.names[layer.place], whole(stored.shape)
-                yield Piece(tensor, box, file, stored.begin, stored.stride), tensor.name in seen
+                yield FilePiece(tensor, box, file, stored.begin, stored.stride), tensor.name in seen
                 seen.add(tensor.name)
 
 
-def parameter_of(piece: Piece) -> str:
+def parameter_of(piece: FilePiece) -> str:
     """Return the name of the parameter that a piece, of any kind, belongs to."""
     return split_name(piece.tensor.name)[1]
 
 
-def unused_copies(directory: Path, pieces: Sequence[Piece], before: Collection[str]) -> set[str]:
+def unused_copies(
+    directory: Path, pieces: Sequence[FilePiece], before: Collection[str]
+) -> set[str]:
     """Return the parameters of which this stage has copies that never had a gradient.
 
     Args:
@@ -147,7 +149,7 @@ def unused_copies(directory: Path, pieces: Sequence[Piece], before: Collection[s
     return {name for name, is_unused in found.items() if is_unused}
 
 
-def _sample(directory: Path, piece: Piece) -> npt.NDArray[Any]:
+def _sample(directory: Path, piece: FilePiece) -> npt.NDArray[Any]:
     """Return some elements of a contiguous fp32 piece."""
     count = prod(piece.box.shape)
     data = np.memmap(directory / piece.file, np.uint8, "r", piece.begin, (4 * count,))

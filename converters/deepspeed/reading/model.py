@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.checkpoint import PARAM, CheckpointFile, Piece, Values
+from scalai.converters.checkpoint import PARAM, CheckpointFile, FilePiece, Values
 from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.deepspeed.nested import flatten
@@ -153,7 +153,7 @@ class ModelStates:
                     found[name] = owner
         return found
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[FilePiece]:
         """Yield what the files hold of the module: in stage 3 no trained parameters."""
         if self.has_layers:
             return
@@ -163,11 +163,11 @@ class ModelStates:
             if isinstance(entry, StoredTensor) and is_here:
                 tensor = Tensor(f"{PARAM}/{aliases.get(name, name)}", entry.shape, entry.dtype)
                 file = self.file_of(name)
-                yield Piece(tensor, whole(entry.shape), file, entry.begin, entry.stride)
+                yield FilePiece(tensor, whole(entry.shape), file, entry.begin, entry.stride)
         if self.is_stage_3:
             yield from self._frozen()
 
-    def _frozen(self) -> Iterator[Piece]:
+    def _frozen(self) -> Iterator[FilePiece]:
         """Yield parameters without gradients, of which each rank of stage 3 has a part."""
         shapes = _plain([self.first.get("frozen_param_shapes") or {}])[0]
         for name, shape in shapes.items():
@@ -178,7 +178,7 @@ class ModelStates:
                 begin = entry.begin
                 low, high = min(rank * part, numel), min((rank + 1) * part, numel)
                 for box in flat_range(shape, low, high):
-                    yield Piece(tensor, box, self.files[rank], begin)
+                    yield FilePiece(tensor, box, self.files[rank], begin)
                     begin += box.numel * ITEM_BYTES[entry.dtype]
 
     def job(

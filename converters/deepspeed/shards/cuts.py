@@ -7,7 +7,7 @@ that lie one behind the other (gate and up projection; query, key and value), on
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from scalai.converters.checkpoint import STEP, Piece
+from scalai.converters.checkpoint import STEP, FilePiece
 from scalai.converters.deepspeed.shards.flat import Shape
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
@@ -137,7 +137,7 @@ class Shards:
             )
         return replace(tensor, shape=cut.shard(tensor.shape, self.rank))
 
-    def of_whole(self, piece: Piece) -> Iterator[Piece]:
+    def of_whole(self, piece: FilePiece) -> Iterator[FilePiece]:
         """Yield a piece of the rank's shard as pieces of the whole tensor."""
         cut = self.cut(piece.tensor)
         if cut.dim is None:
@@ -162,7 +162,7 @@ EVERYTHING = Shards({}, 0)
 """What the only rank has."""
 
 
-def contiguous(piece: Piece) -> Iterator[Piece]:
+def contiguous(piece: FilePiece) -> Iterator[FilePiece]:
     """Yield a piece as pieces without gaps, as those of a target are."""
     shape = piece.box.shape
     stride = row_major(shape) if piece.stride is None else piece.stride

@@ -17,7 +17,7 @@ from scalai.converters.checkpoint import (
     STEP,
     Checkpoint,
     CheckpointFile,
-    Piece,
+    FilePiece,
     ReadOptions,
     place,
 )
@@ -76,8 +76,8 @@ class UniversalReader:
     grid: Grid
     models: list[ModelStates]
     state: dict[str, Any]
-    pieces: list[Piece] = field(default_factory=list)
-    duplicates: list[Piece] = field(default_factory=list)
+    pieces: list[FilePiece] = field(default_factory=list)
+    duplicates: list[FilePiece] = field(default_factory=list)
     files: dict[str, CheckpointFile] = field(default_factory=dict)
     number_steps: list[bool] = field(default_factory=list)
     steps: dict[float, str] = field(default_factory=dict)
@@ -215,14 +215,14 @@ class UniversalReader:
         into = self.duplicates if is_weight and not parameter.is_rounded else self.pieces
         stride = stored.stride if stored.shape == rows else row_major(rows)
         tensor = Tensor(f"{known}/{name}", shape, stored.dtype)
-        placed = [Piece(tensor, whole(rows), file, stored.begin, stride)]
+        placed = [FilePiece(tensor, whole(rows), file, stored.begin, stride)]
         placed += self._padding(tensor, rows[0] if rows != shape else None)
         into.extend(placed)
         if kind == MASTERS and not is_weight and parameter.is_rounded:
             rounded = Tensor(f"{PARAM}/{name}", shape, weight)
             self.pieces.extend(replace(p, tensor=rounded, is_rounded=True) for p in placed)
 
-    def _padding(self, tensor: Tensor, first: int | None) -> Iterator[Piece]:
+    def _padding(self, tensor: Tensor, first: int | None) -> Iterator[FilePiece]:
         """Yield the rows of a vocabulary's padding from ``first`` on, which ds_to_universal cut off
         and DeepSpeed's loader fills with zeros."""
         if first is None:
@@ -232,7 +232,7 @@ class UniversalReader:
         size = box.numel * ITEM_BYTES[tensor.dtype]
         file = f"(zeros {size})"
         self.files[file] = CheckpointFile(file, size, bytes(size))
-        yield Piece(tensor, box, file, 0)
+        yield FilePiece(tensor, box, file, 0)
         if tensor.name.startswith((MAIN, PARAM)):
             name = split_name(tensor.name)[1]
             self.notes.append(
@@ -254,7 +254,7 @@ class UniversalReader:
         file = f"(step {step:g})"
         content = np.float32(step).tobytes()
         self.files[file] = CheckpointFile(file, len(content), content)
-        self.pieces.append(Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
+        self.pieces.append(FilePiece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
 
 
 def _as_dictionary(entry: Any) -> Mapping[str, Any]:

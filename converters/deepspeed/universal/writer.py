@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import Checkpoint, Piece, Target, WriteOptions
+from scalai.converters.checkpoint import Checkpoint, FilePiece, Target, WriteOptions
 from scalai.converters.deepspeed.shards.cuts import Cut
 from scalai.converters.deepspeed.universal.files import (
     GLOBAL_STATE,
@@ -118,7 +118,7 @@ def _add_parameter(draft: Draft, ranks: Ranks, name: str, kinds: Sequence[str]) 
     for kind in (None, *kinds):
         tensor = draft.stored(kind, name)
         new = NewTensor(tensor.dtype, tensor.shape)
-        filled: Filled = {new: [Piece(tensor, whole(tensor.shape), "", 0)]}
+        filled: Filled = {new: [FilePiece(tensor, whole(tensor.shape), "", 0)]}
         value = {**_cut_entries(ranks.known.get(name), tensor.shape), "param": new}
         draft.archives.add(f"{draft.folder}/zero/{name}/{kind or MASTERS}.pt", value, filled)
     steps = Filled()

@@ -5,16 +5,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.archive_layout import lay_out_archive
-from scalai.converters.checkpoint import CheckpointFile, Piece, Placed, place
+from scalai.converters.checkpoint import CheckpointFile, FilePiece, Placed, place
 from scalai.converters.deepspeed.shards.cuts import EVERYTHING, Shards, contiguous
 from scalai.converters.deepspeed.shards.flat import Span
-from scalai.converters.torch_archive import NewTensor
+from scalai.converters.torch_archive import NewTensor, lay_out_archive
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import flat_range
 
-Filled = dict[NewTensor, list[Piece]]
+Filled = dict[NewTensor, list[FilePiece]]
 """What lies in a new tensor, by identity; positions count from its start."""
 
 
@@ -25,7 +24,7 @@ class Archives:
     ``shards``: what the rank has whose files are laid out; pieces are of those.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[FilePiece] = field(default_factory=list)
     files: list[CheckpointFile] = field(default_factory=list)
     fixed: dict[int, Sequence[tuple[int, bytes]]] = field(default_factory=dict)
     shards: Shards = EVERYTHING
@@ -34,7 +33,7 @@ class Archives:
         """Return the same files, to which those of another rank are added."""
         return replace(self, shards=shards)
 
-    def add(self, path: str, value: Any, filled: Mapping[NewTensor, Sequence[Piece]]) -> None:
+    def add(self, path: str, value: Any, filled: Mapping[NewTensor, Sequence[FilePiece]]) -> None:
         """Add a file that torch reads as ``value``."""
         archive = lay_out_archive(value, Path(path).stem)
         for tensor, begin in zip(archive.tensors, archive.begin, strict=True):
@@ -52,10 +51,10 @@ class Archives:
         return place(self.pieces, self.files)
 
 
-def pieces_of(tensor: Tensor, span: Span) -> Iterator[Piece]:
+def pieces_of(tensor: Tensor, span: Span) -> Iterator[FilePiece]:
     """Yield a span of a tensor as boxes, with bytes that count from the start of its buffer."""
     item = ITEM_BYTES[tensor.dtype]
     begin = span.at * item
     for box in flat_range(tensor.shape, span.low, span.high):
-        yield Piece(tensor, box, "", begin)
+        yield FilePiece(tensor, box, "", begin)
         begin += box.numel * item

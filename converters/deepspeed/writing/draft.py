@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, Piece, WriteOptions
+from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, FilePiece, WriteOptions
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob, sub_group_elements
 from scalai.converters.deepspeed.loss_scale import to_plain
 from scalai.converters.deepspeed.shards.expert_names import expert_of
@@ -14,7 +14,7 @@ from scalai.converters.deepspeed.shards.experts import split_groups
 from scalai.converters.deepspeed.stored_config import is_number
 from scalai.converters.deepspeed.writing.archives import Archives, Filled
 from scalai.converters.pickles import foreign
-from scalai.converters.scalars import read_steps
+from scalai.converters.source_files import read_steps
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
@@ -222,7 +222,7 @@ class Draft:
         if self.job.has_number_steps:
             return {"step": int(read_steps(self.source) or 0)}
         step = NewTensor(tensor.dtype, ())
-        filled[step] = [Piece(tensor, whole(()), "", 0)]
+        filled[step] = [FilePiece(tensor, whole(()), "", 0)]
         return {"step": step}
 
     def param_groups(self, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from scalai.converters.checkpoint import Piece
+from scalai.converters.checkpoint import FilePiece
 from scalai.converters.deepspeed.nested import nest
 from scalai.converters.deepspeed.shards.expert_names import Name, expert_of, model_file
 from scalai.converters.deepspeed.shards.flat import Span, part_of
@@ -102,7 +102,7 @@ def _whole(draft: Draft, name: str, filled: Filled) -> NewTensor:
     """Return a parameter, or a buffer, as the module has it."""
     tensor = draft.parameter(name)
     new = NewTensor(tensor.dtype, tensor.shape)
-    filled[new] = [Piece(tensor, whole(tensor.shape), "", 0)]
+    filled[new] = [FilePiece(tensor, whole(tensor.shape), "", 0)]
     return new
 
 

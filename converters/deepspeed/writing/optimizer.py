@@ -22,7 +22,7 @@ from scalai.converters.deepspeed.writing.archives import Filled
 from scalai.converters.deepspeed.writing.buffers import Buffer, inner_state, part
 from scalai.converters.deepspeed.writing.draft import Draft
 from scalai.converters.pickles import Foreign, foreign, made
-from scalai.converters.scalars import read_steps
+from scalai.converters.source_files import read_steps
 from scalai.converters.torch_archive import NewTensor
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import MAIN, PARAM, STEP, CheckpointFile, Piece
+from scalai.converters.checkpoint import MAIN, PARAM, STEP, CheckpointFile, FilePiece
 from scalai.converters.deepspeed.files import TagFiles, carried, read_dictionary, scalar_of
 from scalai.converters.deepspeed.job import DeepSpeedJob, round_robins
 from scalai.converters.deepspeed.reading.grid import RankState
@@ -113,8 +113,8 @@ class ZeroReader:
     files: TagFiles
     model: ModelStates
     optimizers: tuple[dict[str, Any], ...]
-    pieces: list[Piece] = field(default_factory=list)
-    duplicates: list[Piece] = field(default_factory=list)
+    pieces: list[FilePiece] = field(default_factory=list)
+    duplicates: list[FilePiece] = field(default_factory=list)
     steps: dict[str, CheckpointFile] = field(default_factory=dict)
 
     def read(self) -> RankState:
@@ -255,17 +255,19 @@ class ZeroReader:
         kind = PARAM if is_weight else MAIN if is_master else key
         into = self.duplicates if is_weight and not self.files.is_stage_3 else self.pieces
         for box in flat_range(shape, span.low, span.high):
-            into.append(Piece(Tensor(f"{kind}/{span.name}", shape, entry.dtype), box, file, begin))
+            into.append(
+                FilePiece(Tensor(f"{kind}/{span.name}", shape, entry.dtype), box, file, begin)
+            )
             if is_master and not is_weight and self.files.is_stage_3:
                 rounded = Tensor(f"{PARAM}/{span.name}", shape, weight)
-                self.pieces.append(Piece(rounded, box, file, begin, is_rounded=True))
+                self.pieces.append(FilePiece(rounded, box, file, begin, is_rounded=True))
             begin += box.numel * item
 
     def _place_step(self, name: str, step: float) -> None:
         file = f"(step {step:g})"
         content = np.float32(step).tobytes()
         self.steps[file] = CheckpointFile(file, len(content), content)
-        self.pieces.append(Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
+        self.pieces.append(FilePiece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
 
     def _job(self, groups: Sequence[_Group]) -> tuple[DeepSpeedJob, Sequence[Mapping[str, Any]]]:
         """Return the job, and its parameter groups."""

@@ -23,12 +23,12 @@ from scalai.converters.checkpoint import (
     Placed,
     ReadOptions,
 )
-from scalai.converters.checksums import Stored, storages_in
+from scalai.converters.checksums import FileStorage, storages_in
+from scalai.converters.consistency import check_samples
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
 from scalai.converters.suspects import refuse_guessed
-from scalai.converters.verify import check_samples
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Collection, split_name
@@ -59,7 +59,7 @@ class Saved:
     steps: Mapping[str, float]
     groups: Mapping[str, Json]
     loss_scale: Mapping[str, Json]
-    storages: Sequence[Stored]
+    storages: Sequence[FileStorage]
 
     def to_bytes(self) -> bytes:
         """Return what ``from_bytes`` reads."""
@@ -83,7 +83,7 @@ class Saved:
         files = tuple(CheckpointFile(path, size) for path, size in paths)
         columns = rows["file"], rows["begin"], rows["stride"]
         placed = Placed(collection, *columns, files, rows["is_rounded"])
-        stored = tuple(Stored(*values) for values in storages)
+        stored = tuple(FileStorage(*values) for values in storages)
         return cls(placed, steps, groups, loss_scale, stored)
 
 

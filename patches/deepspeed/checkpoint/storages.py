@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import Placed
-from scalai.converters.checksums import Stored, is_damaged, refuse_damaged
+from scalai.converters.checksums import FileStorage, is_damaged, refuse_damaged
 from scalai.core.errors import MemoryShortError, ProofError, StoreError
 from scalai.runtime.at_once import at_once
 
@@ -23,7 +23,7 @@ _FILE_BITS = 44
 _UNTOUCHED = "The engine is as it was."
 
 
-def touched(storages: Sequence[Stored], pieces: Placed) -> npt.NDArray[np.bool_]:
+def touched(storages: Sequence[FileStorage], pieces: Placed) -> npt.NDArray[np.bool_]:
     """Return in which storages pieces lie, [storages]."""
     number = {file.path: at for at, file in enumerate(pieces.files)}
     keys = np.array([(number[s.file] << _FILE_BITS) + s.begin for s in storages], dtype=np.int64)
@@ -37,7 +37,7 @@ def touched(storages: Sequence[Stored], pieces: Placed) -> npt.NDArray[np.bool_]
     return is_touched
 
 
-def share(storages: Sequence[Stored], rank: int, world_size: int) -> list[Stored]:
+def share(storages: Sequence[FileStorage], rank: int, world_size: int) -> list[FileStorage]:
     """Return the storages that a rank checks: as many bytes a rank as whole storages allow.
 
     Ranks take neighbours, because what a rank wants of a flat buffer lies in few files: most of
@@ -51,7 +51,7 @@ def share(storages: Sequence[Stored], rank: int, world_size: int) -> list[Stored
     return [storages[at] for at in np.flatnonzero(taker == rank).tolist()]
 
 
-def check_storages(directory: Path, storages: Sequence[Stored], pieces: Placed) -> None:
+def check_storages(directory: Path, storages: Sequence[FileStorage], pieces: Placed) -> None:
     """Read storages whole, some side by side, and compare them with their checksums.
 
     Raises:

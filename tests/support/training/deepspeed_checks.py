@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from scalai.converters.checkpoint import Values, WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.consistency import verify
+from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.limits import Limits
-from scalai.converters.verify import verify
 from support.checkpoints import open_in_order
 from support.training.deepspeed_jobs import SAVED_AFTER, STEPS, Job, Runner, Saver
 

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import ReadOptions, Values, WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.limits import Limits
 from support.training.jobs import AFTER, Job, mean_losses
 from support.training.worker_pool import WorkerPool
 

@@ -45,11 +45,11 @@ _IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """What megatron matches parameter groups by, without ``is_expert_parallel``, as live state does."""
 
 PARTS = "generation"
-"""The key of ``Values.extra`` under which a ``Stored`` lies."""
+"""The key of ``Values.extra`` under which a ``StoredGeneration`` lies."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Stored:
+class StoredGeneration:
     """A generation as its manifests have it, and the numbers of all that lie where it does."""
 
     generation: Generation
@@ -226,7 +226,7 @@ def _values(generation: Generation, numbers: tuple[int, ...]) -> Values:
         arguments=_live(offline.get("arguments")),
         counters=counters,
         rank_state=generation.rank_state,
-        extra={"scalars": dict(scalars), PARTS: Stored(generation, numbers)},
+        extra={"scalars": dict(scalars), PARTS: StoredGeneration(generation, numbers)},
     )
 
 

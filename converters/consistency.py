@@ -11,19 +11,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.auxiliary import check_auxiliary
 from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
 from scalai.converters.checksums import check_checksums
-from scalai.converters.fingerprints import batches, fingerprints, parts_of, row_fingerprints
+from scalai.converters.destination import check_auxiliary
 from scalai.converters.forked import map_forked
 from scalai.converters.recorded import (
     check_recorded,
     check_report,
     checked_fingerprints,
+    fingerprints,
+    parts_of,
     recorded_fingerprints,
+    row_batches,
+    row_fingerprints,
 )
-from scalai.converters.rounding import rounds_to
-from scalai.converters.source_files import SourceFiles
+from scalai.converters.source_files import SourceFiles, rounds_to
 from scalai.converters.work import HERE
 from scalai.core.errors import ProofError
 from scalai.core.tensors.collection import MAX_NDIM, Collection, Tensor, split_name
@@ -255,7 +257,7 @@ def _differences(
         ]
 
     found: dict[str, list[Difference]] = {}
-    for _, differences in map_forked(compare_copies, batches(len(copies)), workers):
+    for _, differences in map_forked(compare_copies, row_batches(len(copies)), workers):
         for difference in differences:
             found.setdefault(difference.tensor, []).append(difference)
     for name in sorted(found):

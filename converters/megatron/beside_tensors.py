@@ -4,6 +4,7 @@ Source: ``generate_state_dict`` and ``save_checkpoint`` of megatron/training/che
 the optimizers' ``state_dict`` in megatron/core/optimizer (0.16.1).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from scalai.converters.bounded import read_pointer
 from scalai.converters.megatron.rules import UNEVEN_STAGES
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
@@ -221,3 +223,36 @@ def _link(
     if scaler is not None:
         tree["grad_scaler"] = scaler
     return tree
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+
+
+def folder_of(iteration: int) -> str:
+    """Return the name of an iteration's folder."""
+    return f"iter_{iteration:07d}"
+
+
+def find_below(path: Path, iteration: int | None) -> Path | None:
+    """Return the folder of an iteration below a save directory; None: of the one that the tracker
+    names."""
+    name = _tracked(path) if iteration is None else folder_of(iteration)
+    return path / name if name is not None and (path / name).is_dir() else None
+
+
+def _tracked(path: Path) -> str | None:
+    text = read_pointer(path / TRACKER)
+    if text is None or text == RELEASE:
+        return text
+    return folder_of(int(text)) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def check_iteration(directory: Path, file: str, iteration: object) -> None:
+    """Raise ``RefusedError`` where a file is of another iteration than its folder."""
+    named = re.fullmatch(r"iter_(\d{7,18})", directory.name)
+    if named and iteration != int(named[1]):
+        raise RefusedError(
+            f"{directory}: {file} is of iteration {iteration}, not {int(named[1])}. Files of two "
+            "checkpoints are mixed: use another one. If the folder was renamed, name it back."
+        )
