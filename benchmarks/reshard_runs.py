@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from scalai.converters.checkpoint import Checkpoint, FilePiece, ReadOptions, WriteOptions, place
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import Conversion, Limits
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.tensors.collection import MAX_NDIM, Tensor
 
@@ -112,7 +112,7 @@ def grow(saved: Path, large: Path, least_bytes: int, tp: int) -> None:
     target = layout_named("torch_dist").lay_out(
         grown, WriteOptions({**source.values.degrees, "tp": tp})
     )
-    reshard(grown, target, large, Limits(1 << 30, WORKERS))
+    Conversion(grown, target, large, Limits(1 << 30, WORKERS)).run()
 
 
 def _with_layers(source: Checkpoint, times: int) -> Checkpoint:

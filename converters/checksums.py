@@ -1,11 +1,17 @@
-"""The checksums that torch keeps of storages: a CRC-32 of each member of a file.
+"""The CRC-32 that torch saves with each storage, compared with the bytes.
 
-Readers look at metadata alone, so a damaged storage is found by its second copy, by its masters or
-not at all. Here all bytes are read. A checksum of 0 is none: torch writes it under
-``set_crc32_options(False)``, and so do we.
+Readers look at metadata alone; a damaged storage is found here. ``check_checksums`` reads all
+bytes. A conversion takes checksums of its reads, run by run, while the bytes are in a core's cache:
+``check_records`` combines the runs of a storage and reads the rest, such as padding. A checksum of
+0 means none: torch writes it under ``set_crc32_options(False)``, and so does Scalai.
+
+A CRC-32 is the remainder of the bytes as a polynomial over GF(2). Appending ``n`` bytes multiplies
+it by x^(8n), modulo CRC-32's polynomial; a polynomial is an integer here, with x^0 in its highest
+bit.
 
 Source: caffe2/serialize/inline_container.cc of torch 2.13; in files of ``torch_dist`` one archive
-lies behind the other (torch/distributed/checkpoint/filesystem.py).
+lies behind the other (torch/distributed/checkpoint/filesystem.py). zlib 1.2.13 (M. Adler), crc32.c:
+``crc32_combine``, ``x2nmodp`` and ``multmodp``, which Python's zlib does not offer.
 """
 
 import zlib

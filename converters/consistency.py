@@ -1,7 +1,6 @@
 """Is a checkpoint whole and in agreement with itself; and where do two differ?
 
-Readers have refused already what does not fit together as files: missing, truncated, foreign or
-mixed ones.
+Readers have already refused missing, truncated, foreign and mixed files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

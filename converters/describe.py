@@ -1,4 +1,7 @@
-"""What a checkpoint of any layout holds, as plain values: for people and for ``--json``."""
+"""A checkpoint's content as plain values, for people and for ``--json``.
+
+A generation also lists its hosts and their pieces.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,6 +1,7 @@
-"""The directory that a conversion writes: where it grows, how it gets its name, what is in its way.
+"""The directory of a conversion: its growth beside its place, its name, its files without tensors.
 
-It grows as ``.<name>.partial`` beside its place, and is renamed once it is whole.
+It grows as ``.<name>.partial`` beside its place and is renamed once it is whole. Files without
+tensors are copied, synced and read back; their digests are kept in the report, under ``beside``.
 """
 
 import hashlib

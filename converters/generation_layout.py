@@ -1,7 +1,7 @@
-"""Scalai's own generations on a disk, as one more layout: ``generation-<n>/<host>/``.
+"""The layout ``scalai``: Scalai's own generations on a disk, ``generation-<n>/<host>/``.
 
-What ``scalai-run --durable-dir`` writes and resumes from; see ``scalai.store.manifest``. The state
-does not depend on the degrees, so that what is written is one host's part with whole tensors.
+``scalai-run --durable-dir`` writes and resumes them; see ``scalai.store.manifest``. The state does
+not depend on the degrees: a conversion writes the part of one host, with whole tensors.
 
 Source: own.
 """

@@ -1,7 +1,14 @@
-"""Which tasks of a conversion are on disk: a line each, written after the data it speaks of.
+"""Journals of a conversion's finished tasks, and the processes that share one conversion.
 
-Every line carries its own checksum. A task is recorded once its file is on disk. A line that was
-cut off by a kill counts as not written.
+A journal has a line for each task, written after the task's data are on disk. Every line carries
+its own checksum; a line cut off by a kill counts as not written.
+
+Parts of a conversion run on one host, or on many hosts that share the destination's disk. Each part
+fills whole files: two hosts that write one page of a file are not coherent on NFS. Parts
+communicate through the file system alone: each locks its own journal while it works, and they begin
+and end one at a time, under a lock beside the destination. The part that finds all tasks recorded
+and no other part at work finishes. A killed part is started again, or a run of the whole does the
+rest.
 """
 
 import fcntl

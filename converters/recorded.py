@@ -1,4 +1,7 @@
-"""Fingerprints of the tensors in a checkpoint's files."""
+"""Fingerprints of a checkpoint's tensors: computed, and compared with recorded ones.
+
+Fingerprints are recorded by some layouts, and by the conversion that wrote a checkpoint.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

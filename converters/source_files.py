@@ -1,4 +1,6 @@
-"""How a master rounds to its weight."""
+"""A checkpoint's files while it is read: mapped and opened once; rounding of masters to weights;
+single values among the tensors.
+"""
 
 import os
 from functools import lru_cache

@@ -1,9 +1,10 @@
-"""Torch's file format, read without torch: a ZIP of a pickle and raw storages.
+"""Torch's file format without torch: a ZIP of a pickle and raw storages, read and laid out.
 
 Members are stored, not compressed, so a tensor's elements lie at a known byte of the file and are
 never read here.
 
-Source: torch/serialization.py and caffe2/serialize/inline_container.cc of torch 2.13.
+Source: torch/serialization.py and caffe2/serialize/inline_container.cc of torch 2.13. Differs in:
+checksums of storages are written as 0, as torch does under ``set_crc32_options(False)``.
 """
 
 import io

@@ -1,4 +1,5 @@
-"""What Megatron's checkpoints hold beside tensors: where it is in their trees, and new degrees.
+"""The content of Megatron's checkpoints beside tensors: its place in their trees, its value at new
+degrees; the directories of iterations and the tracker file.
 
 Source: ``generate_state_dict`` and ``save_checkpoint`` of megatron/training/checkpointing.py and
 the optimizers' ``state_dict`` in megatron/core/optimizer (0.16.1).

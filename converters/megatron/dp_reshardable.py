@@ -1,11 +1,18 @@
-"""Which parameters lie where in buckets of known sizes.
+"""The rescue of ``dp_reshardable``: buckets without names, given back to their parameters.
 
-A parameter begins at a multiple of 64 elements, and a new bucket where the stored size of one is
-used up. Where some parameters are not trained, buckets lack them: then these are found by content.
+Megatron's default form of the distributed optimizer's state stores, for each (PP, TP) position, the
+flat buckets of its buffers, without the parameters' places in them; Megatron itself loads it only
+into the same buffers again. But the buffers follow from the model: parameters in reverse order,
+each at a multiple of 64 elements, a new bucket at the stored end of the one before. The order is
+that of the modules (``rank_parameters``); the number of layers of a stage is found by fitting. The
+content is the check: the masters found must round to the weights beside them, else the checkpoint
+is refused. Parameters without training have no place in the buckets: where not all fit, parameters
+are looked up by content.
 
-Source: ``_compute_per_buffer_param_layout`` of megatron/core/optimizer/distrib_optimizer.py (main,
-August 2026) and ``_ParamAndGradBuffer`` of megatron/core/distributed/param_and_grad_buffer.py
-(0.16.1). A bucket that ends before a tied embedding has the size up to the embedding's multiple.
+Source: ``sharded_param_state_dp_reshardable`` and ``_compute_per_buffer_param_layout`` of
+megatron/core/optimizer/distrib_optimizer.py (0.16.1; main, August 2026) and ``_ParamAndGradBuffer``
+of megatron/core/distributed/param_and_grad_buffer.py (0.16.1). A bucket that ends before a tied
+embedding has the size up to the embedding's multiple.
 """
 
 import re

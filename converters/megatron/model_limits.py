@@ -1,4 +1,5 @@
-"""Which rows of a fused tensor of Megatron's are those of its parts.
+"""Facts about a Megatron checkpoint's model: limits of its degrees, heads, rows of fused tensors,
+the padding of its vocabulary.
 
 Source: ``linear_qkv`` of megatron/core/transformer/attention.py and the gated ``linear_fc1`` of
 mlp.py (0.16.1).

@@ -1,11 +1,22 @@
-"""Megatron's names: keys of its checkpoints and names of tensors, and along which axis TP cuts.
+"""Megatron's modules: names of parameters in keys, in the whole model and on a rank; their order;
+each rank's part of them.
 
 A key without layer numbers (``decoder.layers.mlp.linear_fc1.weight``) stands for all layers: the
 layer, and the expert, are leading axes. A tensor's name has them inside
-(``decoder.layers.3.mlp.linear_fc1.weight``), so that it is the same in every pipeline split.
+(``decoder.layers.3.mlp.linear_fc1.weight``), so that it is the same in every pipeline split. A rank
+counts layers and experts from its own first one. It calls norms by their place in the layer;
+``torch_dist`` and live state name them after the linear layer behind them in Transformer Engine.
+
+Buffers and optimizers are filled in the order of ``named_parameters``: a module's own parameters,
+then those of its children in the order of their creation.
 
 Source: ``sharded_state_dict`` of megatron-core 0.16.1 (transformer_block.py, moe/experts.py,
-tensor_parallel/layers.py).
+tensor_parallel/layers.py); megatron/core/models/gpt/gpt_layer_specs.py,
+transformer/transformer_layer.py, transformer/moe/experts.py and get_num_layers_to_build of
+transformer/transformer_block.py (0.16.1). Order: the models in megatron/core/models (gpt, T5,
+bert), transformer/transformer_layer.py, attention.py, multi_latent_attention.py,
+multi_token_prediction.py and transformer/moe/moe_layer.py, of core_v0.14.0 to core_v0.19.0 and of
+main in August 2026, which agree.
 """
 
 import re

@@ -1,8 +1,9 @@
-"""RNG states of Megatron's ranks: new ones, by its own rule, for ranks that had none.
+"""RNG states of Megatron's ranks: the source's own, or new ones by Megatron's rule.
 
-Where tensor, pipeline or expert parallelism changes, RNG states cannot be carried: those that ranks
-share must stay equal, the others different. So new ones begin at every rank, seeded as Megatron
-seeds them, from the job's seed and the iteration.
+They are kept where tensor, pipeline and expert parallelism stay as they are. Elsewhere they cannot
+be carried: shared ones must stay equal, the others different. New ones begin at every rank, seeded
+from the job's seed and the iteration; Megatron ends with an error at a checkpoint of the job's own
+degrees without any.
 
 Source: ``_set_random_seed`` of megatron/training/initialize.py, ``model_parallel_cuda_manual_seed``
 of megatron/core/tensor_parallel/random.py (0.16.1), ``CPUGeneratorImplState`` of ATen and

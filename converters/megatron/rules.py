@@ -1,12 +1,11 @@
-"""What of a Megatron-LM job cannot change while it runs, and why: one law for its command line, for
+"""Fixed facts of a running Megatron-LM job, each with its reason: one law for its command line, for
 the arguments that its workers have parsed, for live models and for checkpoints.
 
 ``--check-elastic`` and the coordinator apply it to the flags (``arguments.py``), a worker to the
-namespace of ``get_args()`` (``patches/megatron/training.py``) and to the configurations of what it
-has built (``patches/megatron/refusals.py``), ``scalai reshard`` to the arguments that a checkpoint
-keeps (``limits.py``).
-
-What a model sums over tokens that another layout groups otherwise is in ``sums.py``.
+namespace of ``get_args()`` (``patches/megatron/training.py``) and to the configurations of its
+model (``patches/megatron/refusals.py``), ``scalai reshard`` to the arguments in a checkpoint
+(``model_limits.py``). Rules differ between releases; a script's release is read from the checkout
+around it. ``sums.py`` has a model's sums over tokens that another layout groups otherwise.
 
 Source: megatron/training/arguments.py of 0.14.0 to 0.19.0 and of 0.20 (d98e8a64).
 """

@@ -1,6 +1,18 @@
-"""What a ``torch_dist`` directory must have before it is read, and what of it is not carried.
+"""Megatron's ``torch_dist`` checkpoints: one tensor a key, in chunks, at any layout of the job.
 
-Source: megatron/core/dist_checkpointing of 0.16.1.
+    [<root>/latest_checkpointed_iteration.txt]  <root>/iter_0000006/
+        metadata.json  .metadata  __<rank>_<n>.distcp  [common.pt]
+
+Up to megatron-core 0.18 there is a ``common.pt``; later its content is among the shards
+(``common_state``).
+
+Megatron has four forms of the optimizer's state, and all are read: whole tensors
+(``fully_reshardable``, and the optimizer without distribution), flat ranges of them
+(``fully_sharded_model_space``), and the distributed optimizer's buckets (``dp_reshardable``, the
+default; Megatron itself loads it at the same TP and PP only). The form written is
+``fully_reshardable``, or whole tensors for an optimizer without distribution.
+
+Source: megatron/core/dist_checkpointing of 0.16.1 and megatron/training/checkpointing.py.
 """
 
 import io

@@ -1,7 +1,11 @@
-"""What a ``torch_dist`` checkpoint has beside tensors: keys, objects of the layers, ``common.pt``.
+"""Lays out a ``torch_dist`` checkpoint that megatron-core loads at any degrees.
 
-Source: ``save_checkpoint`` of megatron/training/checkpointing.py (core_v0.16.1). Differs in: no
-common state of other ranks; new RNG states where the degrees change.
+The optimizer's state is written as whole tensors: for the distributed optimizer this is
+``fully_reshardable``, whose loader (other than its writer) is right in every release. The degrees
+decide only the chunks of tensors, so that a rank reads its own part.
+
+Source: megatron/core/dist_checkpointing of 0.16.1. Differs in: chunks need not be those of a rank,
+and files not those of a writer.
 """
 
 import argparse

@@ -1,10 +1,16 @@
-"""The tensors of Megatron's legacy checkpoints: each rank's own, given their places in the model.
+"""Megatron's legacy ``torch`` checkpoints: each model-parallel rank's own state.
 
-A rank's state dict has its parameters in the order of its modules, with layers and experts counted
-from the rank's own first one.
+    <root>/latest_checkpointed_iteration.txt
+    <root>/iter_0000006/mp_rank_<tp>[_<pp>][_<ep>]/model_optim_rng.pt
+                                                   distrib_optim.pt
 
-Source: ``generate_state_dict`` of megatron/training/checkpointing.py and GPTModel of
-megatron/core/models/gpt/gpt_model.py (0.16.1).
+Megatron loads these at the degrees of the save. ``model_optim_rng.pt`` holds the model's state
+dict, the optimizer's (whole, without the distributed optimizer), arguments, the schedule and RNG
+states; ``distrib_optim.pt`` the distributed optimizer's flat buffers. A rank's state dict has its
+parameters in the order of its modules, with layers and experts counted from the rank's first one.
+
+Source: ``save_checkpoint``, ``generate_state_dict`` and ``get_checkpoint_name`` of
+megatron/training/checkpointing.py and GPTModel of megatron/core/models/gpt/gpt_model.py (0.16.1).
 """
 
 import re

@@ -1,7 +1,14 @@
-"""What each rank of a job has of a model: which tensors, which parts, and under which names.
+"""Lays out a legacy ``torch`` checkpoint: each model-parallel rank's files, as Megatron saves them.
 
-Source: ``get_checkpoint_name`` of megatron/training/checkpointing.py and GPTModel of
-megatron/core/models/gpt/gpt_model.py (0.16.1).
+Megatron loads it by order and by place: it must have the parts, names and order of the job's own
+ranks, at its degrees, virtual stages and, for the distributed optimizer, with the buckets of its
+arguments. ``distrib_optim.pt`` does not depend on the number of data-parallel ranks, except for the
+size of buckets under overlapped communication.
+
+Source: ``save_checkpoint``, ``generate_state_dict`` and ``get_checkpoint_name`` of
+megatron/training/checkpointing.py, GPTModel of megatron/core/models/gpt/gpt_model.py, the
+optimizers' ``state_dict`` in megatron/core/optimizer and ``get_parameter_state_dp_zero`` of
+megatron/core/optimizer/distrib_optimizer.py (0.16.1).
 """
 
 import argparse

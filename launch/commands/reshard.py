@@ -6,33 +6,23 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.between.adapting import TargetRequest, adapted
-from scalai.converters.between.mapping_files import find_mapping, read_mapping
-from scalai.converters.between.reference import Reference, read_reference
+from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.between.translation import INVENTED, LEFT_OUT
-from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
+from scalai.converters.checkpoint import ReadOptions
 from scalai.converters.checksums import Checked
-from scalai.converters.engine import Limits, Outlook, look_ahead, reshard, table_bytes_of
-from scalai.converters.hugging_face.carrying import accompanied
+from scalai.converters.engine import Conversion
 from scalai.converters.journal import RunPart
-from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
-from scalai.converters.megatron.model_limits import limits_of
-from scalai.converters.megatron.modules import expert_of
-from scalai.converters.suspects import find_suspects
-from scalai.core.degrees.degrees import Degrees, refusal
-from scalai.core.errors import RefusedError
+from scalai.converters.layouts import LAYOUTS
+from scalai.converters.reshard_request import AXES, ReshardRequest, prepare
 from scalai.launch.config.sizes import parse_size, size_text, worker_number
 from scalai.launch.program import show
-from scalai.store.pool import available_memory
 
-AXES = ("tp", "pp", "dp", "vpp", "ep", "etp", "cp")
-FALLBACK_MEMORY = 1 << 30
 TIME_PER_BYTE_S = 1 / 4e8
-"""Of one worker, with proof, on the machine that this was written on: for the outlook only."""
+"""Seconds a byte of one worker, with proof, as measured on two cores: for the outlook only."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -41,8 +31,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "reshard",
         help="turn a checkpoint into one for other degrees, or of another layout",
-        description="Write the state in SRC to DST for other degrees. What SRC holds is found by "
-        "looking; SRC is never written. A killed run goes on where it stopped.",
+        description="Write the state in SRC to DST for other degrees. The layout of SRC is "
+        "detected; SRC is never written. The same command continues a killed run.",
     )
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("destination", type=Path, metavar="DST")
@@ -92,44 +82,25 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
-    part = RunPart.parse(args.part)
-    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
-    options = ReadOptions(args.trust_pickle, args.iteration, cuts)
-    stated = None
-    if args.args_from:
-        stated = read_reference(args.args_from, replace(options, iteration=None))
-    order = None if stated is None else stated.order
-    found = open_checkpoint(args.source, replace(options, order=order))
-    layout = layout_named(args.to or found.layout)
-    source, reference = adapted(found, _requested(layout.name, args, stated))
-    degrees = _degrees(source, args)
-    _check_degrees(source, degrees, reference)
-    is_split = None if args.optimizer is None else args.optimizer == "distributed"
-    target = layout.lay_out(source, WriteOptions(degrees, is_split, reference, cuts))
-    target = accompanied(source, target, degrees)
-    free = available_memory(unknown=4 * FALLBACK_MEMORY)
-    limits = Limits(free // 4, args.workers, table_bytes_of(source, target))
-    memory = (
-        parse_size(args.memory) if args.memory else max(limits.memory_bytes, limits.least_bytes)
-    )
-    limits = replace(limits, memory_bytes=memory)
+    request = _request(args)
+    prepared = prepare(request)
+    found, conversion = prepared.found, prepared.conversion
     tell = _tell_json if args.json else _tell
-    what = {"layout": found.layout, "path": str(found.directory), "step": found.values.step}
-    tell("source", {**what, "degrees": dict(found.values.degrees)})
-    tell("target", {"layout": target.layout, "path": str(args.destination), "degrees": degrees})
-    for note in (*target.notes, *find_suspects(source, is_sample=True)):
+    about = {"layout": found.layout, "path": str(found.directory), "step": found.values.step}
+    tell("source", {**about, "degrees": dict(found.values.degrees)})
+    tell("target", {
+        "layout": conversion.target.layout, "path": str(request.destination),
+        "degrees": dict(prepared.degrees),
+    })  # fmt: skip
+    for note in prepared.notes():
         tell(*_event(note))
     if args.dry_run:
-        _, outlook = look_ahead(source, target, limits)
-        tell("outlook", _outlook(outlook, limits))
+        tell("outlook", _outlook(conversion))
         return 0
-    progress = _progress_json() if args.json else _progress_bar()
-    report = reshard(
-        source, target, args.destination, limits,
-        overwrite=args.overwrite, part=part, progress=progress,
-    )  # fmt: skip
+    report = conversion.run(_progress_json() if args.json else _progress_bar())
     if report is None:
-        tell("part", {"part": str(part), "done": "the last one to end finishes the destination"})
+        done = "the last one to end finishes the destination"
+        tell("part", {"part": str(request.part), "done": done})
         return 0
     tell("done", {
         "tensors": len(report["fingerprints"]),
@@ -142,58 +113,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _requested(layout: str, args: argparse.Namespace, stated: Reference | None) -> TargetRequest:
-    mapping = read_mapping(find_mapping(args.mapping)) if args.mapping else None
-    return TargetRequest(layout, mapping, stated, args.repad, args.tp)
+def _request(args: argparse.Namespace) -> ReshardRequest:
+    part = RunPart.parse(args.part)
+    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
+    return ReshardRequest(
+        args.source,
+        args.destination,
+        degrees={axis: size for axis in AXES if (size := getattr(args, axis)) is not None},
+        read=ReadOptions(args.trust_pickle, args.iteration, cuts),
+        layout=args.to,
+        is_split=None if args.optimizer is None else args.optimizer == "distributed",
+        args_from=args.args_from,
+        mapping=args.mapping,
+        repad=args.repad,
+        memory_bytes=parse_size(args.memory) if args.memory else None,
+        workers=args.workers,
+        part=part,
+        overwrite=args.overwrite,
+    )
 
 
 def _event(note: str) -> tuple[str, dict[str, Any]]:
-    """Return a note as an event: what is left out and what is invented are events of their own."""
+    """Return a note as an event; losses and inventions are events of their own."""
     for beginning in (LEFT_OUT, INVENTED):
         if note.startswith(beginning):
             return beginning.removesuffix(": "), {"text": note.removeprefix(beginning)}
     return "note", {"text": note}
 
 
-def _degrees(source: Checkpoint, args: argparse.Namespace) -> dict[str, int]:
-    """Return the degrees of the target: those given, else the source's."""
-    given = {axis: value for axis in AXES if (value := getattr(args, axis)) is not None}
-    degrees = {**source.values.degrees, **given}
-    if "pp" in given and "vpp" not in given:
-        degrees["vpp"] = 1
-    names = (tensor.name for tensor in source.placed.collection.tensors)
-    if "etp" in degrees and "etp" not in given and all(expert_of(name) is None for name in names):
-        degrees["etp"] = degrees.get("tp", 1)  # Megatron states it of models without experts too
-    return degrees
-
-
-def _check_degrees(source: Checkpoint, degrees: dict[str, int], reference: Values | None) -> None:
-    """Raise ``RefusedError`` where the model cannot be cut so."""
-    known = {axis: degrees.get(axis, 1) for axis in ("tp", "pp", "vpp", "cp", "ep")}
-    # Without --dp enough ranks for the experts: the batch is the job's, not the checkpoint's.
-    ranks = degrees.get("dp") or known["ep"] * degrees.get("etp", 1)
-    values = source.values if source.values.arguments or reference is None else reference
-    limits = limits_of(values, source.placed.collection.tensors)
-    reason = refusal(Degrees(dp=ranks, **known), limits)
-    if reason is None:
-        return
-    rows, tp = limits.padded_vocab_size, known["tp"]
-    if rows is not None and rows % tp and f"vocabulary of {rows} rows" in reason:
-        raise RefusedError(
-            f"tp={tp} does not divide the padded vocabulary of {rows} rows. Give --repad, which "
-            "pads it anew (losses will differ), or choose another --tp."
-        )
-    raise RefusedError(f"{reason}. Choose other degrees.")
-
-
-def _outlook(outlook: Outlook, limits: Limits) -> dict[str, Any]:
-    seconds = outlook.write_bytes * TIME_PER_BYTE_S / limits.workers
+def _outlook(conversion: Conversion) -> dict[str, Any]:
+    outlook, workers = conversion.outlook, conversion.limits.workers
     values = {key: value for key, value in asdict(outlook).items() if key != "unused"}
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(outlook.unused.items()))
     return {
         **values,
-        "workers": limits.workers,
-        "about_seconds": round(seconds, 1),
+        "workers": workers,
+        "about_seconds": round(outlook.write_bytes * TIME_PER_BYTE_S / workers, 1),
         "no_tensors_there": kinds or "none",
     }
 
@@ -224,7 +179,7 @@ def _progress_json() -> Callable[[int, int], None]:
 
 
 def _progress_bar() -> Callable[[int, int], None]:
-    """Return what draws a bar on a terminal, with rate and time to go."""
+    """Return a function that draws a bar on a terminal, with rate and time to go."""
     began, first = time.monotonic(), [-1]
 
     def show(done: int, total: int) -> None:

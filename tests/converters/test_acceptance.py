@@ -48,7 +48,7 @@ import pytest
 from scalai.converters import engine, forked
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.consistency import compare, verify
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.torch_archive import NewTensor
 from scalai.converters.work import plan_work
@@ -120,7 +120,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkp
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(engine, "complete", stop)
-        reshard(source, target, tmp_path / "new", LIMITS)
+        Conversion(source, target, tmp_path / "new", LIMITS).run()
     shutil.move(tmp_path / ".new.partial", tmp_path / "interrupted")
     return source, target, tmp_path / "interrupted"
 
@@ -142,7 +142,7 @@ def test_a_kill_at_any_byte_of_the_journal_is_made_good(
         (partial / ".scalai-journal").write_bytes(recorded[:end])
         done = len(recorded[:end].splitlines()) - (recorded[:end][-1:] != b"\n")
         spoil_what_is_not_recorded(partial, source, target, max(done - 1, 0))
-        report = reshard(source, target, tmp_path / "new", LIMITS)
+        report = Conversion(source, target, tmp_path / "new", LIMITS).run()
         assert report is not None and report["resumed_tasks"] == max(done - 1, 0)
         assert verify(open_checkpoint(tmp_path / "new"), 0) == expected
         shutil.rmtree(tmp_path / "new")
@@ -172,11 +172,11 @@ def test_a_kill_at_any_call_leaves_nothing_or_all(
     new = tmp_path / "new"
     killed = 0
     for number in range(1, 400, 3):
-        if not run_until(number, lambda: reshard(source, target, new, LIMITS)):
+        if not run_until(number, lambda: Conversion(source, target, new, LIMITS).run()):
             break
         killed += 1
         if not new.exists():
-            reshard(source, target, new, LIMITS)
+            Conversion(source, target, new, LIMITS).run()
         assert verify(open_checkpoint(new), 0) == expected
         shutil.rmtree(new)
     assert killed > 8
@@ -230,7 +230,7 @@ def test_replicas_that_differ_are_not_converted(tmp_path: Path) -> None:
     damaged = open_checkpoint(tmp_path / "source")
     target = layout_named("torch_dist").lay_out(damaged, WriteOptions({"tp": 1}))
     with pytest.raises(ProofError, match=r"replicas of .* differ"):
-        reshard(damaged, target, tmp_path / "new", LIMITS)
+        Conversion(damaged, target, tmp_path / "new", LIMITS).run()
     with pytest.raises(ProofError, match=r"replicas of .* differ"):
         verify(damaged, 0)
 
@@ -322,5 +322,5 @@ def test_a_source_that_changes_meanwhile_is_refused(
                 os.utime(path, ns=(1, 1))
 
     with pytest.raises(RefusedError, match="was changed while it was read"):
-        reshard(source, target, tmp_path / "new", LIMITS, progress=change)
+        Conversion(source, target, tmp_path / "new", LIMITS).run(change)
     assert not (tmp_path / "new").exists()

@@ -13,7 +13,7 @@ from scalai.converters.between.megatron_described import schedule_of, shape_argu
 from scalai.converters.checkpoint import Checkpoint, WriteOptions, parameters_of
 from scalai.converters.consistency import verify
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.recorded import fingerprints
 from scalai.converters.torch_archive import NewTensor
@@ -53,7 +53,9 @@ def megatron(directory: Path, shapes: Shapes, layout: str = "torch_dist", **argu
 
 
 def write(source: Checkpoint, directory: Path, layout: str) -> Path:
-    reshard(source, layout_named(layout).lay_out(source, WriteOptions({})), directory, LIMITS)
+    Conversion(
+        source, layout_named(layout).lay_out(source, WriteOptions({})), directory, LIMITS
+    ).run()
     return directory
 
 

@@ -11,7 +11,7 @@ import torch
 
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
 from scalai.converters.consistency import check_samples, verify
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import ProofError, RefusedError
 from scalai.launch import cli
@@ -214,7 +214,7 @@ def test_another_checkpoint_says_stages_and_cuts(grid: Path, tmp_path: Path) -> 
     reference = open_checkpoint(grid).values
     target = layout.lay_out(source, WriteOptions(degrees, reference=reference))
     assert any("the checkpoint of --args-from" in note for note in target.notes)
-    reshard(source, target, tmp_path / "two", LIMITS)
+    Conversion(source, target, tmp_path / "two", LIMITS).run()
     assert prints(tmp_path / "two", cuts_file(tmp_path, at())) == prints(grid)
 
 
@@ -321,7 +321,7 @@ def convert(source: Path, target: Path, layout: str, job: Job, cuts: Path | None
     degrees = {"tp": tp, "pp": pp, "dp": job.world // tp // pp}
     checkpoint = read(source, cuts)
     laid_out = layout_named(layout).lay_out(checkpoint, WriteOptions(degrees, cuts=cuts))
-    reshard(checkpoint, laid_out, target, LIMITS)
+    Conversion(checkpoint, laid_out, target, LIMITS).run()
 
 
 def buffers(ranks: Any, when: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import pytest
 from scalai.converters import engine, forked, pickles
 from scalai.converters.checkpoint import REPORT, WriteOptions
 from scalai.converters.consistency import compare, verify
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.suspects import find_suspects
 from scalai.core.errors import RefusedError, ScalaiError
@@ -118,7 +118,7 @@ def try_one(whole: Path, bad: Path, choice: random.Random) -> bool:
         list(find_suspects(checkpoint))
         for layout in {checkpoint.layout, choice.choice(["torch_dist", "scalai", "safetensors"])}:
             target = layout_named(layout).lay_out(checkpoint, WriteOptions({}))
-            reshard(checkpoint, target, bad.parent / layout, LIMITS)
+            Conversion(checkpoint, target, bad.parent / layout, LIMITS).run()
             made = open_checkpoint(bad.parent / layout)
             kept = [line for line in compare(checkpoint, made, 0) if " is in " not in line]
             assert not kept, kept

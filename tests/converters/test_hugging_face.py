@@ -13,7 +13,7 @@ import pytest
 from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.checkpoint import WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named
 from support.checkpoints import LIMITS, state
 from support.training.hugging_models import Gpt2, Llama, samples
@@ -94,7 +94,7 @@ def test_its_own_class_loads_and_computes_the_same(tmp_path: Path, names: str, j
     mapping = read_mapping(find_mapping(names))
     weights, _ = adapted(source, TargetRequest("safetensors", mapping))
     target = layout_named("safetensors").lay_out(weights, WriteOptions({}))
-    reshard(weights, target, tmp_path / "weights", LIMITS)
+    Conversion(weights, target, tmp_path / "weights", LIMITS).run()
     config = config_of(job)
     config.save_pretrained(tmp_path / "weights")
     kind = {

@@ -10,7 +10,7 @@ import torch
 
 from scalai.converters.between.reference import read_reference
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.source_files import SourceFiles
 from scalai.core.errors import RefusedError
@@ -91,7 +91,7 @@ def test_a_state_that_could_be_anothers_is_not_proven_to_be_one_parameters(
     assert moments(source) != RIGHT
     target = layout_named(layout).lay_out(source, WriteOptions({"dp": 2}))
     with pytest.raises(RefusedError, match=r"l\.0\.weight and l\.1\.weight.*--args-from"):
-        reshard(source, target, tmp_path / "b", LIMITS)
+        Conversion(source, target, tmp_path / "b", LIMITS).run()
     assert not (tmp_path / "b").exists()
 
 
@@ -122,7 +122,7 @@ def test_without_the_moments_or_in_the_same_order_it_does_not_matter_whose_they_
     source = open_checkpoint(saved(tmp_path / "a"))
     for layout in ("deepspeed_zero0", "safetensors"):
         target = layout_named(layout).lay_out(source, WriteOptions({"dp": 3}))
-        assert reshard(source, target, tmp_path / layout, LIMITS)
+        assert Conversion(source, target, tmp_path / layout, LIMITS).run()
     kept = torch.load(tmp_path / "deepspeed_zero0/global_step1" / FILE)["optimizer"]["state"]
     was = torch.load(tmp_path / "a/global_step1" / FILE)["optimizer"]["state"]
     assert all(torch.equal(kept[n]["exp_avg"], was[n]["exp_avg"]) for n in range(4))
@@ -192,7 +192,7 @@ def test_a_limit_of_the_gradient_that_nobody_states_is_left_to_the_engine(
     torch.save({**torch.load(file, weights_only=False), "ds_config": config}, file)
     source = open_checkpoint(tmp_path / "a")
     target = layout_named("deepspeed_zero1").lay_out(source, WriteOptions({"dp": 1}))
-    reshard(source, target, tmp_path / "b", LIMITS)
+    Conversion(source, target, tmp_path / "b", LIMITS).run()
     made = next((tmp_path / "b").rglob("*optim_states.pt"))
     state = torch.load(made, weights_only=False)["optimizer_state_dict"]
     assert state.get("clip_grad") == config.get("gradient_clipping")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scalai.converters.checkpoint import Checkpoint, Values, WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.common_state import read_common
 from scalai.converters.megatron.torch_dist_writer import LINKS
@@ -44,7 +44,7 @@ def test_each_optimizer_of_a_chain_keeps_its_groups(tmp_path: Path) -> None:
 def test_groups_that_say_nothing_get_those_at_their_place(tmp_path: Path) -> None:
     reference = write(tmp_path / "reference", source=chained(MUON, ADAM, links=(1, 1))).values
     target = lay_out(chained(RATES, RATES), reference)
-    reshard(chained(RATES, RATES), target, tmp_path / "out", LIMITS)
+    Conversion(chained(RATES, RATES), target, tmp_path / "out", LIMITS).run()
     assert open_checkpoint(tmp_path / "out").values.param_groups == (MUON, ADAM)
     with pytest.raises(RefusedError, match="nor a momentum"):
         lay_out(chained(RATES), reference)

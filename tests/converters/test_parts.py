@@ -17,7 +17,7 @@ from scalai.converters import engine
 from scalai.converters import journal as parts
 from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
 from scalai.converters.consistency import verify
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.journal import Journal, RunPart, alone, try_lock
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import PeerError, StoreError, UsageError
@@ -80,7 +80,7 @@ def test_what_is_no_part_is_refused(text: str) -> None:
 def test_three_processes_make_what_one_makes(tmp_path: Path, source: Checkpoint) -> None:
     processes = [start(source, tmp_path / "new", f"{number}/3") for number in (1, 2, 3)]
     assert sorted(last_events(processes)) == ["done", "part", "part"]
-    reshard(source, target_of(source), tmp_path / "one", LIMITS)
+    Conversion(source, target_of(source), tmp_path / "one", LIMITS).run()
     for path in sorted((tmp_path / "one").rglob("*.distcp")):
         other = tmp_path / "new" / path.relative_to(tmp_path / "one")
         assert other.read_bytes() == path.read_bytes()
@@ -103,13 +103,13 @@ def test_a_part_that_was_killed_is_started_again(tmp_path: Path, source: Checkpo
     assert not (tmp_path / "new").exists()
     assert last_events([start(source, tmp_path / "new", "1/2")]) == ["done"]
     assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
-    assert reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
+    assert Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
 
 
 def test_a_run_of_the_whole_does_what_parts_have_left(tmp_path: Path, source: Checkpoint) -> None:
     target = target_of(source)
-    assert reshard(source, target, tmp_path / "new", LIMITS, part=RunPart(2, 3)) is None
-    report = reshard(source, target, tmp_path / "new", LIMITS)
+    assert Conversion(source, target, tmp_path / "new", LIMITS, part=RunPart(2, 3)).run() is None
+    report = Conversion(source, target, tmp_path / "new", LIMITS).run()
     assert report is not None
     mine = RunPart(2, 3).files([file.size_bytes for file in target.placed.files])
     assert report["resumed_tasks"] == len(mine) > 0
@@ -119,7 +119,7 @@ def test_a_run_of_the_whole_does_what_parts_have_left(tmp_path: Path, source: Ch
 def test_more_parts_than_files_finish_too(tmp_path: Path, source: Checkpoint) -> None:
     target = target_of(source, tp=2, pp=1)
     parts = [RunPart(number, 3) for number in (1, 2, 3)]
-    ends = [reshard(source, target, tmp_path / "new", LIMITS, part=part) for part in parts]
+    ends = [Conversion(source, target, tmp_path / "new", LIMITS, part=part).run() for part in parts]
     assert [end is None for end in ends] == [True, False, False]
     assert ends[1] == ends[2]
 
@@ -127,22 +127,22 @@ def test_more_parts_than_files_finish_too(tmp_path: Path, source: Checkpoint) ->
 def test_a_destination_that_is_another_conversions_is_left_alone(
     tmp_path: Path, source: Checkpoint
 ) -> None:
-    reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(1, 2))
+    Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(1, 2)).run()
     before = sorted(tmp_path.rglob("*"))
     other = target_of(source, tp=1, pp=2)
     with pytest.raises(UsageError, match="begun with another source, target or --memory"):
-        reshard(source, other, tmp_path / "new", LIMITS, part=RunPart(2, 2))
+        Conversion(source, other, tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
     with (
         Journal(tmp_path / ".new.partial", "x", ".scalai-journal-1-of-4"),
         pytest.raises(PeerError, match="another process is writing"),
     ):
-        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
+        Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
     (tmp_path / ".new.partial" / ".scalai-journal-1-of-4").unlink()
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "precious").write_text("data")
     with pytest.raises(UsageError, match="exists"):
-        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
+        Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
 
 
 def test_a_part_that_runs_twice_is_refused(tmp_path: Path, source: Checkpoint) -> None:
@@ -151,7 +151,7 @@ def test_a_part_that_runs_twice_is_refused(tmp_path: Path, source: Checkpoint) -
         Journal(tmp_path / ".new.partial", "x", RunPart(2, 2).journal),
         pytest.raises(PeerError, match="another process is writing"),
     ):
-        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
+        Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
 
 
 def test_a_file_system_without_locks_is_refused(
@@ -162,7 +162,7 @@ def test_a_file_system_without_locks_is_refused(
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(StoreError, match="cannot be locked"):
-        reshard(source, target_of(source), tmp_path / "new", LIMITS)
+        Conversion(source, target_of(source), tmp_path / "new", LIMITS).run()
     assert not list(tmp_path.iterdir())
 
 
@@ -251,9 +251,12 @@ def test_a_part_of_another_version_of_fingerprints_is_not_gone_on_from(
     with monkeypatch.context() as other_release:
         other_release.setattr(engine, "VERSION", VERSION + 1)
         assert (
-            reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(1, 2)) is None
+            Conversion(
+                source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(1, 2)
+            ).run()
+            is None
         )
     with pytest.raises(UsageError, match="another release"):
-        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2))
-    report = reshard(source, target_of(source), tmp_path / "new", LIMITS)
+        Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
+    report = Conversion(source, target_of(source), tmp_path / "new", LIMITS).run()
     assert report is not None and report["resumed_tasks"] == 0

@@ -18,7 +18,7 @@ from scalai.converters import checksums as records
 from scalai.converters.between.vocabulary import repadded
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.checksums import Checked, combined, find_records
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.journal import RunPart
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.torch_dist import read_objects
@@ -69,7 +69,7 @@ def convert(
     source: Checkpoint, directory: Path, part: RunPart | None = None, **degrees: int
 ) -> Any:
     target = layout_named("torch_dist").lay_out(source, WriteOptions(degrees))
-    return reshard(source, target, directory, LIMITS, part=part or RunPart())
+    return Conversion(source, target, directory, LIMITS, part=part or RunPart()).run()
 
 
 @pytest.fixture

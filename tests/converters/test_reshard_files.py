@@ -15,7 +15,7 @@ import pytest
 from scalai.converters import consistency as verifying
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.consistency import compare, verify
-from scalai.converters.engine import Limits, reshard, table_bytes_of
+from scalai.converters.engine import Conversion, Limits, table_bytes_of
 from scalai.converters.journal import Journal
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
@@ -120,7 +120,7 @@ def test_too_little_room_is_said_before_anything_is_written(
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     target = layout_named("torch_dist").lay_out(source, WriteOptions({}))
     with pytest.raises(StoreError, match=r"1000 bytes free, and \d+ are needed"):
-        reshard(source, target, tmp_path / "new", LIMITS)
+        Conversion(source, target, tmp_path / "new", LIMITS).run()
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -169,13 +169,13 @@ def test_a_killed_run_goes_on_where_it_stopped(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        reshard(source, target, tmp_path / "new", LIMITS, progress=stop)
+        Conversion(source, target, tmp_path / "new", LIMITS).run(stop)
     assert not (tmp_path / "new").exists()
     journal = tmp_path / ".new.partial" / ".scalai-journal"
     journal.write_bytes(journal.read_bytes()[:-7])  # as a kill in the middle of a line leaves it
     seen = []
-    report = reshard(
-        source, target, tmp_path / "new", LIMITS, progress=lambda done, _: seen.append(done)
+    report = Conversion(source, target, tmp_path / "new", LIMITS).run(
+        lambda done, _: seen.append(done)
     )
     assert report is not None and report["resumed_tasks"] > 3
     assert 0 < seen[0] < stopped_at[0]
@@ -206,7 +206,7 @@ def test_a_started_run_of_another_source_is_not_continued(tmp_path: Path) -> Non
     Journal(partial, "of the first").close()
     (partial / "stray").write_text("")
     target = layout_named("torch_dist").lay_out(second, WriteOptions({}))
-    report = reshard(second, target, tmp_path / "new", LIMITS)
+    report = Conversion(second, target, tmp_path / "new", LIMITS).run()
     assert report is not None and report["resumed_tasks"] == 0
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         "iter_0000005", "latest_checkpointed_iteration.txt", "scalai.json",
@@ -220,10 +220,10 @@ def test_two_runs_into_one_destination_do_not_mix(tmp_path: Path) -> None:
     (tmp_path / ".new.partial" / "precious").write_text("data")
     target = layout_named("torch_dist").lay_out(source, WriteOptions({}))
     with Journal(tmp_path / ".new.partial", "other"), pytest.raises(PeerError, match="another"):
-        reshard(source, target, tmp_path / "new", LIMITS)
+        Conversion(source, target, tmp_path / "new", LIMITS).run()
     (tmp_path / ".new.partial" / ".scalai-journal").unlink()
     with pytest.raises(UsageError, match="in the way"):
-        reshard(source, target, tmp_path / "new", LIMITS)
+        Conversion(source, target, tmp_path / "new", LIMITS).run()
     assert (tmp_path / ".new.partial" / "precious").read_text() == "data"
 
 

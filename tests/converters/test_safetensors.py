@@ -12,7 +12,7 @@ from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.describe import read_tensor
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.recorded import fingerprints
 from scalai.core.errors import RefusedError, UsageError
@@ -50,7 +50,7 @@ def export(source: Checkpoint, directory: Path, mapping: str | None = LLAMA) -> 
     names = read_mapping(find_mapping(mapping)) if mapping else None
     source, _ = adapted(source, TargetRequest("safetensors", names))
     target = layout_named("safetensors").lay_out(source, WriteOptions({}))
-    reshard(source, target, directory, LIMITS)
+    Conversion(source, target, directory, LIMITS).run()
 
 
 def test_fused_tensors_are_cut_as_hugging_face_names_them(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scalai.converters.checkpoint import WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.beside_tensors import with_degrees
 from scalai.converters.megatron.model_limits import limits_of
@@ -63,7 +63,7 @@ def test_groups_of_an_old_release_get_what_newer_ones_ask_for(tmp_path: Path) ->
     source = open_checkpoint(tmp_path / "a")
     target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
     assert any("have no lr_mult: 1.0" in note for note in target.notes)
-    reshard(source, target, tmp_path / "b", LIMITS)
+    Conversion(source, target, tmp_path / "b", LIMITS).run()
     common = torch.load(next((tmp_path / "b").glob("iter_*")) / "common.pt", weights_only=False)
     assert {group["lr_mult"] for group in groups_of(common)} == {1.0}
 
@@ -87,9 +87,9 @@ def test_weights_without_an_optimizer_are_said_to_be_so(tmp_path: Path) -> None:
     source = open_checkpoint(tmp_path / "a")
     assert not any("no optimizer" in note for note in source.notes)  # its tensors are there
     weights = layout_named("safetensors").lay_out(source, WriteOptions({}))
-    reshard(source, weights, tmp_path / "w", LIMITS)
+    Conversion(source, weights, tmp_path / "w", LIMITS).run()
     bare = layout_named("torch_dist").lay_out(open_checkpoint(tmp_path / "w"), WriteOptions({}))
-    reshard(open_checkpoint(tmp_path / "w"), bare, tmp_path / "b", LIMITS)
+    Conversion(open_checkpoint(tmp_path / "w"), bare, tmp_path / "b", LIMITS).run()
     (tmp_path / "b" / "layer_wise_optimizer_0.pt").write_bytes(b"")
     (note,) = (n for n in open_checkpoint(tmp_path / "b").notes if "no optimizer" in n)
     assert "layer_wise_optimizer_0.pt" in note

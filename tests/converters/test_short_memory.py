@@ -22,7 +22,7 @@ import pytest
 from scalai.converters import engine, forked
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.consistency import verify
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.forked import map_forked
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import MemoryShortError, PeerError, RefusedError
@@ -224,9 +224,9 @@ def test_memory_that_runs_out_in_a_worker_is_an_error(
     with monkeypatch.context() as patched:
         patched.setattr(engine, "run_tasks", run_out)
         with pytest.raises(MemoryShortError, match=r"1 workers with --memory of \d+ bytes"):
-            reshard(source, target, tmp_path / "new", LIMITS)
+            Conversion(source, target, tmp_path / "new", LIMITS).run()
     assert not (tmp_path / "new").exists()
-    reshard(source, target, tmp_path / "new", LIMITS)
+    Conversion(source, target, tmp_path / "new", LIMITS).run()
     assert verify(open_checkpoint(tmp_path / "new"), 0) == verify(source, 0)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from scalai.converters.checkpoint import REPORT, WriteOptions
 from scalai.converters.consistency import verify
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.generation_layout import PARTS, StoredGeneration
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import ProofError
@@ -46,5 +46,5 @@ def test_a_tensor_that_is_not_what_was_committed_is_found(tmp_path: Path) -> Non
     assert inspected(tmp_path / "saved") == 4
     target = layout_named("torch_dist").lay_out(source, WriteOptions({"pp": 2}))
     with pytest.raises(ProofError, match=f"1 tensors are not what .* was written: {NAME}"):
-        reshard(source, target, tmp_path / "new", LIMITS)
+        Conversion(source, target, tmp_path / "new", LIMITS).run()
     assert not (tmp_path / "new").exists()

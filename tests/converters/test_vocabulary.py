@@ -11,7 +11,7 @@ import pytest
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.consistency import verify
 from scalai.converters.describe import read_tensor
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.recorded import fingerprints
 from scalai.launch import cli
@@ -44,7 +44,9 @@ def model(tp: int, **arguments: Any) -> Checkpoint:
 
 
 def write(source: Checkpoint, directory: Path, layout: str) -> Path:
-    reshard(source, layout_named(layout).lay_out(source, WriteOptions({})), directory, LIMITS)
+    Conversion(
+        source, layout_named(layout).lay_out(source, WriteOptions({})), directory, LIMITS
+    ).run()
     return directory
 
 

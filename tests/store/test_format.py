@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from scalai.converters.checkpoint import WriteOptions
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import Conversion, Limits
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.region import Box, whole
@@ -168,7 +168,7 @@ def offline(source: Path, target: Path) -> Path:
     """Convert a generation to one of whole tensors; return its part."""
     checkpoint = open_checkpoint(source)
     laid_out = layout_named("scalai").lay_out(checkpoint, WriteOptions({"tp": 1}))
-    reshard(checkpoint, laid_out, target, Limits(64 << 20, 1))
+    Conversion(checkpoint, laid_out, target, Limits(64 << 20, 1)).run()
     return target / "generation-1" / "offline"
 
 

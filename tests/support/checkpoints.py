@@ -18,7 +18,7 @@ from scalai.converters.checkpoint import (
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.deepspeed.shards.expert_names import Name
 from scalai.converters.deepspeed.shards.experts import Experts, Layer
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import Conversion, Limits
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
 from scalai.core.tensors.collection import Tensor
@@ -75,7 +75,9 @@ def write(
 ) -> Checkpoint:
     """Write a state as a checkpoint and open it."""
     source = source or state()
-    reshard(source, layout_named(layout).lay_out(source, WriteOptions(degrees)), directory, LIMITS)
+    Conversion(
+        source, layout_named(layout).lay_out(source, WriteOptions(degrees)), directory, LIMITS
+    ).run()
     return open_in_order(directory)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import REPORT, Checkpoint, WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from support.checkpoints import GROUP, LIMITS, state
 
@@ -64,7 +64,7 @@ def convert(
 ) -> Checkpoint:
     """Write a checkpoint and open it."""
     target = layout_named(layout).lay_out(source, WriteOptions(degrees, is_split=is_split))
-    reshard(source, target, directory, LIMITS)
+    Conversion(source, target, directory, LIMITS).run()
     return open_checkpoint(directory)
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from scalai.converters.checkpoint import REPORT, WriteOptions
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import Conversion, Limits
 from scalai.converters.layouts import layout_named
 from scalai.store.manifest import _digest
 from support.checkpoints import state
@@ -117,7 +117,7 @@ def nan_as_saved(directory: Path) -> None:
 
     source = replace(source, placed=replace(source.placed, files=tuple(files)))
     target = layout_named("scalai").lay_out(source, WriteOptions({}))
-    reshard(source, target, directory, Limits(64 << 20, 1))
+    Conversion(source, target, directory, Limits(64 << 20, 1)).run()
 
 
 GENERATION = [
@@ -157,7 +157,7 @@ def write_shards(directory: Path) -> None:
     source = state()
     with patch("scalai.converters.safetensors_index.FILE_BYTES", 200):
         target = layout_named("safetensors").lay_out(source, WriteOptions({}))
-    reshard(source, target, directory, Limits(64 << 20, 1))
+    Conversion(source, target, directory, Limits(64 << 20, 1)).run()
 
 
 INDEX = "model.safetensors.index.json"

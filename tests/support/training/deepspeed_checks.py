@@ -12,7 +12,7 @@ import pytest
 
 from scalai.converters.checkpoint import Values, WriteOptions
 from scalai.converters.consistency import verify
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import Conversion, Limits
 from scalai.converters.layouts import layout_named, open_checkpoint
 from support.checkpoints import open_in_order
 from support.training.deepspeed_jobs import SAVED_AFTER, STEPS, Job, Runner, Saver
@@ -70,7 +70,9 @@ def convert(
     """Convert a checkpoint; see that the tensors are the same."""
     checkpoint = open_in_order(source)
     options = WriteOptions({"dp": dp, **degrees}, reference=reference)
-    reshard(checkpoint, layout_named(layout).lay_out(checkpoint, options), destination, LIMITS)
+    Conversion(
+        checkpoint, layout_named(layout).lay_out(checkpoint, options), destination, LIMITS
+    ).run()
     assert verify(checkpoint, 1) == verify(open_checkpoint(destination), 1)
 
 

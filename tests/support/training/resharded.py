@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import ReadOptions, Values, WriteOptions
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import Conversion, Limits
 from scalai.converters.layouts import layout_named, open_checkpoint
 from support.training.jobs import AFTER, Job, mean_losses
 from support.training.worker_pool import WorkerPool
@@ -42,7 +42,7 @@ def convert(
     target = layout_named(layout).lay_out(
         checkpoint, WriteOptions(degrees, is_split=job.distributed, reference=reference)
     )
-    reshard(checkpoint, target, destination, LIMITS)
+    Conversion(checkpoint, target, destination, LIMITS).run()
 
 
 def load(pool: WorkerPool, job: Job, directory: Path) -> Any:
