@@ -1,4 +1,4 @@
-"""Bounds: for the memory that one piece of work may take, and for what a small file may be."""
+"""Bounds for the memory of one piece of work, and for the kind and size of small files."""
 
 import errno
 import os
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_POINTER_BYTES = 4096
-"""Of a file that names another one, as ``latest``."""
+"""Of a file with another one's name, as ``latest``."""
 
 
 @contextmanager
 def bounded_memory(size_bytes: int) -> Iterator[None]:
-    """Let this process take so much more memory at most, where the system can say what it has.
+    """Limit this process's further memory to ``size_bytes``, if the system reports its use.
 
-    A few bytes of a pickle can ask for any amount (a memo index, a ``bytearray``): a MemoryError
-    is better than the end of the machine.
+    A few bytes of a pickle can ask for any amount (a memo index, a ``bytearray``): a MemoryError is
+    better than the end of the machine.
     """
     try:
         with open("/proc/self/status", encoding="ascii") as file:
@@ -36,7 +36,7 @@ def bounded_memory(size_bytes: int) -> Iterator[None]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a pipe or a device, which may never end, raises ``OSError``."""
+    """Open a file for reading; a pipe or a device (it may never end) raises ``OSError``."""
     return open(path, "rb", opener=_regular)
 
 
@@ -49,7 +49,7 @@ def _regular(path: str, flags: int) -> int:
 
 
 def read_pointer(path: Path) -> str | None:
-    """Return the one name that a small file holds; None: there is no such file."""
+    """Return the one name in a small file; None: there is no such file."""
     try:
         with open_regular(path) as file:
             data = file.read(MAX_POINTER_BYTES + 1)
@@ -66,7 +66,7 @@ def read_pointer(path: Path) -> str | None:
 
 
 def short_text(where: object, error: MemoryError) -> str:
-    """Say that reading took more memory than there is: which of two causes it has does not show."""
+    """Say that reading ran out of memory; its two possible causes look alike."""
     return (
         f"memory ran out while {where} was read ({str(error) or 'MemoryError'}). Let the command "
         "have more (`ulimit -d -v`, the limit of this container); where it has enough, a size in "

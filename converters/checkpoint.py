@@ -1,19 +1,18 @@
-"""What a layout is: a reader and a writer of files, and the values that pass between them.
+"""A layout: a reader and a writer of files, and the values between them.
 
-A *reader* turns files into a ``Checkpoint``: a parallelizable tensor collection whose rows say
-which box of which tensor lies where, and everything that is no tensor in ``Values``. It reads
-metadata alone. A *writer* turns a ``Checkpoint`` and new degrees into a ``Target``: files, the
-bytes of them that are known, and the rows that a streaming engine (``scalai.converters.engine``)
-is to fill. Neither moves a tensor's bytes, and neither knows of the other's layout.
+A *reader* turns files into a ``Checkpoint``: a parallelizable tensor collection whose rows place
+boxes of tensors in files, and ``Values`` for everything else. It reads metadata alone. A *writer*
+turns a ``Checkpoint`` and new degrees into a ``Target``: files, their known bytes, and the rows for
+a streaming engine (``scalai.converters.engine``) to fill. Neither moves a tensor's bytes, and
+neither knows of the other's layout.
 
 Names of tensors do not depend on the layout; they are those of live state
 (``scalai.patches.megatron.state``): ``<kind>/<parameter's global name>`` with the kinds ``param``,
 ``main``, ``exp_avg``, ``exp_avg_sq``, ``step``. Two rules make equal states equal collections:
 
-* An fp32 parameter is its own master, so there is no ``main`` of it, although most layouts store
-  it twice.
-* The optimizer's step is a 0-d fp32 tensor a parameter (torch Adam's own form), also where a
-  layout keeps one number for all.
+* An fp32 parameter is its own master, so it has no ``main``, although most layouts store it twice.
+* The optimizer's step is a 0-d fp32 tensor a parameter (torch Adam's own form),
+  also for layouts with one number for all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,23 +37,23 @@ from scalai.core.tensors.region import Box, Index, row_major
 
 PARAM, MAIN, STEP, USER = "param", "main", "step", "user"
 """Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``. ``user`` are tensors
-that a script registered, of which there is no parameter."""
+registered by a script, without a parameter."""
 
 
 CONFIG = "config"
-"""The key in ``Values.extra`` of what Hugging Face's ``config.json`` says."""
+"""The key in ``Values.extra`` of Hugging Face's ``config.json``."""
 
 REPORT = "scalai.json"
-"""The proof that a conversion leaves in its destination."""
+"""The report of a conversion in its destination."""
 REPORT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """A file in which pieces lie.
+    """A file with pieces.
 
-    ``path`` is relative to the checkpoint's directory. ``content`` is for files of a source that
-    exist in memory only: a value among the settings that is a tensor to others.
+    ``path`` is relative to the checkpoint's directory. ``content`` belongs to files of a source
+    that exist in memory only: a value among the settings, but a tensor in other layouts.
     """
 
     path: str
@@ -64,15 +63,15 @@ class CheckpointFile:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Placed:
-    """Pieces and where they lie, as columns.
+    """Pieces and their places, as columns.
 
-    Element ``i`` of row ``r`` (relative to its box) lies in ``files[file[r]]`` at byte
-    ``begin[r] + sum(i * stride[r]) * item size``. ``stride`` [rows, MAX_NDIM] counts elements,
-    right-aligned as ``Collection`` is.
+    Element ``i`` of row ``r`` (relative to its box) lies in ``files[file[r]]`` at byte ``begin[r] +
+    sum(i * stride[r]) * item size``. ``stride`` [rows, MAX_NDIM] counts elements, right-aligned as
+    ``Collection`` is.
 
-    ``is_rounded`` [rows], None for nowhere: whether a row lies there as fp32, and is rounded to its
-    tensor's dtype when it is read. So are weights of which a layout keeps masters alone. Rows of a
-    target never are.
+    ``is_rounded`` [rows], None for nowhere: the row lies there as fp32, and is rounded to its
+    tensor's dtype on reading. So are weights of layouts that keep masters alone. Rows of a target
+    never are.
     """
 
     collection: Collection
@@ -83,16 +82,15 @@ class Placed:
     is_rounded: npt.NDArray[np.bool_] | None = None
 
     def is_rounded_at(self, row: int) -> bool:
-        """Return ``is_rounded`` of a row."""
         return self.is_rounded is not None and bool(self.is_rounded[row])
 
     def item_bytes(self, row: int) -> int:
-        """Return how many bytes one element of a row takes in its file."""
+        """Return the bytes of one element of a row in its file."""
         dtype = self.collection.tensors[int(self.collection.tensor[row])].dtype
         return ITEM_BYTES["F32" if self.is_rounded_at(row) else dtype]
 
     def rounded(self) -> npt.NDArray[np.bool_]:
-        """Return ``is_rounded`` for all rows."""
+        """Return ``is_rounded`` of all rows, [rows]."""
         return np.zeros(len(self.file), np.bool_) if self.is_rounded is None else self.is_rounded
 
 
@@ -109,12 +107,12 @@ class FilePiece:
 
     @property
     def item_bytes(self) -> int:
-        """How many bytes one element takes in its file."""
+        """Bytes of one element in its file."""
         return ITEM_BYTES["F32" if self.is_rounded else self.tensor.dtype]
 
 
 def place(pieces: Sequence[FilePiece], files: Sequence[CheckpointFile]) -> Placed:
-    """Return pieces as columns, in their order.
+    """Return pieces as columns, in order.
 
     Raises:
         LayoutError: Pieces of one name disagree about the tensor.
@@ -157,7 +155,7 @@ def unite(parts: Sequence[Placed]) -> Placed:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Everything in a checkpoint that is no tensor.
+    """Everything in a checkpoint beside tensors.
 
     Attributes:
         step: Optimizer steps done; the framework's iteration.
@@ -169,9 +167,9 @@ class Values:
         grad_scaler: The fp16 loss scale's state, likewise.
         param_groups: Parameter groups with the framework's own keys, without lists of parameters.
         arguments: The framework's arguments. May hold stand-ins (``pickles.Foreign``).
-        counters: ``consumed_train_samples`` and the like, as far as they are known.
+        counters: ``consumed_train_samples`` and the like, as far as known.
         rank_state: RNG states by coordinate, for a target of the same degrees.
-        extra: What else a layout keeps, for a target of the same layout (Megatron's extra state).
+        extra: Further state of a layout, for a target of the same layout (Megatron's extra state).
     """
 
     step: int
@@ -189,25 +187,24 @@ class Values:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Checkpoint:
-    """A checkpoint that was read: nothing but metadata is in memory.
+    """A checkpoint that was read; only metadata is in memory.
 
     Attributes:
         layout: The layout's name.
-        directory: Where its files lie.
+        directory: The directory of its files.
         placed: Every piece. Replicas may come several times, as equal boxes.
-        values: What is no tensor.
-        duplicates: Second copies under another name (fp32 masters beside fp32 parameters): the rows
-            name the tensor that they must be equal to. ``scalai verify`` compares them.
-        may_overlap: Whether equal elements may lie in boxes that are cut differently, as the
-            pieces that hosts have fetched from each other.
-        recorded: By row of ``placed`` the fingerprint that the layout itself keeps; None: it has
-            none.
-        stated: The fingerprints of whole tensors that the layout itself keeps, by name: pieces that
-            were fetched and never proven are proven by them.
-        notes: What was noticed, one line each: what cannot be carried and why.
-        changed: Tensors that are not as the directory has them, but renamed, cut or padded: what is
-            recorded beside the files is not of them.
-        guessed: Parameters of which nothing tells which of the optimizer's states are theirs.
+        values: Everything beside tensors.
+        duplicates: Second copies under another name (fp32 masters beside fp32 parameters): each row
+            names the tensor it must equal. ``scalai verify`` compares them.
+        may_overlap: Equal elements may lie in boxes with different cuts, as in pieces that hosts
+            fetched from each other.
+        recorded: The layout's own fingerprints, by row of ``placed``; None: it has none.
+        stated: The layout's own fingerprints of whole tensors, by name: they prove pieces that were
+            fetched and never proven.
+        notes: Findings, one line each: losses and their reasons.
+        changed: Tensors renamed, cut or padded after reading: records beside the files do not
+            apply.
+        guessed: Parameters whose optimizer states are not identified.
     """
 
     layout: str
@@ -224,14 +221,14 @@ class Checkpoint:
 
 
 def parameters_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the parameters, and buffers, by their names without the kind."""
+    """Return parameters and buffers by name, without the kind."""
     tensors = checkpoint.placed.collection.tensors
     return {split_name(t.name)[1]: t for t in tensors if t.name.startswith(f"{PARAM}/")}
 
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryFile:
-    """A file of a target that holds no tensors: a copy of ``source``, or ``content``.
+    """A file of a target without tensors: a copy of ``source``, or ``content``.
 
     ``path`` is relative to the target's directory.
     """
@@ -244,21 +241,20 @@ class AuxiliaryFile:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Target:
-    """A checkpoint that is to be written.
+    """A checkpoint to be written.
 
     Attributes:
         layout: The layout's name.
-        placed: The rows to be filled, each row-major and without gaps. Rows may name a tensor
-            several times, where the layout keeps replicas. Every wanted element must be held by
-            the source.
-        fixed: By file number, (offset, bytes) of what is known: headers, directories, pickles.
+        placed: The rows to fill, each row-major and without gaps. A tensor may have several rows,
+            in layouts that keep replicas. The source must hold every wanted element.
+        fixed: By file number, (offset, bytes) of known content: headers, directories, pickles.
         finish: Called once all files are whole, with the directory (under its temporary name) and
-            the fingerprint of each row [rows]: writes the small files that complete the
-            checkpoint, the framework's marker of completeness last.
-        notes: What the target does not carry, or what was invented, one line each.
-        auxiliary: What else belongs to it; written before ``finish`` is called.
-        keeps_order: Whether it has the optimizer's states in the source's order, so that it does
-            not matter whose they are.
+            the fingerprint of each row [rows]: writes the small files that complete the checkpoint,
+            the framework's marker of completeness last.
+        notes: Losses and inventions, one line each.
+        auxiliary: Further files; written before ``finish`` is called.
+        keeps_order: The optimizer's states stay in the source's order, so their owners do not
+            matter.
     """
 
     layout: str
@@ -275,16 +271,15 @@ Order = Callable[[Sequence[str]], Sequence[Sequence[str]] | None]
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read.
+    """Options for reading.
 
     Attributes:
         trust_pickle: Let pickles name classes of unknown packages.
-        iteration: Of several iterations or generations below a directory this one, not the newest.
-        cuts: A file that says how tensor-parallel ranks cut parameters, for layouts that do not.
-        is_part: Take a generation of which parts are missing or lie elsewhere, to look at what is
-            there.
-        order: For layouts that do not name the optimizer's parameters: deals the module's, in its
-            order, to the optimizer's groups, in theirs; None: it does not tell.
+        iteration: Number of the iteration or generation to read; None: the newest.
+        cuts: File with the cuts of tensor-parallel ranks, for layouts without them.
+        is_part: Take a generation with parts missing or elsewhere, to look at the rest.
+        order: For layouts without names of the optimizer's parameters: deals the module's, in its
+            order, to the optimizer's groups, in theirs; None: unknown.
     """
 
     trust_pickle: bool = False
@@ -296,15 +291,15 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """What to write.
+    """Options for writing.
 
     Attributes:
-        degrees: Target degrees by axis; those not named stay.
-        is_split: Whether the optimizer's state is to be split over data-parallel ranks; None: as
-            in the source.
-        reference: Values of another checkpoint of the same job, for what the source lacks
+        degrees: Target degrees by axis; the others stay.
+        is_split: Whether to split the optimizer's state over data-parallel ranks; None: as in the
+            source.
+        reference: Values of another checkpoint of the same job, for values missing in the source
             (arguments, hyperparameters of the parameter groups).
-        cuts: As of ``ReadOptions``; it may also say where the stages of a pipeline begin.
+        cuts: As in ``ReadOptions``; may also give the first layers of a pipeline's stages.
     """
 
     degrees: Mapping[str, int]
@@ -314,34 +309,34 @@ class WriteOptions:
 
 
 class CheckpointLayout(Protocol):
-    """One layout: found by looking at files, read, written. A module each; see ``layouts``."""
+    """One layout: found by its files, read, written. A module each; see ``layouts``."""
 
     @property
     def name(self) -> str:
-        """What ``--to`` calls it."""
+        """Its name for ``--to``."""
         ...
 
     def find(self, path: Path) -> bool:
-        """Tell whether ``path`` is, or holds, a checkpoint of this layout. Looks at names and, at
-        most, at the first bytes of small files; raises nothing."""
+        """Whether ``path`` is, or holds, a checkpoint of this layout. Looks at names and, at most,
+        at the first bytes of small files; raises nothing."""
         ...
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the metadata of a checkpoint.
 
         Raises:
-            RefusedError: It is damaged, incomplete or of a kind that cannot be read; names the
-                file, what was expected and the way out.
+            RefusedError: It is damaged, incomplete or of an unreadable kind; names the file, the
+                expectation and the way out.
         """
         ...
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
-        """Say which files a checkpoint of ``source``'s state at other degrees is made of.
+        """Return the files of a checkpoint of ``source``'s state at other degrees.
 
-        Pure: writes nothing. The same input gives the same target, byte by byte, so that an
-        interrupted run can go on.
+        Pure: writes nothing. The same input gives the same target, byte by byte, so an interrupted
+        run can go on.
 
         Raises:
-            RefusedError: The source lacks what this layout needs; names it and the way out.
+            RefusedError: The source lacks a value of this layout; names it and the way out.
         """
         ...

@@ -35,12 +35,12 @@ from scalai.store.files import map_file
 
 BLOCK_BYTES = 256 << 10
 MEMBERS = 64
-"""Members that a worker takes at once."""
+"""Members of a worker's batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStorage:
-    """A storage in a file: its name there, where it lies, and its checksum."""
+    """A storage in a file."""
 
     file: str
     name: str
@@ -51,14 +51,14 @@ class FileStorage:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a checkpoint's files note of the bytes that were read.
+    """Checksums of the bytes read.
 
     Attributes:
-        records: Storages that have the CRC-32 that was saved with them.
-        records_without: Storages that were saved without one.
-        files_without: Files of formats that have none.
-        is_proven: Whether the fingerprints of all tensors are what the layout, or a conversion
-            beside it, notes.
+        records: Storages equal to the CRC-32 saved with them.
+        records_without: Storages saved without one.
+        files_without: Files of formats without checksums.
+        is_proven: All tensors have the fingerprints recorded by the layout, or by a conversion
+            beside it.
     """
 
     records: int
@@ -68,7 +68,7 @@ class Checked:
 
     @property
     def lacking(self) -> str:
-        """What is not recorded, in words; empty where all is."""
+        """Missing records, in words; empty if there are none."""
         if self.is_proven:
             return ""
         lacking = []
@@ -90,7 +90,7 @@ class Checked:
 
 
 def count_checksums(checkpoint: Checkpoint, *, is_proven: bool) -> Checked:
-    """Return which storages of a checkpoint's files have checksums."""
+    """Count a checkpoint's storages with and without checksums."""
     with_one = without = bare = 0
     for file in {file.path for file in checkpoint.placed.files if file.content is None}:
         crcs = [member.crc for member in all_storages_in(checkpoint.directory, file)]
@@ -101,10 +101,10 @@ def count_checksums(checkpoint: Checkpoint, *, is_proven: bool) -> Checked:
 
 
 def check_checksums(checkpoint: Checkpoint, workers: int) -> int:
-    """Compare all storages of a checkpoint's files with the checksums beside them.
+    """Compare all storages of a checkpoint's files with their checksums.
 
     Returns:
-        How many have one.
+        Number of storages with one.
 
     Raises:
         ProofError: One differs; names file, bytes and tensors.
@@ -123,8 +123,7 @@ def check_checksums(checkpoint: Checkpoint, workers: int) -> int:
 
 
 def refuse_damaged(directory: Path, found: Sequence[FileStorage], *placed: Placed) -> None:
-    """Raise ``ProofError`` if there are damaged storages; it names the first, with the pieces of
-    ``placed`` that lie in it."""
+    """Raise ``ProofError`` for damaged storages; it names the first, with its pieces."""
     if not found:
         return
     first = min(found, key=lambda member: (member.file, member.begin))
@@ -138,12 +137,12 @@ def refuse_damaged(directory: Path, found: Sequence[FileStorage], *placed: Place
 
 
 def storages_in(directory: Path, file: str) -> Iterator[FileStorage]:
-    """Yield the storages of a file that have a checksum; none of one that is not torch's."""
+    """Yield the storages of a file that have a checksum; none for other formats than torch's."""
     return (stored for stored in all_storages_in(directory, file) if stored.crc)
 
 
 def all_storages_in(directory: Path, file: str) -> Iterator[FileStorage]:
-    """Yield the storages of a file; those that were saved without a checksum have 0."""
+    """Yield the storages of a file; ``crc`` is 0 without a checksum."""
     for member in storages(map_file(directory / file)):
         yield FileStorage(file, member.name, member.begin, member.size_bytes, member.crc)
 
@@ -164,7 +163,7 @@ def is_damaged(directory: Path, member: FileStorage) -> bool:
 
 
 def _tensors_in(placed: Placed, member: FileStorage) -> Iterator[str]:
-    """Yield the tensors of which pieces begin in a storage."""
+    """Yield the tensors of pieces that begin in a storage."""
     for row, (number, begin) in enumerate(
         zip(placed.file.tolist(), placed.begin.tolist(), strict=True)
     ):
@@ -178,13 +177,12 @@ _ONE, _X = 1 << 31, 1 << 30
 
 
 def combined(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC-32 of bytes behind each other, by those of both and the length of the
-    second."""
+    """Return the CRC-32 of two runs of bytes, by theirs and the length of the second."""
     return _product(_shift(second_bytes), first) ^ second
 
 
 def _product(a: int, b: int) -> int:
-    """Return the product of two polynomials, of which the first is not 0."""
+    """Return the product of two polynomials, the first not 0."""
     product, bit = 0, _ONE
     while True:
         if a & bit:
@@ -220,22 +218,22 @@ def _shift(size_bytes: int) -> int:
 _FILE_BITS = 44
 """A file has less than 2^44 bytes (16 TiB): its number and a byte in it make one key."""
 FILL_BYTES = 64 << 20
-"""Of what nobody wanted, the most that is read at once by one worker."""
+"""Most bytes of unread rest in a worker's batch."""
 FILL_COUNT = 256
 
 Run = tuple[int, int, int, int]
-"""Bytes that were read: number of the file, begin, size, CRC-32."""
+"""Bytes read: number of the file, begin, size, CRC-32."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StorageRecords:
-    """The storages that a conversion reads, as columns [records], by file and begin.
+    """Storages read by a conversion, as columns [records], by file and begin.
 
     Attributes:
         file: Number among the source's files.
-        begin, size_bytes: Where the bytes lie.
-        crc: The CRC-32 that was saved; 0: none.
-        bare_files: Files of which it reads what lies in no storage: of other formats.
+        begin, size_bytes: Place of the bytes.
+        crc: The saved CRC-32; 0: none.
+        bare_files: Files with reads outside of storages: of other formats.
     """
 
     file: Columns
@@ -246,29 +244,28 @@ class StorageRecords:
 
     @property
     def checked(self) -> int:
-        """How many have a checksum."""
+        """Number with a checksum."""
         return int(np.count_nonzero(self.crc))
 
     @property
     def unchecked(self) -> int:
-        """How many have none."""
+        """Number without one."""
         return len(self.crc) - self.checked
 
 
 class Runs:
-    """Checksums of what a task reads."""
+    """Checksums of a task's reads."""
 
     def __init__(self, counted: npt.NDArray[np.bool_]) -> None:
-        """``counted`` [copies] says of which copies they are taken."""
+        """``counted`` [copies]: the copies to take checksums of."""
         self._counted = counted
         self.found: list[Run] = []
 
     def counts(self, copy: int) -> bool:
-        """Tell whether a checksum is wanted of what a copy reads."""
         return bool(self._counted[copy])
 
     def add(self, file: int, begin: int, data: memoryview) -> None:
-        """Take the checksum of bytes; of those right behind the last ones together with these."""
+        """Take the checksum of bytes; contiguous runs become one."""
         if self.found:
             last, start, size, crc = self.found[-1]
             if last == file and start + size == begin:
@@ -278,7 +275,7 @@ class Runs:
 
 
 def find_records(source: Checkpoint, work: Work) -> StorageRecords:
-    """Return the storages of the source that ``work`` reads. Reads directories alone."""
+    """Return the storages that ``work`` reads. Reads directories alone."""
     placed = work.source
     rows = np.unique(work.copies.source_row)
     columns: list[list[int]] = [[], [], [], []]
@@ -303,8 +300,8 @@ def find_records(source: Checkpoint, work: Work) -> StorageRecords:
 
 
 def counted(work: Work, records: StorageRecords) -> npt.NDArray[np.bool_]:
-    """Return of which copies workers take checksums, [copies]: what several copies read is taken
-    once, and nothing of what has none to compare with."""
+    """Return the copies to take checksums of, [copies]: bytes read by several copies count once,
+    bytes without a saved checksum never."""
     placed, copies = work.source, work.copies
     row = copies.source_row
     has_crc = np.zeros(len(placed.files), dtype=np.bool_)
@@ -320,11 +317,11 @@ def counted(work: Work, records: StorageRecords) -> npt.NDArray[np.bool_]:
 
 
 def run_of(placed: Placed, row: int, part: Box) -> tuple[int, int] | None:
-    """Return begin and size of the bytes of a source row for which a part of it vouches.
+    """Return begin and size of the bytes of a source row covered by a part of it.
 
-    These are its own, where they lie behind each other. Of a part that is cut across (some
-    columns of some rows) they are the whole rows, for whichever part has their first elements, so
-    that parts side by side make one run. None: another part vouches for them, or the row has gaps.
+    These are the part's own bytes, if contiguous. A part cut across (some columns of some rows)
+    covers the whole rows if it has their first elements, so that parts side by side make one run.
+    None: another part covers them, or the row has gaps.
     """
     _, box = placed.collection.box(row)
     item = placed.item_bytes(row)
@@ -343,7 +340,7 @@ def run_of(placed: Placed, row: int, part: Box) -> tuple[int, int] | None:
 def check_records(
     source: Checkpoint, records: StorageRecords, runs: Iterable[Run], workers: int
 ) -> None:
-    """Compare the storages that were read with their checksums; reads what of them nobody has.
+    """Compare the storages that were read with their checksums; reads the rest of them.
 
     Raises:
         ProofError: One differs; names file, bytes, storage and tensors.
@@ -369,11 +366,11 @@ def check_records(
 
 
 _Tile = tuple[int, int, int, int | None]
-"""A run; its CRC-32 is None where it is still to be read."""
+"""A run; its CRC-32 is None before it is read."""
 
 
 def _tiles(records: StorageRecords, at: int, runs: Sequence[Run]) -> Iterator[_Tile]:
-    """Yield runs, in their order, that make up a record, with what lies between them."""
+    """Yield runs, in order, and the gaps between them: together a record."""
     file, begin = int(records.file[at]), int(records.begin[at])
     end = begin + int(records.size_bytes[at])
     for run in runs:
@@ -390,7 +387,7 @@ def _gap(file: int, begin: int, end: int) -> Iterator[_Tile]:
 
 
 def _fill(source: Checkpoint, gaps: Sequence[_Tile], workers: int) -> dict[tuple[int, int], int]:
-    """Return the checksums of bytes that are read now, by file and begin."""
+    """Return the checksums of gaps, read now, by file and begin."""
     batches: list[list[_Tile]] = []
     filled = FILL_BYTES
     for gap in gaps:

@@ -35,14 +35,14 @@ from scalai.core.tensors.region import Box, box_text, whole
 from scalai.core.tensors.sources import Holder
 
 SAMPLED = 256
-"""Elements of a row that a sample compares."""
+"""Elements of a row in a sample."""
 REPLICATED = 1 << 16
-"""The same of replicas: the whole of what tensor-parallel ranks have alike, as norms."""
+"""The same for replicas: enough for tensors that tensor-parallel ranks share, as norms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Elements of a tensor that are not equal, within a box of it."""
+    """Unequal elements of a tensor, within a box of it."""
 
     tensor: str
     box: Box
@@ -54,14 +54,14 @@ class Difference:
 
 def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     """Check one checkpoint: checksums, coverage, replicas, second copies, masters against weights,
-    and the fingerprints that a conversion left beside it, also of files without tensors.
+    and the fingerprints of a conversion's report, also of files without tensors.
 
     Returns:
         The fingerprints of its tensors.
 
     Raises:
         LayoutError: It is not whole.
-        ProofError: Something in it differs from something else; names tensors and index ranges.
+        ProofError: It contradicts itself or its records; names tensors and index ranges.
     """
     check_checksums(checkpoint, workers)
     found = checked_fingerprints(checkpoint, workers)
@@ -74,9 +74,8 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
 
 def check_samples(checkpoint: Checkpoint) -> None:
     """Compare replicas and second copies with their tensors, and masters with weights, at the start
-    of every piece, so that a checkpoint that was mixed or saved wrongly is found before it is
-    converted. Pieces whose recorded fingerprints do not add up to those of tensors are compared
-    whole.
+    of every piece: a mixed or wrongly saved checkpoint is found before its conversion. Pieces whose
+    recorded fingerprints do not add up to their tensors' are compared whole.
 
     Raises:
         ProofError: They differ; names tensors and index ranges.
@@ -97,7 +96,7 @@ def check_samples(checkpoint: Checkpoint) -> None:
 
 
 def _check_replicas(checkpoint: Checkpoint) -> None:
-    """Compare the starts of pieces of equal boxes. Raises ``ProofError`` where two differ."""
+    """Compare the starts of pieces of equal boxes. Raises ``ProofError`` if two differ."""
     columns = checkpoint.placed.collection
     boxes = np.concatenate([columns.tensor[:, None], columns.offset, columns.shape], axis=1)
     _, number, count = np.unique(boxes, axis=0, return_inverse=True, return_counts=True)
@@ -122,8 +121,8 @@ def _refuse(checkpoint: Checkpoint, differences: Iterable[Difference]) -> None:
 
 
 def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
-    """Yield a line for each tensor that differs: by name, dtype, shape, or index ranges. Every
-    element is compared; the fingerprints tell of replicas that differ (``ProofError``)."""
+    """Yield a line for each differing tensor: by name, dtype, shape, or index ranges. Every element
+    is compared; the fingerprints find differing replicas (``ProofError``)."""
     left = {tensor.name: tensor for tensor in one.placed.collection.tensors}
     right = {tensor.name: tensor for tensor in two.placed.collection.tensors}
     for name in sorted(left.keys() ^ right.keys()):
@@ -148,8 +147,8 @@ def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
 
 
 def copy_differences(checkpoint: Checkpoint, name: str, owner: str) -> Iterator[Difference]:
-    """Yield where a parameter differs from the one that it is a copy of, of the same shape; all of
-    it where their dtypes do."""
+    """Yield differences between a parameter and its original of the same shape; all of it if their
+    dtypes differ."""
     tensors = {tensor.name: tensor for tensor in checkpoint.placed.collection.tensors}
     mine, theirs = tensors[f"{PARAM}/{name}"], tensors[f"{PARAM}/{owner}"]
     if mine.dtype != theirs.dtype:
@@ -163,7 +162,7 @@ def copy_differences(checkpoint: Checkpoint, name: str, owner: str) -> Iterator[
 
 
 def equal_tensors(one: Checkpoint, two: Checkpoint, names: Iterable[str], workers: int) -> set[str]:
-    """Return which of the named tensors two checkpoints have alike, byte by byte."""
+    """Return the named tensors that are alike in two checkpoints, byte by byte."""
     left = {tensor.name: tensor for tensor in one.placed.collection.tensors}
     right = {tensor.name: tensor for tensor in two.placed.collection.tensors}
     alike = {name for name in names if name in left and left[name] == right.get(name)}
@@ -172,8 +171,8 @@ def equal_tensors(one: Checkpoint, two: Checkpoint, names: Iterable[str], worker
 
 
 def _only(placed: Placed, names: Iterable[str]) -> Placed:
-    """Return the rows of the named tensors, and of these alone the table: of another model some
-    have other shapes, which nobody is to compare."""
+    """Return the rows of the named tensors, with a table of these alone: in another model some have
+    other shapes."""
     wanted = set(names)
     collection = placed.collection
     is_wanted = np.array([tensor.name in wanted for tensor in collection.tensors], dtype=bool)
@@ -200,7 +199,7 @@ def _starts(placed: Placed, elements: int) -> Placed:
 
 
 def _duplicate_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Difference]:
-    """Yield where second copies differ from the tensors that they are copies of."""
+    """Yield differences between second copies and their tensors."""
     if checkpoint.duplicates is not None:
         yield from _differences(checkpoint, checkpoint.directory, checkpoint.duplicates, workers)
 
@@ -208,7 +207,7 @@ def _duplicate_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Dif
 def _master_differences(
     checkpoint: Checkpoint, workers: int, masters: Placed | None = None
 ) -> Iterator[Difference]:
-    """Yield where masters (of these rows, or all) do not round to the weights."""
+    """Yield masters (of these rows, or all) that do not round to the weights."""
     collection = checkpoint.placed.collection
     weights = {t.name: t for t in collection.tensors if t.name.startswith(f"{PARAM}/")}
     names = {
@@ -239,9 +238,9 @@ def _differences(
     *,
     masters: Placed | None = None,
 ) -> Iterator[Difference]:
-    """Yield where the rows of ``two`` differ from what ``one`` holds there.
+    """Yield differences between the rows of ``two`` and the same boxes in ``one``.
 
-    ``masters``: the same rows with the masters' dtype; they must round to what ``one`` holds.
+    ``masters``: the same rows with the masters' dtype; they must round to the content of ``one``.
     """
     if not len(two.collection):
         return
@@ -292,14 +291,13 @@ def _compare_copy(
 def _unrounded(
     weights: Bits, tensor: Tensor, masters: Bits, master: Tensor
 ) -> npt.NDArray[np.bool_]:
-    """Return where masters do not round to weights, [weights.shape]; all of it where some do
-    not."""
+    """Return the masters that do not round to weights, [weights.shape]; all if some do not."""
     is_equal = rounds_to(masters.tobytes(), master.dtype, weights.tobytes(), tensor.dtype)
     return np.full(weights.shape, not is_equal)
 
 
 def _bounds(unequal: npt.NDArray[np.bool_], part: Box) -> Box:
-    """Return the smallest box that holds all unequal elements."""
+    """Return the smallest box around all unequal elements."""
     low, high = [], []
     for axis in range(unequal.ndim):
         others = tuple(other for other in range(unequal.ndim) if other != axis)

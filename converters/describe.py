@@ -26,8 +26,7 @@ from scalai.store.values import decode
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Return all of a checkpoint that is not its values; of a generation also which host holds
-    what."""
+    """Return a checkpoint's facts without values; of a generation also each host's pieces."""
     stored = checkpoint.values.extra.get(PARTS)
     parts = describe_parts(stored.generation, stored.numbers) if stored is not None else {}
     return {**_describe(checkpoint), **parts}
@@ -99,14 +98,14 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> tuple[Tensor, npt.NDArray[
 
 
 _FRAMEWORKS = ("megatron", "deepspeed")
-"""Under which names live state keeps its scalars."""
+"""Names of live state's scalars."""
 
 
 def describe_parts(generation: Generation, numbers: Sequence[int]) -> dict[str, Json]:
-    """Return what a generation has beyond other layouts.
+    """Return a generation's facts beyond those of other layouts.
 
     Args:
-        numbers: Of all generations that lie where this one does.
+        numbers: Numbers of all generations beside this one.
     """
     rows = concatenate([part.collection for part in generation.hosts])
     return {

@@ -25,8 +25,8 @@ from scalai.store.atomic import rename_durably, replace_file, sync_directory, sy
 
 
 def place_of(destination: Path) -> Path:
-    """Return where a destination lies: a link is followed, so that what it names is filled, and on
-    the disk that it names. Raises ``UsageError`` for a link that names itself."""
+    """Return a destination's place: a link is followed, so its target, on that disk, is filled.
+    Raises ``UsageError`` for a link to itself."""
     try:
         return destination.resolve() if destination.is_symlink() else destination
     except (OSError, RuntimeError) as error:  # a loop is either, by the version of Python
@@ -36,16 +36,16 @@ def place_of(destination: Path) -> Path:
 
 
 def partial_of(destination: Path) -> Path:
-    """Return where a destination grows."""
+    """Return the place of a growing destination."""
     return destination.parent / f".{destination.name}.partial"
 
 
 @contextmanager
 def writing(destination: Path) -> Iterator[None]:
-    """Raise ``StoreError`` for what the operating system refuses meanwhile."""
+    """Turn refusals of the operating system into ``StoreError``."""
     try:
         yield
-    except BrokenPipeError:  # nobody reads what is told
+    except BrokenPipeError:  # nobody reads the output
         raise
     except OSError as error:
         raise StoreError(
@@ -56,7 +56,7 @@ def writing(destination: Path) -> Iterator[None]:
 
 
 def check_apart(source: Checkpoint, destination: Path) -> None:
-    """Raise ``UsageError`` where one lies in the other."""
+    """Raise ``UsageError`` if one lies in the other."""
     here, there = source.directory.resolve(), destination.resolve()
     if here.is_relative_to(there) or there.is_relative_to(here):
         raise UsageError(
@@ -66,7 +66,7 @@ def check_apart(source: Checkpoint, destination: Path) -> None:
 
 
 def check_free(destination: Path, overwrite: bool) -> None:
-    """Raise ``UsageError`` where something is there that may not be replaced."""
+    """Raise ``UsageError`` for an existing destination that may not be replaced."""
     is_taken = destination.exists() and (destination.is_file() or any(destination.iterdir()))
     if is_taken and not overwrite:
         raise UsageError(f"{destination} exists. Name another one, or pass --overwrite.")
@@ -83,7 +83,7 @@ def finished(destination: Path, identity: str) -> Mapping[str, Any] | None:
 
 
 def check_room(partial: Path, needed: int) -> None:
-    """Raise ``StoreError`` where the disk has less room than what is still to be written."""
+    """Raise ``StoreError`` if the disk has less room than the bytes still to be written."""
     have = sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
     free = shutil.disk_usage(partial.parent).free
     if needed - have > free:
@@ -96,7 +96,7 @@ def check_room(partial: Path, needed: int) -> None:
 def complete(
     partial: Path, target: Target, rows: npt.NDArray[np.uint64], report: Mapping[str, Any]
 ) -> None:
-    """Write what ends a checkpoint, and bring all to disk."""
+    """Write the files that complete a checkpoint, and sync everything to disk."""
     replace_file(partial / REPORT, (json.dumps(report, indent=1) + "\n").encode())
     at_once(sync_file, [partial / file.path for file in target.placed.files])
     target.finish(partial, rows)
@@ -106,7 +106,7 @@ def complete(
 
 
 def publish(partial: Path, destination: Path, overwrite: bool) -> None:
-    """Rename the finished directory; what was there before goes last."""
+    """Rename the finished directory; its predecessor goes last."""
     replaced = destination.parent / f".{destination.name}.replaced"
     _remove(replaced)
     if overwrite and destination.exists():
@@ -134,7 +134,7 @@ def auxiliary_bytes(target: Target) -> int:
 
 
 def identify(file: AuxiliaryFile) -> bytes:
-    """Return what changes whenever a file's content is to be another."""
+    """Return a value that changes with a file's content."""
     if file.source is None:
         return repr(file.path).encode() + (file.content or b"")
     stat = file.source.stat()
@@ -148,8 +148,8 @@ def write_auxiliary(directory: Path, target: Target) -> dict[str, str]:
         Their SHA-256 by path.
 
     Raises:
-        ProofError: What was read back is not what was written.
-        RefusedError: One of torch's files is not what its checksums were taken of.
+        ProofError: Bytes read back differ from bytes written.
+        RefusedError: One of torch's files differs from its checksums.
     """
     digests = {file.path: _write_file(directory / file.path, file) for file in target.auxiliary}
     for folder in sorted({(directory / path).parent for path in digests}):
@@ -191,11 +191,11 @@ def _digest(path: Path) -> str:
 
 
 def check_auxiliary(checkpoint: Checkpoint) -> None:
-    """Compare the files without tensors with the digests that a conversion left.
+    """Compare the files without tensors with the digests in a conversion's report.
 
     Raises:
         ProofError: They differ, or are missing; names them.
-        RefusedError: The proof is damaged.
+        RefusedError: The report is damaged.
     """
     for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
         recorded = _recorded(folder / REPORT)

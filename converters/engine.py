@@ -150,7 +150,7 @@ class Outlook:
 
 
 class Conversion:
-    """One source, one target and the destination that it fills; owns the run from plan to proof."""
+    """One source, one target and one destination; owns the run from plan to proof."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Conversion:
     def _copy(
         self, partial: Path, journal: Journal, records: StorageRecords, progress: Progress
     ) -> None:
-        """Do the tasks of this part's files that the journal lacks."""
+        """Do the tasks of this part's files that are not in the journal."""
         target, limits = self.target, self.limits
         files = self._part.files([file.size_bytes for file in target.placed.files])
         _prepare(partial, target, files)
@@ -360,7 +360,7 @@ class Conversion:
             check_records(self.source, records, runs, self.limits.workers)
             check_report(self.source, prints)
         except ProofError:
-            shutil.rmtree(partial, ignore_errors=True)  # what failed matters more
+            shutil.rmtree(partial, ignore_errors=True)  # the first failure matters more
             raise
         without = records.unchecked, len(records.bare_files)
         return asdict(Checked(records.checked, *without, is_recorded(self.source, prints)))
@@ -391,7 +391,7 @@ def _add_placed(digest: Any, placed: Placed) -> None:
 
 
 def _prepare(partial: Path, target: Target, files: Iterable[int]) -> None:
-    """Make files in their sizes, with the bytes that are known."""
+    """Make files in their sizes, with their known bytes."""
     for number in files:
         file = target.placed.files[number]
         path = partial / file.path
@@ -414,7 +414,7 @@ def _row_fingerprints(done: Done, rows: int) -> npt.NDArray[np.uint64]:
 
 
 def _once(collection: Collection) -> npt.NDArray[np.intp]:
-    """Return the rows that hold every tensor once: the whole tensor, in layouts that keep it beside
+    """Return the rows with every tensor once: the whole tensor, in layouts that keep it beside
     parts of it (ZeRO's fp32 weights)."""
     numel = np.array([tensor.numel for tensor in collection.tensors], dtype=np.int64)
     is_whole = collection.numel() == numel[collection.tensor]

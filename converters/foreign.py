@@ -1,4 +1,4 @@
-"""Layouts that are not read, by the files they are known by: what they are, and the way out.
+"""Unreadable layouts, known by their files: their names, and the way out.
 
 Source: ``save_checkpoint`` of megatron/training/checkpointing.py (core_v0.19.0), checkpoint.py of
 torchtitan, utils/fsdp_utils.py of Accelerate 1.15, local checkpointing of nvidia-resiliency-ext,
@@ -17,18 +17,18 @@ _MAX_METADATA_BYTES = 1 << 28
 
 
 def foreign_text(path: Path) -> str | None:
-    """Say what a directory or file is that no reader here knows, and what to do; None: unknown."""
+    """Name an unreadable directory or file, with the way out; None: unknown."""
     known = (text for is_it, text in _KNOWN if is_it(path))
     return next(known, None)
 
 
 def is_torch_dcp(directory: Path) -> bool:
-    """Tell whether Megatron saved it with ``--ckpt-format torch_dcp``."""
+    """Whether Megatron saved it with ``--ckpt-format torch_dcp``."""
     return _names_all(directory, b"checkpoint_version", b"num_floating_point_operations_so_far")
 
 
 def _is_fsdp_dtensor(directory: Path) -> bool:
-    """Tell whether the arguments that Megatron kept there name that format."""
+    """Whether Megatron's arguments there name that format."""
     if not is_torch_dcp(directory):
         return False
     try:
@@ -62,7 +62,7 @@ def _has_pickled_weights(path: Path) -> bool:
 
 
 def torch_file_text(path: Path) -> str | None:
-    """Say what to do with a file of torch.save, or a folder of some; None: it is neither."""
+    """Return the way out for a file of torch.save, or a folder of some; None: it is neither."""
     files = [path] if path.is_file() else [*path.glob("*")] if path.is_dir() else []
     if not any(file.suffix in (".pt", ".pth", ".ckpt", ".bin") for file in files):
         return None
@@ -78,7 +78,7 @@ def _is_nemo(path: Path) -> bool:
 
 
 def _names_all(path: Path, *keys: bytes) -> bool:
-    """Tell whether torch's ``.metadata`` names all of these keys."""
+    """Whether torch's ``.metadata`` names all of these keys."""
     file = path / METADATA
     try:
         with open_regular(file) as opened:
@@ -146,4 +146,4 @@ _KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
         "that still does and save it with --ckpt-format torch_dist",
     ),
 )  # fmt: skip
-"""In the order in which they are asked."""
+"""In the order of detection."""

@@ -1,7 +1,7 @@
-"""Work spread over forked processes, which inherit what they need instead of being sent it.
+"""Work spread over forked processes, which inherit their input instead of receiving it.
 
-No thread takes part, unlike in ``ProcessPoolExecutor``: where memory ends a thread does not start,
-and whoever waits for it waits for ever. A worker that ends is noticed by its pipe.
+No thread takes part, unlike in ``ProcessPoolExecutor``: out of memory a thread does not start, and
+its waiter waits for ever. A worker's end is seen at its pipe.
 """
 
 import logging
@@ -26,9 +26,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 SILENT_S = 60.0
-"""A worker that is so long at one item is named; and again each time that this has doubled."""
+"""Seconds at one item before a worker is named; doubled each time."""
 END_S = 10.0
-"""How long a killed worker may take to end: one that waits for a disk cannot before it answers."""
+"""Seconds for a killed worker to end; it cannot before its disk answers."""
 STATES = {
     "T": "stopped; `kill -CONT {pid}` lets it go on",
     "D": "waiting for a disk",
@@ -43,11 +43,11 @@ def map_forked(
     """Yield each item with its result, as they get ready. ``function`` may be a closure.
 
     ``workers`` 0: in this process. A worker that is long at an item is named in the log, with its
-    state; nothing ends it, for its disk may be slow, and who stopped it may let it go on.
+    state; nothing ends it: its disk may be slow, or a person may have stopped it.
 
     Raises:
         PeerError: A process died, or could not be started.
-        MemoryShortError: ``function`` had too little memory. And whatever else it raises.
+        MemoryShortError: ``function`` had too little memory. And any error it raises.
     """
     if not items or not workers:
         yield from ((item, function(item)) for item in items)
@@ -65,7 +65,7 @@ def map_forked(
 
 @dataclass(slots=True)
 class _Worker:
-    """A process, the item that it is at, when it was given it, and when to name it."""
+    """A process, its item, the item's start, and the time before the next warning."""
 
     process: ForkProcess
     pipe: Connection
@@ -81,7 +81,7 @@ class _Worker:
             raise self._died() from None
 
     def answer(self) -> Any:
-        """Return a result. Raises what the function raised; ``PeerError`` if the process died."""
+        """Return a result. Raises the function's error; ``PeerError`` if the process died."""
         try:
             error, result = self.pipe.recv()
         except (EOFError, OSError):
@@ -100,7 +100,7 @@ class _Worker:
         log.warning("worker process %d is at one piece since %.0f s: it is %s", pid, seconds, state)
 
     def end(self) -> None:
-        """Kill it: what it has answered is here, and nothing else of it is kept."""
+        """Kill it: its answers are here, and the rest is not kept."""
         self.process.kill()
         self.process.join(END_S)
         self.pipe.close()
@@ -169,7 +169,7 @@ def _work(function: Callable[[int], Any], pipe: Connection, parent: int) -> None
 
 
 def _shippable(error: BaseException) -> BaseException:
-    """Return what the parent raises: the same error, which tells where it was raised."""
+    """Return the error for the parent: the same one, with the place of its origin."""
     if is_memory_short(error):
         return MemoryShortError("a worker process had too little memory")
     error.add_note("".join(traceback.format_exception(error)))

@@ -36,21 +36,21 @@ from scalai.store.manifest import HostManifest, StoredFile, write_manifest
 from scalai.store.places import find_generations, generation_name
 
 HOST = "offline"
-"""The host that a converted generation is of."""
+"""The host of a converted generation."""
 NUMBER = 1
 FILE_BYTES = 4 << 30
-"""Bytes of tensors after which another file begins."""
+"""Bytes of tensors in one file."""
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""What megatron matches parameter groups by, without ``is_expert_parallel``, as live state does."""
+"""Megatron's keys for matching parameter groups, but ``is_expert_parallel``, as in live state."""
 
 PARTS = "generation"
-"""The key of ``Values.extra`` under which a ``StoredGeneration`` lies."""
+"""The key of a ``StoredGeneration`` in ``Values.extra``."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StoredGeneration:
-    """A generation as its manifests have it, and the numbers of all that lie where it does."""
+    """A generation by its manifests, and the numbers of all generations beside it."""
 
     generation: Generation
     numbers: tuple[int, ...]
@@ -63,7 +63,7 @@ class GenerationLayout:
     name: str = "scalai"
 
     def find(self, path: Path) -> bool:
-        """Tell whether there are manifests of generations."""
+        """Whether there are manifests of generations."""
         return path.is_dir() and bool(find_generations(path))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
@@ -94,7 +94,7 @@ class GenerationLayout:
         )
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
-        """Lay out one host's part that holds every tensor whole."""
+        """Lay out one host's part with every tensor whole."""
         degrees = {**source.values.degrees, **options.degrees}
         notes = list(source.notes)
         tensors = source.placed.collection.tensors
@@ -142,7 +142,7 @@ class GenerationLayout:
 
 
 def _check_tensors(generation: Generation) -> None:
-    """Refuse a generation with a tensor that no part knows of."""
+    """Refuse a generation without some tensor."""
     hosts = generation.hosts
     names = {tensor.name for part in hosts for tensor in part.collection.tensors}
     expected = max(part.about["tensors"] for part in hosts)
@@ -155,7 +155,7 @@ def _check_tensors(generation: Generation) -> None:
 
 
 def _common_parts(directories: Iterable[Path]) -> tuple[str, ...]:
-    """Return the parts of the directory that all parts of a generation lie in."""
+    """Return the path parts of the directory around all parts of a generation."""
     parts = [directory.absolute().parts for directory in directories]
     common = []
     for same in zip(*parts, strict=False):
@@ -233,7 +233,7 @@ def _values(generation: Generation, numbers: tuple[int, ...]) -> Values:
 def _scalars(values: Values, notes: list[str]) -> dict[str, Any]:
     """Return the scalars as live state keeps them: the source's own, or made from Megatron's.
 
-    ``offline`` is what live state does not need, and a framework's layout does.
+    ``offline`` has the values of a framework's layout beyond live state.
     """
     if "scalars" in values.extra:
         return dict(values.extra["scalars"])
@@ -269,8 +269,8 @@ def _scalars(values: Values, notes: list[str]) -> dict[str, Any]:
 
 
 def _groups(megatron: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parameter groups of a live state: by their parameters, or, where it was
-    converted, by those keys by which Megatron-LM's checkpoints match them."""
+    """Yield the parameter groups of a live state: by their parameters, or, after a conversion, by
+    the keys of Megatron-LM's matching."""
     if "groups" in megatron:
         yield from (_live(values) for values in megatron["groups"]["values"].values())
     for identity, values in megatron.get("param_groups", {}).items():
@@ -280,8 +280,8 @@ def _groups(megatron: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _by_identity(
     param_groups: Iterable[Mapping[str, Any]], notes: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return what groups say by what they are known by: that in which those of one identity
-    agree. Of the rest a live job has what its flags say."""
+    """Return the values of groups by their identity: those in which groups of one identity agree.
+    The rest follows from a live job's flags."""
     groups: dict[str, dict[str, Any]] = {}
     differing: set[str] = set()
     for group in param_groups:
@@ -328,7 +328,7 @@ def _plain(value: Any) -> Any:
 
 
 def _live(value: Any) -> Any:
-    """Return what ``_plain`` made JSON of."""
+    """Undo ``_plain``."""
     if isinstance(value, Mapping):
         if set(value) == {"tensor", "dtype"}:
             dtype = FROM_TORCH[value["dtype"]]

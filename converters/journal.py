@@ -30,13 +30,13 @@ from typing import Any
 from scalai.core.errors import PeerError, StoreError, UsageError
 
 NAME = ".scalai-journal"
-"""What the names of journals begin with."""
+"""Begin of the names of journals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What a task has done: by row of the target the fingerprint of what it wrote, and the
-    checksums of what it read, run by run (``records.Run``)."""
+    """A finished task: the fingerprint of its output by row of the target, and the checksums of its
+    reads, run by run (``checksums.Run``)."""
 
     rows: Mapping[int, int]
     runs: Sequence[tuple[int, int, int, int]] = ()
@@ -51,7 +51,7 @@ class Journal:
     """An open journal; held by one process at a time."""
 
     def __init__(self, directory: Path, identity: str, name: str = NAME) -> None:
-        """Open a journal in ``directory``, keeping what it says if it is of this ``identity``.
+        """Open a journal in ``directory``, keeping its tasks if it has this ``identity``.
 
         Raises:
             PeerError: Another process is writing this destination.
@@ -79,7 +79,7 @@ class Journal:
         self.close()
 
     def add(self, tasks: Mapping[int, Noted]) -> None:
-        """Note that tasks are on disk. Blocks until the notes are, too."""
+        """Note tasks that are on disk. Blocks until the notes are on disk too."""
         for task, recorded in tasks.items():
             self.done[task] = recorded
             rows = {str(row): f"{value:016x}" for row, value in recorded.rows.items()}
@@ -87,7 +87,7 @@ class Journal:
         self._sync()
 
     def close(self) -> None:
-        """Let others open it."""
+        """Unlock it."""
         self._file.close()
 
     def _write(self, content: object) -> None:
@@ -100,22 +100,22 @@ class Journal:
 
 
 def read_journal(path: Path) -> tuple[str | None, Done]:
-    """Return of which conversion a journal is (None: it does not say yet) and what it notes."""
+    """Return the conversion of a journal (None: not stated yet) and its tasks."""
     identity, done, _ = _parse(path.read_bytes())
     return identity, done
 
 
 def is_open(path: Path) -> bool:
-    """Tell whether a process holds a journal. Raises as ``try_lock``."""
+    """Whether a process holds a journal. Raises as ``try_lock``."""
     with open(path, "a+b") as file:
         return not try_lock(file)
 
 
 def try_lock(file: BufferedRandom) -> bool:
-    """Lock a file until it is closed; tell whether that succeeded, or another one has it.
+    """Lock a file until it is closed; return False if another process holds it.
 
     Args:
-        file: Open for writing, as locks over NFS need it.
+        file: Open for writing, as locks over NFS require.
 
     Raises:
         StoreError: The file system has no locks.
@@ -134,7 +134,7 @@ def try_lock(file: BufferedRandom) -> bool:
 
 
 def _parse(text: bytes) -> tuple[str | None, Done, int]:
-    """Return identity and tasks of the lines up to the first damaged one, and where that begins."""
+    """Return identity and tasks of the lines before the first damaged one, and its place."""
     lines, end = _whole_lines(text)
     if not lines or "identity" not in lines[0]:
         return None, {}, 0
@@ -149,7 +149,7 @@ def _parse(text: bytes) -> tuple[str | None, Done, int]:
 
 
 def _whole_lines(text: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Return the content of the lines up to the first damaged one, and where that begins."""
+    """Return the lines before the first damaged one, and its place."""
     found: list[dict[str, Any]] = []
     end = 0
     for line in text.splitlines(keepends=True):
@@ -164,19 +164,19 @@ def _whole_lines(text: bytes) -> tuple[list[dict[str, Any]], int]:
 log = logging.getLogger("scalai.converters")
 
 SILENT_S = 60.0
-"""A wait that is so long is told of; and again each time that this has doubled."""
+"""Seconds of waiting before it is logged; doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPart:
-    """RunPart ``number`` (from 1 on) of ``count``; one of one is the whole."""
+    """Part ``number`` (from 1 on) of ``count``; one of one is the whole."""
 
     number: int = 1
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "RunPart":
-        """Read ``2/4``. Raises ``UsageError`` where it is no such thing."""
+        """Read ``2/4``. Raises ``UsageError`` for other texts."""
         found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
         if not found or not 1 <= int(found[1]) <= int(found[2]):
             raise UsageError(f"--part {text} is no part. Give 1/4, 2/4, 3/4 and 4/4, one a host.")
@@ -191,16 +191,16 @@ class RunPart:
 
     @property
     def journal(self) -> str:
-        """The name of its journal."""
+        """Name of its journal."""
         return NAME if self.is_whole else f"{NAME}-{self.number}-of-{self.count}"
 
     def is_mate(self, journal: str) -> bool:
-        """Tell whether a journal is that of another part of the same division."""
+        """Whether a journal is another part's of the same division."""
         is_of_it = not self.is_whole and journal.endswith(f"-of-{self.count}")
         return is_of_it and journal != self.journal
 
     def files(self, sizes: Sequence[int]) -> list[int]:
-        """Return which files are this part's: the largest first, each to whoever has least.
+        """Return this part's files: each file, the largest first, goes to the part with least.
 
         Args:
             sizes: Bytes of all files.
@@ -218,9 +218,9 @@ class RunPart:
 
 @contextmanager
 def alone(destination: Path) -> Iterator[None]:
-    """Hold the lock of a destination; waits for whoever has it, and says so while it does.
+    """Hold the lock of a destination; waits for its holder, and says so meanwhile.
 
-    The lock is a file beside the destination, which goes when it is released.
+    The lock is a file beside the destination, removed on release.
     """
     path = destination.parent / f".{destination.name}.lock"
     while True:
@@ -245,7 +245,7 @@ def alone(destination: Path) -> Iterator[None]:
 
 
 def _wait_for(file: BufferedRandom, path: Path) -> None:
-    """Lock a file. There is no deadline: who has it may be checking terabytes."""
+    """Lock a file. There is no deadline: the holder may be checking terabytes."""
     began, silent_s = time.monotonic(), SILENT_S
     while not try_lock(file):
         waited_s = time.monotonic() - began
@@ -259,12 +259,11 @@ def _wait_for(file: BufferedRandom, path: Path) -> None:
 
 
 def begin(partial: Path, identity: str, part: RunPart) -> Journal:
-    """Open the journal of a part, which then also knows what others have recorded. Call it alone.
+    """Open the journal of a part, with the tasks of all parts. Call it alone.
 
     Args:
-        partial: Where the destination grows.
-        identity: Of the conversion. What a run of another one left is removed by a run of the
-            whole.
+        partial: The growing destination.
+        identity: Of the conversion. A run of the whole removes the remains of another one.
 
     Raises:
         PeerError: A process that is no other part of this run writes the destination.
@@ -298,12 +297,12 @@ def begin(partial: Path, identity: str, part: RunPart) -> Journal:
 
 
 def gather(partial: Path, own: Journal, tasks: int) -> Done | None:
-    """Return what all parts have recorded, if that is all there is and nobody else is at work; else
-    None, and another one will finish. Call it alone.
+    """Return the tasks of all parts once all are recorded and no other part is at work; else None:
+    another part will finish. Call it alone.
 
     Args:
-        own: The journal of this part, which has done its share.
-        tasks: How many there are in all.
+        own: The journal of this part, with its share done.
+        tasks: Number of all tasks.
     """
     done = dict(own.done)
     for path in partial.glob(f"{NAME}*"):
@@ -315,7 +314,6 @@ def gather(partial: Path, own: Journal, tasks: int) -> Done | None:
 
 
 def remove_journals(directory: Path) -> None:
-    """Remove all journals of a directory."""
     for path in directory.glob(f"{NAME}*"):
         path.unlink()
 

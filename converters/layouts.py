@@ -1,4 +1,4 @@
-"""All layouts that are known, and which of them a path holds."""
+"""All known layouts, and the detection of a path's layout."""
 
 import struct
 from collections.abc import Sequence
@@ -30,17 +30,17 @@ LAYOUTS: Sequence[CheckpointLayout] = (
     DeepSpeedUniversalLayout(),
     SafetensorsLayout(),
 )
-"""In the order in which they are asked."""
+"""In the order of detection."""
 
 _UNFIT = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError,
     ValueError, struct.error,
 )  # fmt: skip
-"""What readers meet in files that are whole and hold something else than they should."""
+"""Errors of readers at whole files with other content than expected."""
 
 
 def layout_named(name: str) -> CheckpointLayout:
-    """Return the layout of this name. Raises ``UsageError`` where there is none."""
+    """Return the layout of this name. Raises ``UsageError`` if there is none."""
     for layout in LAYOUTS:
         if layout.name == name:
             return layout
@@ -49,17 +49,17 @@ def layout_named(name: str) -> CheckpointLayout:
 
 
 def find_layout(path: Path) -> CheckpointLayout | None:
-    """Return the layout of what ``path`` holds; None where it is of none."""
+    """Return the layout of ``path``; None: it has none."""
     return next((layout for layout in LAYOUTS if layout.find(path)), None)
 
 
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
-    """Find out by the files which layout ``path`` holds, and read its metadata.
+    """Detect the layout of ``path`` by its files, and read its metadata.
 
     Raises:
         UsageError: There is no such path.
-        RefusedError: It is of no known layout, or is refused by its layout's reader or by what is
-            asked of all (``intake``).
+        RefusedError: It is of no known layout, or is refused by its layout's reader or by the
+            checks of all (``opening``).
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist. Name a checkpoint's directory.")
@@ -70,7 +70,7 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
 
 
 def unknown_text(path: Path) -> str:
-    """Say that a path holds no checkpoint of a known layout, and what it is where that shows."""
+    """Say that a path holds no checkpoint of a known layout, and its kind if that shows."""
     names = ", ".join(layout.name for layout in LAYOUTS)
     known = foreign_text(path)
     told = None if known is not None else _lost_tag(path) or _no_index(path)
@@ -87,7 +87,7 @@ def unknown_text(path: Path) -> str:
 
 
 def _lost_tag(path: Path) -> str | None:
-    """Say what a folder of DeepSpeed's tags lacks; None: it is none."""
+    """Name the missing files of a folder of DeepSpeed's tags; None: it is none."""
     folders = (entry.name for entry in path.glob("global_step*") if entry.is_dir())
     tags = sorted(name for name in folders if not name.endswith(SUFFIX))
     named = read_pointer(path / LATEST) if path.is_dir() else None
@@ -121,7 +121,7 @@ def _read(layout: CheckpointLayout, path: Path, options: ReadOptions) -> Checkpo
     except _UNFIT as error:
         if isinstance(error, OSError) and is_memory_short(error):
             raise
-        if isinstance(error, MemoryError):  # it may also come of a size that a damaged file names
+        if isinstance(error, MemoryError):  # a size in a damaged file causes it too
             raise RefusedError(short_text(path, error)) from error
         raise RefusedError(
             f"{path} does not hold what a checkpoint of the layout {layout.name} does "

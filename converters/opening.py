@@ -1,6 +1,6 @@
-"""What readers bring in from outside is checked here before any number of it is believed.
+"""Checks of readers' input from outside, before any number of it is believed.
 
-Readers check what only they know; paths, sizes and small files are the same for all.
+Readers check their own formats; paths, sizes and small files are the same for all.
 """
 
 import re
@@ -23,13 +23,13 @@ from scalai.core.tensors.region import box_text
 MAX_PIECES = 1 << 24
 """Of one checkpoint: ten thousand tensors on a thousand ranks."""
 MAX_BYTES = 1 << 60
-"""Of all tensors: far below what a 64-bit number counts."""
+"""Of all tensors: far below the limit of a 64-bit number."""
 MAX_DEGREE = 1 << 16
 """Ranks on one axis."""
 
 
 def file_inside(directory: Path, name: str, named_by: str) -> Path:
-    """Return the path of a file that a checkpoint names.
+    """Return the path of a file named by a checkpoint.
 
     Raises:
         RefusedError: It lies outside of the directory, also by a link, or is no file.
@@ -48,15 +48,15 @@ def file_inside(directory: Path, name: str, named_by: str) -> Path:
 
 
 def _roots(directory: Path) -> tuple[Path, ...]:
-    """Return where files may lie: in the directory; and for a snapshot in the cache of
-    huggingface_hub in the blobs beside it, to which its files are links."""
+    """Return the directories of files: the checkpoint's; for a snapshot in the cache of
+    huggingface_hub also the blobs beside it, to which its files are links."""
     here = directory.resolve()
     is_snapshot = here.parent.name == "snapshots"
     return (here, here.parents[1] / "blobs") if is_snapshot else (here,)
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+    """Return the value in a JSON file.
 
     Raises:
         OSError: It cannot be read.
@@ -71,8 +71,8 @@ def read_json(path: Path) -> Any:
 
 
 def layers_of(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
-    """Return what each layer has, by the names before its number and by its number: the first one
-    in a parameter's name. Further numbers, as of experts, are stars."""
+    """Return the tensors of each layer, by the names before its number and by its number: the first
+    one in a parameter's name. Further numbers, as of experts, are stars."""
     layers: dict[str, dict[int, set[str]]] = {}
     for name in names:
         found = re.fullmatch(r"(.*?)\.?\b([0-9]{1,9})\.(.+)", name)
@@ -83,12 +83,12 @@ def layers_of(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
 
 
 def short_layer(names: Iterable[str], *, is_usual: bool = False) -> str | None:
-    """Return a tensor that a layer lacks and another one has, by the place where it would be. A
-    layer that has something of its own, as experts beside dense layers, lacks nothing.
+    """Return a tensor missing in one layer and present in another, by its place. A layer with
+    something of its own, as experts beside dense layers, lacks nothing.
 
     Args:
-        is_usual: Of tensors of modules within layers alone, and of those that at least half of the
-            layers have: in a model of which nothing is known, one layer may have what no other has.
+        is_usual: Count only tensors of modules within layers, and those of at least half of the
+            layers: in an unknown model, one layer may have something of its own.
     """
     for stem, of in sorted(layers_of(names).items()):
         held = Counter(kind for kinds in of.values() for kind in kinds)
@@ -103,8 +103,8 @@ def short_layer(names: Iterable[str], *, is_usual: bool = False) -> str | None:
 
 
 def check_opened(checkpoint: Checkpoint) -> None:
-    """Check that files lie in the checkpoint, tensors are of a size that there is, and pieces lie
-    in their tensors and their files.
+    """Check that files lie in the checkpoint, tensors have possible sizes, and pieces lie in their
+    tensors and their files.
 
     Raises:
         RefusedError: Something does not; names it.
@@ -130,7 +130,7 @@ def _check_values(directory: Path, values: Values) -> None:
 
 
 def _check_kinds(directory: Path, tensors: tuple[Tensor, ...]) -> None:
-    """Refuse optimizer state of what is no parameter."""
+    """Refuse optimizer state without its parameter."""
     names = {tensor.name for tensor in tensors}
     for name in names:
         kind, parameter = split_name(name)
@@ -161,7 +161,7 @@ def _check_tensors(directory: Path, tensors: tuple[Tensor, ...]) -> None:
                 f"{directory}: {tensor.name} is {tensor.dtype}{list(shape)}, which no tensor is. "
                 "Use another checkpoint."
             )
-        # An empty tensor too must be of a shape that can be counted.
+        # An empty tensor too must have a countable shape.
         total += prod(max(size, 1) for size in shape) * ITEM_BYTES[tensor.dtype]
         if total > MAX_BYTES:
             raise RefusedError(
@@ -171,7 +171,7 @@ def _check_tensors(directory: Path, tensors: tuple[Tensor, ...]) -> None:
 
 
 def _check_rows(directory: Path, placed: Placed) -> None:
-    """Check boxes and bytes of all rows; in floating point, which does not wrap around."""
+    """Check boxes and bytes of all rows; in floating point, safe from overflow."""
     collection = placed.collection
     if not len(collection):
         return

@@ -1,11 +1,11 @@
 """Pickles without their classes: read to inert stand-ins, written back under the same names.
 
 A framework's checkpoint names classes of torch, megatron or deepspeed. They are never imported
-here: an object of such a class becomes a ``Foreign``, which holds what the pickle says and does
-nothing, and goes out again as an object of the class of that qualified name. So reading needs no
-framework, and runs no library's own unpickling: numpy's takes raw memory for pointers where a file
-says so. Only the plain classes below are built, with arguments that they check themselves, and a
-file can alter none of the classes and functions that it reaches.
+here: an object of such a class becomes a ``Foreign``, an inert holder of the pickle's content, and
+goes out again as an object of the class of that qualified name. So reading needs no framework, and
+runs no library's own unpickling: numpy's would take raw memory for pointers at a file's word. Only
+the plain classes below are built, with arguments they check themselves, and a file can alter none
+of the classes and functions within its reach.
 """
 
 import _compat_pickle
@@ -39,28 +39,26 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "collections": (collections.defaultdict,),
     "datetime": (datetime.timedelta, datetime.timezone),
 }  # fmt: skip
-"""Classes that are what they say: to build one runs nothing but itself, and what was built has no
-attributes that a pickle could set."""
+"""Plain classes: building one runs only itself, and its objects have no attributes to set."""
 
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _INERT = frozenset(
     {("signal", "Signals"), ("uuid", "UUID"), ("decimal", "Decimal"), ("_io", "BytesIO")}
 )
-"""Classes of the standard library that checkpoints may hold; they too stay stand-ins."""
+"""Classes of the standard library in checkpoints; they too stay stand-ins."""
 _ROOTS = frozenset({"apex", "deepspeed", "megatron", "torch", "transformer_engine"})
-"""Packages whose classes become stand-ins."""
+"""Packages with stand-ins for classes."""
 _FUNCTIONS = frozenset({("torch", "device"), ("torch.serialization", "_get_layout")})
-"""Functions of these packages, and classes of names like theirs, that checkpoints call."""
+"""Functions of these packages, and classes with names like functions, called by checkpoints."""
 
 MEMORY_BYTES, MEMORY_FACTOR = 256 << 20, 100
-"""Memory that reading a pickle may take: so much, and so many times its size."""
+"""Memory for reading a pickle: bytes, plus a multiple of its size."""
 
 _DAMAGE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, BufferError, EOFError, LookupError,
     RecursionError, SyntaxError, SystemError, TypeError, ValueError,
 )  # fmt: skip
-"""What a damaged pickle raises: the unpickler itself, and the plain classes when they are given
-other arguments than their own."""
+"""Errors of a damaged pickle: the unpickler's own, and those plain classes' at wrong arguments."""
 
 _UNKNOWN = (
     "which no checkpoint of a known framework needs. If you know where the file comes from and "
@@ -73,20 +71,20 @@ _NUMBERS = (
 )
 
 Classes = Mapping[tuple[str, str], Any]
-"""What stands in for the class of a module and a name."""
+"""Replacements of classes, by module and name."""
 
 
 class SealedClass(type):
-    """A class that no pickle can change. Unpickling may set attributes of what it has built, and a
-    class is something that it has found: it could be given another name, or other methods."""
+    """A class safe from pickles. Unpickling may set attributes of objects within reach, classes
+    too: it could give a class another name, or other methods."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise pickle.UnpicklingError(f"{cls.__name__}.{name} is set")
 
 
 class Call:
-    """A function that pickles may call by its name, and alter nothing of: what a pickle may set of
-    a plain function, as its defaults, would hold for all files that are read later."""
+    """A function for pickles to call by name, with nothing to alter: changed defaults of a plain
+    function would hold for all files read later."""
 
     __slots__ = ("_function", "path")
 
@@ -104,24 +102,23 @@ class Call:
 
 
 _is_trusting = ContextVar("is_trusting", default=False)
-"""Whether the pickle that is being read may call whatever it names."""
+"""The current pickle may call anything it names."""
 
 
 class _Forbidden(Exception):
-    """Something is made or called that no checkpoint needs."""
+    """A pickle makes or calls something no checkpoint needs."""
 
 
 class Foreign(metaclass=SealedClass):
     """An object of a class that is not imported: its arguments, its state and its items.
 
-    The class object itself stands for the framework's class or function, where a pickle names it
-    as a value (``torch.float32``).
+    The class object itself stands for the framework's class or function, named by a pickle as a
+    value (``torch.float32``).
     """
 
     path: ClassVar[tuple[str, str]] = ("", "")
     is_callable: ClassVar[bool] = True
-    """Whether a pickle may make objects by calling it: what is written back is called by whoever
-    loads it."""
+    """A pickle may make objects by calling it; the loader of the output calls it again."""
 
     args: tuple[Any, ...]
     state: Any
@@ -178,7 +175,7 @@ SEALED: Mapping[type, type] = {
         pathlib.PurePosixPath: _refuse_state,
     }.items()
 }
-"""Classes with attributes that are what they say, and what they are written back as."""
+"""Plain classes with attributes, and the classes they are written back as."""
 _SEALED_BY_NAME = {(cls.__module__, cls.__name__): sealed for sealed, cls in SEALED.items()}
 
 
@@ -203,7 +200,7 @@ _SIMPLE = re.compile(r"b1|[iu][1248]|f[248]|c8|c16|[SU](0|[1-9]\d{0,5})|O8")
 
 
 class _Dtype(Foreign):
-    """``numpy.dtype``: of a name that numpy parses as nothing else, and the state that this has."""
+    """``numpy.dtype``: of a name with no other meaning to numpy, and that dtype's state."""
 
     path = "numpy", "dtype"
 
@@ -236,8 +233,8 @@ _ITEMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
 def _elements(dtype: Any, data: Any) -> npt.NDArray[Any]:
-    """Return the elements that bytes, or a list of objects, are, read-only; those of a text, of a
-    bool and of a list are checked."""
+    """Return the elements in bytes, or in a list of objects, read-only; those of a text, of a bool
+    and of a list are checked."""
     kind = dtype.numpy.kind if isinstance(dtype, _Dtype) else None
     given: type = type(data)
     if kind is None or given is not (list if kind == "O" else bytes):
@@ -264,7 +261,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 
 class Array(Foreign):
-    """A numpy array, as the call and the state that numpy writes of it."""
+    """A numpy array, as numpy writes it: a call and a state."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
@@ -289,7 +286,7 @@ class Array(Foreign):
             return np.zeros(0, np.int8)
         _, shape, dtype, is_fortran, data = self.state
         flat = _elements(dtype, data)
-        if flat.dtype.hasobject:  # numpy lists objects row by row, whatever their order in memory
+        if flat.dtype.hasobject:  # numpy lists objects row by row at any order in memory
             return flat.reshape(shape).copy(order="F" if is_fortran else "C")
         return flat.reshape(shape, order="F" if is_fortran else "C").copy(order="A")
 
@@ -325,13 +322,13 @@ def loads(
     Args:
         data: The pickle.
         where: The file, for errors.
-        classes: What to build instead of stand-ins, by module and name.
-        persistent: What to put in for a persistent id (torch: a storage).
-        trust: Let classes pass that are of no known package. They too become stand-ins, and each
-            is named in the log; nothing of them is run here, but who loads what is written runs it.
+        classes: Replacements of stand-ins, by module and name.
+        persistent: Returns the value of a persistent id (torch: a storage).
+        trust: Let classes of unknown packages pass. They too become stand-ins, and each is named in
+            the log; their code runs not here, but at the loader of the output.
 
     Raises:
-        RefusedError: A class that is not allowed, or a damaged pickle; names ``where``.
+        RefusedError: A forbidden class, or a damaged pickle; names ``where``.
     """
     trusting = _is_trusting.set(trust)
     try:
@@ -358,7 +355,7 @@ def dumps(
     reduce: Callable[[Any], Any] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> bytes:
-    """Write a pickle (protocol 2, as torch does), stand-ins under the names that they stand for.
+    """Write a pickle (protocol 2, as torch does), stand-ins under their original names.
 
     Args:
         value: Plain values, numpy arrays, stand-ins.
@@ -421,14 +418,14 @@ def _deque(items: Any = (), maxlen: int | None = None) -> collections.deque[Any]
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Return bytes that protocol 2 had to write as text."""
+    """Return bytes that protocol 2 wrote as text."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes encoded as {encoding!r:.80}")
     return text.encode("latin1")
 
 
 def _date(*args: Any) -> datetime.date:
-    # Of bytes the class believes all but the month; `replace` checks what it is given.
+    # The class checks only the month of bytes; `replace` checks all.
     return datetime.date(*args).replace()
 
 
@@ -446,7 +443,7 @@ _FUNCTIONS_BY_NAME: Mapping[tuple[str, str], Callable[..., Any]] = {
 _CALLS = {path: Call(*path, function) for path, function in _FUNCTIONS_BY_NAME.items()}
 
 
-# The C pickler checks that a name leads to the object; stand-ins lead elsewhere.
+# The C pickler wants names to lead to the object; stand-ins lead elsewhere.
 class _Pickler(pickle._Pickler):
     def __init__(
         self,
@@ -464,18 +461,18 @@ class _Pickler(pickle._Pickler):
         if isinstance(obj, Foreign):
             if obj.is_called:
                 return type(obj), obj.args, obj.state
-            # What protocol 2 writes as NEWOBJ; the stub leaves it out.
+            # Protocol 2's NEWOBJ; the stub leaves it out.
             return copyreg.__newobj__, (type(obj), *obj.args), obj.state  # type: ignore[attr-defined]
         if isinstance(obj, Call):
             return ".".join(obj.path)
         if isinstance(obj, set | frozenset):
-            # Else the bytes, and with them whether a run can go on, depend on the hash seed.
+            # Else the bytes, and a run's identity, depend on the hash seed.
             return type(obj), (sorted(obj, key=repr),)
         reduced = self._reduce(obj) if self._reduce is not None else None
         return NotImplemented if reduced is None else reduced
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        # The pure Python pickler's own methods and arguments, which its stub leaves out.
+        # The pure Python pickler's own methods and arguments; its stub leaves them out.
         is_foreign = isinstance(obj, type) and issubclass(obj, Foreign)
         if isinstance(obj, Call) or is_foreign or obj in SEALED:
             known = SEALED.get(obj)

@@ -32,9 +32,9 @@ from scalai.core.tensors.sources import Holder
 from scalai.store.files import blocks
 
 PART_ELEMENTS = 1 << 22
-"""Elements that are looked at at a time."""
+"""Elements of one look."""
 BATCH = 64
-"""Rows that one process takes at a time."""
+"""Rows of a worker's batch."""
 
 
 def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
@@ -68,7 +68,7 @@ def row_fingerprints(
 
 
 def _without_overlaps(placed: Placed) -> Placed:
-    """Return rows that hold every element once."""
+    """Return rows with every element once."""
     tensors = placed.collection.tensors
     wanted = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
     copies = plan([Holder(HERE, placed.collection)], [Holder(HERE, wanted)]).copies
@@ -115,7 +115,7 @@ def checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, i
 
 
 def check_recorded(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> None:
-    """Compare some pieces with the fingerprints that their layout keeps.
+    """Compare some pieces with the fingerprints of their layout.
 
     Raises:
         ProofError: They differ; names tensors and boxes.
@@ -133,7 +133,7 @@ def check_recorded(checkpoint: Checkpoint, rows: Sequence[int], workers: int) ->
 
 
 def _difference(checkpoint: Checkpoint, row: int, found: int) -> str:
-    """Return what is found of a row in which file, and what is recorded."""
+    """Return a row's file, its fingerprint and the recorded one, in words."""
     assert checkpoint.recorded is not None
     placed = checkpoint.placed
     tensor, box = placed.collection.box(row)
@@ -145,8 +145,8 @@ def _difference(checkpoint: Checkpoint, row: int, found: int) -> str:
 
 
 def recorded_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[int]]:
-    """Return what a layout's own fingerprints of pieces say of whole tensors; and the rows of
-    tensors whose pieces overlap, of which they say nothing."""
+    """Return whole tensors' fingerprints, from a layout's own ones of pieces; and the rows of
+    tensors with overlapping pieces, whose fingerprints these do not give."""
     if checkpoint.recorded is None:
         return {}, ()
     collection = checkpoint.placed.collection
@@ -157,8 +157,8 @@ def recorded_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Se
 
 
 def check_stated(checkpoint: Checkpoint) -> None:
-    """Compare what the pieces' own fingerprints add up to with what is stated of whole tensors, as
-    far as they are whole. Reads nothing.
+    """Compare the sum of the pieces' own fingerprints with the stated ones of whole tensors. Reads
+    nothing.
 
     Raises:
         ProofError: They differ; names the tensors.
@@ -168,8 +168,7 @@ def check_stated(checkpoint: Checkpoint) -> None:
 
 
 def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
-    """Compare fingerprints with those that the layout keeps, and those that a conversion left
-    beside a checkpoint.
+    """Compare fingerprints with the layout's own, and with those of a conversion's report.
 
     Raises:
         ProofError: They differ; names the tensors.
@@ -181,7 +180,7 @@ def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
 
 
 def check_reports(directory: Path, found: Mapping[str, int]) -> None:
-    """Compare with the fingerprints that a conversion left beside a checkpoint.
+    """Compare fingerprints with those of a conversion's report.
 
     Args:
         directory: The checkpoint's.
@@ -195,7 +194,7 @@ def check_reports(directory: Path, found: Mapping[str, int]) -> None:
 
 
 def _reports(directory: Path) -> Iterator[tuple[Path, Mapping[str, int]]]:
-    """Yield the reports of conversions: where they lie, and fingerprints by tensor."""
+    """Yield conversions' reports: paths, and fingerprints by tensor."""
     for folder in (directory, *directory.parents[:2]):
         if (folder / REPORT).is_file():
             yield folder / REPORT, _read_report(folder / REPORT)
@@ -230,8 +229,8 @@ def _compare(found: Mapping[str, int], recorded: Mapping[str, int], where: Path)
 
 
 def is_recorded(checkpoint: Checkpoint, names: Iterable[str]) -> bool:
-    """Tell whether the layout, or a conversion beside a checkpoint, notes fingerprints of all these
-    tensors; ``check_report`` compares with them."""
+    """Whether the layout, or a conversion's report, has fingerprints of all these tensors;
+    ``check_report`` compares with them."""
     known = {*recorded_fingerprints(checkpoint)[0], *checkpoint.stated}
     for _, recorded in _reports(checkpoint.directory):
         known |= recorded.keys()

@@ -1,9 +1,9 @@
-"""Does a save repeat what an older one of the same job holds?
+"""Does a save repeat the content of an older one of the same job?
 
-An optimizer changes every weight, master and moment at every step. A save that has another step and
-the same numbers wrote memory of before, as asynchronous ones did whose buffers were not ready
-(NVIDIA-NeMo/RL, issues 3312 and 4183). Of each tensor a few numbers are compared; only where they
-are equal the whole.
+An optimizer changes every weight, master and moment at every step. A save of another step with the
+same numbers wrote stale memory, as asynchronous ones did from buffers that were not ready
+(NVIDIA-NeMo/RL, issues 3312 and 4183). A few numbers of each tensor are compared; only on equality
+the whole.
 """
 
 import re
@@ -44,8 +44,8 @@ def saves_beside(checkpoint: Checkpoint) -> list[Path]:
 
 
 def find_repeats(checkpoint: Checkpoint, options: ReadOptions, workers: int) -> Iterator[str]:
-    """Yield a line for each save that repeats tensors of an older one, of a checkpoint and of those
-    beside it, and for each that cannot be read."""
+    """Yield a line for each save that repeats tensors of an older one, among a checkpoint and its
+    neighbours, and for each unreadable one."""
     opened: list[Checkpoint] = []
     for path in saves_beside(checkpoint):
         try:
@@ -80,7 +80,7 @@ def _line(newer: Checkpoint, older: Checkpoint, names: Sequence[str], of: int) -
 
 
 def _samples(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the first numbers of every tensor that each step changes."""
+    """Return the first numbers of every tensor changed by each step."""
     collection = checkpoint.placed.collection
     moving = _moving({tensor.name: tensor.dtype for tensor in collection.tensors})
     at_origin = (collection.offset == 0).all(axis=1) & (collection.numel() > 0)
@@ -96,8 +96,8 @@ def _samples(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def _moving(dtypes: Mapping[str, str]) -> set[str]:
-    """Return which tensors every step changes: moments, and weights that have moments. Weights in
-    16 bits may stay where their masters move."""
+    """Return the tensors changed by every step: moments, and weights with moments. 16-bit weights
+    may stay while their masters move."""
     moments = {
         name for name in dtypes if not name.startswith((f"{PARAM}/", f"{MAIN}/", f"{STEP}/"))
     }
@@ -118,7 +118,7 @@ def _starts_alike(one: bytes, two: bytes) -> bool:
 
 
 def _is_uniform(checkpoint: Checkpoint, name: str) -> bool:
-    """Tell whether all elements of a tensor are one number, as moments without gradients are."""
+    """Whether all elements of a tensor are one number, as moments without gradients are."""
     placed, files = checkpoint.placed, SourceFiles(checkpoint.directory)
     number = next(n for n, t in enumerate(placed.collection.tensors) if t.name == name)
     first = None

@@ -42,7 +42,7 @@ from scalai.store.safetensors_header import entries_of, header_bytes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 5_000_000_000
-"""Bytes of tensors after which another file begins, as in transformers."""
+"""Bytes of tensors in one file, as in transformers."""
 HEADER_ALIGNMENT = 8
 
 _NUMBERED = re.compile(r"model-(\d{1,9})-of-(\d{1,9})\.safetensors")
@@ -65,11 +65,11 @@ class SafetensorsLayout:
     name: str = "safetensors"
 
     def find(self, path: Path) -> bool:
-        """Tell whether there is an index, or the one file without."""
+        """Whether there is an index, or the one file without."""
         return (path / INDEX).is_file() or (path / SINGLE).is_file()
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        """Read the headers of all files that the index names."""
+        """Read the headers of all files in the index."""
         entries, files = _read_entries(path)
         pieces = [
             FilePiece(Tensor(f"{PARAM}/{name}", e.shape, e.dtype), whole(e.shape), e.file, e.begin)
@@ -97,7 +97,7 @@ class SafetensorsLayout:
 
 
 def _notes(path: Path) -> Iterator[str]:
-    """Yield a note where Trainer or Accelerate has left an optimizer beside the weights."""
+    """Yield a note for an optimizer of Trainer or Accelerate beside the weights."""
     for file, by in (("optimizer.pt", "a Trainer"), ("optimizer.bin", "Accelerate")):
         if (path / file).is_file():
             yield (
@@ -107,7 +107,7 @@ def _notes(path: Path) -> Iterator[str]:
 
 
 def _step(path: Path) -> int:
-    """Return the step that a Trainer says; 0: nobody says one."""
+    """Return a Trainer's step; 0: there is none."""
     try:
         state = read_json(path / "trainer_state.json")
     except (OSError, ValueError):
@@ -121,7 +121,7 @@ def _lay_out(
 ) -> tuple[
     list[CheckpointFile], dict[int, list[tuple[int, bytes]]], list[FilePiece], dict[str, str]
 ]:
-    """Return files, their headers, the rows that fill them and which tensor is in which file."""
+    """Return files, their headers, the rows that fill them and each tensor's file."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, tensor in weights.items():
@@ -204,7 +204,7 @@ def _read_entries(path: Path) -> tuple[dict[str, _Entry], list[CheckpointFile]]:
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    """Refuse an index that names no whole set of files, or files of another set beside it."""
+    """Refuse an index of an incomplete set of files, or files of another set beside it."""
     numbered = {name: match for name in names if (match := _NUMBERED.fullmatch(str(name)))}
     sizes = {int(match[2]) for match in numbered.values()}
     if numbered and sizes != {len(names)}:
@@ -221,7 +221,7 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
-    """Yield the tensors of one file, checked; refused where a dtype is not known."""
+    """Yield the tensors of one file, checked; unknown dtypes are refused."""
     try:
         with open(path, "rb") as file:
             text = file.read(header_bytes(file.read(LENGTH_BYTES), size))
@@ -241,7 +241,7 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Return what ``config.json`` beside the files says."""
+    """Return the content of ``config.json`` beside the files; empty if unreadable."""
     try:
         config = read_json(path / "config.json")
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ from scalai.store.values import number_of
 
 
 def rounds_to(masters: bytes, master_dtype: str, weights: bytes, dtype: str) -> bool:
-    """Tell whether each master, rounded to the weights' dtype, is the weight beside it.
+    """Whether each master, rounded to the weights' dtype, is the weight beside it.
 
     Both are elements in the same order, with dtypes by the names of the safetensors format.
     """
@@ -53,15 +53,15 @@ def to_bf16(values: npt.NDArray[np.float32]) -> Bits:
 
 
 OPEN_FILES = 64
-"""Files that stay open, and as many that stay mapped."""
+"""Most open files, and most mapped ones."""
 
 
 class SourceFiles:
     """The files below one directory, for one reader.
 
-    The last ones stay open and mapped until ``close``, or until nobody refers to this object; what
-    ``view`` returned stays valid. A forked process goes on with its own. Files that are replaced
-    meanwhile are not seen: make one for each look at a checkpoint, and no longer than that.
+    The last ones stay open and mapped until ``close``, or until the last reference to this object
+    goes; results of ``view`` stay valid. A forked process continues with its own. Replaced files
+    are not seen: make one for each look at a checkpoint, and no longer than that.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -76,7 +76,7 @@ class SourceFiles:
         self.close()
 
     def close(self) -> None:
-        """Close what is open, as soon as whoever reads it lets go. More may be read later."""
+        """Close the files, as soon as their readers let go. More may be read later."""
         self._maps.cache_clear()
         self._opened.cache_clear()
 
@@ -89,8 +89,8 @@ class SourceFiles:
         return self._opened(path)
 
     def view(self, placed: Placed, row: int, part: Box) -> Bits:
-        """Return the part of a row that covers the box ``part``, [part.shape], as bits; a copy only
-        where it has to be rounded. Raises ``OSError``."""
+        """Return the part of a row in the box ``part``, [part.shape], as bits; a copy only if it
+        has to be rounded. Raises ``OSError``."""
         tensor, _ = placed.collection.box(row)
         begin, stride = place_of_part(placed, row, part)
         file = placed.files[placed.file[row]]
@@ -104,11 +104,8 @@ class SourceFiles:
 
 
 class Opened:
-    """A source file, open for reading while anybody refers to it.
-
-    So whoever reads keeps it open, whatever is closed meanwhile; and it is closed at once when the
-    last one lets go. A forked process closes its own descriptor alone.
-    """
+    """A source file, open for reading until its last reference goes: a reader keeps it open. A
+    forked process closes its own descriptor alone."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -116,7 +113,7 @@ class Opened:
 
 
 def place_of_part(placed: Placed, row: int, part: Box) -> tuple[int, list[int]]:
-    """Return where a part of a row begins in its file, and its strides, in bytes."""
+    """Return the offset of a part of a row in its file, and its strides, in bytes."""
     _, box = placed.collection.box(row)
     item = placed.item_bytes(row)
     stride = [item * step for step in placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()]
@@ -125,14 +122,14 @@ def place_of_part(placed: Placed, row: int, part: Box) -> tuple[int, list[int]]:
 
 
 def made_steps(source: Checkpoint) -> int:
-    """Return how many steps the optimizer has made: the job's, less those that an overflow
-    skipped. Raises as ``read_steps``."""
+    """Return the optimizer's number of steps: the job's, less those skipped by an overflow. Raises
+    as ``read_steps``."""
     steps = read_steps(source)
     return source.values.step if steps is None else int(steps)
 
 
 def read_steps(source: Checkpoint) -> float | None:
-    """Return how many steps the optimizer has made for every parameter; None: no tensor says.
+    """Return the optimizer's number of steps for every parameter; None: no tensor says.
 
     Raises:
         RefusedError: Parameters made unequally many; most layouts keep one number for all.

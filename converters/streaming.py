@@ -1,8 +1,8 @@
-"""Some tasks: copy, bring to disk, read back. Runs in a worker process.
+"""Some tasks: copy, sync to disk, read back. Runs in a worker process.
 
-The fingerprint of what is read is taken where it lies in the source, by the source's own boxes and
-strides; that of what was written from the destination's file, by the destination's. They are equal
-only if every element is at its place.
+The fingerprint of the bytes read is taken at their place in the source, by the source's own boxes
+and strides; that of the bytes written from the destination's file, by the destination's. They are
+equal only if every element is at its place.
 """
 
 import os
@@ -28,12 +28,11 @@ from scalai.runtime.at_once import at_once
 from scalai.store.files import contiguous_chunks, read_at, slices, write_at
 
 BLOCK_BYTES = 1 << 20
-"""What is read before its checksum is taken: it is in a core's cache then."""
+"""Bytes read before their checksum is taken, while in a core's cache."""
 
 
 class Scratch:
-    """Memory that is used again: the first touch of fresh pages is slow. Forked processes have
-    each their own."""
+    """Reused memory: the first touch of fresh pages is slow. Each forked process has its own."""
 
     def __init__(self) -> None:
         self._bytes: Bits = np.empty(0, dtype=np.uint8)
@@ -47,7 +46,7 @@ class Scratch:
 
 
 class Gatherer:
-    """Puts units together from the source's files, which it keeps open until ``close``."""
+    """Puts units together from the source's files, kept open until ``close``."""
 
     def __init__(self, work: Work, source: Path) -> None:
         self.files = SourceFiles(source)
@@ -62,7 +61,7 @@ class Gatherer:
 
     def gather(self, unit: Unit, runs: Runs | None = None) -> tuple[Bits, int]:
         """Return the elements of a unit and their fingerprint. The next call overwrites them.
-        ``runs``: where checksums of what is read go. Raises ``OSError``."""
+        ``runs`` takes the checksums of the bytes read. Raises ``OSError``."""
         work = self._work
         tensor, box = work.target.collection.box(unit.row)
         wanted = wanted_box(box, unit)
@@ -77,8 +76,8 @@ class Gatherer:
         return buffer, combine(fingerprints)
 
     def _read_into(self, values: Bits, row: int, part: Box, runs: Runs | None) -> None:
-        """Copy a part of a source row. What is one run of bytes at both ends is read without a
-        mapping, whose page faults cost more than the copy."""
+        """Copy a part of a source row. A run of bytes at both ends is read without a mapping, whose
+        page faults cost more than the copy."""
         placed = self._work.source
         view = self.files.view(placed, row, part)
         number = int(placed.file[row])
@@ -102,8 +101,8 @@ class Gatherer:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopyJob:
-    """What all tasks share: the work, what gathers it from the source, where the destination grows,
-    and of which copies checksums are taken [copies]."""
+    """Shared by all tasks: the work, the gatherer of the source, the growing destination, and the
+    copies to take checksums of [copies]."""
 
     work: Work
     gatherer: Gatherer
@@ -113,14 +112,14 @@ class CopyJob:
 
 
 def run_tasks(job: CopyJob, tasks: Sequence[Task]) -> dict[int, Noted]:
-    """Copy the units of some tasks, bring them to disk, read them back.
+    """Copy the units of some tasks, sync them to disk, read them back.
 
     Returns:
-        By task, the fingerprint of what was written of each row, and the checksums of what was
+        By task, the fingerprint of the bytes written for each row, and the checksums of the bytes
         read.
 
     Raises:
-        ProofError: What was read back is not what was read.
+        ProofError: Bytes read back differ from bytes read.
     """
     files = job.work.target.files
     with ExitStack() as stack:
@@ -137,8 +136,8 @@ def run_tasks(job: CopyJob, tasks: Sequence[Task]) -> dict[int, Noted]:
 
 
 def _copy(job: CopyJob, task: Task, descriptor: int) -> tuple[list[int], Sequence[Run]]:
-    """Write a task's units; return their fingerprints in the source, and the checksums of what was
-    read of it."""
+    """Write a task's units; return their fingerprints in the source, and the checksums of the bytes
+    read."""
     left, runs = [], Runs(job.counted)
     for unit in task.units:
         buffer, fingerprint = job.gatherer.gather(unit, runs)
@@ -154,7 +153,7 @@ def _sync(descriptors: Sequence[int]) -> None:
 
 
 def _read_rows(job: CopyJob, task: Task, descriptor: int, left: Sequence[int]) -> dict[int, int]:
-    """Return the fingerprints of what was written of each row. Raises as ``run_tasks``."""
+    """Return the fingerprints of the bytes written for each row. Raises as ``run_tasks``."""
     target = job.work.target
     rows: dict[int, int] = {}
     for unit, before in zip(task.units, left, strict=True):
@@ -178,7 +177,7 @@ def wanted_box(box: Box, unit: Unit) -> Box:
 
 
 def _begin(target: Placed, unit: Unit) -> int:
-    """Return where a unit begins in its file. Rows of a target are contiguous."""
+    """Return a unit's offset in its file. Rows of a target are contiguous."""
     tensor, box = target.collection.box(unit.row)
     steps = row_major(box.shape)
     at = sum(low * step for low, step in zip(unit.block.offset, steps, strict=True))
@@ -186,7 +185,7 @@ def _begin(target: Placed, unit: Unit) -> int:
 
 
 def _read_back(target: Placed, unit: Unit, descriptor: int, scratch: Scratch) -> int:
-    """Return the fingerprint of what lies in the destination's file."""
+    """Return the fingerprint of a unit in the destination's file."""
     tensor, box = target.collection.box(unit.row)
     values = scratch.array(unit, tensor)
     read_at(descriptor, values.reshape(-1).view(np.uint8).data, _begin(target, unit))

@@ -1,8 +1,8 @@
-"""What a person should know of a checkpoint that is whole: tensors that no training leaves behind,
-nothing but NaN or nothing but denormal numbers, and what no comparison of bytes can prove.
+"""Warnings about a whole checkpoint: tensors unlike any training's, all NaN or all denormal, and
+ownership that no comparison of bytes can prove.
 
-Such tensors are legal, and travel as they are. Of the optimizer's moments denormal ones are not
-named: squares of small gradients are.
+Such tensors are legal, and travel as they are. Denormal moments of the optimizer are not named:
+squares of small gradients are denormal.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from scalai.core.tensors.region import Box
 from scalai.store.files import blocks
 
 PART_ELEMENTS = 1 << 20
-"""Elements that are looked at once all before them were suspect."""
+"""Elements of the next look, if all before them were suspect."""
 FIRST_ELEMENTS = 256
-"""Elements that clear nearly every tensor."""
+"""Elements of the first look: enough to clear nearly every tensor."""
 
 NAN, DENORMAL = "NaN", "denormal numbers and zeros"
 
 
 @dataclass(frozen=True, slots=True)
 class _Float:
-    """Which bits of a number are its exponent and its mantissa."""
+    """The bits of a number's exponent and of its mantissa."""
 
     exponent: int
     mantissa: int
@@ -39,7 +39,7 @@ _FLOATS = {
 
 
 def guess_text(checkpoint: Checkpoint) -> str:
-    """Say which of the optimizer's states are given to parameters by their order alone."""
+    """Name the optimizer's states given to parameters by order alone."""
     first = " and ".join(sorted(checkpoint.guessed)[:2])
     return (
         f"nothing proves which of the optimizer's states belong to {len(checkpoint.guessed)} "
@@ -48,8 +48,8 @@ def guess_text(checkpoint: Checkpoint) -> str:
 
 
 def refuse_guessed(checkpoint: Checkpoint, way_out: str) -> None:
-    """Raise ``RefusedError`` where the optimizer's states would go to parameters that they are not
-    known to belong to: no proof finds that."""
+    """Raise ``RefusedError`` if the optimizer's states would go to parameters by a guess: no proof
+    finds a wrong one."""
     if checkpoint.guessed:
         raise RefusedError(
             f"{checkpoint.directory} does not name the optimizer's parameters, and "
@@ -58,8 +58,7 @@ def refuse_guessed(checkpoint: Checkpoint, way_out: str) -> None:
 
 
 def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterator[str]:
-    """Yield a line for each suspect tensor, and for what is not proven. Reads no more than the
-    start of the others.
+    """Yield a line for each suspect tensor and for each guess. Reads only the start of the others.
 
     ``is_sample``: look at the start of every piece alone.
     """
@@ -83,7 +82,7 @@ def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterato
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield what a model seems to lack, where no list of its parameters says it."""
+    """Yield tensors a model seems to lack, if no list of its parameters says it."""
     if checkpoint.values.framework == "deepspeed":
         return
     names = [*parameters_of(checkpoint)]
@@ -98,7 +97,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _suspicion(parts: Iterator[Bits], form: _Float) -> str | None:
-    """Return what all elements are, if that is suspect."""
+    """Return the suspect kind of all elements; None: they are fine."""
     is_nan = is_tiny = True
     is_zero = True
     for bits in parts:

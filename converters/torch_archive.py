@@ -32,7 +32,7 @@ from scalai.core.tensors.region import Index, row_major
 
 MAX_PICKLE_BYTES = 1 << 30
 MAX_VALUE_BYTES = 64 << 20
-"""The most bytes of a tensor among what is carried as a value, not as a tensor."""
+"""Most bytes of a tensor carried as a value."""
 MAX_VERSION = 10
 """``kMaxSupportedFileFormatVersion`` of torch 2.13."""
 
@@ -40,15 +40,14 @@ UNREADABLE = (
     OSError, zipfile.BadZipFile, struct.error, LookupError, RuntimeError, ValueError,
     OverflowError, EOFError,
 )  # fmt: skip
-"""What ``zipfile`` raises; RuntimeError of a member that claims to be encrypted, or of an unknown
-method."""
+"""Errors of ``zipfile``; RuntimeError for a member marked as encrypted, or of an unknown method."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a file: element ``i`` lies at byte ``begin + sum(i * stride) * item size``.
 
-    ``storage``: in which it lies, as far as a file says.
+    ``storage``: its storage; None: unknown.
     """
 
     dtype: str
@@ -76,12 +75,12 @@ class NewTensor:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes in which tensors lie.
+    """The bytes of tensors.
 
     Attributes:
-        path, record: Of the file, and its name there.
+        path, record: The file, and the storage's name there.
         crc: The CRC-32 of its bytes; 0: none was taken.
-        device: Where it was when it was saved, as ``cuda:1``.
+        device: Its device during the save, as ``cuda:1``.
     """
 
     path: Path
@@ -96,10 +95,13 @@ class Storage:
         raise pickle.UnpicklingError("a storage is given a state")
 
     def check(self, data: memoryview) -> None:
-        """Compare the bytes with their CRC-32, by those of the file.
+        """Compare the bytes with their CRC-32.
+
+        Args:
+            data: Bytes of the file.
 
         Raises:
-            RefusedError: They are others.
+            RefusedError: They differ.
         """
         if self.crc and zlib.crc32(data[self.begin : self.begin + self.size_bytes]) != self.crc:
             raise RefusedError(
@@ -111,15 +113,15 @@ class Storage:
 def read_archive(
     path: Path, begin: int = 0, size_bytes: int | None = None, *, trust: bool = False
 ) -> Any:
-    """Return what a file, or a part of it, holds: tensors as ``StoredTensor``, classes inert.
+    """Return the content of a file, or of a part of it: tensors as ``StoredTensor``, classes inert.
 
     Args:
         path: The file.
-        begin, size_bytes: The part; offsets of what is returned count from the file's start.
+        begin, size_bytes: The part; returned offsets count from the file's start.
         trust: As for ``pickles.loads``.
 
     Raises:
-        RefusedError: Not torch's format, damaged, truncated, or with a class that is not allowed.
+        RefusedError: Not torch's format, damaged, truncated, or with a forbidden class.
     """
     try:
         with open_regular(path) as file:
@@ -137,12 +139,12 @@ def read_archive(
 
 
 def check_members(file: IO[bytes], name: str) -> None:
-    """Compare all members of a file that is carried as it is with their checksums; a file of
-    another format has none.
+    """Compare all members of a file that is copied unread with their checksums; a file of another
+    format has none.
 
     Raises:
         RefusedError: One differs, or the file begins as an archive and does not end as one;
-            ``name`` says of what.
+            ``name`` is its name in the message.
     """
     try:
         if file.read(4) != b"PK\3\4" and not zipfile.is_zipfile(file):
@@ -161,10 +163,10 @@ def check_members(file: IO[bytes], name: str) -> None:
 
 
 def with_content(value: Any, data: memoryview) -> Any:
-    """Return a tree whose tensors have their bytes: for few and small ones.
+    """Return a tree with the bytes of its tensors: for few and small ones.
 
     Args:
-        value: What ``read_archive`` returned.
+        value: Result of ``read_archive``.
         data: The file's bytes.
     """
     if isinstance(value, StoredTensor):
@@ -269,10 +271,8 @@ def _read(window: FileWindow, path: Path, begin: int, trust: bool) -> Any:
 
 
 def _content(window: FileWindow, member: zipfile.ZipInfo) -> bytes:
-    """Return a member's bytes, compared with their checksum; 0 is none, of a save without them.
-
-    Not by ``zipfile``, which takes 0 for a checksum.
-    """
+    """Return a member's bytes, compared with their checksum; 0 is none, of a save without them. Not
+    by ``zipfile``, which takes 0 for a checksum."""
     window.seek(member_begin(window, member))
     data = window.read(member.file_size)
     if len(data) < member.file_size or (member.CRC and zlib.crc32(data) != member.CRC):
@@ -281,7 +281,7 @@ def _content(window: FileWindow, member: zipfile.ZipInfo) -> bytes:
 
 
 def member_begin(window: FileWindow, member: zipfile.ZipInfo) -> int:
-    """Return where the bytes of a member begin, behind its local header."""
+    """Return the first byte of a member's content, behind its local header."""
     window.seek(member.header_offset)
     header = window.read(30)
     if header[:4] != b"PK\x03\x04":
@@ -316,7 +316,7 @@ def _with_attributes(rebuild: Callable[..., Any], _: Any, args: Any, __: Any) ->
 
 
 def _data(data: Any, *_: Any) -> Any:
-    """Stand in for what makes a parameter of a tensor."""
+    """Stand in for makers of a parameter from a tensor."""
     return data
 
 
@@ -341,7 +341,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ArchiveLayout:
-    """A file that is laid out: what is known of its bytes, and where the rest goes.
+    """A file's layout: its known bytes, and the places of the rest.
 
     ``fixed`` are (offset, bytes) in order, ``begin`` [tensors] the offset of each tensor without
     content, in the order of the pickle.
@@ -354,7 +354,7 @@ class ArchiveLayout:
 
 
 def lay_out_archive(value: Any, name: str = "archive") -> ArchiveLayout:
-    """Lay out a file that torch reads as ``value``, in which a ``NewTensor`` is a tensor."""
+    """Lay out a file that torch reads as ``value``, with a tensor for each ``NewTensor``."""
     tensors: list[NewTensor] = []
 
     def reduce(obj: Any) -> Any:
@@ -390,7 +390,7 @@ def lay_out_archive(value: Any, name: str = "archive") -> ArchiveLayout:
 
 
 def _joined(fixed: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Yield bytes that lie behind each other as one: a target may have very many small files."""
+    """Yield contiguous bytes as one: a target may have very many small files."""
     begin, parts, end = 0, [b""], 0
     for at, data in fixed:
         if at != end:
@@ -403,7 +403,7 @@ def _joined(fixed: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A storage that is to be written."""
+    """A storage to be written."""
 
     number: int
     dtype: str
@@ -411,7 +411,7 @@ class _Key:
 
 
 class _Zip:
-    """Lays out a ZIP file with ZIP64 fields where they are needed."""
+    """Lays out a ZIP file, with ZIP64 fields if needed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -420,12 +420,11 @@ class _Zip:
         self.fixed: list[tuple[int, bytes]] = []
 
     def add(self, name: str, data: bytes) -> None:
-        """Add a member whose bytes are known."""
         begin = self._begin(name, len(data), zlib.crc32(data))
         self.fixed.append((begin, data))
 
     def reserve(self, name: str, tensor: NewTensor) -> int:
-        """Add a tensor's member; returns where its bytes begin."""
+        """Add a tensor's member; returns the offset of its bytes."""
         if tensor.content is not None:
             self.add(name, tensor.content)
             return self._at - len(tensor.content)

@@ -1,8 +1,7 @@
-"""What there is to do: the plan between two placed collections, cut into tasks of bounded size.
+"""The plan between two placed collections, cut into tasks of bounded size.
 
-A *unit* is a part of one target row that is contiguous in its file and fits the buffer; a *task* is
-some units of one file. Both follow from the input alone, so that an interrupted run finds its tasks
-again.
+A *unit* is a contiguous part of one target row in its file and fits the buffer; a *task* is some
+units of one file. Both follow from the input alone, so an interrupted run finds its tasks again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +18,12 @@ from scalai.core.tensors.sources import Holder
 from scalai.store.files import blocks
 
 TASK_BYTES = 128 << 20
-"""Bytes after which a task is brought to disk, read back and recorded in the journal."""
+"""Bytes of a task, the unit of syncing, reading back and the journal."""
 
 BATCH_FILES = 64
-"""The most tasks that a worker does at a time."""
+"""Most tasks in a worker's batch."""
 TURNS = 4
-"""Batches that each worker gets at least, where there are tasks enough."""
+"""Fewest batches of each worker, given enough tasks."""
 
 HERE = "here"
 """The one host of these plans."""
@@ -67,26 +66,26 @@ class Work:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of tensors that are written."""
+        """Bytes of the tensors to write."""
         return int(self.target.collection.size_bytes().sum())
 
 
 def plan_work(source: Checkpoint, target: Target, buffer_bytes: int) -> Work:
-    """Plan what fills ``target``, and cut it into tasks.
+    """Plan the copies into ``target``, and cut them into tasks.
 
     Raises:
-        LayoutError: The source has holes, or shards that overlap without being replicas; or the
-            target wants what it does not hold.
+        LayoutError: The source has holes, or shards that overlap without being replicas; or it
+            lacks an element of the target.
     """
     check_coverage(source.placed.collection, exact_partition=not source.may_overlap)
     return work_between(source.placed, target.placed, buffer_bytes)
 
 
 def work_between(source: Placed, target: Placed, buffer_bytes: int) -> Work:
-    """Plan what fills ``target`` from a source that is known to be whole.
+    """Plan the copies into ``target`` from a source that is known to be whole.
 
     Raises:
-        LayoutError: The target wants what the source does not hold.
+        LayoutError: The source lacks an element of the target.
     """
     holders = [Holder(HERE, source.collection)], [Holder(HERE, target.collection)]
     copies = plan(*holders).copies
@@ -95,7 +94,7 @@ def work_between(source: Placed, target: Placed, buffer_bytes: int) -> Work:
 
 
 def copies_into(work: Work, row: int, wanted: Box) -> Iterator[tuple[int, int, Box]]:
-    """Yield (copy, source row, box) of what lies in ``wanted``, a part of a target row's box."""
+    """Yield (copy, source row, box) of the elements in ``wanted``, a part of a target row's box."""
     skip = MAX_NDIM - len(wanted.shape)
     copies = work.copies
     for copy in range(int(work.first[row]), int(work.first[row + 1])):
@@ -108,11 +107,11 @@ def copies_into(work: Work, row: int, wanted: Box) -> Iterator[tuple[int, int, B
 
 
 def batches(tasks: Sequence[Task], workers: int) -> list[tuple[Task, ...]]:
-    """Return tasks in batches, in their order: many small files are brought to disk together.
+    """Return tasks in batches, in order: many small files are synced to disk together.
 
     Args:
-        tasks: What is to be done.
-        workers: How many processes share them; 0: this one alone.
+        tasks: The tasks to do.
+        workers: Number of processes that share them; 0: this one alone.
     """
     total = sum(task.size_bytes for task in tasks)
     most = min(TASK_BYTES, total // (TURNS * max(workers, 1)))
@@ -129,7 +128,7 @@ def batches(tasks: Sequence[Task], workers: int) -> list[tuple[Task, ...]]:
 
 
 def unused(source: Checkpoint, target: Target) -> Mapping[str, Sequence[str]]:
-    """Return the source's tensors that the target does not have, by kind."""
+    """Return the source's tensors without one in the target, by kind."""
     wanted = {tensor.name for tensor in target.placed.collection.tensors}
     found: dict[str, list[str]] = {}
     for tensor in source.placed.collection.tensors:

@@ -1,4 +1,4 @@
-"""The storages of torch's archives in a file, of which several may lie behind each other.
+"""The storages of torch's archives in a file; several archives may lie behind each other.
 
 Reads directories alone, and the headers of storages; ``zipfile`` takes three times as long, and a
 ``torch_dist`` checkpoint has an archive a tensor.
@@ -17,19 +17,19 @@ _END = struct.Struct("<4s6xHIIH")
 _END_64 = struct.Struct("<4s28xQQQ")
 _LOCATOR = struct.Struct("<4xIQI")
 _DISKS, _DISKS_64 = struct.Struct("<HHHH"), struct.Struct("<IIQQ")
-"""On which disks a directory ends and begins, and how many entries are on this one and in all."""
+"""Disks of a directory's end and begin; numbers of entries on this disk and in all."""
 _MARK = b"PK\5\6"
 _MAX_TAIL = 64 << 10
-"""Bytes behind the last archive that are passed over; ``zipfile`` does so too."""
+"""Most bytes behind the last archive; ``zipfile`` passes over as many."""
 _FULL = 0xFFFFFFFF
 _WIDE = 1
-"""The extra field with what does not fit into 32 bits."""
+"""The extra field for numbers beyond 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageMember:
-    """A storage: its name behind the archive's own, where its bytes lie, and its CRC-32; 0: none
-    was taken."""
+    """A storage: its name behind the archive's own, its bytes' place, and its CRC-32; 0: none was
+    taken."""
 
     name: str
     begin: int
@@ -40,8 +40,8 @@ class StorageMember:
 def storages(data: memoryview) -> Iterator[StorageMember]:
     """Yield the storages of all archives in a file, the last archive first.
 
-    Passes over what a copy has left behind the last one. Ends where no archive is: at a file of
-    another format, or at a damaged directory, which whoever reads a tensor of it refuses.
+    Passes over a copy's remains behind the last one. Ends at a file of another format, or at a
+    damaged directory; the reader of its tensors refuses that.
     """
     end = _last_end(data)
     while end:
@@ -54,7 +54,7 @@ def storages(data: memoryview) -> Iterator[StorageMember]:
 
 
 def is_archive(data: memoryview) -> bool:
-    """Tell whether these bytes are one archive, with an entry for each of its members, on one disk:
+    """Whether these bytes are one archive, with an entry for each of its members, on one disk:
     torch's reader takes no other."""
     try:
         begin, _ = _directory(data, len(data))
@@ -71,7 +71,7 @@ def is_archive(data: memoryview) -> bool:
 
 
 def _last_end(data: memoryview) -> int:
-    """Return where the last archive ends."""
+    """Return the end of the last archive."""
     tail = bytes(data[-(_END.size + _MAX_TAIL) :])
     if tail[-_END.size :].startswith(_MARK):
         return len(data)
@@ -80,8 +80,8 @@ def _last_end(data: memoryview) -> int:
 
 
 def _directory(data: memoryview, end: int) -> tuple[int, list[StorageMember]]:
-    """Return where an archive that ends at a byte begins, and its storages. Raises ``ValueError``
-    or ``struct.error`` where there is none."""
+    """Return the begin of an archive that ends at a byte, and its storages. Raises ``ValueError``
+    or ``struct.error`` if there is none."""
     if end < _END.size:
         raise ValueError("too short")
     at = end - _END.size
@@ -93,7 +93,7 @@ def _directory(data: memoryview, end: int) -> tuple[int, list[StorageMember]]:
         _expect(mark == b"PK\6\6")
         at = wide
     place = at - size
-    begin = place - offset  # where archives lie before this one, its offsets do not count them
+    begin = place - offset  # offsets do not count archives before this one
     _expect(0 <= begin <= place)
     members = []
     for _ in range(count):
@@ -117,13 +117,13 @@ def _directory(data: memoryview, end: int) -> tuple[int, list[StorageMember]]:
 
 
 def _is_wide(data: memoryview, wide: int) -> bool:
-    """Tell whether a directory's end in 64 bits lies at a byte: a locator is behind it."""
+    """Whether a directory's 64-bit end lies at a byte: a locator is behind it."""
     locator = wide + _END_64.size
     return wide >= 0 and bytes(data[locator : locator + 4]) == b"PK\6\7"
 
 
 def _content(data: memoryview, at: int, size: int, end: int) -> int:
-    """Return where the bytes behind a local header begin."""
+    """Return the offset of the bytes behind a local header."""
     _expect(at + _HEADER.size <= end)
     mark, name_bytes, extra_bytes = _HEADER.unpack_from(data, at)
     begin = at + _HEADER.size + int(name_bytes) + int(extra_bytes)

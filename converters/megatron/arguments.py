@@ -34,12 +34,13 @@ TOLD = (
     "num_attention_heads", "seq_length", "moe_router_topk", "global_batch_size", "hidden_dropout",
     "attention_dropout", "fp8",
 )  # fmt: skip
+"""Arguments that workers report for readers of their generations: no tensor says them."""
 TOLD_FACT = "arguments"
-"""Under this name they tell it (``about.facts`` of a generation, docs/format.md)."""
+"""Name of the fact with them (``about.facts`` of a generation, docs/format.md)."""
 
 
 def told_of(arguments: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return those of Megatron's arguments, as far as they are set."""
+    """Return the set ones of ``TOLD``."""
     plain = (bool, int, float, str)
     return {name: arguments[name] for name in TOLD if isinstance(arguments.get(name), plain)}
 
@@ -49,8 +50,8 @@ _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def ramp_sizes(words: Sequence[str], final: int) -> tuple[int, ...]:
-    """Return the sizes that steps have by ``--rampup-batch-size START INCREMENT SAMPLES``, also the
-    final one.
+    """Return the sizes of steps by ``--rampup-batch-size START INCREMENT SAMPLES``, with the final
+    one.
 
     Raises:
         UsageError: It is no ramp to ``final``.
@@ -79,11 +80,11 @@ def _ramp(words: Sequence[str], final: int) -> BatchRamp:
 
 
 def stated_batch(given: Mapping[str, Sequence[str]]) -> int | BatchRamp | None:
-    """Return the global batch that flags state; None: they do not, or it is neither of one size nor
-    a ramp.
+    """Return the global batch stated by flags; None: none is stated, or it is neither of one size
+    nor a ramp.
 
     Raises:
-        UsageError: A flag has something else behind it.
+        UsageError: A flag has another kind of value.
     """
     words = given.get("--global-batch-size")
     if not words or SCHEDULE in given:
@@ -133,12 +134,12 @@ def _number(text: str) -> int:
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 _REPEATED = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
 _MOST = 100_000
-"""Characters of a layout that is written out."""
+"""Most characters of a written-out layout."""
 
 
 def stages_of(text: str) -> tuple[str, ...]:
     """Return the stages of a layout such as ``Et|(tt|)*2,tL``, each as its letters: E (embedding),
-    t (layer), m (a layer that predicts further tokens), L (loss).
+    t (layer), m (a layer for further tokens), L (loss).
 
     Raises:
         UsageError: Another letter stands there, or it is too long.
@@ -158,8 +159,7 @@ def stages_of(text: str) -> tuple[str, ...]:
 
 
 def layout_fault(stages: tuple[str, ...], layers: int | None, pp: int) -> str | None:
-    """Say why stages cannot be those of a model on ``pp`` pipeline ranks; None: nothing speaks
-    against it."""
+    """Return a reason against these stages on ``pp`` pipeline ranks; None: there is none."""
     order = "".join(stages)
     if len(stages) % pp:
         return f"{LAYOUT_FLAG} has {len(stages)} stages, which pp={pp} does not divide"
@@ -177,7 +177,7 @@ _UNDERIVED: Mapping[str, str] = {
     "--use-checkpoint-args": "the model comes from the checkpoint; state its limits under [model]",
     "--use-tp-pp-dp-mapping": "ranks stand in the order tp-pp-dp instead of tp-dp-pp",
 }
-"""Flags that may depend on the degrees and that nobody can derive."""
+"""Flags that may depend on the degrees, beyond derivation."""
 
 _NEEDS_TP = ("--distribute-saved-activations", "--tp-comm-overlap")
 _NEEDS_CHUNKS = ("--overlap-p2p-communication-warmup-flush",)
@@ -202,7 +202,7 @@ _EVAL_BATCH, _EVAL_MICRO = "--eval-global-batch-size", "--eval-micro-batch-size"
 
 @dataclass(frozen=True, slots=True)
 class MegatronArguments:
-    """What a command line says: the flags, the model's limits and the degrees that it asks for."""
+    """A command line's flags, the model's limits and the requested degrees."""
 
     given: Given
     limits: ModelLimits
@@ -228,11 +228,11 @@ def read_arguments(
     """Read the arguments of a Megatron-LM training script.
 
     Args:
-        release: Of Megatron-core; None: not known, and the workers' own says more.
-        allow_untested: Take what is built and could not be tried.
+        release: Release of Megatron-core; None: unknown, the workers' own decides.
+        allow_untested: Accept built, but untested features.
 
     Raises:
-        RefusedError: The job cannot be elastic; names every flag in the way, why, and what to do.
+        RefusedError: The job cannot be elastic; names every flag in the way, why, and the way out.
         UsageError: A value is not a number.
     """
     given = scan(script_args)
@@ -250,20 +250,20 @@ def derived_flags(
     eval_batch_size: int | None = None,
     recompute: Recompute | None = None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the flags to append for ``degrees``, and one line for each flag that stays as it is.
+    """Return the flags to append for ``degrees``, and one line for each flag left as it is.
 
-    Sequence parallelism needs no flag: Megatron-LM turns it off itself where TP is 1 (a flag
-    without a value could not be taken back by appending).
+    Sequence parallelism needs no flag: Megatron-LM turns it off itself at TP 1 (a flag without a
+    value could not be taken back by appending).
 
     Args:
-        padded_vocab_size: Rows of the embedding in the job's first generation; None: not known yet.
+        padded_vocab_size: Rows of the embedding in the job's first generation; None: unknown yet.
         micro_batch_size: None: as given.
-        eval_batch_size: Samples of a step of an evaluation in the job's first round; None: not
-            known yet, or stated by a flag.
-        recompute: What is computed again in the backward pass; None: as given.
+        eval_batch_size: Samples of a step of an evaluation in the job's first round; None: unknown
+            yet, or stated by a flag.
+        recompute: Recomputation in the backward pass; None: as given.
 
     Raises:
-        RefusedError: The padded vocabulary or the virtual stages cannot be had at these degrees.
+        RefusedError: The padded vocabulary or the virtual stages do not fit these degrees.
     """
     given, flags = arguments.given, [
         "--tensor-model-parallel-size", str(degrees.tp),
@@ -296,10 +296,10 @@ def scan(script_args: Sequence[str]) -> Given:
 
 
 def integer(given: Given, *names: str) -> int | None:
-    """Return the number behind the first of these flags that is given; None: none is.
+    """Return the number behind the first of these flags; None: none is given.
 
     Raises:
-        UsageError: What stands there is no whole number.
+        UsageError: The value is no whole number.
     """
     for name in names:
         if name not in given:
@@ -412,7 +412,7 @@ def _ffn_hidden_size(given: Given) -> int | None:
 
 
 def _batches(given: Given) -> tuple[int | None, tuple[int, ...]]:
-    """Return the final global batch size, and the others that the job passes through, ascending."""
+    """Return the final global batch size, and the job's other sizes, ascending."""
     final = integer(given, "--global-batch-size")
     sizes: tuple[int, ...] = ()
     if SCHEDULE in given:
@@ -426,10 +426,10 @@ def _batches(given: Given) -> tuple[int | None, tuple[int, ...]]:
 def _evaluation(
     arguments: MegatronArguments, dp: int, micro: int | None, batch: int | None
 ) -> Iterator[str]:
-    """Yield what keeps the samples of an evaluation's step the same on any number of replicas.
+    """Yield flags for the same samples of an evaluation's step at any number of replicas.
 
-    Where no flag states a batch, Megatron-LM evaluates micro-batch times DP samples a step: those
-    of the first round are kept. Its losses are sums over micro-batches, of whichever size.
+    Without a stated batch, Megatron-LM evaluates micro-batch times DP samples a step: those of the
+    first round are kept. Its losses are sums over micro-batches of any size.
     """
     given, micro = arguments.given, micro or arguments.initial.micro_batch_size
     stated = integer(given, _EVAL_BATCH)
@@ -443,7 +443,7 @@ def _evaluation(
 
 
 def _stage_faults(given: Given, pp: int) -> Iterator[str]:
-    """Yield what makes flags of the pipeline's stages contradict each other."""
+    """Yield contradictions between flags of the pipeline's stages."""
     ways = [flag for flag in (_LAYERS_PER_CHUNK, _CHUNKS, LAYOUT_FLAG) if flag in given]
     if len(ways) > 1:
         yield f"{' and '.join(ways)} both say what stages have; keep one"
@@ -508,14 +508,14 @@ def _virtual_stages(
 
 
 def underived_notes(arguments: MegatronArguments) -> Iterator[str]:
-    """Yield a line for each flag that may depend on the degrees and stays as given."""
+    """Yield a line for each given flag that may depend on the degrees."""
     for flag, reason in _UNDERIVED.items():
         if flag in arguments.given:
             yield f"{flag}: {reason}"
 
 
 def evaluates_by_replicas(arguments: MegatronArguments) -> bool:
-    """Whether no flag states how many samples a step of an evaluation has."""
+    """Whether no flag states the samples of a step of an evaluation."""
     return not {"--global-batch-size", _EVAL_BATCH} & set(arguments.given)
 
 

@@ -28,10 +28,10 @@ DEGREE_ARGUMENTS = {
     "etp": "expert_tensor_parallel_size",
     "dp": "data_parallel_size",
 }
-"""Axes and the arguments of Megatron that are their sizes."""
+"""Megatron's arguments for the sizes of the axes."""
 
 _OF_STAGES = frozenset(UNEVEN_STAGES) - {"hybrid_layer_pattern"}
-"""Arguments that say how many layers some stages have."""
+"""Arguments for the numbers of layers of some stages."""
 
 _MOMENTA = {"betas", "momentum", "momentum_beta"}
 
@@ -42,7 +42,7 @@ _COUNTERS = (
 
 
 def argument_degrees(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return the degrees that Megatron's arguments state."""
+    """Return the degrees in Megatron's arguments."""
     return {
         axis: int(arguments[name])
         for axis, name in DEGREE_ARGUMENTS.items()
@@ -51,13 +51,13 @@ def argument_degrees(arguments: Mapping[str, Any]) -> dict[str, int]:
 
 
 def counters_of(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return what Megatron counts in its arguments."""
+    """Return the counters in Megatron's arguments."""
     return {name: arguments[name] for name in _COUNTERS if arguments.get(name) is not None}
 
 
 def with_degrees(arguments: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
-    """Return Megatron's arguments at other degrees; those that are not among them stay out, and
-    those of uneven stages hold for as many stages alone."""
+    """Return Megatron's arguments at other degrees. Degrees absent from the arguments stay out;
+    arguments of uneven stages stay only at the same PP."""
     changed = dict(arguments)
     pp = DEGREE_ARGUMENTS["pp"]
     if degrees.get("pp", changed.get(pp)) != changed.get(pp):
@@ -101,17 +101,17 @@ def find_links(common: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def has_hyperparameters(group: Mapping[str, Any]) -> bool:
-    """Tell whether a group says more of its optimizer than rates: Adam's betas, a momentum."""
+    """Whether a group has more than rates: Adam's betas, a momentum."""
     return not _MOMENTA.isdisjoint(group)
 
 
 def are_several_kinds(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether the groups are of several kinds of optimizers, as Muon's and Adam's."""
+    """Whether the groups are of several kinds of optimizers, as Muon's and Adam's."""
     return len({"betas" in group for group in groups if has_hyperparameters(group)}) > 1
 
 
 def is_same_group(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell whether megatron would match two parameter groups, of any EP degree."""
+    """Whether megatron would match two parameter groups, of any EP degree."""
     keys = "wd_mult", "lr_mult", "is_decoupled_lr"
     return all(one.get(k, one.get(f"pre_{k}")) == other.get(k, other.get(f"pre_{k}")) for k in keys)
 
@@ -128,7 +128,7 @@ def find_scaler(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def find_step(
     directory: Path, common: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> float | None:
-    """Return how many steps the optimizer has done: of the parameter groups, or ``common_step``.
+    """Return the optimizer's number of steps: of the parameter groups, or ``common_step``.
 
     Raises:
         RefusedError: They differ.
@@ -143,7 +143,7 @@ def find_step(
 
 
 def agreed_step(directory: Path, steps: Iterable[float]) -> float | None:
-    """Return the one number of steps that parameter groups and links of a chain have done.
+    """Return the number of steps of parameter groups and links of a chain.
 
     Raises:
         RefusedError: They differ: Adam's bias correction would be another for some of them.
@@ -177,12 +177,12 @@ def optimizer_tree(
 
     Args:
         groups: Parameter groups of the source.
-        step: Steps that the optimizer has done.
+        step: The optimizer's number of steps.
         scaler: State of the fp16 loss scale.
         is_split: For the distributed optimizer.
-        is_mixed: Whether there are 16-bit parameters.
-        is_chained: Whether expert parameters have an optimizer of their own: from EP 2 on.
-        sizes: How many of the groups each optimizer of a chain has, where this does not follow.
+        is_mixed: There are 16-bit parameters.
+        is_chained: Expert parameters have an optimizer of their own: from EP 2 on.
+        sizes: Number of groups of each optimizer of a chain; None: it follows from the experts.
     """
     dense = [group for group in groups if not group.get("is_expert_parallel")]
     experts = [group for group in groups if group.get("is_expert_parallel")]
@@ -236,8 +236,7 @@ def folder_of(iteration: int) -> str:
 
 
 def find_below(path: Path, iteration: int | None) -> Path | None:
-    """Return the folder of an iteration below a save directory; None: of the one that the tracker
-    names."""
+    """Return the folder of an iteration below a save directory; of None: the tracker's."""
     name = _tracked(path) if iteration is None else folder_of(iteration)
     return path / name if name is not None and (path / name).is_dir() else None
 
@@ -250,7 +249,7 @@ def _tracked(path: Path) -> str | None:
 
 
 def check_iteration(directory: Path, file: str, iteration: object) -> None:
-    """Raise ``RefusedError`` where a file is of another iteration than its folder."""
+    """Raise ``RefusedError`` if a file is of another iteration than its folder."""
     named = re.fullmatch(r"iter_(\d{7,18})", directory.name)
     if named and iteration != int(named[1]):
         raise RefusedError(

@@ -1,8 +1,7 @@
-"""Where a ``torch_dist`` checkpoint keeps what all ranks have in common, and which iteration it is.
+"""The common state of all ranks in a ``torch_dist`` checkpoint, and its iteration.
 
-Up to megatron-core 0.18 that is a file of its own, ``common.pt``; from 0.19 on it is an object
-among the shards, under the key ``common_state``, and there is no such file. Releases from 0.19 on
-load both, older ones the file alone.
+Up to megatron-core 0.18 it is a file of its own, ``common.pt``; from 0.19 on an object among the
+shards, under the key ``common_state``. Releases from 0.19 on load both, older ones the file alone.
 
 Source: ``save`` and ``load_common_state_dict`` of megatron/core/dist_checkpointing/serialization.py
 (core_v0.18.2 and core_v0.19.0).
@@ -28,7 +27,7 @@ from scalai.store.files import map_file
 
 COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
-"""The key by which ``.metadata`` places it."""
+"""Its key in ``.metadata``."""
 FORM = "common_state"
 """In ``Values.extra``: ``COMMON_FILE`` or ``COMMON_OBJECT``."""
 
@@ -38,14 +37,14 @@ BACKEND = "torch_dist"
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What all ranks have in common: the content, and where it lies (``FORM``)."""
+    """The common state: its content, and its place (``FORM``)."""
 
     content: Mapping[str, Any]
     form: str
 
 
 def find_iteration(path: Path, iteration: int | None) -> Path | None:
-    """Return the directory of an iteration: ``path`` itself, or the one that the tracker names."""
+    """Return the directory of an iteration: ``path`` itself, or the tracker's."""
     is_named = marker_of(path).get("sharded_backend") == BACKEND
     if iteration is None and (is_named or (path / COMMON_FILE).is_file()):
         return path
@@ -53,7 +52,7 @@ def find_iteration(path: Path, iteration: int | None) -> Path | None:
 
 
 def marker_of(directory: Path) -> Mapping[str, Any]:
-    """Return what ``metadata.json`` says, nothing where it says nothing."""
+    """Return the content of ``metadata.json``; empty if unreadable."""
     try:
         data = read_json(directory / MARKER)
     except (OSError, ValueError):
@@ -62,7 +61,7 @@ def marker_of(directory: Path) -> Mapping[str, Any]:
 
 
 def marker_for(form: str) -> Mapping[str, Any]:
-    """Return what ``metadata.json`` says of a checkpoint that has this form."""
+    """Return ``metadata.json`` for a checkpoint of this form."""
     marker = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
     if form == COMMON_OBJECT:
         return marker
@@ -70,10 +69,10 @@ def marker_for(form: str) -> Mapping[str, Any]:
 
 
 def read_common(directory: Path, objects: Mapping[str, Extent], *, trust: bool = False) -> Common:
-    """Read what all ranks have in common, its few tensors with their bytes.
+    """Read the common state, its few tensors with their bytes.
 
     Args:
-        objects: Where ``.metadata`` places objects that are no tensors.
+        objects: Places of objects in ``.metadata``.
 
     Raises:
         RefusedError: It is nowhere, damaged, or no dictionary.
@@ -99,16 +98,15 @@ def read_common(directory: Path, objects: Mapping[str, Extent], *, trust: bool =
 
 
 def lay_out_common(common: Mapping[str, Any], form: str) -> ArchiveLayout:
-    """Lay out the archive that holds it."""
     return lay_out_archive([common]) if form == COMMON_OBJECT else lay_out_archive(common, "common")
 
 
 def form_for(source: Checkpoint, reference: Values | None, notes: list[str]) -> str:
-    """Return the form that the target's job reads: that of ``--args-from``, else of the source;
-    the file, which every release reads, where neither has one.
+    """Return the form for the target's job: that of ``--args-from``, else of the source; else the
+    file, readable by every release.
 
     Args:
-        notes: Gets a line where not every release will load the target.
+        notes: Gets a line if not every release will load the target.
     """
     for values in (reference, source.values):
         if values is not None and FORM in values.extra:

@@ -42,12 +42,12 @@ from scalai.core.tensors.dtypes import FROM_TORCH, HALF, ITEM_BYTES
 from scalai.store.files import map_file
 
 HEAD = 16
-"""Elements by which parameters are looked up before they are compared."""
+"""Elements for looking parameters up, before they are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlace:
-    """Where a parameter begins: in which bucket, at which element."""
+    """A parameter's begin: bucket and element."""
 
     parameter: RankParameter
     bucket: int
@@ -59,11 +59,11 @@ class SeveralFitsError(Exception):
 
 
 def lay(sizes: Sequence[int], parameters: Sequence[RankParameter]) -> list[BucketPlace] | None:
-    """Lay parameters into buckets; None where they do not fill them exactly.
+    """Lay parameters into buckets; None if they do not fill them exactly.
 
     Args:
         sizes: Elements of each bucket, without the padding at its end.
-        parameters: In the order in which they fill the buckets.
+        parameters: Parameters in the order of the buckets.
     """
     found: list[BucketPlace] = []
     bucket = end = 0
@@ -78,25 +78,25 @@ def lay(sizes: Sequence[int], parameters: Sequence[RankParameter]) -> list[Bucke
 
 
 class Content(Protocol):
-    """What tells where a parameter lies: its weights, and what lies in the buckets."""
+    """Tells a parameter's place: its weights, and the buckets' masters."""
 
     def weights(self, parameter: RankParameter) -> bytes:
-        """Return the bits of its first elements: ``HEAD`` of them, or all where it has fewer."""
+        """Bits of a parameter's first elements: ``HEAD`` of them, or all of fewer."""
         ...
 
     def masters(self, bucket: int, start: int, count: int) -> bytes | None:
-        """Return the bits to which ``count`` elements round; None: the bucket has no such place."""
+        """Bits to which ``count`` elements round; None: outside of the bucket."""
         ...
 
     def is_equal(self, found: BucketPlace) -> bool:
-        """Tell whether a parameter's weights are what lies at a place."""
+        """Whether a parameter's weights lie at a place."""
         ...
 
 
 def lay_trained(
     sizes: Sequence[int], parameters: Sequence[RankParameter], content: Content
 ) -> list[BucketPlace] | None:
-    """Lay those parameters into buckets whose content lies there, in their order.
+    """Lay the parameters found by content into buckets, in order.
 
     Raises:
         SeveralFitsError: More than one choice fills the buckets.
@@ -133,7 +133,7 @@ def lay_trained(
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How many ways lead here, 2 at most, and the last step of one."""
+    """Number of ways to here, 2 at most, and the last step of one."""
 
     count: int
     before: "_Way | None"
@@ -149,28 +149,27 @@ def _steps(way: _Way) -> Iterator[BucketPlace]:
 
 
 def _after(sizes: Sequence[int], bucket: int, end: int) -> tuple[int, int]:
-    """Return where the next parameter may begin: in the next bucket where this one is full."""
+    """Return the next parameter's earliest begin: in the next bucket if this one is full."""
     if bucket < len(sizes) and end and sizes[bucket] in (end, aligned(end)):
         return bucket + 1, 0
     return bucket, end
 
 
 CHECKED = 256
-"""Elements at each end of a parameter that are compared with the weights."""
+"""Elements at each end of a parameter, compared with the weights."""
 
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\(torch\.(\w+), [\w.]+\)\.bucket_idx_(\d+)\.(\w+)"
 )
 _DTYPES = ("F32", *HALF)
-"""Of parameters that have buckets."""
+"""Dtypes of parameters with buckets."""
 
 Kinds = Mapping[str, StoredKey]
 """The tensors of one bucket by kind: param, exp_avg, exp_avg_sq."""
 
 
 def is_bucket(key: str) -> bool:
-    """Tell whether a key is that of a bucket."""
     return _BUCKET.fullmatch(key) is not None
 
 
@@ -218,15 +217,15 @@ class Buffers:
 
     @property
     def are_several(self) -> bool:
-        """Whether a buffer has more than one bucket."""
+        """A buffer has more than one bucket."""
         return any(len(of) > 1 for by_dtype in self.by_place.values() for of in by_dtype.values())
 
     def groups(self, chain: int) -> set[int]:
-        """Return the groups of data-parallel ranks that a chained optimizer has buckets of."""
+        """Return a chained optimizer's groups of data-parallel ranks."""
         return {group for of, group, _ in self.by_place if of == chain}
 
     def chunks(self, chain: int) -> int:
-        """Return how many model chunks a rank has. Parameters of another dtype have a buffer of
+        """Return the number of model chunks of a rank. Parameters of another dtype have a buffer of
         their own in every chunk."""
         numbers = {buffer for of, _, buffer in self.by_place if of == chain}
         dtypes = {d for place, by in self.by_place.items() if place[0] == chain for d in by}
@@ -253,7 +252,7 @@ class Files:
     _chunks: dict[str, tuple[list[int], list[Chunk]]] = field(default_factory=dict)
 
     def chunks(self, stored: StoredKey, begin: int, end: int) -> Sequence[Chunk]:
-        """Return the chunks of a bucket that hold elements from one to before another."""
+        """Return the chunks of a bucket with elements from ``begin`` to before ``end``."""
         if stored.key not in self._chunks:
             filled = (chunk for chunk in stored.chunks if chunk.box.numel)
             ordered = sorted(filled, key=lambda chunk: chunk.box.offset)
@@ -270,7 +269,7 @@ class Files:
 
 @dataclass(frozen=True, eq=False)
 class BucketContent:
-    """What lies in the buckets of one dtype of a chunk, and in the parameters' weights."""
+    """The buckets of one dtype of a chunk, and the parameters' weights."""
 
     files: Files
     buckets: Sequence[Kinds]
@@ -363,14 +362,14 @@ _SEVERAL_BUCKETS = (
 
 @dataclass(frozen=True, slots=True)
 class RescuedState:
-    """Pieces of masters and moments; and second copies of what else is there."""
+    """Pieces of masters and moments; and second copies of the rest."""
 
     pieces: list[FilePiece]
     duplicates: list[FilePiece]
 
 
 class _MisfitError(Exception):
-    """What does not fit, in words."""
+    """A try without a fit, in words."""
 
 
 def read_buckets(
@@ -380,14 +379,14 @@ def read_buckets(
     chunk_begin: ChunkBegin,
     arguments: Mapping[str, Any],
 ) -> RescuedState:
-    """Find out which parameters lie in which buckets.
+    """Find the parameters in the buckets.
 
     Args:
         directory: The checkpoint's, for reading weights and for errors.
-        buckets: All keys for which ``is_bucket`` holds.
+        buckets: All keys of buckets (``is_bucket``).
         model: The model's keys, in the order of ``.metadata``.
-        chunk_begin: Tells where a chunk's elements lie in its file, their strides and size.
-        arguments: Megatron's, as far as they are known: they say what is tried first.
+        chunk_begin: Place of a chunk's elements in its file, their strides and size.
+        arguments: Megatron's arguments, as far as known; they decide the first tries.
 
     Raises:
         RefusedError: They fit no split of the model's layers over stages, or the content differs.
@@ -399,14 +398,14 @@ def read_buckets(
         for rule in _rules(arguments):
             try:
                 ordered = OrderedModel.of(model, rule, chunk_begin)
-            except RefusedError as error:  # modules whose order is not known
+            except RefusedError as error:  # modules of unknown order
                 unknown = error
                 continue
             try:
                 return _Rescue(buffers, ordered, files, arguments, is_partial=is_partial).run()
             except _MisfitError as error:
                 misfits.append(str(error))
-    # The first one is of what a job most likely is; one that names a parameter says most.
+    # The first try is the likeliest; a text with a parameter's name says most.
     what = next((text for text in misfits if "masters of" in text), misfits[0])
     way = _OTHER_FORM + (_SEVERAL_BUCKETS if buffers.are_several else "")
     if unknown is not None:
@@ -419,7 +418,7 @@ def read_buckets(
 
 
 def _rules(arguments: Mapping[str, Any]) -> Iterator[OrderRule]:
-    """Yield the orders in which parameters may stand, the likeliest first."""
+    """Yield the possible orders of parameters, the likeliest first."""
     is_local = arguments.get("transformer_impl", "local") == "local"
     is_grouped = bool(arguments.get("moe_grouped_gemm"))
     for is_stored in (False, True):
@@ -445,7 +444,7 @@ class _Rescue:
         self._is_partial = is_partial
         self._rescued = RescuedState([], [])
         self._unequal: str | None = None
-        """A parameter that would fit, but whose masters do not round to its weights."""
+        """A parameter of fitting size, but with masters that do not round to its weights."""
 
     def run(self) -> RescuedState:
         """Raises ``_MisfitError``."""
@@ -465,9 +464,9 @@ class _Rescue:
         return self._rescued
 
     def _groups(self, chain: int) -> int:
-        """Return how many groups of data-parallel ranks there are, (PP, TP) positions."""
+        """Return the number of groups of data-parallel ranks, (PP, TP) positions."""
         found = self._buffers.groups(chain)
-        if self._is_partial:  # a stage that is not trained at all has no buckets
+        if self._is_partial:  # a wholly untrained stage has no buckets
             stated = self._degrees.get("tp", 1) * self._degrees.get("pp", 1)
             return max(stated, max(found) + 1)
         if max(found) >= len(found):
@@ -512,7 +511,7 @@ class _Rescue:
         return found
 
     def _tried(self, stage: int, layer: int, pp: int, chunks: int) -> Sequence[int]:
-        """Return how many layers a virtual stage may have, the likeliest first."""
+        """Return the possible numbers of layers of a virtual stage, the likeliest first."""
         rest = self._model.layers - layer
         if stage == pp * chunks - 1:
             return [rest]
@@ -555,7 +554,7 @@ class _Rescue:
     def _fit(
         self, chain: int, group: int, chunk: int, parameters: Sequence[RankParameter]
     ) -> Mapping[str, list[BucketPlace]] | None:
-        """Lay the parameters into the buckets of a chunk; None where they do not fit exactly."""
+        """Lay the parameters into the buckets of a chunk; None if they do not fit exactly."""
         placed: dict[str, list[BucketPlace]] = {}
         buckets = self._buffers.of_chunk(chain, group, chunk)
         dtypes = {parameter.dtype for parameter in parameters}
@@ -598,7 +597,7 @@ class _Rescue:
     def _give(
         self, chain: int, group: int, chunk: int, placed: Mapping[str, list[BucketPlace]]
     ) -> None:
-        """Add the pieces of all parameters that were found in a chunk's buckets."""
+        """Add the pieces of all parameters found in a chunk's buckets."""
         buckets = self._buffers.of_chunk(chain, group, chunk)
         for dtype, found in placed.items():
             content = BucketContent(self._files, buckets[dtype], dtype, self._model.chunk_begin)

@@ -1,8 +1,8 @@
-"""Where parameters lie in the distributed optimizer's flat buffers, in ``distrib_optim.pt``.
+"""Places of parameters in the distributed optimizer's flat buffers, in ``distrib_optim.pt``.
 
 Each model chunk has one buffer for each dtype of its parameters, filled in reverse order, cut into
-buckets. What is saved are the buckets one behind the other, each without the padding at its end,
-so that a bucket may begin at any element.
+buckets. A save has the buckets one behind the other, each without the padding at its end, so a
+bucket may begin at any element.
 
 Source: ``_ParamAndGradBuffer`` of megatron/core/distributed/param_and_grad_buffer.py,
 ``get_parameter_state_dp_zero`` of megatron/core/optimizer/distrib_optimizer.py and ``get_model`` of
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ALIGNMENT = 64
-"""Elements at whose multiples, counted from its bucket's start, a parameter begins."""
+"""Elements: a parameter begins at a multiple of them, counted from its bucket's start."""
 MIN_DEFAULT_BUCKET = 40_000_000
 DEFAULT_BUCKET_PER_RANK = 1_000_000
 
@@ -28,16 +28,16 @@ class BufferMember:
 
 
 def aligned(end: int) -> int:
-    """Return the element at which a parameter begins behind one that ends here."""
+    """Return the first element of a parameter behind one that ends at ``end``."""
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def lay_buffer(members: Sequence[BufferMember], bucket_numel: int | None) -> tuple[list[int], int]:
-    """Return where each parameter begins in the saved tensor, and that tensor's elements.
+    """Return each parameter's first element in the saved tensor, and the tensor's elements.
 
     Args:
         members: Parameters in the order of the model's modules.
-        bucket_numel: Elements from which on a bucket is full; None: there is one bucket.
+        bucket_numel: Elements of a full bucket; None: there is one bucket.
     """
     starts = [0] * len(members)
     base = end = held = 0
@@ -56,7 +56,7 @@ def lay_buffer(members: Sequence[BufferMember], bucket_numel: int | None) -> tup
 def bucket_numel(
     arguments: Mapping[str, Any], *, dp: int, pp_rank: int, chunk: int, numel: int
 ) -> int | None:
-    """Return from how many elements on a bucket is full in a job with these arguments.
+    """Return the elements of a full bucket in a job with these arguments.
 
     Args:
         dp: Data-parallel ranks, context-parallel ones included.

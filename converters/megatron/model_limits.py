@@ -31,7 +31,7 @@ class Heads:
     groups: int | None = None
 
     def or_else(self, other: "Heads") -> "Heads":
-        """Return these; ``other`` where they are not known."""
+        """Return these, or ``other`` if they are unknown."""
         return self if self.heads is not None else other
 
 
@@ -40,9 +40,9 @@ def rows_of_parts(fused: str, count: int, heads: Heads, what: str) -> Sequence[S
 
     Args:
         fused: A key of ``FUSED_PARTS``.
-        count: All rows.
-        heads: Of the attention.
-        what: How an error calls the tensor.
+        count: Number of all rows.
+        heads: Heads of the attention.
+        what: Name of the tensor in errors.
 
     Raises:
         UsageError: Heads are needed and not known, or do not fit the rows.
@@ -80,7 +80,7 @@ _UNEVEN = (
 
 
 def limits_of(values: Values, tensors: Iterable[Tensor]) -> ModelLimits:
-    """Return what the model allows. What nobody knows refuses nothing."""
+    """Return the model's limits; an unknown one refuses nothing."""
     names = list(tensors)
     parameters = [t.name for t in names if t.name.startswith(f"{PARAM}/")]
     layers = {layer for name in parameters if (layer := layer_of(name)) is not None}
@@ -103,7 +103,7 @@ def limits_of(values: Values, tensors: Iterable[Tensor]) -> ModelLimits:
 
 
 def _fixed(values: Values) -> Iterator[tuple[str, int, str]]:
-    """Yield the axes that must stay as they are, at which degree, and why."""
+    """Yield the fixed axes, their degree, and why."""
     arguments: Mapping[str, Any] = values.arguments or {}
     if "optimizer" not in arguments and are_several_kinds(values.param_groups):
         arguments = {**arguments, "optimizer": "muon"}  # a chain of Muon and Adam
@@ -112,11 +112,10 @@ def _fixed(values: Values) -> Iterator[tuple[str, int, str]]:
 
 
 def check_model(directory: Path, values: Values, tensors: Iterable[Tensor]) -> None:
-    """Refuse a decoder of which layers or experts are missing: their tensors would leave no hole,
-    because nothing else says that they exist.
+    """Refuse a decoder without some layers or experts: their tensors would leave no hole.
 
     Raises:
-        RefusedError: They are not counted through, or are not as many as the arguments say.
+        RefusedError: Their numbers have gaps, or their count differs from the arguments'.
     """
     names = [t.name for t in tensors if t.name.startswith(f"{PARAM}/decoder.layers.")]
     arguments = values.arguments or {}
@@ -162,12 +161,12 @@ def padding_note(
     degrees: Mapping[str, int],
     reference: Values | None,
 ) -> str | None:
-    """Say which flag keeps the vocabulary's rows at the target's TP, where Megatron would make
-    others, or may: its loader fills rows that a checkpoint lacks with zeros, and says nothing.
+    """Return the flag that keeps the vocabulary's rows at the target's TP, if Megatron would make
+    others, or may: its loader silently fills missing rows with zeros.
 
     Args:
         tensors, degrees: The target's.
-        reference: Whose arguments count where the source has none.
+        reference: Source of arguments, if the source has none.
     """
     embedding = tensors.get(f"{PARAM}/{EMBEDDING}")
     if embedding is None:

@@ -1,6 +1,6 @@
-"""What Megatron-LM's flags say about the shape of a model and about what a step computes.
+"""A model's shape and a step's work, by Megatron-LM's flags.
 
-Source: megatron/training/arguments.py of 0.14.0 to 0.20 (d98e8a64): defaults and what follows from
+Source: megatron/training/arguments.py of 0.14.0 to 0.20 (d98e8a64): defaults, and consequences of
 other flags.
 """
 
@@ -32,13 +32,13 @@ _FREQUENCY = re.compile(r"\[[\d,\s]+\](?:\*\d+)?")
 
 
 def workload_of(arguments: MegatronArguments, vocab: int | None = None) -> Workload:
-    """Return what a step of a Megatron-LM job computes.
+    """Return the work of a step of a Megatron-LM job.
 
     Args:
-        vocab: Rows of the embedding, where no flag says them.
+        vocab: Rows of the embedding, if no flag says them.
 
     Raises:
-        RefusedError: A flag is missing, or the model is of a kind that is not modelled.
+        RefusedError: A flag is missing, or the model is of a kind without a cost model.
     """
     given = arguments.given
     for flag, why in _UNKNOWN.items():
@@ -72,8 +72,8 @@ def _is_attention_fused(given: Given) -> bool:
 
 
 def choices_of(arguments: MegatronArguments) -> Choices:
-    """Return what a search may choose for this job: the distributed optimizer stays where it is
-    asked for, context parallelism is what the flags say, and experts stay as they are spread."""
+    """Return the choices of a search for this job: the distributed optimizer stays if asked for,
+    context parallelism is as in the flags, and experts stay as they are spread."""
     given, initial = arguments.given, arguments.initial
     sharding = (OPTIMIZER,) if "--use-distributed-optimizer" in given else (NO_SHARDING, OPTIMIZER)
     return Choices(
@@ -85,7 +85,7 @@ def choices_of(arguments: MegatronArguments) -> Choices:
 
 
 def recompute_of(arguments: MegatronArguments) -> Recompute:
-    """Return what the script computes again in its backward pass."""
+    """Return the script's recomputation in its backward pass."""
     given = arguments.given
     if given.get("--recompute-granularity") == ("full",):
         return "full"
@@ -94,16 +94,16 @@ def recompute_of(arguments: MegatronArguments) -> Recompute:
 
 
 def more_recompute_of(arguments: MegatronArguments) -> tuple[Recompute, ...]:
-    """Return what the script can be made to compute again instead, each saving more memory than
-    the one before. What it computes again already cannot be taken back by appending flags."""
+    """Return further recomputations for the script, each saving more memory than the one before.
+    Its own cannot be taken back by appending flags."""
     own = RECOMPUTES.index(recompute_of(arguments))
     is_fused = _is_attention_fused(arguments.given)
-    # Where attention is fused its scores are never kept: selective saves nothing.
+    # Fused attention never keeps its scores: selective saves nothing.
     return tuple(kind for kind in RECOMPUTES[own + 1 :] if kind == "full" or not is_fused)
 
 
 def sharding_of(arguments: MegatronArguments) -> int:
-    """Return what the script's data-parallel ranks keep a part of, as ``columns.py`` counts it."""
+    """Return the sharding over the script's data-parallel ranks, as ``columns.py`` counts it."""
     return OPTIMIZER if "--use-distributed-optimizer" in arguments.given else NO_SHARDING
 
 
@@ -142,8 +142,8 @@ def _shape(given: Given, vocab: int | None) -> ModelShape:
 
 
 def _expert_capacity(given: Given) -> float:
-    """Return how many rows experts compute over copies of tokens: what is above their capacity is
-    dropped, and what is below it added where it is said."""
+    """Return experts' rows over copies of tokens: rows above the capacity are dropped, rows below
+    it padded on request."""
     stated = given.get("--moe-expert-capacity-factor")
     factor = float(stated[0]) if stated else 1.0
     return factor if "--moe-pad-expert-input-to-capacity" in given else min(factor, 1.0)

@@ -28,10 +28,10 @@ from scalai.core.errors import RefusedError
 from scalai.core.tensors.region import Box, Index, whole
 
 _CONTAINERS = ("layers", "experts.experts")
-"""Modules whose index may be a leading axis, the outermost first."""
+"""Modules with an index for a leading axis, the outermost first."""
 
 PREDICTED = "mtp."
-"""What the parameters of layers begin with that predict further tokens (MTP)."""
+"""Begin of the names of layers for further tokens (MTP)."""
 
 _AXES = (
     (re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.weight$"), 0),
@@ -56,9 +56,9 @@ def name_at(key: str, index: Iterable[int]) -> str:
 
 
 def fold(name: str, is_homogeneous: bool) -> tuple[str, tuple[int, ...]]:
-    """Take the numbers out of a name that are leading axes of its key: ``name_at`` backwards.
+    """Take the numbers of leading axes out of a name: ``name_at`` backwards.
 
-    Experts are always one; layers where they are alike, else they stay in the key.
+    Experts always are leading axes; layers if they are alike, else they stay in the key.
     """
     index = []
     has_axis = is_homogeneous and not name.startswith(PREDICTED)
@@ -71,31 +71,31 @@ def fold(name: str, is_homogeneous: bool) -> tuple[str, tuple[int, ...]]:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the decoder layer that a parameter is of; those that predict are none of these."""
+    """Return the decoder layer of a parameter; None for layers that predict."""
     found = None if name.startswith(PREDICTED) else re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     return int(found[1]) if found else None
 
 
 def stack_of(name: str) -> str | None:
-    """Return what the name of a module begins with that consists of layers: ``decoder.``."""
+    """Return the beginning of the name of a module of layers: ``decoder.``."""
     found = re.match(r"(.*?)(?:^|(?<=\.))layers\.", name)
     return found[1] if found else None
 
 
 def numbered_layer(name: str) -> int | None:
-    """Return the layer of its stack that a parameter is of."""
+    """Return a parameter's layer in its stack."""
     found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     return int(found[1]) if found else None
 
 
 def expert_of(name: str) -> int | None:
-    """Return the expert that a parameter is of."""
+    """Return a parameter's expert."""
     found = re.search(r"\.experts\.experts\.(\d+)\.", name)
     return int(found[1]) if found else None
 
 
 def tensor_parallel_axis(name: str) -> int | None:
-    """Return the axis of a parameter that tensor parallelism cuts; None: replicated."""
+    """Return the axis of a parameter cut by tensor parallelism; None: replicated."""
     return next((axis for pattern, axis in _AXES if pattern.search(name)), None)
 
 
@@ -106,12 +106,12 @@ def _pattern(container: str) -> re.Pattern[str]:
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 _LAYER = r"\.layers\.\d+\.(?:transformer_layer\.|mtp_model_layer\.)?"
-"""A layer of the decoder, or the one inside of a layer that predicts further tokens (MTP)."""
+"""A layer of the decoder, or the one inside of a layer for further tokens (MTP)."""
 _NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
-"""Modules of a layer made of Megatron's own modules, and what their parameters are called."""
+"""Norms of a layer of Megatron's own modules, and their global names."""
 
 _REPLICATED = re.compile(
     r"(layernorm|layer_norm|norm)[._](weight|bias)$|position_embeddings\.weight$|router\.\w+$"
@@ -163,28 +163,28 @@ def _shift(name: str, pattern: str, by: int) -> str:
 
 
 def is_trained(name: str) -> bool:
-    """Tell whether a tensor is a parameter, and no buffer of a module."""
+    """Whether a tensor is a parameter, not a module's buffer."""
     return _BUFFERS.search(name) is None
 
 
 def has_extra_state(name: str) -> bool:
-    """Tell whether the module of this weight keeps extra state, if only None."""
+    """Whether the module of this weight keeps extra state, if only None."""
     return re.search(r"(linear_\w+|output_layer)\.weight$", name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RankBox:
-    """A box of a whole tensor, and where in the rank's own tensor it begins."""
+    """A box of a whole tensor, and its begin in the rank's own tensor."""
 
     box: Box
     local: Index
 
 
 def gated(shapes: Mapping[str, Index]) -> frozenset[str]:
-    """Return the parameters that hold a gate and an up projection, one above the other.
+    """Return the parameters with a gate and an up projection, one above the other.
 
     Args:
-        shapes: Of all parameters by name: of whole ones, or of those of one rank.
+        shapes: Shapes of all parameters by name: whole, or of one rank.
     """
     found = set()
     for name, shape in shapes.items():
@@ -198,10 +198,10 @@ def gated(shapes: Mapping[str, Index]) -> frozenset[str]:
 
 
 def whole_shape(name: str, shape: Index, tp: int) -> Index:
-    """Return the shape of a parameter of which a rank has ``shape``.
+    """Return the whole shape of a parameter, by a rank's.
 
     Raises:
-        RefusedError: It is unknown whether and how tensor parallelism cuts it.
+        RefusedError: It is unknown how tensor parallelism cuts it.
     """
     axis = _axis(name, shape, tp)
     if axis is None:
@@ -210,7 +210,7 @@ def whole_shape(name: str, shape: Index, tp: int) -> Index:
 
 
 def parts(name: str, shape: Index, tp: int, tp_rank: int, *, is_gated: bool) -> list[RankBox]:
-    """Return what a rank has of a parameter of shape ``shape``."""
+    """Return a rank's boxes of a parameter of shape ``shape``."""
     axis = _axis(name, shape, tp)
     if axis is None:
         return [RankBox(whole(shape), (0,) * len(shape))]
@@ -288,7 +288,7 @@ def stage_layers(
 
 
 def experts_of_rank(names: Sequence[str], ep: int, ep_rank: int) -> range:
-    """Return the experts that a rank has.
+    """Return the experts of a rank.
 
     Raises:
         RefusedError: They cannot be shared out evenly.
@@ -300,13 +300,13 @@ def experts_of_rank(names: Sequence[str], ep: int, ep_rank: int) -> range:
 
 
 def group_of(name: str, dims: int, groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of the parameter group that a parameter is of.
+    """Return the number of a parameter's group.
 
     Biases and vectors do not decay; the embedding and the output layer may have a rate of their
     own.
 
     Raises:
-        RefusedError: None of the groups is such a one, or several are.
+        RefusedError: None of the groups fits, or several do.
     """
     decays = dims > 1 and not name.endswith(".bias")
     has_decoupled = any(group.get("is_decoupled_lr") for group in groups)
@@ -344,7 +344,7 @@ _ORDER = (
     "gate_weight", "softmax_offset", "relative_attention_bias", "dense", "layer_norm",
     "linear_fc1", "linear_fc2", "layer_norm_weight", "layer_norm_bias", "weight", "bias",
 )  # fmt: skip
-"""Modules and parameters in the order in which they are made; those of one parent together."""
+"""Modules and parameters in the order of their creation; those of one parent together."""
 
 Order = tuple[tuple[int, int], ...]
 

@@ -1,9 +1,9 @@
-"""The parameters of a model as one rank has them, in the model's own order.
+"""A rank's parameters of a model, in the model's own order.
 
-``.metadata`` lists keys in the order of the ranks that wrote them first, which with Megatron's
-fully parallel save is not that of the modules. So the order is that of the names
-(``module_order``); where these are not known there, that of the list, which is the modules' where
-one rank wrote all. What a tensor-parallel rank holds of a parameter are the chunks of its shard.
+``.metadata`` lists keys in the order of the ranks that wrote them first, under Megatron's fully
+parallel save another order than the modules'. So the order follows the names
+(``modules.in_order``); for unknown names the list, which is the modules' order if one rank wrote
+all. A tensor-parallel rank holds the chunks of its shard of a parameter.
 
 Source: ``sharded_state_dict`` of megatron-core 0.16.1: it visits modules in the order of
 ``named_parameters``, which is that of the buffers.
@@ -34,7 +34,7 @@ from scalai.core.tensors import region
 from scalai.core.tensors.region import Box, row_major
 
 ChunkBegin = Callable[[StoredKey, Chunk], tuple[int, tuple[int, ...], int]]
-"""Tells where a chunk's elements lie in its file, their strides and the size of one."""
+"""Returns a chunk's offset in its file, its strides and the size of an element."""
 
 _TWICE = (
     ("position_embeddings.", "embedding.position_embeddings."),
@@ -46,7 +46,7 @@ _WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """A box of a parameter in the flat memory of a rank, and the file that holds its weights."""
+    """A box of a parameter in the flat memory of a rank, and the file of its weights."""
 
     piece: region.Piece
     file: str
@@ -71,11 +71,11 @@ class RankParameter:
 
 @dataclass(frozen=True, slots=True)
 class OrderRule:
-    """By what parameters are ordered.
+    """An order of parameters.
 
     Attributes:
-        naming: What a rank calls its modules. ``is_grouped``: all experts' tensors of a kind stand
-            together, where else each expert's do.
+        naming: A rank's names of its modules. ``is_grouped``: all experts' tensors of a kind stand
+            together, else each expert's do.
         is_stored: By the keys' order in ``.metadata``, not by the names of modules.
     """
 
@@ -101,10 +101,10 @@ class OrderedModel:
     """The model's parameters in its own order.
 
     Attributes:
-        keys: Of parameters, in the order of ``.metadata``.
-        rule: By what they are ordered.
-        chunk_begin: Where a chunk's elements lie.
-        again: Keys whose parameters have a second key, under which their state is saved.
+        keys: Keys of parameters, in the order of ``.metadata``.
+        rule: Their order.
+        chunk_begin: Place of a chunk's elements.
+        again: Keys of parameters with a second key, which has their state.
     """
 
     keys: tuple[StoredKey, ...]
@@ -121,7 +121,7 @@ class OrderedModel:
         """Take the parameters out of all of a model's tensors; others are its modules' buffers.
 
         Raises:
-            RefusedError: The rule does not know where a module stands.
+            RefusedError: The rule does not know a module's place.
         """
         names = {key.key for key in model}
         again = {old for name in names if (old := _first_name(name)) != name and old in names}
@@ -132,13 +132,13 @@ class OrderedModel:
 
     @cached_property
     def stacks(self) -> tuple[str, ...]:
-        """Modules that consist of layers, without those that predict further tokens (MTP)."""
+        """Modules of layers, without those that predict further tokens (MTP)."""
         found = dict.fromkeys(stack_of(stored.key) for stored in self.keys)
         return tuple(stack for stack in found if stack and not stack.startswith(PREDICTED))
 
     @cached_property
     def layers(self) -> int:
-        """How many layers the stages share."""
+        """Number of layers shared by the stages."""
         return max((layer + 1 for layer in self._inside), default=0)
 
     @cached_property
@@ -172,12 +172,12 @@ class OrderedModel:
         is_last: bool,
         with_experts: bool = True,
     ) -> list[RankParameter]:
-        """Return the parameters of a pipeline stage but those of experts, or these too.
+        """Return the parameters of a pipeline stage, with or without those of experts.
 
         Args:
-            layers: Of the stack that stages share.
-            rank: Of the tensor-parallel ranks.
-            is_first, is_last: Whether it has what stands before the layers, and behind them.
+            layers: Layers of the stack shared by the stages.
+            rank: Tensor-parallel rank.
+            is_first, is_last: The stage has the modules before the layers, and those behind them.
         """
         copies = self._copies if is_last and not is_first else ()
         behind = [*self._behind, *(entry for entry in copies if entry.order > self._last_order)]
@@ -239,7 +239,7 @@ class OrderedModel:
 
     @cached_property
     def _first_expert_keys(self) -> dict[tuple[str | None, int | None], int]:
-        """The place of the first key that holds experts of a stack's layer."""
+        """The place of the first key of a stack's layer with experts."""
         found: dict[tuple[str | None, int | None], int] = {}
         for at, stored in enumerate(self.keys):
             if _is_expert(stored.key):
@@ -251,12 +251,12 @@ class OrderedModel:
 
     @cached_property
     def _main(self) -> str | None:
-        """The stack whose layers the stages share."""
+        """The stack of layers shared by the stages."""
         return next((s for s in ("decoder.", *self.stacks) if s in self.stacks), None)
 
     @cached_property
     def _inside(self) -> dict[int, list[_KeyEntry]]:
-        """The parameters of every layer that stages share."""
+        """The parameters of every shared layer."""
         found: dict[int, list[_KeyEntry]] = {}
         for entry in self._entries:
             if self._main is not None and stack_of(entry.stored.key) == self._main:
@@ -282,7 +282,7 @@ class OrderedModel:
 
     @cached_property
     def _copies(self) -> list[_KeyEntry]:
-        """What the last stage has of the first one's, where it is another: the embedding for layers
+        """Parameters of the first stage with copies on another last one: the embedding for layers
         that predict further tokens (MTP), else the tied output layer."""
         of_embedding = [entry for entry in self._before if entry.name.startswith(_EMBEDDING)]
         if any(key.key.startswith(PREDICTED) for key in self.keys):
@@ -334,8 +334,8 @@ class OrderedModel:
 
 
 def _first_name(name: str) -> str:
-    """Return the first name of a parameter that a T5 has under two. Megatron keeps its optimizer's
-    state under the second one."""
+    """Return the first name of a parameter with two in a T5. Megatron keeps its optimizer's state
+    under the second one."""
     for second, first in _TWICE:
         if name.startswith(second):
             return f"{first}{name.removeprefix(second)}"

@@ -32,8 +32,8 @@ def new_rng_states(
     """Return the entry of ``rng_state`` of one rank.
 
     Args:
-        seed: Of the job; another one a checkpoint, so that no stream begins anew.
-        is_cuda: Whether the ranks' device is one; else its RNG states are of the CPU's kind.
+        seed: Seed for this checkpoint: the job's plus the iteration, so that no stream repeats.
+        is_cuda: The ranks' device is CUDA; else its RNG states are of the CPU's kind.
     """
     seed += _STAGE * pp_rank
     device = _cuda_state if is_cuda else _cpu_state
@@ -64,7 +64,7 @@ def _cpu_state(seed: int) -> NewTensor:
 
 
 def _mersenne_twister(seed: int) -> list[int]:
-    """Return the 624 words of a Mersenne Twister that was seeded by one word."""
+    """Return the 624 words of a Mersenne Twister seeded by one word."""
     words = [seed]
     for at in range(1, 624):
         words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + at) % 2**32)
@@ -85,7 +85,7 @@ def rng_states_of(
 
     Args:
         coordinate: (tp, pp, ep) ranks.
-        notes: Gets a line where new RNG states begin.
+        notes: Gets a line if new RNG states begin.
     """
     kept: Mapping[Any, Sequence[Mapping[str, Any]]] = source.values.extra.get("rng_state", {})
     arguments = source.values.arguments or {}

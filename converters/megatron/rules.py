@@ -1,11 +1,11 @@
 """Fixed facts of a running Megatron-LM job, each with its reason: one law for its command line, for
-the arguments that its workers have parsed, for live models and for checkpoints.
+the parsed arguments of its workers, for live models and for checkpoints.
 
 ``--check-elastic`` and the coordinator apply it to the flags (``arguments.py``), a worker to the
 namespace of ``get_args()`` (``patches/megatron/training.py``) and to the configurations of its
 model (``patches/megatron/refusals.py``), ``scalai reshard`` to the arguments in a checkpoint
 (``model_limits.py``). Rules differ between releases; a script's release is read from the checkout
-around it. ``sums.py`` has a model's sums over tokens that another layout groups otherwise.
+around it. ``sums.py`` has a model's sums over tokens, grouped otherwise in another layout.
 
 Source: megatron/training/arguments.py of 0.14.0 to 0.19.0 and of 0.20 (d98e8a64).
 """
@@ -23,10 +23,10 @@ Given = Mapping[str, tuple[str, ...]]
 """Flags as given: name with dashes -> its values, of the last occurrence."""
 
 ALLOW_UNTESTED = "SCALAI_ALLOW_UNTESTED"
-"""Environment variable: 1 to go on with what is built and could not be tried."""
+"""Environment variable: 1 to go on with built, but untested features."""
 
 _OTHER_NAMES = {"fp8": "fp8-format", "fp4": "fp4-format"}
-"""Flags that are not called like the argument that they set."""
+"""Flags with another name than their argument."""
 
 FSDP = "its shards are not supported; use --use-distributed-optimizer"
 _SCALED = "parameters are kept in {} with scales; leave it out"
@@ -54,7 +54,7 @@ _REFUSED: Mapping[str, str] = {
     "use_torch_fsdp2": FSDP,
     "yaml_cfg": "its values replace the flags, so none can be appended; write them as flags",
 }
-"""Arguments that must be off, why, and what to do instead."""
+"""Refused arguments, why, and the way out."""
 
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "LayerWiseDistributedOptimizer": (
@@ -62,12 +62,12 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     ),
     "FullyShardedOptimizer": FSDP,
 }
-"""Classes of optimizers that must not be there, why, and what to do instead."""
+"""Refused classes of optimizers, why, and the way out."""
 
 _ELEMENTWISE = ("adam", "sgd", "lion")
-"""Optimizers whose state has one value for each of the parameter's, and none between them."""
+"""Optimizers with elementwise state: one value for each of the parameter's."""
 _SCALED_DTYPES = ("fp16", "fp8", "float16", "uint8")
-"""What Transformer Engine's FusedAdam keeps with a scale: as flags say it, and as torch does."""
+"""Dtypes with a scale in Transformer Engine's FusedAdam, by flags' names and by torch's."""
 _NO_OTHER_RECOMPUTE: Mapping[str, str] = {
     "cpu_offloading_num_layers": "does not go with it",
     "cpu_offloading": "does not go with it",
@@ -82,7 +82,7 @@ _NO_OTHER_RECOMPUTE: Mapping[str, str] = {
     "overlap_moe_expert_parallel_comm": "does not go with it",
     "recompute_activations": "overrules it (--recompute-granularity selective says the same)",
 }
-"""Arguments under which nothing else can be recomputed than the flags say, and why."""
+"""Arguments against other recomputation than the flags', and why."""
 UNEVEN_STAGES = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -92,7 +92,7 @@ UNEVEN_STAGES = (
 
 
 def values_of(given: Given) -> dict[str, Any]:
-    """Return the arguments that flags set: True for a flag alone, else the words behind it."""
+    """Return the arguments set by flags: True for a flag alone, else the words behind it."""
     values: dict[str, Any] = {}
     names = {f"--{flag}": name for name, flag in _OTHER_NAMES.items()}
     for flag, words in given.items():
@@ -104,15 +104,15 @@ def values_of(given: Given) -> dict[str, Any]:
 
 
 def allows_untested(environment: Mapping[str, str]) -> bool:
-    """Tell whether a person goes on with what is built and could not be tried."""
+    """Whether a person goes on with built, but untested features."""
     return environment.get(ALLOW_UNTESTED) == "1"
 
 
 def faults_of(values: Values, *, allow_untested: bool) -> Iterator[str]:
-    """Yield everything for which the job cannot be elastic: the flag, why, and what to do.
+    """Yield every reason against an elastic job: the flag, why, and the way out.
 
     Args:
-        allow_untested: Take what is built and could not be tried.
+        allow_untested: Accept built, but untested features.
     """
     yield from configured_faults(values, allow_untested=allow_untested)
     yield from _data_faults(values)
@@ -126,8 +126,8 @@ def faults_of(values: Values, *, allow_untested: bool) -> Iterator[str]:
 
 
 def configured_faults(values: Values, *, allow_untested: bool) -> Iterator[str]:
-    """Yield of ``faults_of`` what the configuration of a model, of its data parallelism or of an
-    optimizer says by itself: their fields have the names of arguments."""
+    """Yield the part of ``faults_of`` decided by the configuration of a model, of its data
+    parallelism or of an optimizer: their fields have the names of arguments."""
     for name, reason in _REFUSED.items():
         if values.get(name):
             yield f"{_flag(name)}: {reason}"
@@ -137,7 +137,7 @@ def configured_faults(values: Values, *, allow_untested: bool) -> Iterator[str]:
 
 
 def _untested(values: Values) -> Iterator[str]:
-    """Yield what is built, but needs what no test has had."""
+    """Yield built features without a test."""
     way_out = f"set {ALLOW_UNTESTED}=1 to go on, or leave it out"
     if values.get("fp8"):
         yield (
@@ -154,10 +154,10 @@ def _untested(values: Values) -> Iterator[str]:
 
 
 def fixed_axes(values: Values, release: Release | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the axes whose degree stays what the job began with, and why.
+    """Yield the axes with a fixed degree, and why.
 
     Args:
-        release: Megatron-core's; None: not known.
+        release: Release of Megatron-core; None: unknown.
     """
     yield "cp", "another split of sequences is not supported"
     for name in UNEVEN_STAGES:
@@ -173,16 +173,17 @@ def fixed_axes(values: Values, release: Release | None = None) -> Iterator[tuple
 
 
 def summed_axes(values: Values, release: Release | None = None) -> Iterator[tuple[str, str]]:
-    """Yield of ``fixed_axes`` what a model sums fixes; a configuration's fields say it too."""
+    """Yield the part of ``fixed_axes`` decided by a model's sums; a configuration's fields say it
+    too."""
     for each in sums_of(values, release):
         yield from ((axis, each.reason) for axis in AXES if axis in each.stays)
 
 
 def fixed_passes(values: Values, release: Release | None = None) -> Iterator[tuple[Part, str]]:
-    """Yield what of the passes stays as the flags have it, and why.
+    """Yield the fixed parts of the passes, and why.
 
-    Another micro-batch is to change the order of additions alone, and to compute more again is to
-    change nothing. Source: transformer_config.py (0.16) for what does not go with recomputation.
+    Another micro-batch changes the order of additions alone, and more recomputation changes
+    nothing. Source: transformer_config.py (0.16) for features without recomputation.
     """
     for each in sums_of(values, release):
         yield from ((part, each.reason) for part in PARTS if part in each.stays)
@@ -194,7 +195,7 @@ def fixed_passes(values: Values, release: Release | None = None) -> Iterator[tup
 
 
 def optimizer_axes(values: Values) -> Iterator[tuple[str, str]]:
-    """Yield of ``fixed_axes`` what the optimizer needs: it holds for a checkpoint too."""
+    """Yield the part of ``fixed_axes`` decided by the optimizer: it holds for a checkpoint too."""
     if MUON.is_on(values):
         yield from ((axis, MUON.reason) for axis in MUON.stays)
 
@@ -237,7 +238,7 @@ def _optimizer_faults(values: Values) -> Iterator[str]:
 
 
 def _scaled_dtypes(values: Values) -> Iterator[str]:
-    """Yield what the precision-aware optimizer would keep scaled."""
+    """Yield the scaled dtypes of the precision-aware optimizer."""
     for kind in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
         dtype = str(values.get(kind, "fp32")).removeprefix("torch.")
         if values.get("use_precision_aware_optimizer") and dtype in _SCALED_DTYPES:
@@ -257,13 +258,13 @@ def _weight_shard_faults(values: Values) -> Iterator[str]:
 
 _STATED = Path("megatron", "core", "package_info.py")
 _PARENTS = 2
-"""Folders above a script's own in which ``megatron`` may lie."""
+"""Folders above a script's own to search for ``megatron``."""
 QUERY_GROUPS_SHARED = (0, 16)
 """From here on several TP ranks may hold copies of one query group."""
 
 
 def stated_release(file: Path) -> tuple[int, int, int] | None:
-    """Return what Megatron-core's ``package_info.py`` says; None: nothing that can be read."""
+    """Return the release in Megatron-core's ``package_info.py``; None: unreadable."""
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
@@ -281,7 +282,7 @@ def stated_release(file: Path) -> tuple[int, int, int] | None:
 
 
 def release_beside(script: str | None) -> tuple[int, int, int] | None:
-    """Return the release of the checkout in which a script lies; None: it lies in none."""
+    """Return the release of the checkout around a script; None: there is none."""
     if script is None:
         return None
     folder = Path(script).absolute().parent

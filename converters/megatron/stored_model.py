@@ -1,8 +1,8 @@
-"""The shape of the model that a Megatron checkpoint holds.
+"""The shape of the model in a Megatron checkpoint.
 
-Its tensors say all sizes but a few: how many heads share the rows of an attention, how long a
-sequence is and to how many experts a token goes. These are in Megatron's arguments; the workers of
-an elastic job tell them for its generations (``STATED``).
+Its tensors give all sizes but a few: the heads of an attention, the length of a sequence and the
+experts of a token. These are in Megatron's arguments; the workers of an elastic job report them for
+its generations (``TOLD``).
 
 Source: megatron/core/models/gpt/gpt_layer_specs.py and transformer/{attention,mlp}.py (0.16.1).
 """
@@ -39,10 +39,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """What a checkpoint says of a training.
+    """A checkpoint's facts about its training.
 
     Attributes:
-        global_batch: Samples of a step; None: it does not say.
+        global_batch: Samples of a step; None: unknown.
     """
 
     shape: ModelShape
@@ -53,7 +53,7 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Layers, experts of one of them, and layers that have any."""
+    """Layers, experts of one of them, and layers with any."""
 
     layers: int
     experts: int
@@ -61,15 +61,15 @@ class _Counts:
 
 
 def read_model(checkpoint: Checkpoint, seq: int | None, vocab: int | None) -> StoredModel:
-    """Return what a Megatron checkpoint, or a generation of a Megatron job, says of its model.
+    """Return the model of a Megatron checkpoint, or of a generation of a Megatron job.
 
     Args:
-        seq: Tokens of a sample; None: what the checkpoint says.
-        vocab: Rows of the embedding; None: those that it has.
+        seq: Tokens of a sample; None: as in the checkpoint.
+        vocab: Rows of the embedding; None: as in the checkpoint.
 
     Raises:
-        RefusedError: The model is of a kind that is not modelled, or something is stated nowhere;
-            names it, and what to give instead.
+        RefusedError: The model is of a kind without a cost model, or a value is stated nowhere;
+            names it, and the way out.
     """
     where = f"{checkpoint.directory} ({checkpoint.layout})"
     tensors = {
@@ -89,14 +89,14 @@ def read_model(checkpoint: Checkpoint, seq: int | None, vocab: int | None) -> St
     return StoredModel(
         shape=shape,
         precision="fp8" if arguments.get("fp8") else precision,
-        # As Megatron's parser has it where nothing says otherwise.
+        # Megatron's default is dropout.
         has_dropout=any(not isinstance(rate, int | float) or rate > 0 for rate in dropouts),
         global_batch=_number(arguments, "global_batch_size"),
     )
 
 
 def _arguments(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return Megatron's arguments, or what workers have told of them."""
+    """Return Megatron's arguments, or the workers' report of them."""
     if checkpoint.values.arguments is not None:
         return checkpoint.values.arguments
     stored = checkpoint.values.extra.get(PARTS)
@@ -110,7 +110,7 @@ def _sizes(tensors: Mapping[str, Tensor], where: str) -> dict[str, Index]:
     without a number, of an expert likewise.
 
     Raises:
-        RefusedError: A parameter is of no part that is modelled, layers differ, or one is missing.
+        RefusedError: A parameter is of an unknown part, layers differ, or one is missing.
     """
     strange = sorted(name for name in tensors if not _KNOWN.fullmatch(name))
     if strange:
@@ -210,7 +210,7 @@ def _heads(sizes: Mapping[str, Index], arguments: Mapping[str, Any], queries: in
 
 
 def _is_gated(sizes: Mapping[str, Index]) -> bool:
-    """Tell whether the first matrix of a feed-forward part has a gate's rows, too."""
+    """Whether the first matrix of a feed-forward part has a gate's rows, too."""
     parts: Iterable[str] = (f"{_MLP}{part}" for part in ("", "experts.", _SHARED))
     part = next(part for part in parts if f"{part}linear_fc2.weight" in sizes)
     return sizes[f"{part}linear_fc1.weight"][0] == 2 * sizes[f"{part}linear_fc2.weight"][1]

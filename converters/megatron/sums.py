@@ -1,8 +1,8 @@
-"""Sums of Megatron-LM's function over groups of tokens or samples that a change of layout regroups.
+"""Sums of Megatron-LM's function over groups of tokens or samples that depend on the layout.
 
-A model whose loss or routing has such a sum is another function at another degree of that axis, or
-with another micro-batch, though every tensor of its state is equal. One row a sum: ``rules.py``
-keeps what it fixes, docs/megatron.md shows the rows.
+A model with such a sum in its loss or routing is another function at another degree of that axis,
+or with another micro-batch, though every tensor of its state is equal. One row a sum: ``rules.py``
+keeps the fixed axes, docs/megatron.md shows the rows.
 
 Source: megatron/core and megatron/training of 0.14.0, 0.16.1, 0.17.1, 0.18.2, 0.19.0 and of 0.20
 (d98e8a64), each row at its function.
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 Values = Mapping[str, Any]
-"""Arguments by their names in Megatron-LM's namespace, or a configuration's fields by theirs; one
-that is absent has its default."""
+"""Arguments by their names in Megatron-LM's namespace, or a configuration's fields by theirs; an
+absent one has its default."""
 Release = tuple[int, ...]
 
 BLOCKWISE = "blockwise"
-"""The value of --muon-tp-mode that orthogonalizes each tensor-parallel shard by itself."""
+"""Value of --muon-tp-mode: orthogonalize each tensor-parallel shard by itself."""
 MUONS = ("muon", "adaptive_muon", "dist_muon", "dist_adaptive_muon")
 _WHOLE_MATRIX = ("duplicated", "distributed")
-"""Values of --muon-tp-mode that orthogonalize the whole matrix, in any layout."""
+"""Values of --muon-tp-mode: orthogonalize the whole matrix, in any layout."""
 EVALUATION = "evaluation's micro-batch"
-"""What stays where ``evaluate`` takes the mean over micro-batches."""
+"""Fixed if ``evaluate`` takes the mean over micro-batches."""
 _AUXILIARY = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -32,12 +32,12 @@ class LayoutSum:
     """One such sum.
 
     Attributes:
-        flag: Where a person asks for it.
-        over: The words behind the flag that say which tokens or samples are summed.
-        stays: Axes, and parts of the passes, that stay as they are.
+        flag: The flag that asks for it.
+        over: The words behind the flag, about the summed tokens or samples.
+        stays: Fixed axes, and fixed parts of the passes.
         source: File and function, below ``megatron/``.
         is_on: Whether arguments have it.
-        last: The last release that sums so; None: all do.
+        last: The last release with it; None: all have it.
     """
 
     flag: str
@@ -62,7 +62,7 @@ def _words(value: Any) -> tuple[Any, ...]:
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether a coefficient counts; one that is no number is Megatron-LM's to refuse."""
+    """Whether a coefficient counts; Megatron-LM refuses one that is no number."""
     try:
         return float(value or 0) > 0
     except (TypeError, ValueError):
@@ -95,10 +95,10 @@ def _is_blockwise(values: Values) -> bool:
 
 
 def _masks(name: str, begin: str = "") -> Callable[[Values], bool]:
-    """Return whether tokens are left out of the loss for an argument that is set, or begins so.
+    """Return a test for arguments (set, or with this beginning) that leave tokens out of the loss.
 
-    ``--calculate-per-token-loss`` weighs all alike, but not those of MTP, which are scaled by a
-    pass's own count (``process_mtp_loss``).
+    ``--calculate-per-token-loss`` weighs all alike, except those of MTP, scaled by a pass's own
+    count (``process_mtp_loss``).
     """
 
     def is_on(values: Values) -> bool:
@@ -201,15 +201,14 @@ SUMS: tuple[LayoutSum, ...] = (
         _LOSS_SOURCE, _masks("tokenizer_type", "Bert"),
     ),
 )  # fmt: skip
-"""Every sum of the kind that was found. None may be left out: fingerprints of the state say nothing
-of them."""
+"""Every known sum of the kind. None may be left out: fingerprints of the state do not show them."""
 
 
 def sums_of(values: Values, release: Release | None = None) -> Iterator[LayoutSum]:
-    """Yield the sums that arguments, or the fields of a configuration, ask for.
+    """Yield the sums requested by arguments, or by the fields of a configuration.
 
     Args:
-        release: Megatron-core's; None: not known, and what any release sums counts.
+        release: Release of Megatron-core; None: unknown, any release's sums count.
     """
     for each in SUMS:
         is_past = each.last is not None and release is not None and release[:2] > each.last

@@ -94,11 +94,7 @@ _CARRIED = {
 
 
 def check_marker(directory: Path) -> None:
-    """Refuse a checkpoint that was not ended, or is of another format or version.
-
-    Raises:
-        RefusedError: It is one.
-    """
+    """Refuse an unfinished save, another format or another version."""
     marker = marker_of(directory)
     if "sharded_backend" not in marker and is_torch_dcp(directory):
         raise RefusedError(f"{directory}: {foreign_text(directory)}.")
@@ -121,10 +117,10 @@ def check_marker(directory: Path) -> None:
 
 
 def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, bytes]:
-    """Return the archives of objects that are no tensors; they are small.
+    """Return the archives of objects other than tensors; they are small.
 
     Raises:
-        RefusedError: One is too large, or not what was saved.
+        RefusedError: One is too large or damaged.
     """
     found = {}
     for key, extent in objects.items():
@@ -149,7 +145,7 @@ def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, by
 
 
 def notes_of(directory: Path, common: Common, metadata: Metadata) -> Iterator[str]:
-    """Yield a note for each thing that is not carried."""
+    """Yield a note for each loss."""
     for key in sorted(set(common.content) - _CARRIED):
         yield f"{common.form} holds {key!r}, which is not carried"
     others = sorted(
@@ -167,7 +163,7 @@ def notes_of(directory: Path, common: Common, metadata: Metadata) -> Iterator[st
 
 
 STEP_FILE = "(step)"
-"""The file in memory that holds the optimizer's step."""
+"""The file in memory with the optimizer's step."""
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _MASTERS = ("param", "fp32_param")
@@ -181,8 +177,7 @@ class TorchDistLayout:
     name: str = "torch_dist"
 
     def find(self, path: Path) -> bool:
-        """Tell whether there is a ``metadata.json`` that names torch_dist, or files that a save
-        left without one."""
+        """Whether there is a ``metadata.json`` of torch_dist, or files of a save without one."""
         directory = find_iteration(path, None)
         if directory is None:
             return False
@@ -209,7 +204,7 @@ class TorchDistLayout:
 
 @dataclass(frozen=True, slots=True)
 class _TorchDistReader:
-    """One checkpoint that is being read."""
+    """One checkpoint during its reading."""
 
     directory: Path
     metadata: Metadata
@@ -277,7 +272,7 @@ class _TorchDistReader:
         )
 
     def _check_count(self) -> None:
-        """Refuse keys that would be more layers and experts than there can be."""
+        """Refuse keys of impossibly many layers and experts."""
         count = sum(
             prod(chunk.box.shape[: leading_axes(stored.key)])
             for stored in self.metadata.tensors
@@ -343,7 +338,7 @@ class _TorchDistReader:
             begin += box.numel * item
 
     def _chunk_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
-        """Return where a chunk's first element lies in its file, its strides and item size."""
+        """Return the byte of a chunk's first element in its file, its strides and item size."""
         place = chunk.extent, stored.dtype, chunk.box.shape
         if place not in self.begins:
             self.begins[place] = self._archive_begin(stored, chunk)
@@ -363,7 +358,7 @@ class _TorchDistReader:
         return value.begin, value.stride, NewTensor(value.dtype, (1,)).size_bytes
 
     def _bucket_groups(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the parameter groups of a dp_reshardable checkpoint, which are objects there."""
+        """Return the parameter groups of a dp_reshardable checkpoint, objects there."""
         groups = []
         for key in sorted(self.objects):
             if re.fullmatch(
@@ -374,7 +369,7 @@ class _TorchDistReader:
         return tuple(groups)
 
     def _object(self, key: str) -> Any:
-        """Return the value of an object that one rank wrote."""
+        """Return the value of one rank's object."""
         extent = self.metadata.objects[key]
         path = self.directory / extent.file
         value = read_archive(path, extent.begin, extent.size_bytes, trust=self.trust)
@@ -421,7 +416,7 @@ class _TorchDistReader:
 
 
 def _steps(pieces: Sequence[FilePiece], file: str) -> list[FilePiece]:
-    """Return a 0-d step for every parameter whose optimizer counts them: Adam's do, Muon's not."""
+    """Return a 0-d step for every parameter whose optimizer counts steps: Adam's do, Muon's not."""
     pairs = (split_name(piece.tensor.name) for piece in pieces)
     states = [(kind, name) for kind, name in pairs if kind not in (PARAM, MAIN)]
     counted = {name for kind, name in states if kind == _FIRST_MOMENT}
@@ -430,7 +425,7 @@ def _steps(pieces: Sequence[FilePiece], file: str) -> list[FilePiece]:
 
 
 def _is_split(common: Mapping[str, Any]) -> bool | None:
-    """Tell whether the optimizer was the distributed one; None: there is no optimizer."""
+    """Whether the optimizer was the distributed one; None: there is no optimizer."""
     optimizer = common.get("optimizer")
     if optimizer is None:
         return None
@@ -439,7 +434,7 @@ def _is_split(common: Mapping[str, Any]) -> bool | None:
 
 
 def _inferred_tp(model: Sequence[StoredKey]) -> int:
-    """Return into how many parts the parameters are cut that tensor parallelism cuts."""
+    """Return the number of parts of parameters under tensor parallelism."""
     parts = 1
     for stored in model:
         axis = tensor_parallel_axis(stored.key)

@@ -1,4 +1,4 @@
-"""The ``.metadata`` of torch.distributed.checkpoint: which chunk of which key lies where.
+"""The ``.metadata`` of torch.distributed.checkpoint: keys, their chunks and the chunks' places.
 
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.13. The file is a
 pickle; it is read by the restricted reader and written under the same names, so that neither needs
@@ -36,7 +36,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a key's tensor and the archive that it lies in."""
+    """A box of a key's tensor and its archive."""
 
     box: Box
     extent: Extent
@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A tensor of a checkpoint under its own key, with the leading axes that it has there."""
+    """A tensor of a checkpoint under its own key, with its leading axes there."""
 
     key: str
     shape: Index
@@ -54,9 +54,9 @@ class StoredKey:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What ``.metadata`` says: tensors in the file's order, and objects by key.
+    """Content of ``.metadata``: tensors in the file's order, and objects by key.
 
-    ``flat``: keys whose tensors are stored as flat ranges of a grid of shards, with their shapes
+    ``flat``: keys of tensors stored as flat ranges of a grid of shards, with their shapes
     (``mcore_data`` of megatron-core up to 0.15). Such a key's own shape is the grid's, with the
     elements of a shard as a last axis.
     """
@@ -67,7 +67,7 @@ class Metadata:
 
 
 class _Place(metaclass=SealedClass):
-    """``MetadataIndex``: a key and an offset, to look up where something is stored."""
+    """``MetadataIndex``: a key and an offset, to look up a stored place."""
 
     __slots__ = ("key", "offset")
 
@@ -152,7 +152,7 @@ def _metadata(value: Any, directory: Path) -> Metadata:
                     f"{list(extent)} reaches outside of {list(shape)}. Use another checkpoint."
                 )
             chunks.append(Chunk(Box(offset, extent), _stored(stored, key, offset, directory)))
-        # A layer that is missing would be no hole: its tensors would not exist.
+        # A missing layer would be no hole: its tensors would not exist.
         held = sum(box.numel for box in {chunk.box for chunk in chunks})
         if held < prod(shape):
             raise LayoutError(

@@ -72,15 +72,15 @@ LINKS = "links"
 
 
 _IDENTITY: Mapping[str, Any] = {"lr_mult": 1.0, "is_decoupled_lr": False}
-"""What Megatron tells parameter groups apart by, and groups of older releases do not have."""
+"""Keys of Megatron's parameter groups, absent in older releases."""
 
 
 class KeyNames:
-    """Under which key a parameter is stored: that of the source, if it was a torch_dist checkpoint;
-    else with the layer as an axis, if the layers are alike.
+    """A parameter's key: the source's, in a torch_dist checkpoint; else with the layer as an axis,
+    if the layers are alike.
 
-    Where of alike layers only some are trained, their optimizer's tensors would have holes, which
-    Megatron does not load: then no layer is an axis (``non_homogeneous_layers``).
+    If only some of alike layers are trained, their optimizer's tensors would have holes; Megatron
+    does not load those: then no layer is an axis (``non_homogeneous_layers``).
     """
 
     def __init__(self, source: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
@@ -116,7 +116,7 @@ def objects_of(
     degrees: Mapping[str, int],
     notes: list[str],
 ) -> dict[str, bytes]:
-    """Return the objects to store: extra state by layer; others where no degree changes."""
+    """Return the objects to store: extra state by layer; others if no degree changes."""
     objects: Mapping[str, bytes] | None = source.values.extra.get("objects")
     if objects is None:
         notes.append("_extra_state of the layers is invented as None: the source has none")
@@ -136,7 +136,7 @@ def objects_of(
 
 
 def _without_layers(key: str) -> str:
-    """Return the key of an object whose layers are an axis, with the layer in the name instead."""
+    """Return the key of an object with its layer in the name instead of an axis."""
     name, _, place = key.partition("/shard_")
     index, _, shape = place.partition("_")
     at, sizes = index.split("."), shape.split(".")
@@ -149,8 +149,8 @@ def _without_layers(key: str) -> str:
 def _rng_states(
     source: Checkpoint, degrees: Mapping[str, int], notes: list[str]
 ) -> dict[str, bytes]:
-    """Return the objects of ``rng_state``, which Megatron asks for at the arguments' degrees: one
-    for each PP and TP rank, and with expert parallelism for each data-parallel rank too."""
+    """Return the objects of ``rng_state`` for the arguments' degrees: one for each PP and TP rank,
+    and with expert parallelism for each data-parallel rank too."""
     if source.values.arguments is None:
         return {}
     pp, tp, ep = (degrees.get(axis, 1) for axis in ("pp", "tp", "ep"))
@@ -166,7 +166,7 @@ def _rng_states(
 
 
 def _extra_states(tensors: Mapping[str, Tensor], names: KeyNames) -> Iterator[str]:
-    """Yield the keys of the extra state that every linear layer of Megatron asks for."""
+    """Yield the keys of the extra state of every linear layer in Megatron."""
     weights = [
         names.of(split_name(tensor.name)[1])
         for tensor in tensors.values()
@@ -192,9 +192,8 @@ def common_of(
     reference: Values | None,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Return what ``common.pt`` holds: iteration, arguments, schedule, the optimizer's scalars.
-
-    ``notes`` gets a line for what is invented.
+    """Return the content of ``common.pt``: iteration, arguments, schedule, the optimizer's scalars.
+    ``notes`` gets a line for each invention.
 
     Raises:
         RefusedError: Hyperparameters of the optimizer are nowhere.
@@ -240,11 +239,10 @@ def common_of(
 def whole_groups(
     source: Checkpoint, reference: Values | None, notes: list[str]
 ) -> list[Mapping[str, Any]]:
-    """Return whole parameter groups; what the source lacks is the reference's.
+    """Return whole parameter groups; the reference fills gaps of the source.
 
     Raises:
-        RefusedError: Hyperparameters that the optimizer needs are nowhere: it would go on with
-            others.
+        RefusedError: Hyperparameters of the optimizer are nowhere: it would go on with others.
     """
     groups: list[Mapping[str, Any]] = []
     given = tuple(reference.param_groups) if reference else ()
@@ -281,8 +279,8 @@ def _link_sizes(
     *,
     is_split: bool,
 ) -> Sequence[int] | None:
-    """Return how many groups each optimizer of a chain has that is of several kinds (Muon's, beside
-    Adam's for vectors and embeddings); None: it follows from the experts.
+    """Return the numbers of groups of a chain's optimizers of several kinds (Muon's, beside Adam's
+    for vectors and embeddings); None: they follow from the experts.
 
     Raises:
         RefusedError: The source does not say, or the target's chain is another one.
@@ -309,7 +307,7 @@ def _link_sizes(
 
 
 def content_of(archive: ArchiveLayout) -> bytes:
-    """Return the bytes of an archive that has no open tensors."""
+    """Return the bytes of an archive without open tensors."""
     assert not archive.tensors
     data = bytearray(archive.size_bytes)
     for at, part in archive.fixed:
@@ -319,7 +317,7 @@ def content_of(archive: ArchiveLayout) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A tensor to be stored: where it comes from, under which key and index on leading axes."""
+    """A tensor to be stored: its origin, its key and its index on leading axes."""
 
     tensor: Tensor
     key: str
@@ -369,7 +367,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
 
 
 def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:
-    """Tell whether the optimizer is to be the distributed one; None: there is no state of one."""
+    """Whether to write the distributed optimizer; None: there is no optimizer state."""
     kinds = {split_name(tensor.name)[0] for tensor in source.placed.collection.tensors}
     if kinds <= {PARAM, MAIN, STEP}:
         return None
@@ -380,7 +378,7 @@ def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:
 def _items(
     tensors: Mapping[str, Tensor], is_split: bool | None, names: KeyNames
 ) -> Iterator[_Item]:
-    """Yield what is stored, parameters first."""
+    """Yield the stored tensors, parameters first."""
     ordered = sorted(tensors, key=_in_order)
     for name in ordered:
         kind, parameter = split_name(name)
@@ -407,7 +405,7 @@ def _items(
 
 
 def _trained(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the parameters that have an optimizer state."""
+    """Return the parameters with an optimizer state."""
     pairs = (split_name(name) for name in tensors)
     return {parameter for kind, parameter in pairs if kind not in (PARAM, MAIN, STEP)}
 
@@ -421,7 +419,7 @@ def _in_order(name: str) -> tuple[Any, ...]:
 
 
 def _stacked(items: Sequence[_Item]) -> list[tuple[str, list[_Item]]]:
-    """Group items by key; refuse keys of which a layer or an expert is missing."""
+    """Group items by key; refuse keys without some layer or expert."""
     by_key: dict[str, list[_Item]] = {}
     for item in items:
         by_key.setdefault(item.key, []).append(item)
@@ -450,7 +448,7 @@ class _Files:
         return [CheckpointFile(self._path(n), size) for n, size in enumerate(self._sizes)]
 
     def add_object(self, data: bytes) -> Extent:
-        """Store an archive whose bytes are known."""
+        """Store an archive of known bytes."""
         begin = self._sizes[-1]
         self.fixed[len(self._sizes) - 1].append((begin, data))
         self._sizes[-1] += len(data)
@@ -495,7 +493,7 @@ def _archive(dtype: str, shape: tuple[int, ...]) -> ArchiveLayout:
 
 
 def _cut(item: _Item, degrees: Mapping[str, int]) -> Iterator[Box]:
-    """Yield the boxes of a tensor that ranks will ask for."""
+    """Yield the boxes of a tensor on the ranks."""
     name, shape = item.tensor.name, item.tensor.shape
     axis = tensor_parallel_axis(name)
     tp = degrees.get("tp", 1)

@@ -78,15 +78,15 @@ from scalai.core.tensors.region import whole
 from scalai.store.files import map_file
 
 EXTRA_STATE = "_extra_state"
-"""What Transformer Engine keeps of a module beside its parameters, as of fp8: bytes, as an object
-or as a tensor, which is empty where there is nothing."""
+"""Transformer Engine's state of a module beside its parameters, as for fp8: bytes, as an object
+or as a tensor, empty if there are none."""
 STEP_FILE = "(step)"
-"""The file in memory that holds the optimizer's step."""
+"""The file in memory with the optimizer's step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """All tensors that were found; second copies; what else the state dicts tell; notes."""
+    """All tensors found; second copies; the state dicts' further values; notes."""
 
     placed: Placed
     duplicates: Placed | None
@@ -104,10 +104,10 @@ def read_tensors(
 
     Args:
         ranks: All ranks of the grid.
-        groups: LegacyParameter groups; of the distributed optimizer they know the step.
+        groups: Parameter groups; the distributed optimizer's have the step.
 
     Raises:
-        RefusedError: Something is missing, or is not what the model's order says.
+        RefusedError: Something is missing, or does not follow the model's order.
     """
     return _LegacyReader(directory, ranks, degrees, groups, FoundTensors(directory, degrees)).run()
 
@@ -183,7 +183,7 @@ class _LegacyReader:
         )
 
     def _first_layers(self) -> Mapping[tuple[int, int], int]:
-        """Return the first layer of each (stage, chunk), counted from what the ranks have."""
+        """Return the first layer of each (stage, chunk), counted over the ranks."""
         found, layer = {}, 0
         for chunk in range(self.degrees["vpp"]):
             for stage in range(self.degrees["pp"]):
@@ -193,7 +193,7 @@ class _LegacyReader:
         return found
 
     def _is_tied(self) -> bool:
-        """Tell whether the last stage's output layer is the first one's embedding."""
+        """Whether the last stage's output layer is the first one's embedding."""
         if self.degrees["pp"] == 1:
             return False
         last = self.ranks[0, self.degrees["pp"] - 1, 0]
@@ -249,7 +249,7 @@ class _LegacyReader:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Tell whether an entry of a state dict that is no parameter says nothing."""
+    """Whether an entry of a state dict beside parameters is empty."""
     return value is None or (isinstance(value, StoredTensor) and not prod(value.shape))
 
 
@@ -272,7 +272,7 @@ class TorchLegacyLayout:
     name: str = "torch"
 
     def find(self, path: Path) -> bool:
-        """Tell whether there are folders of ranks."""
+        """Whether there are folders of ranks."""
         directory = _find_iteration(path, None)
         return directory is not None and bool(_folders(directory))
 
@@ -308,14 +308,14 @@ def _read(name: str, directory: Path, *, trust: bool) -> Checkpoint:
 
 
 def _find_iteration(path: Path, iteration: int | None) -> Path | None:
-    """Return the directory of an iteration: ``path`` itself, or the one that the tracker names."""
+    """Return the directory of an iteration: ``path`` itself, or the tracker's."""
     if iteration is None and _folders(path):
         return path
     return find_below(path, iteration)
 
 
 def _folders(directory: Path) -> list[str]:
-    """Return the names of the folders that ranks wrote."""
+    """Return the names of the ranks' folders."""
     if not directory.is_dir():
         return []
     found = (entry for entry in directory.iterdir() if _FOLDER.fullmatch(entry.name))
@@ -389,7 +389,7 @@ def _coordinate(folder: Path, degrees: Mapping[str, int]) -> Coordinate:
 
 
 def _check_grid(directory: Path, ranks: Mapping[Coordinate, Rank]) -> dict[str, int]:
-    """Return the degrees; refuse ranks that are missing, or are none."""
+    """Return the degrees; refuse missing and foreign ranks."""
     degrees = argument_degrees(_arguments(ranks[min(ranks)].tree))
     counted = {axis: 1 + max(c[at] for c in ranks) for at, axis in enumerate(("tp", "pp", "ep"))}
     degrees = {**counted, **degrees}
@@ -446,14 +446,15 @@ def _check_equal(directory: Path, ranks: Mapping[Coordinate, Rank]) -> None:
 
 
 def _common(directory: Path, first: Rank) -> dict[str, Any]:
-    """Return what is no tensor, as ``common.pt`` of torch_dist has it; tensors with bytes."""
+    """Return the values beside tensors, as ``common.pt`` of torch_dist has them; tensors with
+    bytes."""
     if "iteration" not in first.tree and directory.name != RELEASE:
         raise RefusedError(
             f"{directory / first.folder / MODEL} has no iteration. Use another checkpoint."
         )
     optimizer = first.tree.get("optimizer")
     links = dict(enumerate(optimizer)) if isinstance(optimizer, list) else {0: optimizer or {}}
-    # The state of a whole optimizer is as large as the model: only what is beside it.
+    # Without the state of a whole optimizer, as large as the model.
     bare = {number: _without_state(link) for number, link in links.items()}
     data = map_file(directory / first.folder / MODEL)
     common = {**first.tree, "optimizer": bare if optimizer else None}

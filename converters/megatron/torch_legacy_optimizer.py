@@ -1,8 +1,8 @@
-"""What the optimizers of a rank keep in a legacy checkpoint, given to their parameters.
+"""The state of a rank's optimizers in a legacy checkpoint, given to their parameters.
 
-All goes by the order of the rank's parameters: the whole optimizer's state by number within the
-parameter groups, the distributed one's by place in flat buffers. What is found so is checked by
-content: masters must round to the weights beside them.
+The key is the order of the rank's parameters: the whole optimizer's state goes by number within the
+parameter groups, the distributed one's by place in flat buffers. The content is the check: masters
+must round to the weights beside them.
 
 Source: ``state_dict`` of megatron/core/optimizer/optimizer.py, ``get_parameter_state_dp_zero`` of
 megatron/core/optimizer/distrib_optimizer.py and ``_get_param_groups`` of
@@ -27,7 +27,7 @@ from scalai.core.tensors.region import Index, row_major, whole
 
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 CHECKED = 256
-"""Elements at each end of a parameter whose masters are compared with the weights."""
+"""Elements at each end of a parameter, compared as masters with the weights."""
 
 Coordinate = tuple[int, int, int]
 """(tp, pp, ep) ranks."""
@@ -35,7 +35,7 @@ Coordinate = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one model-parallel rank wrote: its folder, its state and its flat buffers."""
+    """A model-parallel rank's folder, state and flat buffers."""
 
     folder: str
     tree: Mapping[str, Any]
@@ -46,9 +46,8 @@ class Rank:
 class LegacyParameter:
     """A parameter of one rank.
 
-    ``shape`` is the whole one; ``parts`` are what the rank has of it. ``is_copy``: it is the
-    output layer of the last stage, tied to the embedding of the first. ``is_shared``: of such a
-    pair, either of them.
+    ``shape`` is the whole one; ``parts`` are the rank's. ``is_copy``: it is the output layer of the
+    last stage, tied to the embedding of the first. ``is_shared``: it is either of such a pair.
     """
 
     name: str
@@ -66,9 +65,9 @@ class LegacyParameter:
 
 @dataclass(frozen=True, slots=True)
 class FoundTensors:
-    """Tensors that were found in a checkpoint: pieces, second copies.
+    """Tensors found in a checkpoint: pieces, second copies.
 
-    ``stepped`` are the parameters whose step is that of their group, ``notes`` what is not carried.
+    ``stepped`` are the parameters with their group's step, ``notes`` losses.
     """
 
     directory: Path
@@ -81,7 +80,7 @@ class FoundTensors:
     def add_stored(
         self, kind: str, parameter: LegacyParameter, stored: StoredTensor, file: str
     ) -> None:
-        """Add a tensor of a parameter's shape, wherever it lies."""
+        """Add a tensor of a parameter's shape."""
         if stored.shape != parameter.stored.shape:
             raise self.misfit(
                 file,
@@ -98,7 +97,7 @@ class FoundTensors:
     def add_optimizer(
         self, coordinate: Coordinate, rank: Rank, parameters: Sequence[LegacyParameter]
     ) -> None:
-        """Add what a rank's optimizers keep; experts may have one of their own."""
+        """Add the state of a rank's optimizers; experts may have one of their own."""
         tree, buffers = rank.tree["optimizer"], rank.buffers
         is_chained = isinstance(tree, list)
         links = tree if is_chained else [tree]
@@ -114,13 +113,13 @@ class FoundTensors:
             elif state is not None:
                 self._add_buffers(coordinate, rank, state, mine)
             elif number or not coordinate[2]:
-                # The dense parameters' is with the first of the ranks that share them.
+                # The first of the sharing ranks has the dense parameters' state.
                 raise self._missing(rank)
 
     def _add_whole(
         self, rank: Rank, link: Mapping[str, Any], parameters: Sequence[LegacyParameter]
     ) -> None:
-        """Add the state of an optimizer that is not distributed."""
+        """Add the state of an optimizer without distribution."""
         file = f"{rank.folder}/{MODEL}"
         inner = link.get("optimizer", link)
         masters = link.get("fp32_from_fp16_params", link.get("fp32_from_fp16"))
@@ -215,7 +214,7 @@ class FoundTensors:
     def _bucket_sizes(
         self, coordinate: Coordinate, rank: Rank, chunk: int, parameters: Sequence[LegacyParameter]
     ) -> list[int | None]:
-        """Return how large buckets may be: as the arguments say, else as Megatron's defaults."""
+        """Return possible sizes of buckets: by the arguments, else by Megatron's defaults."""
         arguments = vars(rank.tree["args"]) if "args" in rank.tree else {}
         dp = self.degrees.get("dp", 1) * self.degrees.get("cp", 1)
         numel = sum(parameter.numel for parameter in parameters)
@@ -231,13 +230,13 @@ class FoundTensors:
     def _fits(
         self, parameter: LegacyParameter, start: int, tensors: Mapping[str, StoredTensor], file: str
     ) -> bool:
-        """Tell whether the masters that begin here are those of a parameter."""
+        """Whether the masters at ``start`` are those of a parameter."""
         masters = tensors["param"]
         begin = masters.begin + start * ITEM_BYTES[masters.dtype]
         return self._is_equal(parameter, begin, masters.dtype, file)
 
     def _is_equal(self, parameter: LegacyParameter, begin: int, dtype: str, file: str) -> bool:
-        """Tell whether the masters at both ends of a parameter round to its weights."""
+        """Whether the masters at both ends of a parameter round to its weights."""
         model = f"{file.rpartition('/')[0]}/{MODEL}"
         stored = parameter.stored
         if stored.stride != row_major(stored.shape) and parameter.numel > 1:
@@ -285,7 +284,7 @@ class FoundTensors:
         )
 
     def misfit(self, file: str, what: str) -> RefusedError:
-        """Return the error that a file does not fit the model."""
+        """Return the error for a file that does not fit the model."""
         return RefusedError(
             f"{self.directory / file} does not fit its model: {what}. Load the checkpoint in "
             "Megatron at its own degrees and save it with --ckpt-format torch_dist."

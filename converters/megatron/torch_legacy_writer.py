@@ -96,7 +96,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class LegacyJob:
-    """What is written, for all ranks."""
+    """The job to write, for all ranks."""
 
     source: Checkpoint
     degrees: Mapping[str, int]
@@ -152,7 +152,7 @@ class LegacyJob:
 
     @property
     def is_chained(self) -> bool:
-        """Whether experts have an optimizer of their own."""
+        """Experts have an optimizer of their own."""
         return self.degrees["ep"] > 1 and any(expert_of(name) is not None for name in self.tensors)
 
     @property
@@ -166,7 +166,7 @@ class LegacyJob:
                     yield tp_rank, pp_rank, ep_rank
 
     def warnings(self) -> Iterator[str]:
-        """Yield what the job that loads this has to keep to."""
+        """Yield conditions on the job that loads this."""
         given = self.arguments or {}
         if self.is_split and given.get("overlap_grad_reduce"):
             size = given.get("ddp_bucket_size") or given.get("ddp_num_buckets") or "default"
@@ -179,12 +179,12 @@ class LegacyJob:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of tensors that the optimizer keeps for a parameter."""
+        """Kinds of the optimizer's tensors for a parameter."""
         kinds = {split_name(name)[0] for name in self.tensors}
         return sorted(kinds - {PARAM, MAIN, STEP})
 
     def is_trained(self, name: str) -> bool:
-        """Tell whether the optimizer has a parameter.
+        """Whether the optimizer has a parameter.
 
         Raises:
             RefusedError: It has a part of its state, or no fp32 master.
@@ -202,7 +202,7 @@ class LegacyJob:
 
     @property
     def ranks(self) -> int:
-        """Ranks that share a bucket."""
+        """Number of ranks that share a bucket."""
         return self.degrees.get("dp", 1) * self.degrees.get("cp", 1)
 
     def locals(self, coordinate: Coordinate) -> list[Local]:
@@ -252,7 +252,7 @@ def _check_gpt(parameters: Sequence[str]) -> None:
 
 
 def _target_degrees(old: Mapping[str, int], requested: Mapping[str, int]) -> dict[str, int]:
-    """Return all degrees of the target. Experts are cut as the rest where they were."""
+    """Return all degrees of the target. Experts keep the cut of the rest if they had it."""
     degrees = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, **old, **requested}
     if old.get("etp", old.get("tp")) == old.get("tp") and degrees.get("etp") == old.get("etp"):
         degrees["etp"] = degrees["tp"]
@@ -265,7 +265,6 @@ def _target_degrees(old: Mapping[str, int], requested: Mapping[str, int]) -> dic
 
 
 def _is_here(name: str, layers: range, experts: range, *, is_first: bool, is_last: bool) -> bool:
-    """Tell whether a model chunk has a tensor."""
     layer, expert = layer_of(name), expert_of(name)
     if layer is not None:
         return layer in layers and (expert is None or expert in experts)
@@ -291,7 +290,7 @@ def _naming(source: Checkpoint, arguments: Mapping[str, Any] | None, notes: list
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A box of a tensor that is to lie in a file's tensor, from byte ``offset`` of it on."""
+    """A box of a tensor for a file's tensor, from its byte ``offset`` on."""
 
     tensor: Tensor
     box: Box
@@ -300,7 +299,7 @@ class Fill:
 
 
 def filled(local: Local, tensor: Tensor, fills: list[Fill]) -> NewTensor:
-    """Return a new tensor of a rank's shape, which the tensor's boxes are to fill."""
+    """Return a new tensor of a rank's shape, to be filled with the tensor's boxes."""
     into = NewTensor(tensor.dtype, local.shape)
     offset = 0
     for part in local.parts:
@@ -317,7 +316,7 @@ def groups_of(job: LegacyJob, number: int) -> list[dict[str, Any]]:
 
 
 def _counted(group: Mapping[str, Any], step: float | None) -> dict[str, Any]:
-    """Return a parameter group with the optimizer's step, a whole number where it was one."""
+    """Return a parameter group with the optimizer's step, a whole number if it was one."""
     if step is None:
         return dict(group)
     return {**group, "step": int(step) if isinstance(group.get("step"), int) else step}
@@ -404,7 +403,7 @@ def buffers_of(
 def _fill_flat(
     job: LegacyJob, kind: str, local: Local, into: NewTensor, start: int, fills: list[Fill]
 ) -> None:
-    """Note which boxes fill a parameter's part of a flat buffer."""
+    """Note the boxes of a parameter's part of a flat buffer."""
     if kind == "param":
         weight, main = (job.tensors.get(f"{k}/{local.name}") for k in (PARAM, MAIN))
         tensor = main or weight
@@ -423,7 +422,7 @@ def _fill_flat(
 
 
 def _grad_dtype(job: LegacyJob, dtype: str) -> Any:
-    """Return the dtype of gradients, by which Megatron finds a buffer."""
+    """Return the dtype of gradients, Megatron's key of a buffer."""
     given = job.arguments or {}
     is_wide = given.get("accumulate_allreduce_grads_in_fp32", dtype == "BF16")
     return foreign("torch", TORCH_NAMES["F32" if is_wide else dtype])
@@ -436,8 +435,8 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     """Lay out a checkpoint of ``source``'s state at other degrees.
 
     Raises:
-        RefusedError: The model cannot be cut so, is not one whose order is known, or lacks masters
-            or hyperparameters.
+        RefusedError: The model cannot be cut so, has modules of unknown order, or lacks masters or
+            hyperparameters.
     """
     job = LegacyJob.of(source, options)
     files: list[CheckpointFile] = []
@@ -466,7 +465,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
 def _rank_files(
     job: LegacyJob, coordinate: Coordinate
 ) -> Iterator[tuple[str, Any, Sequence[Fill]]]:
-    """Yield path, content and what is to be filled in for each file of a rank."""
+    """Yield path, content and fills of each file of a rank."""
     folder = f"{job.folder}/{folder_name(coordinate, job.degrees)}"
     locals_ = job.locals(coordinate)
     fills: list[Fill] = []
@@ -499,7 +498,7 @@ def _rank_files(
     if job.is_split:
         flat: list[Fill] = []
         numel = sum(local.numel for local in trained)
-        # The dense parameters' state is with the first of the ranks that share them.
+        # The first of the sharing ranks has the dense parameters' state.
         buffers = [
             buffers_of(job, coordinate, link, numel, flat) if number or not coordinate[2] else None
             for number, link in enumerate(links)
