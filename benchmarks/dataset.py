@@ -50,11 +50,13 @@ def main() -> None:
         write_sparse(folder / "many")
         point = folder / "point"
         point.mkdir()
-        scalai(
-            "mount", "bench", point, f"--source=c={folder / 'c'}", "--record-tokens=c=4096",
-            f"--source=many={folder / 'many'}", f"--record-tokens=many={SAMPLE_TOKENS}",
-            f"--global-batch-size={GLOBAL_BATCH}", f"--log={folder / 'log'}",
-        )  # fmt: skip
+        (folder / "elastic.toml").write_text(
+            f'[dataset]\nsources = {{ c = "{folder}/c", many = "{folder}/many" }}\n'
+            f"record_tokens = {{ c = 4096, many = {SAMPLE_TOKENS} }}\n"
+            f"global_batch_size = {GLOBAL_BATCH}\n"
+        )
+        elastic, log = f"--elastic={folder / 'elastic.toml'}", f"--log={folder / 'log'}"
+        scalai("mount", "bench", point, elastic, log)
         try:
             measure_mount(report, folder / "c.bin", point / "dataset" / "c" / "source" / "c.bin")
             measure_reader(report, folder)

@@ -34,8 +34,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = {MODULES[asked]} if asked in MODULES else dict.fromkeys(MODULES.values())
     for name in wanted:
         importlib.import_module(f"scalai.launch.commands.{name}").add_parser(commands)
-    arguments = parser.parse_args(given)
-    sys.exit(exit_code_of(f"scalai {arguments.command}", lambda: arguments.run(arguments)))
+
+    def run() -> int:
+        arguments = parser.parse_args(given)
+        return int(arguments.run(arguments))
+
+    sys.exit(exit_code_of(f"scalai {asked}" if asked in MODULES else "scalai", run))
 
 
 def scalai_run() -> None:

@@ -15,15 +15,15 @@ from scalai.core.dataset.table import DatasetTable
 from scalai.core.errors import RefusedError, UsageError
 from scalai.launch.config.elastic_file import load_config
 from scalai.launch.config.own_batch import own_batch
+from scalai.launch.config.removed import add_removed_flags
 from scalai.launch.logs import configure
-from scalai.remote.patience import WITHIN_S
 from scalai.vfs.mounts import absolute, find_mount, prepare, unmount
 
 if TYPE_CHECKING:
     from scalai.vfs.tree import Tree
 
-START_S = 60.0
-"""How long a mount may take to be there, beside what it asks of URLs."""
+START_S = 120.0
+"""Deadline of the start of the serving process, seconds: 60 for a URL's server, 60 for the rest."""
 _WITHOUT = "The same tree is read without a mount as scalai://JOB/… by fsspec."
 
 log = logging.getLogger("scalai.mount")
@@ -47,10 +47,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="a data set: a file, a folder, or a prefix of .bin and .idx; again for further ones",
     )  # fmt: skip
     mount.add_argument(
-        "--record-tokens", action="append", default=[], metavar="NAME=N",
-        help="tokens of a sample of that .bin; otherwise its sequences are the samples",
-    )  # fmt: skip
-    mount.add_argument(
         "--shuffle", action="append", default=[], metavar="NAME=SEED",
         help="its samples come in the order of scalai.Shuffled with this seed; otherwise as they "
         "lie",
@@ -60,28 +56,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="samples of a step: gives each data set the folders dp-R-of-D (default: the job's)",
     )  # fmt: skip
     mount.add_argument(
-        "--rampup-batch-size", type=int, nargs=3, default=(),
-        metavar=("START", "INCREMENT", "SAMPLES"),
-        help="it grows to that size, by Megatron-LM's rule",
-    )  # fmt: skip
-    mount.add_argument(
         "--elastic", metavar="FILE",
-        help="the job's elastic configuration, for a job that has no state yet: its [dataset]",
-    )  # fmt: skip
-    mount.add_argument(
-        "--cache-mb", type=int, default=256, metavar="MB",
-        help="what blocks of remote sources may take (default: %(default)s)",
-    )  # fmt: skip
-    mount.add_argument("--cache-dir", type=Path, help="where they lie, if not in memory")
-    mount.add_argument(
-        "--remote-timeout", type=float, default=WITHIN_S, metavar="S",
-        help="how long what a read needs of a URL may take, all tries together (default: "
-        "%(default)g s)",
+        help="file with a [dataset] (sources, record_tokens, rampup_batch_size, ...), such as that "
+        "of a job without a state",
     )  # fmt: skip
     mount.add_argument("--store-dir", type=Path, help="where stores are, if not in /dev/shm")
     mount.add_argument("--log", type=Path, metavar="FILE", help="where the process writes its log")
     mount.add_argument("--foreground", action="store_true", help="serve in this process")
     mount.set_defaults(run=_mount)
+    add_removed_flags(mount)
     gone = subparsers.add_parser("unmount", help="end a mount", description="End a mount.")
     gone.add_argument("point", type=Path, metavar="POINT", help="where it is mounted")
     gone.add_argument("--lazy", action="store_true", help="also where files are open")
@@ -127,23 +110,15 @@ def _said(tree: "Tree") -> Iterator[str]:
 
 def _tree(args: argparse.Namespace) -> "Tree":
     """Return the tree that the flags mean. Raises ``ScalaiError``."""
-    from scalai.vfs.cache import BlockCache
     from scalai.vfs.tree import Tree, find_job
 
     sources = {name: _anywhere(url) for name, url in _pairs("--source", args.source)}
     if len(sources) < len(args.source):
         raise UsageError(f"--source names a data set twice: {args.source}.")
-    given = DatasetTable(
-        sources, _numbers("--record-tokens", args.record_tokens),
-        _numbers("--shuffle", args.shuffle), args.global_batch_size, tuple(args.rampup_batch_size),
-    ).over(_of_file(args.elastic))  # fmt: skip
-    if args.cache_mb < 0:
-        raise UsageError(f"--cache-mb {args.cache_mb}: expected 0 or more.")
-    if not 0 < args.remote_timeout < float("inf"):
-        raise UsageError(f"--remote-timeout {args.remote_timeout}: expected seconds above 0.")
-    directory = find_job(args.what, args.store_dir, may_be_new=bool(given.sources))
-    cache = BlockCache(args.cache_mb << 20, args.cache_dir)
-    return Tree(directory, given, cache=cache, remote_timeout_s=args.remote_timeout)
+    seeds = _numbers("--shuffle", args.shuffle)
+    flags = DatasetTable(sources, shuffle=seeds, global_batch_size=args.global_batch_size)
+    given = flags.over(_of_file(args.elastic))
+    return Tree(find_job(args.what, args.store_dir, may_be_new=bool(given.sources)), given)
 
 
 def _of_file(path: str | None) -> DatasetTable:
@@ -204,7 +179,7 @@ def _start(args: argparse.Namespace, point: Path) -> None:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
-    end = time.monotonic() + START_S + args.remote_timeout
+    end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         if find_mount(point) is not None:
             print(f"{args.what} is mounted at {point} by process {process.pid}; its log is {path}")

@@ -12,6 +12,12 @@ REMOVED = {
     "--coordinator-lease vote": "Agents do not vote. Leave it out where all hosts reach "
     "--durable-dir, or name file:/FOLDER, etcd:URL or kubernetes:; with none of these the loss of "
     "the coordinator's machine ends the job",
+    "--remote-timeout": "Leave it out: a read from a URL fails after 60 s",
+    "--cache-dir": "Leave it out: blocks of remote sources lie in memory, 32 MiB an open file",
+    "--cache-mb": "Leave it out: blocks of remote sources take 32 MiB an open file",
+    "--record-tokens": "Write record_tokens under [dataset] in the file of --elastic",
+    "--rampup-batch-size": "Write rampup_batch_size under [dataset] in the file of --elastic; "
+    "Megatron-LM's own flag goes behind the script",
     "SCALAI_TLS": "Unset it: the job's token seals every connection, with forward secrecy",
     "resize.build_ahead": "Write standby",
 }

@@ -8,7 +8,6 @@ Source: megatron/core/datasets/indexed_dataset.py (0.14 to 0.20).
 """
 
 import inspect
-import os
 import shutil
 import tempfile
 import time
@@ -45,11 +44,8 @@ class SourceReader:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._open()
-
-    def _open(self) -> None:
-        files, path = fsspec.core.url_to_fs(self._url)
-        self._content, self._process = files.open_content(path), os.getpid()
+        files, path = fsspec.core.url_to_fs(url)
+        self._content = files.open_content(path)
         self._map = self._content.mapped() if isinstance(self._content, LocalSource) else None
         self._checked = 0.0
 
@@ -74,8 +70,6 @@ class SourceReader:
             ) from error
 
     def _data(self, size: int, offset: int) -> bytes:
-        if os.getpid() != self._process:
-            self._open()  # a worker of a loader was forked: threads and locks are its parent's
         data = self._content.read(offset, size)
         if len(data) != size:
             raise ValueError("it ends before")

@@ -1,35 +1,26 @@
 """A data set as a folder: its sources unchanged, and the samples of each replica of any DP."""
 
 import errno
-import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from scalai.core.dataset.global_batches import GlobalBatches
 from scalai.core.dataset.own_order import Shuffled
-from scalai.core.errors import RefusedError, UsageError
-from scalai.remote.files import files_at, remote_file
-from scalai.remote.patience import WITHIN_S, Patience
-from scalai.vfs.cache import BlockCache
+from scalai.core.errors import RefusedError
 from scalai.vfs.nodes import File, Listed, Node, listed, missing
 from scalai.vfs.records import FixedRecords, Records, json_lines, sequences
 from scalai.vfs.shares import Order, Sequential, Share
-from scalai.vfs.sources import LocalSource, RemoteSource, Source
+from scalai.vfs.sources import OpenSource, Source, open_files
 from scalai.vfs.token_index import read_dtype, read_index
 from scalai.vfs.views import ReplicaFolder, Samples
 
-OpenSource = Callable[[], Source]
-"""Opens a source. Raises ``OSError``."""
-LOCAL = ("file", "local")
 LINES = ".jsonl"
 """How files end that have a sample in each line."""
 _REPLICA = re.compile(r"dp-(0|[1-9]\d{0,8})-of-([1-9]\d{0,8})")
@@ -44,14 +35,12 @@ class DatasetSpec:
     Attributes:
         tokens: Tokens of a sample, of a ``.bin``; None: its sequences are the samples.
         seed: Of its order; None: the samples come as they lie.
-        remote_timeout_s: How long what a read needs of a URL may take, all tries together.
     """
 
     name: str
     url: str
     tokens: int | None = None
     seed: int | None = None
-    remote_timeout_s: float = WITHIN_S
 
     def order(self, samples: int) -> Order:
         """Return the order of so many samples.
@@ -68,7 +57,7 @@ class DatasetSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ViewedJob:
     """What the views need to know of the job.
 
     Attributes:
@@ -91,9 +80,9 @@ class DatasetFolder:
 
     mtime = 0.0
 
-    def __init__(self, spec: DatasetSpec, cache: BlockCache, job: Job) -> None:
+    def __init__(self, spec: DatasetSpec, job: ViewedJob) -> None:
         self._spec, self._job = spec, job
-        self._files = open_files(spec.url, cache, spec.remote_timeout_s)
+        self._files = open_files(spec.url)
         self._source = source_folder(self._files)
         self._mutex = threading.RLock()
         self._samples: Samples | None = None
@@ -200,109 +189,3 @@ def _file(open_source: OpenSource) -> File:
         return File(source.size_bytes, source.mtime, open_source)
     finally:
         source.close()
-
-
-def open_files(
-    url: str, cache: BlockCache, remote_timeout_s: float = WITHIN_S
-) -> dict[str, OpenSource]:
-    """Return what opens each file at a URL, by its path below it.
-
-    Raises:
-        UsageError: Nothing is there, or its file system is unknown or does not answer.
-    """
-    try:
-        files, path = fsspec.core.url_to_fs(url)
-        is_local = bool({files.protocol} & {*LOCAL} if isinstance(files.protocol, str)
-                        else {*files.protocol} & {*LOCAL})  # fmt: skip
-        found = (
-            _local_files(Path(path))
-            if is_local
-            else _remote_files(url, files, path, cache, remote_timeout_s)
-        )
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"{url} cannot be opened: {error}") from error
-    except Exception as error:  # each file system has its own
-        raise UsageError(f"{url} cannot be read: {error}") from error
-    if not found:
-        raise UsageError(
-            f"there is nothing at {url}. Name a file, a folder with files, or a prefix of .bin and "
-            ".idx."
-        )
-    return found
-
-
-_ENDS = (".bin", ".idx")
-
-
-def _local_files(path: Path) -> dict[str, OpenSource]:
-    if path.is_file():
-        paths = {path.name: path}
-    elif path.is_dir():
-        paths = {str(each.relative_to(path)): each for each in _files_below(path)}
-    else:
-        both = [path.with_name(path.name + end) for end in _ENDS]
-        paths = {each.name: each for each in both if each.is_file()}
-    return {name: partial(LocalSource, each, os.stat(each)) for name, each in paths.items()}
-
-
-def _files_below(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
-    """Yield the files below a folder by name, also where links lead, but for a link to one of the
-    folders that it lies in. Raises ``OSError``.
-
-    Args:
-        above: Device and inode of these folders.
-    """
-    status = folder.stat()
-    here = status.st_dev, status.st_ino
-    if here in above:
-        return
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from _files_below(path, (*above, here))
-        elif path.is_file():
-            yield path
-
-
-def _remote_files(
-    url: str, files: Any, path: str, cache: BlockCache, within_s: float
-) -> dict[str, OpenSource]:
-    found = files_at(files, path, _patience(url, cache, within_s), _ENDS)
-    return {
-        name: _Once(partial(_remote, files.unstrip_protocol(each), files, each, cache, within_s))
-        for name, each in found.items()
-    }
-
-
-def _remote(url: str, files: Any, path: str, cache: BlockCache, within_s: float) -> Source:
-    return RemoteSource(url, remote_file(files, path), cache, _patience(url, cache, within_s))
-
-
-def _patience(url: str, cache: BlockCache, within_s: float) -> Patience:
-    return Patience(url, within_s, silences=cache.silences)
-
-
-class _Once:
-    """Opens a source at the first call, and gives the same one from then on: what it was then is
-    what it has to stay."""
-
-    def __init__(self, open_source: Callable[[], Source]) -> None:
-        self._open, self._mutex = open_source, threading.Lock()
-        self._source: Source | None = None
-
-    def __call__(self) -> Source:
-        with self._mutex:
-            if self._source is None:
-                self._source = _Shared(self._open())
-            return self._source
-
-
-class _Shared:
-    """A source that stays open for as long as the process runs."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.size_bytes, self.mtime = source.size_bytes, source.mtime
-        self.read = source.read
-
-    def close(self) -> None:
-        pass

@@ -1,6 +1,7 @@
 """``scalai://<job>/…``: the tree of a job as a file system of fsspec, without a mount."""
 
 import errno
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,11 @@ from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from scalai.core.errors import UsageError
-from scalai.remote.patience import WITHIN_S
 from scalai.vfs.array_files import HEADERS
 from scalai.vfs.nodes import Content, File, Link, Node, is_folder, resolve
 from scalai.vfs.tree import Tree, find_store, read_table
+
+log = logging.getLogger(__name__)
 
 _SLICED = re.compile(rf"({'|'.join(map(re.escape, HEADERS))})\?slice=([^/?]*)\Z")
 """A slice by query, of a tensor by its name."""
@@ -30,7 +31,6 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
             (``FSSPEC_SCALAI='{"sources": {"corpus": "/data/corpus"}}'``).
         store_dir: Where stores are, if not in shared memory.
         directory: Where the generations of the job lie, for one that has no store here.
-        remote_timeout_s: How long what a read needs of a URL may take, all tries together.
 
     Raises:
         UsageError: A value is not what it should be.
@@ -44,18 +44,19 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
         record_tokens: Mapping[str, int] | None = None, shuffle: Mapping[str, int] | None = None,
         global_batch_size: int | None = None, rampup_batch_size: Sequence[int] = (),
         store_dir: str | None = None, directory: str | None = None,
-        remote_timeout_s: float = WITHIN_S, **options: Any,
+        **options: Any,
     ) -> None:  # fmt: skip
+        if options.pop("remote_timeout_s", None) is not None:
+            log.warning(
+                "event=option_ignored remote_timeout_s: a read of a URL has 60 s. Leave it out."
+            )
         super().__init__(**options)
         self._given = read_table({
             "sources": sources or {}, "record_tokens": record_tokens or {},
             "shuffle": shuffle or {}, "global_batch_size": global_batch_size,
             "rampup_batch_size": list(rampup_batch_size),
         })  # fmt: skip
-        if not 0 < remote_timeout_s < float("inf"):
-            raise UsageError(f"remote_timeout_s {remote_timeout_s}: expected seconds above 0.")
         self._store_dir, self._directory = store_dir, directory
-        self._remote_timeout_s = remote_timeout_s
         self._trees: dict[str, Tree] = {}
 
     @classmethod
@@ -70,9 +71,7 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
         job, _, inside = self._strip_protocol(path).partition("/")
         tree = self._trees.get(job)
         if tree is None or (tree.is_new and tree.generations.numbers()):
-            tree = self._trees[job] = Tree(
-                self._find(job), self._given, remote_timeout_s=self._remote_timeout_s
-            )
+            tree = self._trees[job] = Tree(self._find(job), self._given)
         tree.pins.sweep()
         return resolve(tree, inside)[1]
 

@@ -1,34 +1,28 @@
-"""Files that samples come from, wherever they lie: read at any place, unchanged or not at all.
+"""Files that samples come from, here or behind a URL: read at any place, unchanged or not at all.
 
-What tells a file from its later self is its size, with its time, its inode or its tag. It is noted
-when the source is opened and compared again whenever bytes come from it, so that a file that was
-written anew gives an error and never a mixture.
+A local file's size, time and inode tell it from its later self. They are noted at the opening and
+compared behind each read, so a file written anew gives an error and never a mixture.
 """
 
 import errno
-import logging
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from scalai.remote.files import RemoteFile
-from scalai.remote.patience import ChangedError, Patience
-from scalai.vfs.cache import BLOCK_BYTES, BlockCache
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from scalai.core.errors import UsageError
+from scalai.vfs.remote import Facts, RemoteFiles, RemoteSource
 
 LOOK_S = 1.0
-"""How often it is asked whether a local file is still there under its name."""
-SLACK_S = 10.0
-"""How much longer than a fetch may take others wait for it."""
-AHEAD = 2
-"""Blocks that are read before they are asked for, once a reader goes from one to the next."""
-
-log = logging.getLogger(__name__)
+"""Least seconds between two looks for a local file under its name."""
+_ENDS = (".bin", ".idx")
 
 
 class Source(Protocol):
@@ -130,114 +124,74 @@ def _state(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-class RemoteSource:
-    """A file behind an fsspec file system, read in blocks through a bounded cache.
+OpenSource = Callable[[], Source]
+"""Opens a source. Raises ``OSError``."""
 
-    Args:
-        url: For messages, and for the cache.
-        file: What is asked for its bytes.
-        cache: Shared by sources.
-        patience: How long it is asked.
+
+def open_files(url: str) -> dict[str, OpenSource]:
+    """Openers of the files at a URL, by their paths below it.
 
     Raises:
-        OSError: It cannot be found.
+        UsageError: Nothing is there, or its file system is unknown or does not answer.
     """
-
-    def __init__(
-        self, url: str, file: RemoteFile, cache: BlockCache, patience: Patience | None = None
-    ) -> None:
-        self._url, self._file, self._cache = url, file, cache
-        self._patience = patience or Patience(url)
-        self._mutex = threading.Lock()
-        self._in_flight: dict[int, Future[bytes]] = {}
-        self._last = -1
-        self._error: str | None = None
-        self._facts = facts = self._asked("opened", file.look)
-        if facts.size_bytes is None:
-            raise OSError(errno.EIO, f"{url} does not say its size, so it has no places to read at")
-        self.size_bytes, self.mtime = facts.size_bytes, facts.mtime
-        if not facts.tags:
-            log.warning(
-                "event=source_without_tag url=%s: only its size tells whether it changes", url
-            )
-
-    def read(self, offset: int, size: int) -> bytes:
-        if self._error is not None:
-            raise OSError(errno.EIO, self._error)
-        end = min(offset + size, self.size_bytes)
-        if offset >= end:
-            return b""
-        parts, first, last = [], offset // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
-        for number in range(first, last + 1):
-            begin = number * BLOCK_BYTES
-            parts.append(self._block(number)[max(offset - begin, 0) : end - begin])
-        if last in (self._last, self._last + 1):
-            self._read_ahead(last)
-        self._last = last
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _read_ahead(self, last: int) -> None:
-        blocks = -(-self.size_bytes // BLOCK_BYTES)
-        for number in range(last + 1, min(last + 1 + AHEAD, blocks)):
-            self._cache.beside((self._url, number), partial(self._quietly, number))
-
-    def _quietly(self, number: int) -> None:
-        try:
-            self._block(number)
-        except OSError:
-            pass  # whoever asks for it gets the error
-
-    def _block(self, number: int) -> bytes:
-        """Return a block; one thread fetches it, others get what comes of that."""
-        key = (self._url, number)
-        data = self._cache.get(key)
-        if data is not None:
-            return data
-        with self._mutex:
-            other = self._in_flight.get(number)
-            mine = self._in_flight[number] = Future() if other is None else other
-        if other is not None:
-            return self._awaited(other)
-        try:
-            data = self._cache.get(key)
-            if data is None:
-                data = self._fetch(number)
-                self._cache.put(key, data)
-            mine.set_result(data)
-            return data
-        except BaseException as error:
-            mine.set_exception(error)
-            raise
-        finally:
-            with self._mutex:
-                del self._in_flight[number]
-
-    def _awaited(self, other: "Future[bytes]") -> bytes:
-        try:
-            return other.result(self._patience.within_s + SLACK_S)
-        except TimeoutError as error:
-            raise OSError(errno.EIO, f"{self._url} gave no bytes in time") from error
-
-    def _fetch(self, number: int) -> bytes:
-        begin = number * BLOCK_BYTES
-        ranges = [(begin, min(begin + BLOCK_BYTES, self.size_bytes))]
-        found: list[bytes] = self._asked(
-            "read", lambda within_s: self._file.read(self._facts, ranges, within_s)
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+        is_local = isinstance(files, LocalFileSystem)
+        found = _local_files(Path(path)) if is_local else _remote_files(RemoteFiles(url))
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{url} cannot be opened: {error}") from error
+    except Exception as error:  # each file system has its own
+        raise UsageError(f"{url} cannot be read: {error}") from error
+    if not found:
+        raise UsageError(
+            f"there is nothing at {url}. Name a file, a folder with files, or a prefix of .bin and "
+            ".idx."
         )
-        return found[0]
+    return found
 
-    def _asked(self, what: str, call: Callable[[float], Any]) -> Any:
-        """Return an answer. Raises ``OSError`` with a number that readers know."""
-        try:
-            return self._patience.ask(what, call)
-        except ChangedError as error:
-            self._error = (
-                f"{self._url} changed since it was opened: {error.strerror}. Mount again to read "
-                "the new one."
-            )
-            raise OSError(errno.EIO, self._error) from error
-        except OSError as error:
-            raise OSError(errno.EIO, error.strerror or f"{self._url}: {error}") from error
 
-    def close(self) -> None:
-        self._cache.forget(self._url)
+def _local_files(path: Path) -> dict[str, OpenSource]:
+    if path.is_file():
+        paths = {path.name: path}
+    elif path.is_dir():
+        paths = {str(each.relative_to(path)): each for each in _files_below(path)}
+    else:
+        both = [path.with_name(path.name + end) for end in _ENDS]
+        paths = {each.name: each for each in both if each.is_file()}
+    return {name: partial(LocalSource, each, os.stat(each)) for name, each in paths.items()}
+
+
+def _files_below(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
+    """Yield the files below a folder by name, also where links lead, but for a link to one of the
+    folders that it lies in. Raises ``OSError``.
+
+    Args:
+        above: Device and inode of these folders.
+    """
+    status = folder.stat()
+    here = status.st_dev, status.st_ino
+    if here in above:
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _files_below(path, (*above, here))
+        elif path.is_file():
+            yield path
+
+
+def _remote_files(remote: RemoteFiles) -> dict[str, OpenSource]:
+    return {name: _Opener(remote, path) for name, path in remote.find(_ENDS).items()}
+
+
+class _Opener:
+    """Opens a remote file, which must stay as the first opening found it."""
+
+    def __init__(self, remote: RemoteFiles, path: str) -> None:
+        self._remote, self._path, self._mutex = remote, path, threading.Lock()
+        self._facts: Facts | None = None
+
+    def __call__(self) -> Source:
+        with self._mutex:
+            source = RemoteSource(self._remote, self._path, self._facts)
+            self._facts = source.facts
+            return source

@@ -15,12 +15,10 @@ from pathlib import Path
 from scalai.core.dataset.table import DATASET, DatasetTable
 from scalai.core.errors import MessageError, UsageError
 from scalai.core.jsonable import Json
-from scalai.remote.patience import WITHIN_S
 from scalai.runtime.codec import convert
 from scalai.store.generation import Generation
 from scalai.store.places import check_job, default_store_dir
-from scalai.vfs.cache import BlockCache
-from scalai.vfs.dataset import DatasetFolder, DatasetSpec, Job
+from scalai.vfs.dataset import DatasetFolder, DatasetSpec, ViewedJob
 from scalai.vfs.generations import Generations
 from scalai.vfs.nodes import Link, Node, listed, missing
 from scalai.vfs.pins import Pins
@@ -35,9 +33,7 @@ class Tree:
         directory: Where its generations lie; None: it has none.
         given: What this process says of the data sets. It overrules what the job says of them, as
             its newest generation has it now.
-        cache: Of remote sources.
         pins: What keeps generations that are open.
-        remote_timeout_s: How long what a read needs of a URL may take, all tries together.
 
     Attributes:
         is_new: Whether the job had no generation yet, and could say nothing.
@@ -52,23 +48,21 @@ class Tree:
     mtime = 0.0
 
     def __init__(
-        self, directory: Path | None, given: DatasetTable | None = None, *,
-        cache: BlockCache | None = None, pins: Pins | None = None,
-        remote_timeout_s: float = WITHIN_S,
-    ) -> None:  # fmt: skip
-        self.pins, self._cache = pins or Pins(), cache or BlockCache()
+        self, directory: Path | None, given: DatasetTable | None = None, pins: Pins | None = None
+    ) -> None:
+        self.pins = pins or Pins()
         self.generations = Generations(directory, self.pins)
         self.left_out: dict[str, str] = {}
         self.is_new = not self.generations.numbers()
         self.told = _told_by(self._newest())
         self.table = (given or DatasetTable()).over(self.told).checked()
         tokens, seeds = self.table.record_tokens, self.table.shuffle
-        job = Job(self.table.batches, self._dp, self._consumed)
+        job = ViewedJob(self.table.batches, self._dp, self._consumed)
         folders: dict[str, Node] = {}
         for name, url in self.table.sources.items():
-            spec = DatasetSpec(name, url, tokens.get(name), seeds.get(name), remote_timeout_s)
+            spec = DatasetSpec(name, url, tokens.get(name), seeds.get(name))
             try:
-                folders[name] = DatasetFolder(spec, self._cache, job)
+                folders[name] = DatasetFolder(spec, job)
             except UsageError as error:
                 if given is not None and name in given.sources:
                     raise
@@ -108,7 +102,6 @@ class Tree:
     def close(self) -> None:
         """Let go of all that is open."""
         self.pins.close()
-        self._cache.close()
 
 
 def read_table(values: Json) -> DatasetTable:

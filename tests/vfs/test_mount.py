@@ -56,10 +56,14 @@ class Place:
             f"--source={name}={self.folder / name}" for name in ("tokens/c", "lines", "mixed")
         ]
         named = [text.replace("tokens/c=", "tokens=", 1) for text in sources]
+        file = self.folder / "elastic.toml"
+        file.write_text(
+            f'[dataset]\nsources.tokens = "{self.folder}/tokens/c"\n'
+            "record_tokens.tokens = 4\nglobal_batch_size = 8\n"
+        )
         return scalai(
             "mount", "job", str(self.point), f"--store-dir={self.folder / 'store'}", *named,
-            "--record-tokens=tokens=4", "--shuffle=mixed=7", "--global-batch-size=8",
-            f"--log={self.log}", *more,
+            f"--elastic={file}", "--shuffle=mixed=7", f"--log={self.log}", *more,
         )  # fmt: skip
 
 
@@ -238,7 +242,8 @@ def test_what_a_flag_says_of_another_data_set_or_without_a_number_is_refused(
     for more, why in (
         ("--shuffle=x=1", "names 'x'"),
         ("--shuffle=lines=a", "a whole number"),
-        ("--remote-timeout=nan", "expected seconds above 0"),
+        ("--remote-timeout=9", "fails after 60 s"),
+        ("--record-tokens=lines=4", "under [dataset] in the file of --elastic"),
     ):
         done = scalai("mount", "other", str(tmp_path), source, more)
         assert (done.returncode, why in done.stderr) == (2, True), done.stderr

@@ -19,11 +19,10 @@ pytest.importorskip("moto.server", reason="moto[server], which serves s3 here, i
 
 import scalai
 from scalai.core.errors import RefusedError, UsageError
-from scalai.remote import silences
-from scalai.vfs import sources
-from scalai.vfs.cache import BLOCK_BYTES, BlockCache
-from scalai.vfs.dataset import open_files
+from scalai.vfs import remote
 from scalai.vfs.filesystem import ScalaiFileSystem
+from scalai.vfs.remote import BLOCK_BYTES
+from scalai.vfs.sources import open_files
 from support.at_last import at_last
 from support.data_files import write_tokens
 from support.ports import free_port
@@ -50,8 +49,6 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(silences, "SHARED_S", 0.0)
-    monkeypatch.setattr(sources, "AHEAD", 0)
     port = free_port("127.0.0.1")
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
@@ -77,22 +74,22 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def test_an_object_is_read_by_ranges_and_never_wrong(server: Server) -> None:
     data = os.urandom(BLOCK_BYTES + 1000)
     server.files.pipe({"data/set/a.bin": data, "data/set/below/b.jsonl": b"{}\n"})
-    found = open_files("s3://data/set", BlockCache())
+    found = open_files("s3://data/set")
     assert sorted(found) == ["a.bin", "below/b.jsonl"]
     source = found["a.bin"]()
     assert source.read(BLOCK_BYTES - 5, 10) == data[BLOCK_BYTES - 5 : BLOCK_BYTES + 5]
     assert source.read(BLOCK_BYTES + 990, 99) == data[-10:]
-    (old,) = (each() for each in open_files("s3://data/set/a.bin", BlockCache()).values())
+    (old,) = (each() for each in open_files("s3://data/set/a.bin").values())
     server.files.pipe("data/set/a.bin", data[::-1])
     with pytest.raises(OSError, match=r"s3://data/set/a\.bin changed since it was opened"):
         old.read(0, 10)
-    (gone,) = (each() for each in open_files("s3://data/set/a.bin", BlockCache()).values())
+    (gone,) = (each() for each in open_files("s3://data/set/a.bin").values())
     server.files.rm("data/set/a.bin")
     with pytest.raises(OSError, match=r"a\.bin is not there"):
         gone.read(0, 10)
     for url in ("s3://data/set/a.bin", "s3://none/a.bin"):
         with pytest.raises(UsageError, match="there is nothing at"):
-            open_files(url, BlockCache())
+            open_files(url)
 
 
 def test_the_tree_and_slabs_read_objects(server: Server, tmp_path: Path) -> None:
@@ -111,29 +108,34 @@ def test_the_tree_and_slabs_read_objects(server: Server, tmp_path: Path) -> None
             file.read(slab)
 
 
-def test_a_refusal_is_said_at_once_and_silence_and_an_end_in_time(server: Server) -> None:
+def test_a_refusal_a_silence_and_an_end_are_errors_by_name_in_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.files.pipe("data/a.bin", b"0123456789")
 
-    def opened(within_s: float) -> Any:
-        (found,) = open_files("s3://data/a.bin", BlockCache(0), within_s).values()
+    def opened() -> Any:
+        (found,) = open_files("s3://data/a.bin").values()
         return found()
 
-    source, patient = at_last(lambda: opened(BRIEF_S), UsageError, OSError), opened(1000.0)
+    source, others = opened(), [opened(), opened()]
+    monkeypatch.setattr(remote, "WITHIN_S", BRIEF_S)
     os.kill(server.process.pid, signal.SIGSTOP)
-    with pytest.raises(OSError, match="no answer within"):
+    with pytest.raises(OSError, match="no answer within 4 s"):
         source.read(0, 10)
     os.kill(server.process.pid, signal.SIGCONT)
     assert at_last(lambda: source.read(0, 10), OSError) == b"0123456789"
 
+    monkeypatch.setattr(remote, "WITHIN_S", 60.0)
     server.post("reset-auth", b"0")
     with pytest.raises(OSError, match=r"cannot be read: .*(Forbidden|Access Key)"):
-        patient.read(0, 10)
+        others[0].read(0, 10)
     with pytest.raises(UsageError, match="Forbidden"):
-        open_files("s3://data/a.bin", BlockCache(), 1000.0)
+        open_files("s3://data/a.bin")
 
+    monkeypatch.setattr(remote, "WITHIN_S", BRIEF_S)
     server.process.kill()
     server.process.wait(20)
-    with pytest.raises(OSError, match=r"s3://data/a\.bin cannot be read within 4 s"):
-        source.read(0, 10)
-    with pytest.raises(UsageError, match=r"s3://data/a\.bin cannot be looked at within 4 s"):
-        open_files("s3://data/a.bin", BlockCache(), BRIEF_S)
+    with pytest.raises(OSError, match=r"s3://data/a\.bin cannot be read"):
+        others[1].read(0, 10)
+    with pytest.raises(UsageError, match=r"s3://data/a\.bin cannot be (looked at|read)"):
+        open_files("s3://data/a.bin")

@@ -16,8 +16,7 @@ from scalai.core.dataset.order import Places
 from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import RefusedError
 from scalai.runtime.session import Session
-from scalai.vfs.cache import BlockCache
-from scalai.vfs.dataset import DatasetFolder, DatasetSpec, Job
+from scalai.vfs.dataset import DatasetFolder, DatasetSpec, ViewedJob
 from scalai.vfs.nodes import File, walk
 from scalai.vfs.records import sequences
 from scalai.vfs.shares import Order, Sequential, Share
@@ -48,8 +47,8 @@ def folder(
     dp: int = 2,
 ) -> DatasetFolder:  # fmt: skip
     batches = None if batch is None else GlobalBatches.of(batch)
-    job = Job(batches, lambda: dp, lambda: consumed)
-    return DatasetFolder(Reversed("corpus", str(url), tokens), BlockCache(), job)
+    job = ViewedJob(batches, lambda: dp, lambda: consumed)
+    return DatasetFolder(Reversed("corpus", str(url), tokens), job)
 
 
 def read(root: DatasetFolder, path: str) -> bytes:
@@ -114,7 +113,7 @@ def test_an_order_of_no_samples_is_an_error_of_reading(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b"")
 
     spec = DatasetSpec("corpus", str(tmp_path / "x.jsonl"), seed=1)
-    root = DatasetFolder(spec, BlockCache(), Job(GlobalBatches.of(8), lambda: 2, lambda: 0))
+    root = DatasetFolder(spec, ViewedJob(GlobalBatches.of(8), lambda: 2, lambda: 0))
     with pytest.raises(OSError, match="corpus has no order: ") as raised:
         walk(root, "dp-0-of-2/pass-0.jsonl")
     assert raised.value.errno == errno.EIO
