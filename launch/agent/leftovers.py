@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalai.core.errors import StoreError
+from scalai.core.job.outlook import age_text
 from scalai.launch.config.sizes import size_text
-from scalai.launch.coordinator.standing import age_text
 from scalai.store.lock import LOCK, find_owner
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.places import MANIFEST, NUMBERED

@@ -1,23 +1,26 @@
-"""Who may join a job, and with which state."""
+"""Joins of agents: what a host brings is taken in, dropped, or refused with the whole join."""
 
 import time
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
-from scalai.core.errors import EndedError, ProofError, UsageError
-from scalai.core.job.admission import Brought, Verdict, admit
-from scalai.core.job.membership import Phase
+from scalai.core.errors import EndedError, LayoutError, ProofError, UsageError
+from scalai.core.job.admission import Situation, Verdict, admit, admit_sealed, rival
+from scalai.core.job.membership import ENDED_BY_A_LOSS, Phase
+from scalai.core.job.outlook import given_up_text
 from scalai.core.job.remembered import Remembered
 from scalai.core.job.underway import Underway
 from scalai.core.messages import events
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.agent_events import Manifests
 from scalai.launch.coordinator.calls import Join, Joined
+from scalai.launch.coordinator.generations import facts_of
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.members import Member
-from scalai.launch.coordinator.sealed_parts import SealedParts
-from scalai.launch.coordinator.standing import describe_given_up
 from scalai.runtime.calls import Peer
+from scalai.store.generation import check_whole
 from scalai.store.manifest import UNNUMBERED, HostManifest
+from scalai.store.parts import snapshot_name
 from scalai.store.places import check_host
 
 
@@ -31,7 +34,6 @@ class Admission:
 
     def __init__(self, spec: JobSpec, live: LiveJob) -> None:
         self._spec, self._live = spec, live
-        self._sealed_parts = SealedParts(spec.job, live)
 
     def join(
         self, peer: Peer, join: Join, read: Manifests, spec: JobSpec, *, replaces: bool = False
@@ -57,8 +59,9 @@ class Admission:
         remembered = self._recalled(join)
         aside = self._set_aside(host, manifests, spec)
         manifests = [part for part in manifests if part not in aside]
-        obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
-        chosen = self._sealed_parts.choose([read[part] for part in join.sealed], manifests)
+        now = self._situation()
+        obsolete = [part.generation for part in manifests if self._is_obsolete(part, now)]
+        chosen = self._chosen([read[part] for part in join.sealed], manifests, now)
         self._enter(peer, join)
         for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
             live.count_from(number)
@@ -70,12 +73,12 @@ class Admission:
         examined = {number: lines for number, lines in join.examined if number in kept}
         for number, lines in examined.items():
             live.note_examined(host, number, lines)
-        renaming = self._sealed_parts.take(host, chosen)
+        renaming = self._take_sealed(host, chosen)
         live.limit()
         answer = self.answer()
-        covered = live.covered()
+        covered = live.recount()
         # What is sealed only may turn out to be no state, and then the job begins without it.
-        is_known = bool(live.generations.incomplete(()))
+        is_known = bool(live.generations.catalogue.lacking((), live.generations.survey()))
         has_parts = bool(manifests or covered or is_known)
         live.feed(
             events.HostJoined(
@@ -172,11 +175,12 @@ class Admission:
             )
         if not live.is_fresh:
             return []
-        old = [part for part in manifests if not live.generations.is_known(part)]
+        known = live.generations.catalogue
+        old = [part for part in manifests if not known.is_known(facts_of(part))]
         if old and not spec.is_fresh:
             raise UsageError(
                 f"job {job!r} begins anew (--fresh), but host {host!r} holds "
-                f"{describe_given_up(old[-1])}. Start it with --fresh too, which gives that up, or "
+                f"{_described(old[-1])}. Start it with --fresh too, which gives that up, or "
                 "stop the job and start it without."
             )
         return old
@@ -192,7 +196,7 @@ class Admission:
             else:
                 live.generations.set_aside(part.generation)
             live.log(
-                f"event=fresh host={host} gives up {describe_given_up(part)}; it goes once the job "
+                f"event=fresh host={host} gives up {_described(part)}; it goes once the job "
                 "has a state of its own"
             )
         unread = [reason for number, reason in damaged if number == UNNUMBERED]
@@ -224,31 +228,93 @@ class Admission:
                 raise EndedError(f"job {self._spec.job!r} has ended. Start it anew.")
             raise UsageError(f"job {self._spec.job!r} has just finished at step {step}.")
 
-    def _is_obsolete(self, part: HostManifest) -> bool:
+    def _situation(self) -> Situation:
+        live, job = self._live, self._live.state
+        return Situation(
+            self._spec.job, live.run, job.round, live.generations.catalogue,
+            live.generations.survey(), job.newest_generation, live.is_fresh,
+        )  # fmt: skip
+
+    def _is_obsolete(self, part: HostManifest, now: Situation) -> bool:
         """Whether a joining host's part is of a state that the job has passed.
 
         Raises:
             UsageError: It is of another run of the job, and further than this one, or was committed
                 with other fingerprints.
         """
-        job, generations = self._live.state, self._live.generations
-        is_foreign = generations.is_foreign(part)
-        brought = Brought(
-            part.host, part.generation, part.step, generations.is_known(part),
-            tuple(generations.parts(part.generation)) if is_foreign else (),
-            generations.step(part.generation) if is_foreign else 0,
-        )  # fmt: skip
-        verdict, why = admit(
-            brought, self._spec.job, job.newest_generation, has_begun=job.round > 0
-        )
+        verdict, why = admit(facts_of(part), now)
         if verdict is Verdict.REFUSED:
             raise UsageError(why)
         if verdict is Verdict.TAKEN:
-            self._check_stated(part)
+            try:
+                self._live.generations.check_stated(part)
+            except ProofError as error:
+                raise UsageError(str(error)) from error
         return verdict is Verdict.OBSOLETE
 
-    def _check_stated(self, part: HostManifest) -> None:
+    def _chosen(
+        self, sealed: Iterable[HostManifest], held: Sequence[HostManifest], now: Situation
+    ) -> list[HostManifest]:
+        """Return the sealed parts that may count; log the others. Changes nothing else.
+
+        Raises:
+            UsageError: The host has a whole state of another run, which is further than this one.
+        """
+        if now.is_fresh and now.round == 0:
+            return []
+        own, chosen = [facts_of(part) for part in held], list[HostManifest]()
+        if why := rival(own, now):
+            raise UsageError(why)
+        for part in sealed:
+            verdict, why = admit_sealed(facts_of(part), own, now, partial(self._is_whole, part))
+            if verdict is Verdict.REFUSED:
+                raise UsageError(why)
+            if verdict is Verdict.TAKEN:
+                chosen.append(part)
+                continue
+            self._live.log(
+                f"event=note host {part.host} gives up what it had sealed at step {part.step} "
+                f"({snapshot_name(part)}): the job goes on, or begins, without it"
+            )
+        return chosen
+
+    def _is_whole(self, part: HostManifest) -> bool:
+        """Whether a part and those of the same snapshot on present hosts are a whole state."""
+        live = self._live
+        others = live.generations.sealed_parts(snapshot_name(part), live.members.hosts())
         try:
-            self._live.generations.check_stated(part)
-        except ProofError as error:
-            raise UsageError(str(error)) from error
+            check_whole({**others, part.host: part}.values())
+        except LayoutError:
+            return False
+        return True
+
+    def _take_sealed(
+        self, host: str, chosen: Iterable[HostManifest]
+    ) -> list[tuple[int, tuple[str, ...]]]:
+        """Take the parts that a returning host had sealed, and nobody committed, when it died.
+
+        They count before the next round is assigned. While others still write they count with
+        those parts; a round that goes on without this host has left them behind.
+
+        Returns:
+            Generations, and the hosts that have to rename their part of it.
+        """
+        live = self._live
+        for part in chosen:
+            live.generations.add_sealed(part)
+        renaming: list[tuple[int, tuple[str, ...]]] = [
+            (number, (late,)) for late, number in live.generations.late()
+        ]
+        phase = live.state.phase
+        ends_round = host in live.active() and phase in ENDED_BY_A_LOSS
+        if ends_round or phase in (Phase.WAITING, Phase.STOPPING):
+            number = live.recover()
+            if number is not None:
+                renaming.append((number, tuple(live.generations.parts(number))))
+        return renaming
+
+
+def _described(part: HostManifest) -> str:
+    made = part.about.get("time")
+    age_s = None if made is None else time.time() - float(made)
+    return given_up_text(part.generation, part.step, age_s)

@@ -36,7 +36,7 @@ def judge_rescue(live: "LiveJob", step: int) -> None:
         name, hosts = _name(live, step), live.members.hosts()
         number, parts = _commit(live, name, hosts, Origin.SURVIVORS)
     except (LayoutError, ProofError) as error:
-        live.recoveries.note_failed(step, str(error))
+        live.generations.note_failed(step, str(error))
         live.log(f"event=not_rescued step={step} {error}")
         live.feed(events.RescueJudged(step, None))
         return

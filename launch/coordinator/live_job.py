@@ -15,7 +15,8 @@ from scalai.core.job.assigning import next_assignment
 from scalai.core.job.endings import kind_of, rank_of
 from scalai.core.job.function_proof import FACT as PROVEN
 from scalai.core.job.function_proof import Made
-from scalai.core.job.recovery import Origin
+from scalai.core.job.outlook import Course, outlook
+from scalai.core.job.recovery import Origin, newest_whole
 from scalai.core.job.resize import advance
 from scalai.core.jsonable import Json
 from scalai.core.messages import actions, commands, events
@@ -32,10 +33,8 @@ from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.memory import Memory
 from scalai.launch.coordinator.orders import command_of
 from scalai.launch.coordinator.proving import Answers, doubted, prove
-from scalai.launch.coordinator.recoveries import Recoveries
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
-from scalai.launch.coordinator.standing import first_obstacle, is_lost, loss, obstacle
 from scalai.launch.coordinator.starter import Starter
 from scalai.launch.coordinator.timeline import Timeline
 
@@ -86,7 +85,6 @@ class LiveJob:
         self._ahead = LookAhead(self, lock, self.log)
         self.memory = Memory(self.members, self.sizing, self._ahead.begin)
         self.generations = Generations()
-        self.recoveries = Recoveries(self.generations)
         self.answers = Answers()
         """What hosts have told about the present round."""
         self.last_failure: Mapping[str, Json] | None = None
@@ -124,7 +122,8 @@ class LiveJob:
 
     def command_commit(self, hosts: Iterable[str], generation: int) -> None:
         """Have hosts rename their sealed part to a generation."""
-        name, parts = self.generations.name(generation), self.generations.parts(generation)
+        name = self.generations.catalogue.numbered[generation].snapshot
+        parts = self.generations.parts(generation)
         stated = self.generations.stated(generation)
         everyone = None if stated is None else Shared(stated.hosts)
         for host in hosts:
@@ -178,13 +177,12 @@ class LiveJob:
         lines = tuple(damage)
         for line in lines:
             self.log(f"event=damage generation={number} host={host} {line}")
-        if self.generations.has(number):
-            self.generations.doubts.note_examined(number, host, directory, lines)
+        self.generations.note_examined(host, number, directory, lines)
 
     def lose(self, host: str) -> None:
         """Go on without an agent that is gone without a word."""
         self.forget(host)
-        self.feed(events.HostLost(host, self.covered(), time.monotonic()))
+        self.feed(events.HostLost(host, self.recount(), time.monotonic()))
 
     def excuse(self, seconds: float) -> None:
         """The coordinator itself stood still for so long: that is no agent's silence, and no
@@ -199,8 +197,7 @@ class LiveJob:
     def commit(self, name: str, origin: Origin) -> int:
         """Number the parts of a snapshot: from now on they are a generation."""
         self._last_number, self._gap = self._last_number + 1 + self._gap, 0
-        self.generations.commit(self._last_number, name)
-        self.recoveries.note_committed(self._last_number, origin)
+        self.generations.commit(self._last_number, name, origin)
         parts = self.generations.parts(self._last_number).values()
         self.timeline.note(bytes_written=sum(part.size_bytes for part in parts))
         facts = self.generations.facts(self._last_number)
@@ -245,30 +242,23 @@ class LiveJob:
             self.timeline.begin("the planner")
             self.feed(events.Rescaled(self.sizing.assign(), time.monotonic()))
 
-    def recount(self) -> None:
-        """What hosts hold has changed, and with it which generations are whole."""
-        whole = self.covered()
-        self.state = m.replace_generations(self.state, whole)
-
-    def covered(self) -> tuple[m.Generation, ...]:
-        """Return the generations that are whole, oldest first; the rules know from now on what
-        newer ones lack."""
-        whole = self.generations.covered()
-        newer = self.generations.incomplete(whole)
-        text = obstacle(newer, whole, self._job)
-        if not text and self.state.round == 0:
-            text = first_obstacle(self.generations, whole, self.members.hosts(), self._job)
-        # A job that runs goes back by itself to what it holds in memory or has brought to a disk
-        # itself, and to nothing older.
-        is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
-        is_old = is_old and whole[-1].number not in self.state.archived
-        # One that takes another's place goes back as that would have.
-        is_there = self.state.round > 0 and not self.lost_all
-        has_begun = is_there or (self.is_successor and is_lost(newer))
-        is_held_back = bool(text) and (not has_begun or is_old)
-        lost = "" if whole else loss(newer)
-        self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back, loss=lost)
-        return whole
+    def recount(self) -> tuple[m.Generation, ...]:
+        """The contents of hosts have changed: tell the law which generations are whole now, oldest
+        first, and what stands in the way of a newer one. Returns the whole ones."""
+        found = outlook(
+            self.generations.catalogue,
+            self.generations.survey(),
+            self.members.hosts(),
+            Course(
+                self._job, self.state.round > 0, self.lost_all, self.is_successor,
+                self.state.archived,
+            ),
+        )  # fmt: skip
+        state = m.replace_generations(self.state, found.generations)
+        self.state = m.replace_obstacle(
+            state, found.obstacle, is_held_back=found.is_held_back, loss=found.loss
+        )
+        return found.generations
 
     def can_go_on_without(self, host: str) -> bool:
         """Whether the other hosts that stay would have an assignment, and a state to go on from."""
@@ -276,7 +266,7 @@ class LiveJob:
         if next_assignment(replace(self.state, hosts=others, place=m.keep_order)) is None:
             return False
         whole = self.generations.covered(without=host)
-        is_held = any(not self.generations.is_offered(each.number) for each in whole)
+        is_held = any(not self.generations.catalogue.is_offered(each.number) for each in whole)
         return is_held or not self.state.has_state
 
     # ------------------------------------------------------------------ events in, actions out
@@ -303,7 +293,7 @@ class LiveJob:
             self.timeline.forget()
         if was_taking_over and self.state.taking_over is None:
             self._count_sealed()
-            for number, host in self.generations.doubts.found():
+            for number, host in self.generations.catalogue.found_damage():
                 if host in self.members:
                     self.count_damaged(host, (number,))
 
@@ -316,8 +306,8 @@ class LiveJob:
     def _count_sealed(self) -> None:
         """Parts of snapshots on the way count that only the coordinator before had heard of."""
         round = self.state.round
-        for name, hosts in self.generations.on_the_way(self.run, round):
-            for host in hosts:
+        for name in self.generations.catalogue.on_the_way(self.run, round):
+            for host in self.generations.sealed_parts(name, self.members.hosts()):
                 if self.state.phase in (*m.TRAINING, m.Phase.STARTING):
                     self.feed(events.Sealed(host, round, "snapshot", name))
 
@@ -361,8 +351,17 @@ class LiveJob:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.STARTING:
             self.lost_all = False
-            found = self.recoveries.explain(self.members.hosts(), self.log)
-            self.timeline.note(recovery=found)
+            self.timeline.note(recovery=self._explain())
+
+    def _explain(self) -> Json:
+        """Say which state the job goes on from, and what else there was; return it for the
+        report."""
+        states = self.generations.catalogue.states(self.members.hosts(), self.generations.survey())
+        found = newest_whole(states)
+        self.generations.explained()
+        if found.state is not None or found.others:
+            self.log(f"event=recovery {found}")
+        return found.to_json()
 
     def _perform(self, action: actions.Action) -> None:
         match action:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
-from scalai.core.errors import ProofError
+from scalai.core.errors import LayoutError, ProofError
 from scalai.core.tensors.collection import concatenate
 from scalai.core.tensors.coverage import Cover
 from scalai.core.tensors.fingerprint import (
@@ -21,7 +21,7 @@ from scalai.core.tensors.fingerprint import (
 from scalai.core.tensors.region import Box
 from scalai.store.generation import contradiction
 from scalai.store.manifest import HostManifest
-from scalai.store.parts import is_fetched
+from scalai.store.parts import attached_hosts, is_fetched
 
 
 def written_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
@@ -96,14 +96,22 @@ def _fingerprints_of_a_cover(parts: Sequence[HostManifest], names: Set[str]) -> 
 
 
 class HeldParts(UserDict[str, HostManifest]):
-    """Parts by host, of one state."""
+    """Parts by host, of one state.
 
-    def __init__(self) -> None:
+    Args:
+        committed: The statement of the coordinator that committed it; None: the parts tell.
+    """
+
+    def __init__(self, committed: Committed | None = None) -> None:
+        self._committed = committed
+        self._fingerprints = None if committed is None else committed.fingerprints
+        self._attached: frozenset[str] | None = frozenset()
+        """Hosts whose durable parts are among these; None: to be gathered anew."""
         self._cover = Cover()
         self._known: dict[str, str] | None = {}
         """By tensor a host that states its fingerprint; None: to be gathered anew."""
         self._hosts: tuple[str, ...] = ()
-        """Those that all parts name as who wrote."""
+        """Writers that the parts name."""
         self._prints: dict[str, int] | None = {}
         """What all parts state; None: to be gathered anew, with ``_hosts``."""
         self._steps = Counter[int]()
@@ -120,9 +128,11 @@ class HeldParts(UserDict[str, HostManifest]):
         self._steps[part.step] += 1
         if known is not None:
             self._forget_step(known)
-            self._known = self._prints = None
+            self._known = self._prints = self._attached = None
             return
         self._holders = None
+        if self._attached is not None and (attached := attached_hosts(part)):
+            self._attached |= {*attached}
         if self._prints is not None:
             self._gather(part)
         self._known = self._with(self._known, part)
@@ -131,7 +141,7 @@ class HeldParts(UserDict[str, HostManifest]):
         self._forget_step(self.data.pop(host))
         self._holders = None
         self._cover.remove(host)
-        self._known = self._prints = None
+        self._known = self._prints = self._attached = None
 
     def is_whole(self) -> bool:
         """Whether they hold every element of every tensor, all from one step; pieces may
@@ -176,12 +186,52 @@ class HeldParts(UserDict[str, HostManifest]):
         return known
 
     def stated(self) -> Committed | None:
-        """Return what the parts state together."""
+        """Return what was committed, or what the parts state together."""
+        if self._committed is not None:
+            return self._committed
+        hosts = self.writers()
+        return Committed(hosts, dict(self._prints or {})) if hosts else None
+
+    def writers(self) -> tuple[str, ...]:
+        """Return the hosts that wrote the state, as far as known."""
+        if self._committed is not None:
+            return self._committed.hosts
         if self._prints is None:
             self._hosts, self._prints = (), {}
             for part in self.data.values():
                 self._gather(part)
-        return Committed(self._hosts, dict(self._prints)) if self._hosts else None
+        return self._hosts
+
+    def attached(self) -> frozenset[str]:
+        """Return the hosts whose durable parts are among these."""
+        if self._attached is None:
+            named = (host for part in self.data.values() for host in attached_hosts(part))
+            self._attached = frozenset(named)
+        return self._attached
+
+    def has_fingerprints(self) -> bool:
+        """Whether the fingerprints of all tensors are known; they stay known when hosts go."""
+        try:
+            self.fingerprints()
+        except (LayoutError, ProofError):
+            return False
+        return True
+
+    def fingerprints(self) -> Mapping[str, int]:
+        """Return the fingerprint of every tensor by name, as of ``committed_fingerprints``."""
+        if self._fingerprints is None:
+            self._fingerprints = committed_fingerprints(self.data.values())
+        return self._fingerprints
+
+    def pin(self) -> bool:
+        """Keep the statement of a whole state from now on. Returns whether there was none yet.
+        Raises ``ProofError`` where the parts contradict each other."""
+        if self._committed is not None or not self.is_whole():
+            return False
+        prints = committed_fingerprints(self.data.values())
+        hosts = self.writers() or tuple(sorted(self.data))
+        self._committed = Committed(hosts, prints)
+        return True
 
     def _gather(self, part: HostManifest) -> None:
         assert self._prints is not None

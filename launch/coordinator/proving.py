@@ -95,8 +95,7 @@ def prove(
 
 def doubted(round: int, number: int, reason: str, generations: Generations) -> events.ProofFailed:
     """Return what the law must know of a proof that has failed."""
-    if generations.doubts.failed(number):
-        verdict = generations.verdict(number, reason)
+    if verdict := generations.failed_proof(number, reason):
         return events.ProofFailed(round, verdict, is_second=True, can_reread=False)
     can_reread = generations.is_whole_as_written(number)
     return events.ProofFailed(round, reason, is_second=False, can_reread=can_reread)

@@ -33,7 +33,8 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
             f"the job is {live.state.phase.value}, not waiting: it has a state that it goes on "
             "from."
         )
-    held = live.generations.covered()
+    catalogue, survey = live.generations.catalogue, live.generations.survey()
+    held = catalogue.whole(survey)
     whole = {found.number: found for found in held}
     if generation not in whole:
         known = ", ".join(f"{n} (step {found.step})" for n, found in whole.items())
@@ -42,9 +43,9 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
             f"{known or 'none'}."
         )
     found = whole[generation]
-    steps = {one.number: one.step for one in live.generations.incomplete(held)}
+    steps = {one.number: one.step for one in catalogue.lacking(held, survey)}
     steps |= {one.number: one.step for one in held[held.index(found) + 1 :]}
-    steps |= {one.number: one.step for one in live.generations.forks(held) if one != found}
+    steps |= {one.number: one.step for one in catalogue.forks(held) if one != found}
     answer = f"going on from generation {generation} of step {found.step}"
     if steps:
         lost = max(live.state.newest, *(step or 0 for step in steps.values())) - found.step

@@ -9,7 +9,7 @@ from scalai.core.errors import ProofError
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
 from scalai.core.tensors.region import Box
-from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.generations import Generations, facts_of
 from scalai.launch.coordinator.parts import HeldParts, committed_fingerprints
 from scalai.store.files import slices
 from scalai.store.manifest import HostManifest, StoredFile
@@ -67,7 +67,7 @@ def test_a_snapshot_awaits_all_hosts_that_any_of_its_parts_names() -> None:
     for host, named in (("a", both), ("b", both), ("c", ["c", "d"]), ("e", both)):
         sealed = part(host, {"x": [WRITTEN]})
         generations.add_sealed(replace(sealed, about={**sealed.about, "hosts": named}))
-    (unfinished,) = generations.unfinished(())
+    (unfinished,) = generations.catalogue.unfinished((), generations.survey())
     assert unfinished.missing == ("a", "b", "c", "d", "e")
     assert unfinished.present == ("a", "b", "c", "e")
 
@@ -196,8 +196,9 @@ def test_what_the_job_has_dropped_is_its_own_where_a_disk_still_has_it() -> None
     generations.forget("a")
     assert not generations.covered()
     for own in (made(2, "earlier"), made(7, "r"), made(8, "r"), made(9, "r")):
-        assert generations.is_known(own)
-    assert not any(map(generations.is_known, (made(8, "other"), made(10, "other"))))
+        assert generations.catalogue.is_known(facts_of(own))
+    others = [facts_of(made(number, "other")) for number in (8, 10)]
+    assert not any(map(generations.catalogue.is_known, others))
 
 
 def test_what_is_known_of_generations_that_were_dropped_has_an_end() -> None:
@@ -211,10 +212,9 @@ def test_what_is_known_of_generations_that_were_dropped_has_an_end() -> None:
         assert generations.keep(number) in ((), (number - 1,))
         if number % 10 == 0:
             generations.go_back_to(number - 1)
-    sizes = {
-        name: len(each) for name, each in vars(generations).items() if hasattr(each, "__len__")
-    }
-    assert len(sizes) > 10 and max(sizes.values()) <= 2, sizes
+    known = generations.catalogue
+    tables = (known.numbered, known.sealed, known.refused, known.left, generations.survey()[0])
+    assert max(map(len, tables)) <= 2, tables
     late = replace(whole, generation=50, step=50, about={**whole.about, "snapshot": "r-1-50"})
     assert not generations.add(late), "it was left behind"
     assert generations.offer(late), "a person may go back to what a disk has"

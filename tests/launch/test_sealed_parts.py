@@ -2,18 +2,15 @@
 in whatever order its death, the end of the round and its successor become known."""
 
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from scalai.core.errors import PeerError, ProofError
 from scalai.core.job.function_proof import Numbers
 from scalai.core.job.membership import Phase
-from scalai.core.tensors.fingerprint import Committed
 from scalai.launch.coordinator import generations
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Resume, Scale
@@ -81,6 +78,15 @@ class TwoHosts:
         self.b.leave()
         wait_until(lambda: "b" not in self.line.coordinator._live.members, "b is lost")
 
+    def a_tells_a_snapshot(self) -> None:
+        self.a_tells("snapshot")
+
+    def is_stopping(self) -> None:
+        self.wait_for_phase(Phase.STOPPING)
+
+    def is_waiting(self) -> None:
+        self.wait_for_phase(Phase.WAITING)
+
     def wait_for_phase(self, phase: Phase) -> None:
         live = self.line.coordinator._live
         wait_until(lambda: live.state.phase is phase, f"the job is {phase.value}")
@@ -106,74 +112,31 @@ class TwoHosts:
         self.line.end()
 
 
-def test_a_successor_that_comes_before_the_loss_is_known_brings_its_part(tmp_path: Path) -> None:
-    hosts = TwoHosts(tmp_path)
-    hosts.begin_to_stop()
-    hosts.a_tells()
-    hosts.comes_back()
-    hosts.a_stops()
-    hosts.check()
+STOP = ("begin_to_stop", "a_tells")
+ORDERS = {
+    # how b's death, its successor and the end of the round become known -> what happens in turn
+    "before the loss is known": (*STOP, "comes_back", "a_stops"),
+    "before the others have sealed": ("begin_to_stop", "comes_back", "a_tells", "a_stops"),
+    "while workers are stopped": (*STOP, "is_lost", "is_stopping", "comes_back", "a_stops"),
+    "while the job waits": (
+        *STOP, "is_lost", "is_stopping", "a_stops", "is_waiting", "comes_back",
+    ),
+    "behind a snapshot": ("a_tells_a_snapshot", "comes_back", "a_stops"),
+    "before a snapshot": ("comes_back", "a_tells_a_snapshot", "a_stops"),
+    "behind a snapshot, while workers are stopped": (
+        "a_tells_a_snapshot", "is_lost", "is_stopping", "comes_back", "a_stops",
+    ),
+}  # fmt: skip
 
 
-def test_a_successor_that_comes_before_the_others_have_sealed_brings_its_part(
-    tmp_path: Path,
-) -> None:
-    hosts = TwoHosts(tmp_path)
-    hosts.begin_to_stop()
-    hosts.comes_back()
-    hosts.a_tells()
-    hosts.a_stops()
-    hosts.check()
-
-
-def test_a_successor_that_comes_while_workers_are_stopped_brings_its_part(tmp_path: Path) -> None:
-    hosts = TwoHosts(tmp_path, grace_s=0.1)
-    hosts.begin_to_stop()
-    hosts.a_tells()
-    hosts.is_lost()
-    hosts.wait_for_phase(Phase.STOPPING)
-    hosts.comes_back()
-    hosts.a_stops()
-    hosts.check()
-
-
-def test_a_successor_that_comes_while_the_job_waits_brings_its_part(tmp_path: Path) -> None:
-    hosts = TwoHosts(tmp_path, nodes="2", grace_s=0.1)
-    hosts.begin_to_stop()
-    hosts.a_tells()
-    hosts.is_lost()
-    hosts.wait_for_phase(Phase.STOPPING)
-    hosts.a_stops()
-    hosts.wait_for_phase(Phase.WAITING)
-    hosts.comes_back()
-    hosts.check()
-
-
-@pytest.mark.parametrize("is_told_first", [True, False])
-def test_a_successor_brings_its_part_of_a_snapshot(tmp_path: Path, is_told_first: bool) -> None:
-    """Training goes on when its agent dies, and the round fails with it."""
-    hosts = TwoHosts(tmp_path)
-    hosts.step = 7
-    if is_told_first:
-        hosts.a_tells("snapshot")
-        hosts.comes_back()
-    else:
-        hosts.comes_back()
-        hosts.a_tells("snapshot")
-    hosts.a_stops()
-    hosts.check()
-
-
-def test_a_snapshot_is_kept_whose_other_part_comes_while_workers_are_stopped(
-    tmp_path: Path,
-) -> None:
-    hosts = TwoHosts(tmp_path, grace_s=0.1)
-    hosts.step = 7
-    hosts.a_tells("snapshot")
-    hosts.is_lost()
-    hosts.wait_for_phase(Phase.STOPPING)
-    hosts.comes_back()
-    hosts.a_stops()
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_a_successor_brings_the_part_that_its_host_had_sealed(tmp_path: Path, order: str) -> None:
+    events = ORDERS[order]
+    grace_s = 0.1 if "is_lost" in events else DEADLINE_S
+    hosts = TwoHosts(tmp_path, "2" if "is_waiting" in events else "1:2", grace_s)
+    hosts.step = 7  # of a snapshot; a stop says another one
+    for event in events:
+        getattr(hosts, event)()
     hosts.check()
 
 
@@ -247,23 +210,6 @@ def test_what_was_left_behind_never_becomes_the_state(tmp_path: Path, is_of_this
     assert not any(agent.heard("commit") for agent in joined)
 
 
-def test_what_a_person_has_left_behind_does_not_come_back_as_a_sealed_part(tmp_path: Path) -> None:
-    line = Line(tmp_path, "--nnodes", "1:3", "--settle-s", "0.2")
-    older, newest = part(tmp_path, "a", 3, 20, "r-1-20"), part(tmp_path, "a", 4, 30, "r-1-30")
-    newest = replace(half(newest, "a", 0), committed=Committed(("a", "b"), {}))
-    first = line.join("a", parts=(older, newest))
-    person = Channel(line.coordinator.address, TOKEN)
-    wait_until(lambda: logged(line, "scalai resume"), "it waits")
-    person.call(Resume(3, dry_run=False))
-    person.close()
-    assert first.wait_for("start")["generation"] == 3
-    line.join("b", sealed=(part(tmp_path, "b", -1, 30, "r-1-30"),))
-    first.tell("failed", round=1, reason="the test says so")
-    assert first.wait_for("start", 2)["generation"] == 3
-    assert not logged(line, "event=recovered")
-    line.end()
-
-
 def test_where_all_hosts_were_lost_a_person_may_go_back_to_what_the_job_had_dropped(
     tmp_path: Path,
 ) -> None:
@@ -281,125 +227,6 @@ def test_where_all_hosts_were_lost_a_person_may_go_back_to_what_the_job_had_drop
     with closing(Channel(line.coordinator.address, TOKEN)) as person:
         person.call(Resume(3, dry_run=False))
     assert again.wait_for("start")["generation"] == 3
-    line.end()
-
-
-# ------------------------------------------------------------------ sealed parts at a start
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Line]:
-    line = Line(tmp_path, "--nnodes", "1:2", "--settle-s", "60")
-    yield line
-    line.end()
-
-
-def test_a_sealed_state_of_another_run_than_the_committed_one_is_refused(
-    start: Line, tmp_path: Path
-) -> None:
-    first = start.join("a", parts=(part(tmp_path, "a", 3, 20, "r-1-20"),))
-    with pytest.raises(PeerError, match=r"'c' has sealed .* step 500 .*\['a'\] hold generation 3"):
-        start.join("c", sealed=(part(tmp_path, "c", -1, 500, "otherrun-3-500"),))
-    start.join("b")
-    assert first.wait_for("start")["generation"] == 3
-
-
-def test_sealed_states_of_two_runs_are_not_chosen_between(start: Line, tmp_path: Path) -> None:
-    first = start.join("a", sealed=(part(tmp_path, "a", -1, 30, "r-1-30"),))
-    assert first.wait_for("commit")["generation"] == 1
-    with pytest.raises(PeerError, match=r"'c' has sealed .* step 500 .*\['a'\] hold generation 1"):
-        start.join("c", sealed=(part(tmp_path, "c", -1, 500, "otherrun-3-500"),))
-    assert not first.heard("drop")
-
-
-def test_a_committed_state_of_another_run_that_is_less_far_does_not_take_its_place(
-    start: Line, tmp_path: Path
-) -> None:
-    first = start.join("a", sealed=(part(tmp_path, "a", -1, 500, "r-1-500"),))
-    assert first.wait_for("commit")["generation"] == 1
-    with pytest.raises(PeerError, match=r"'c' holds generation 7 of step 20 .*as it was sealed"):
-        start.join("c", parts=(part(tmp_path, "c", 7, 20, "otherrun-3-20"),))
-    assert not first.heard("drop")
-
-
-def test_a_part_of_a_round_that_the_run_has_left_is_not_gone_on_from(
-    start: Line, tmp_path: Path
-) -> None:
-    """Step 30 was sealed on a host that was cut off; the others went back, and are at step 25."""
-    first = start.join("a", parts=(part(tmp_path, "a", 5, 25, "r-2-25"),))
-    start.join("b", sealed=(part(tmp_path, "b", -1, 30, "r-1-30"),))
-    assert first.wait_for("start")["generation"] == 5
-    assert logged(start, "host b gives up what it had sealed at step 30")
-
-
-@pytest.mark.parametrize("has_older", [False, True])
-def test_a_job_does_not_begin_without_a_sealed_state_whose_replicas_differ(
-    start: Line, tmp_path: Path, has_older: bool
-) -> None:
-    """It says which tensor differs on which hosts, and the ways out; a person may go back."""
-    older = (part(tmp_path, "a", 3, 20, "r-1-20"),) if has_older else ()
-    whole = part(tmp_path, "a", -1, 30, "r-1-30")
-    rows = np.arange(len(whole.collection) - 1)
-    mine = replace(
-        whole, collection=whole.collection.select(rows), file=whole.file[rows],
-        begin=whole.begin[rows], fingerprint=whole.fingerprint[rows],
-    )  # fmt: skip
-    damaged = replace(whole, host="b", fingerprint=whole.fingerprint + np.uint64(1))
-    first = start.join("a", parts=older, sealed=(mine,))
-    start.join("b", sealed=(damaged,))
-    wait_until(lambda: logged(start, "at step 30 is refused: replicas of "), "it says why it waits")
-    (line,) = [text for text in start.log if "at step 30 is refused" in text][-1:]
-    assert "hosts ['a', 'b'] sealed" in line and "scalai clean" in line and "--fresh" in line
-    assert ("scalai resume --job j --generation 3" in line) == has_older
-    assert not first.heard("start") and start.coordinator._live.state.phase is Phase.WAITING
-    if has_older:
-        person = Channel(start.coordinator.address, TOKEN)
-        person.call(Resume(3, dry_run=False))
-        person.close()
-        assert first.wait_for("start")["generation"] == 3
-
-
-def test_what_was_sealed_first_after_a_resume_is_gone_on_from(start: Line, tmp_path: Path) -> None:
-    """The committed state is of the run before; whoever sealed the next one holds it."""
-    old = part(tmp_path, "a", 3, 20, "r-1-20")
-    sealed = part(tmp_path, "a", -1, 25, "next-1-25")
-    first = start.join("a", parts=(old,), sealed=(half(sealed, "a", 0),))
-    start.join("b", sealed=(half(sealed, "b", 1),))
-    assert first.wait_for("start")["restorable_step"] == 25
-
-
-# ---------------------------------------------------------------------- two runs that went on apart
-
-
-def test_of_two_runs_that_went_on_apart_a_person_decides(tmp_path: Path) -> None:
-    """Not the higher number: the other one may be further."""
-    line = Line(tmp_path, "--nnodes", "1:2", "--settle-s", "0.1")
-    ours = part(tmp_path, "a", 8, 90, "ours-1-90", lineage=[["old", 5]])
-    theirs = part(tmp_path, "b", 7, 400, "theirs-1-400", lineage=[["old", 5]])
-    first = line.join("a", parts=(ours,))
-    assert first.wait_for("start")["generation"] == 8, "alone it is the newest"
-    line.end()
-    line = Line(tmp_path, "--nnodes", "2", "--settle-s", "0.1")
-    first, second = line.join("a", parts=(ours,)), line.join("b", parts=(theirs,))
-    wait_until(lambda: any("went on apart" in text for text in line.log), "it says so")
-    (told,) = [text for text in line.log if "went on apart" in text][:1]
-    assert "generation 7 of step 400" in told and "generation 8 of step 90" in told
-    assert not first.heard("start")
-    with closing(Channel(line.coordinator.address, TOKEN)) as person:
-        answer = person.call(Resume(7, dry_run=False)).value()
-    assert "given up: generation 8" in answer["reason"]
-    assert first.wait_for("start")["generation"] == 7 == second.wait_for("start")["generation"]
-    line.end()
-
-
-def test_of_two_runs_the_one_that_contains_the_other_is_gone_on_from(tmp_path: Path) -> None:
-    line = Line(tmp_path, "--nnodes", "2", "--settle-s", "0.1")
-    early = part(tmp_path, "a", 9, 90, "old-2-90", lineage=[])
-    further = part(tmp_path, "b", 7, 400, "new-1-400", lineage=[["old", 9]])
-    first, second = line.join("a", parts=(early,)), line.join("b", parts=(further,))
-    assert first.wait_for("start")["generation"] == 7 == second.wait_for("start")["generation"]
-    recovery = next(text for text in line.log if "event=recovery" in text)
-    assert "step=400" in recovery and "generation 7 goes on from it" in recovery
     line.end()
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalai.core.errors import PeerError, ProofError
+from scalai.core.errors import PeerError
 from scalai.core.tensors.fingerprint import Committed
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator import generations
 from scalai.launch.coordinator.person_calls import Resume, Scale, Status
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
@@ -88,28 +87,6 @@ def test_a_damaged_newest_generation_is_waited_for_and_its_number_not_used_again
     assert agent.wait_for("commit")["generation"] == 6
 
 
-def test_a_snapshot_whose_replicas_differ_is_refused_and_ends_no_agent(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def differ(parts: object) -> None:
-        raise ProofError("replicas differ.")
-
-    monkeypatch.setattr(generations, "written_fingerprints", differ)
-    agent = line.join("a")
-    sealed = part(tmp_path, "a", -1, 25, f"{agent.wait_for('start')['run']}-1-25")
-    agent.tell("sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={})
-    logged(line, "event=snapshot step=25 refused: replicas differ")
-    assert not agent.heard("commit") and not agent.heard("exit")
-
-
-def test_nothing_but_damage_is_a_state_too(line: Line) -> None:
-    agent = line.join("a", damaged=((1, "its manifest is torn"),))
-    logged(line, "its manifest is torn")
-    assert not agent.heard("start")
-    with pytest.raises(PeerError, match=r"generation 0 is not whole.*Whole: none"):
-        call(line, "resume", generation=0, dry_run=False)
-
-
 def test_a_person_goes_on_from_an_older_generation_and_what_is_newer_goes_at_the_start(
     line: Line, tmp_path: Path
 ) -> None:
@@ -147,39 +124,6 @@ def test_a_job_does_not_begin_anew_without_what_was_sealed_and_names_who_is_miss
     assert first.wait_for("start")["restorable_step"] == 30
 
 
-def test_what_was_sealed_is_given_up_once_all_are_back_and_it_is_not_whole(
-    line: Line, tmp_path: Path
-) -> None:
-    first = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),))
-    logged(line, "sealed at step 30 is not whole")
-    line.join("b")
-    assert first.wait_for("start")["generation"] is None
-    logged(line, "host a gives up what it had sealed at step 30")
-
-
-@pytest.mark.parametrize("is_drained", [True, False])
-def test_what_was_sealed_is_waited_for_though_its_holder_has_gone(
-    line: Line, tmp_path: Path, is_drained: bool
-) -> None:
-    """It may come back: a job that began meanwhile would have it throw its part away."""
-    first, third = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),)), line.join("c")
-    logged(line, "sealed at step 30 is not whole")
-    if is_drained:
-        first.tell("leaving")
-        assert first.wait_for("exit")["keeps_state"]
-    first.leave()
-    live = line.coordinator._live
-    wait_until(lambda: "a" not in live.members, "it is gone")
-    with line.coordinator._lock:
-        assert live.state.is_held_back and "the parts of ['a', 'b'] are missing" in (
-            live.state.obstacle
-        )
-    again = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),))
-    line.join("b", sealed=(sealed_by(tmp_path, "b", 1),))
-    assert again.wait_for("start")["restorable_step"] == 30
-    assert not third.heard("discard") or third.wait_for("start")["restorable_step"] == 30
-
-
 UNREAD = (-1, "/s/j/a/snapshot-4/manifest.json is damaged.")
 
 
@@ -194,39 +138,6 @@ def test_a_job_does_not_begin_without_what_was_sealed_and_cannot_be_read(
     line.join("b", parts=(part(tmp_path, "b", 3, 20, "r-1-20"),))
     logged(line, r"sealed last cannot be read .*generation 3 of step 20: scalai resume")
     assert line.join("a").wait_for("start")["generation"] == 3, "somebody has moved it away"
-
-
-def test_a_part_that_cannot_be_read_holds_up_nobody_where_the_others_have_it_all(
-    line: Line, tmp_path: Path
-) -> None:
-    whole = part(tmp_path, "b", 3, 20, "r-1-20")
-    whole = replace(whole, committed=Committed(("a", "b"), {}))
-    agent = line.join("a", damaged=(UNREAD,))
-    logged(line, r"sealed last cannot be read")
-    line.join("b", parts=(whole,))
-    assert agent.wait_for("start")["generation"] == 3
-
-
-@pytest.mark.parametrize(("kept", "refused"), ["ab", "ba"])
-def test_two_states_of_one_number_are_refused_in_each_order_by_name(
-    line: Line, tmp_path: Path, kept: str, refused: str
-) -> None:
-    steps = {"a": 20, "b": 30}
-    parts = {h: part(tmp_path, h, 3, step, f"of-{h}-1-{step}") for h, step in steps.items()}
-    agent = line.join(kept, parts=(parts[kept],))
-    message = (
-        rf"host '{refused}' holds generation 3 of step {steps[refused]} of another run .*"
-        rf"\['{kept}'\], whose generation 3 is of step {steps[kept]}.*scalai clean"
-    )
-    with pytest.raises(PeerError, match=message):
-        line.join(refused, parts=(parts[refused],))
-    assert not agent.heard("drop")
-
-
-def test_numbers_decide_which_state_is_the_newest(line: Line, tmp_path: Path) -> None:
-    """The job went back from step 30 to 20 and has come to 25 since."""
-    left, newest = part(tmp_path, "a", 4, 30, "r-1-30"), part(tmp_path, "a", 5, 25, "r-2-25")
-    assert line.join("a", parts=(left, newest)).wait_for("start")["generation"] == 5
 
 
 def test_parts_that_were_committed_otherwise_are_refused_by_name(
@@ -360,7 +271,7 @@ def test_what_a_late_host_sets_aside_is_never_the_jobs_own_under_that_number(
     sealed = part(tmp_path, "a", -1, 5, f"{run}-1-5")
     agent.tell("sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={})
     assert agent.wait_for("commit", 2)["generation"] == 2
-    assert not fresh_line.coordinator._live.generations.keep(1), "nothing of the job's own goes"
+    assert not late.answer["sets_aside"] and len(late.heard("drop")) == 1
 
 
 def test_what_was_fetched_of_a_generation_that_was_left_behind_goes(
@@ -373,11 +284,6 @@ def test_what_was_fetched_of_a_generation_that_was_left_behind_goes(
     agent.wait_for("drop")
     agent.tell("grown", part=manifest_bytes(of_a))  # it was on its way
     assert agent.wait_for("drop", 2)["generation"] == 4
-
-
-def test_a_late_host_of_a_fresh_job_sets_nothing_aside(fresh_line: Line) -> None:
-    fresh_line.join("a").wait_for("start")
-    assert fresh_line.join("b").answer["sets_aside"] is False
 
 
 # ------------------------------------------------------------------ a proof that fails
@@ -419,20 +325,6 @@ def test_the_only_copy_is_kept_though_it_was_fetched_and_never_proven(tmp_path: 
     end = agent.wait_for("exit")
     assert end["code"] == 3 and end["keeps_state"] and not agent.heard("doubt")
     line.end()
-
-
-def test_a_proof_that_passes_the_second_time_ends_the_doubt(line: Line, tmp_path: Path) -> None:
-    whole = part(tmp_path, "a", 4, 30, "r-1-30")
-    agent = line.join("a", parts=(whole,), is_slow=True)
-    restored(agent, 1, whole)
-    agent.wait_for("doubt")
-    start = agent.wait_for("start", 2)
-    agent.tell(
-        "restored", round=start["round"], rows=whole.collection, seconds={},
-        bytes_local=0, bytes_remote=0, fingerprints=whole.fingerprint,
-    )  # fmt: skip
-    agent.wait_for("proceed")
-    assert not agent.heard("exit")
 
 
 def test_what_was_fetched_and_is_not_what_was_promised_is_doubted(

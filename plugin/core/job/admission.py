@@ -1,70 +1,155 @@
-"""Whether a part of a generation that a joining host brings is of the job's history."""
+"""Parts that a joining host brings: which ones count, which ones the job has passed, and between
+which ones a person has to choose."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from scalai.core.job.catalogue import Catalogue, Numbered, PartFacts, Survey
 from scalai.core.job.membership import Generation
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """A host's part of a generation.
+class Situation:
+    """The job that a host joins.
 
     Attributes:
-        is_known: This run of the job has made the generation, or begun with it.
-        others: Hosts that hold another state under the same number, of another run.
-        their_step: The step of that state.
+        job: Its name.
+        run: Name of its present run, as its snapshots have it.
+        round: Its present round; 0: it has not begun.
+        newest: Its newest generation that is whole.
+        is_fresh: It begins anew (``--fresh``).
     """
 
-    host: str
-    number: int
-    step: int
-    is_known: bool
-    others: tuple[str, ...] = ()
-    their_step: int = 0
+    job: str
+    run: str
+    round: int
+    catalogue: Catalogue
+    survey: Survey
+    newest: Generation | None = None
+    is_fresh: bool = False
 
 
 class Verdict(Enum):
-    """What becomes of what a host brings."""
+    """What becomes of a part that a host brings."""
 
     TAKEN = "taken"  # it counts
     OBSOLETE = "obsolete"  # the job has passed it: it goes
-    REFUSED = "refused"  # which state to go on from is a person's to say
+    REFUSED = "refused"  # a person has to choose the state to go on from
 
 
-def admit(
-    part: Brought, job: str, newest: Generation | None, *, has_begun: bool
+TAKEN = Verdict.TAKEN, ""
+OBSOLETE = Verdict.OBSOLETE, ""
+_WAYS_OUT = (
+    "Which one to go on from is yours to say: run scalai clean on the hosts of the other, stop the "
+    "job and start all hosts together."
+)
+
+
+def admit(part: PartFacts, now: Situation) -> tuple[Verdict, str]:
+    """Return what becomes of a part of a generation, and the reason where it is refused. Once the
+    job has begun a round, only its own states count."""
+    holders = now.survey.of(part.number).hosts
+    if not now.round and now.catalogue.is_foreign(part, holders):
+        return Verdict.REFUSED, (
+            f"host {part.host!r} holds generation {part.number} of step {part.step} of "
+            f"another run of job {now.job!r} than hosts {sorted(holders)}, whose generation "
+            f"{part.number} is of step {now.catalogue.numbered[part.number].step}. Which one to "
+            "go on from is yours to say: run scalai clean on the hosts of the other, and start "
+            "all hosts together."
+        )
+    if not now.round or now.catalogue.is_known(part):
+        return TAKEN
+    if now.newest is not None and part.step <= now.newest.step:
+        return OBSOLETE
+    return Verdict.REFUSED, (
+        f"host {part.host!r} holds generation {part.number} of step {part.step} of another "
+        f"run of job {now.job!r}; this run has begun without it"
+        f"{f' and is at step {now.newest.step}' if now.newest else ''}. To go on from that state, "
+        "stop this run and start all hosts together; to give it up, run scalai clean on that host."
+    )
+
+
+def admit_sealed(
+    part: PartFacts, held: Sequence[PartFacts], now: Situation, is_whole: Callable[[], bool]
 ) -> tuple[Verdict, str]:
-    """Return what becomes of a part, and why where it is refused.
+    """Return what becomes of a part that was sealed and never committed, and the reason where it is
+    refused. A snapshot follows the newest generation that its host holds.
 
     Args:
-        job: The job's name.
-        newest: Its newest generation that is whole.
-        has_begun: It has begun a round: from then on only what it has made itself counts.
+        held: Parts of generations that the host brings.
+        is_whole: Tells whether the part, with those of other hosts, covers the state.
     """
-    if not has_begun and part.others:
-        return Verdict.REFUSED, _rival(part, job)
-    if part.is_known or not has_begun:
-        return Verdict.TAKEN, ""
-    if newest is not None and part.step <= newest.step:
-        return Verdict.OBSOLETE, ""
-    return Verdict.REFUSED, _further(part, job, newest)
-
-
-def _rival(part: Brought, job: str) -> str:
-    return (
-        f"host {part.host!r} holds generation {part.number} of step {part.step} of "
-        f"another run of job {job!r} than hosts {sorted(part.others)}, whose generation "
-        f"{part.number} is of step {part.their_step}. Which one to "
-        "go on from is yours to say: run scalai clean on the hosts of the other, and start "
-        "all hosts together."
+    if _counts(part, _newest(held), now, is_whole):
+        return TAKEN
+    known, newest = now.catalogue, now.catalogue.newest(now.survey)
+    is_left = part.moment is not None and part.moment.run == now.run
+    is_left |= known.number_of(part.snapshot) is not None or part.snapshot in known.refused
+    if newest is not None:
+        is_left |= newest.step is not None and part.step <= newest.step
+        is_left |= _is_earlier(part, newest)
+    if now.is_fresh or is_left or not is_whole():
+        return OBSOLETE
+    other = "this run has begun without it" if newest is None else _described(newest, now)
+    return Verdict.REFUSED, (
+        f"host {part.host!r} has sealed a whole state of step {part.step} in another run of "
+        f"job {now.job!r}, which was not committed; {other}. {_WAYS_OUT}"
     )
 
 
-def _further(part: Brought, job: str, newest: Generation | None) -> str:
+def _counts(
+    part: PartFacts, own: PartFacts | None, now: Situation, is_whole: Callable[[], bool]
+) -> bool:
+    catalogue = now.catalogue
+    number = catalogue.number_of(part.snapshot)
+    if number is not None:
+        return catalogue.has(number)
+    if part.snapshot in catalogue.refused:
+        return False
+    known, place = catalogue.newest(now.survey), part.moment
+    if now.round:
+        is_passed = known is not None and known.step is not None and part.step < known.step
+        return place is not None and place[:2] == (now.run, now.round) and not is_passed
+    is_own = own is not None and (known is None or own.number >= known.number)
+    newest = own if is_own else known
+    if newest is None:
+        return True
+    before = newest.moment
+    if place and before and place.run == before.run:
+        return place >= before
+    holders = now.survey.of(newest.number).hosts
+    is_with_holders = bool(now.survey.snapshots.get(part.snapshot, frozenset()) & holders)
+    return is_own or is_with_holders or not is_whole()
+
+
+def rival(held: Sequence[PartFacts], now: Situation) -> str:
+    """Say why a host may not join whose newest generation is of another run: the job would go back
+    from a sealed state to a committed one without a word; "": it may."""
+    known, newest = now.catalogue.newest(now.survey), _newest(held)
+    if now.round or known is None or newest is None:
+        return ""
+    if not now.catalogue.is_made(known.number) or now.catalogue.is_known(newest):
+        return ""
+    mine, its = newest.moment, known.moment
+    is_same_run = mine is not None and its is not None and mine.run == its.run
+    is_further = known.step is None or newest.step >= known.step
+    if is_same_run or newest.number <= known.number or is_further:
+        return ""
     return (
-        f"host {part.host!r} holds generation {part.number} of step {part.step} of another "
-        f"run of job {job!r}; this run has begun without it"
-        f"{f' and is at step {newest.step}' if newest else ''}. To go on from that state, stop "
-        "this run and start all hosts together; to give it up, run scalai clean on that host."
+        f"host {newest.host!r} holds generation {newest.number} of step {newest.step} of "
+        f"another run of job {now.job!r}; {_described(known, now)}, as it was sealed. {_WAYS_OUT}"
     )
+
+
+def _newest(held: Sequence[PartFacts]) -> PartFacts | None:
+    return max(held, key=lambda part: part.number, default=None)
+
+
+def _is_earlier(part: PartFacts, newest: Numbered) -> bool:
+    place, before = part.moment, newest.moment
+    return bool(place and before and place.run == before.run and place < before)
+
+
+def _described(newest: Numbered, now: Situation) -> str:
+    hosts = sorted(now.survey.of(newest.number).hosts)
+    return f"hosts {hosts} hold generation {newest.number} of step {newest.step}"

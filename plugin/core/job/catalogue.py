@@ -1,0 +1,548 @@
+"""The states that a job knows of, by number and by snapshot, and their standing.
+
+The catalogue keeps decisions: a number was given to a snapshot, a host brought a generation, a
+person gave one up. The contents of hosts come from outside as a ``Survey``, at each question.
+Numbers only grow within a run; a generation that descends from another one is newer.
+"""
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from scalai.core.job.membership import Generation
+from scalai.core.job.recovery import Descent, Origin, State, contains
+
+
+class Moment(NamedTuple):
+    """Run, round and step of a snapshot. ``run`` is the random name of one run of the job."""
+
+    run: str
+    round: int
+    step: int
+
+
+def moment_of(snapshot: str) -> Moment | None:
+    """Read the name of a snapshot; None: another kind of name."""
+    run, *place = snapshot.rsplit("-", 2)
+    if len(place) != 2 or not all(number.isdecimal() for number in place):
+        return None
+    return Moment(run, int(place[0]), int(place[1]))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PartFacts:
+    """One host's part of a state.
+
+    Attributes:
+        number: Generation of the part; below 0: sealed, and not committed.
+        step: Optimizer step.
+        snapshot: Name of the snapshot, the same in all of its parts.
+        descent: Origin of the state.
+        named: Hosts of the snapshot, as the part lists them.
+    """
+
+    host: str
+    number: int
+    step: int
+    snapshot: str
+    descent: Descent
+    named: Collection[str] = ()
+
+    @property
+    def moment(self) -> Moment | None:
+        return moment_of(self.snapshot)
+
+
+class Standing(Enum):
+    """How a number stands to the job."""
+
+    MADE = "this coordinator gave it to a snapshot"
+    BROUGHT = "a host brought it"
+    OFFERED = "known from a disk alone: the job had gone on without it, and a person may go back"
+    UNREAD = "only damage is known of it"
+    ASIDE = "the job begins anew without it; hosts drop it once the job has its own state"
+    LEFT = "the job went back behind it"
+    GIVEN_UP = "a person gave it up; hosts drop it at the next start"
+
+
+HELD = frozenset({Standing.MADE, Standing.BROUGHT, Standing.OFFERED})
+"""A state of the job has the number."""
+PASSED = frozenset({Standing.LEFT, Standing.GIVEN_UP})
+"""Parts that hosts bring of it go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A generation by its number.
+
+    Attributes:
+        snapshot, step, descent: Of the state; "", None where nobody could read it.
+        damaged: Reasons by host, where a part or a directory cannot be read.
+        found: Hosts that found damage when they read their part again.
+        unproven: A proof has failed, and none has passed since: directory of each host that read
+            its part again and found nothing. None: no doubt.
+    """
+
+    number: int
+    standing: Standing
+    snapshot: str = ""
+    step: int | None = None
+    descent: Descent | None = None
+    origin: Origin = Origin.STORE
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    found: frozenset[str] = frozenset()
+    unproven: Mapping[str, str] | None = None
+
+    @property
+    def moment(self) -> Moment | None:
+        return moment_of(self.snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Parts sealed and not committed: step, hosts that wrote it, and the hosts that the newest part
+    named (usually one shared list)."""
+
+    step: int
+    hosts: frozenset[str]
+    named: Collection[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedSnapshot:
+    """A snapshot that covers the state and is no state: its replicas differ (``reason``)."""
+
+    step: int
+    hosts: tuple[str, ...]
+    reason: str
+
+
+class Holding(NamedTuple):
+    """Contents of the present hosts of one generation.
+
+    ``hosts`` hold parts; ``is_whole``: together they hold every element; ``writers``: hosts that
+    wrote it, as far as known; ``attached``: hosts whose durable parts are among the parts.
+    """
+
+    hosts: frozenset[str]
+    is_whole: bool
+    writers: tuple[str, ...] = ()
+    attached: frozenset[str] = frozenset()
+
+
+NOTHING = Holding(frozenset(), is_whole=False)
+
+
+class Survey(NamedTuple):
+    """Contents of the present hosts: generations by number, holders of sealed parts by snapshot."""
+
+    generations: Mapping[int, Holding]
+    snapshots: Mapping[str, frozenset[str]] = {}
+
+    def of(self, number: int) -> Holding:
+        return self.generations.get(number, NOTHING)
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """A generation that is not whole here. ``step`` None: its manifests cannot be read; ``present``
+    hosts hold parts, ``missing`` ones wrote some and are away; ``damaged``: reasons by host;
+    ``is_found``: hosts found the damage when they read parts again."""
+
+    number: int
+    step: int | None
+    present: tuple[str, ...]
+    missing: tuple[str, ...]
+    damaged: Mapping[str, str]
+    is_found: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A snapshot sealed in part: the hosts that hold parts, and the absent ones that were to write
+    the rest."""
+
+    step: int
+    present: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """All states of a job; each change returns a new catalogue.
+
+    Attributes:
+        numbered: Generations by number. Numbers below ``oldest`` are dropped.
+        sealed: Snapshots by name, also those whose parts have gone with their hosts.
+        refused: Refused snapshots by name, until something as far is committed.
+        unread: By host the reason why it cannot read its sealed parts.
+        left: Hosts that were released: their contents do not come back.
+        descends: Origin of generation ``oldest``; states that it contains are the job's own.
+        failures: States that survivors of the present failure wrote in vain.
+    """
+
+    numbered: Mapping[int, Numbered] = field(default_factory=dict)
+    sealed: Mapping[str, Snapshot] = field(default_factory=dict)
+    refused: Mapping[str, RefusedSnapshot] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
+    left: frozenset[str] = frozenset()
+    oldest: int = 0
+    descends: Descent | None = None
+    failures: tuple[State, ...] = ()
+
+    # ------------------------------------------------------------------ questions
+
+    def has(self, number: int) -> bool:
+        """Whether a state of this job has this number."""
+        return self._standing(number) in HELD
+
+    def is_offered(self, number: int) -> bool:
+        return self._standing(number) is Standing.OFFERED
+
+    def is_made(self, number: int) -> bool:
+        """Whether this coordinator gave the number."""
+        return self._standing(number) is Standing.MADE
+
+    def _standing(self, number: int) -> Standing | None:
+        found = self.numbered.get(number)
+        return None if found is None else found.standing
+
+    def number_of(self, snapshot: str) -> int | None:
+        """Number that a snapshot was given; None: it was never committed."""
+        return next((n for n, each in self.numbered.items() if each.snapshot == snapshot), None)
+
+    def is_known(self, part: PartFacts) -> bool:
+        """Whether this run of the job has made the part's generation or begun with it."""
+        if part.number < self.oldest and self.descends is not None:
+            return contains(self.descends, part.descent)
+        found = self.numbered.get(part.number)
+        return found is not None and found.snapshot == part.snapshot
+
+    def is_foreign(self, part: PartFacts, holders: Collection[str]) -> bool:
+        """Whether another state has the number of this part; ``holders``: present hosts that hold
+        parts of that number."""
+        found = self.numbered.get(part.number)
+        is_other = found is not None and found.snapshot != part.snapshot
+        return is_other and self.has(part.number) and bool(holders)
+
+    def newest(self, survey: Survey) -> Numbered | None:
+        """Newest generation of which a present host has any part."""
+        numbers = [n for n in self.numbered if self.has(n) and survey.of(n).hosts]
+        return self.numbered[max(numbers)] if numbers else None
+
+    def candidates(self) -> tuple[str, ...]:
+        """Names of sealed snapshots that may become the newest state, the furthest first. One of an
+        earlier step than the newest generation was left behind: under a new number it would pass
+        for the newest state."""
+        newest = self.numbered.get(max(filter(self.has, self.numbered), default=0))
+        passed = 0 if newest is None or newest.step is None else newest.step
+        found = [(each.step, name) for name, each in self.sealed.items() if each.step >= passed]
+        return tuple(name for _, name in sorted(found, reverse=True))
+
+    def on_the_way(self, run: str, round: int) -> tuple[str, ...]:
+        """Names of a round's snapshots that are sealed in part."""
+        return tuple(name for name in self.sealed if name.startswith(f"{run}-{round}-"))
+
+    def whole(self, survey: Survey) -> tuple[Generation, ...]:
+        """Generations that are whole, oldest first.
+
+        A generation that descends from another one is newer; else the number decides: within a run
+        numbers only grow, also where the job went back to an earlier step. Those that only a disk
+        has are older than all others: another run may have left them there.
+        """
+        found = [
+            Generation(number, each.step, survey.of(number).hosts)
+            for number, each in self.numbered.items()
+            if each.step is not None and self.has(number) and survey.of(number).is_whole
+        ]
+        depth = {one.number: len(self._contained(one.number, found)) for one in found}
+
+        def age(one: Generation) -> tuple[bool, int, int]:
+            return not self.is_offered(one.number), depth[one.number], one.number
+
+        return tuple(sorted(found, key=age))
+
+    def _contained(self, number: int, others: Iterable[Generation]) -> list[Generation]:
+        """Those of the others that a generation comes from."""
+        return [one for one in others if self._contains(number, one.number)]
+
+    def _contains(self, number: int, other: int) -> bool:
+        mine, its = self.numbered[number].descent, self.numbered[other].descent
+        return mine is not None and its is not None and contains(mine, its)
+
+    def forks(self, whole: Collection[Generation]) -> tuple[Generation, ...]:
+        """Newest generations of runs that went on apart, each without the others'; more than one
+        where a person has to decide."""
+        own = [one for one in whole if not self.is_offered(one.number)]
+        held = {one.number: self._contained(one.number, own) for one in own}
+        return tuple(
+            one for one in own
+            if not any(one in held[other.number] for other in own if other is not one)
+        )  # fmt: skip
+
+    def lacking(self, whole: Sequence[Generation], survey: Survey) -> tuple[Lacking, ...]:
+        """Generations newer than the newest of the ``whole`` ones, newest first."""
+        newest = max((g.number for g in whole if not self.is_offered(g.number)), default=0)
+        known = [
+            number
+            for number, each in self.numbered.items()
+            if each.standing in HELD | {Standing.UNREAD} and not self.is_offered(number)
+        ]
+        return tuple(
+            self._lacking(number, survey.of(number))
+            for number in sorted(known, reverse=True)
+            if number > newest
+        )
+
+    def _lacking(self, number: int, held: Holding) -> Lacking:
+        missing = {*held.writers} - held.hosts - held.attached - self.left
+        it = self.numbered[number]
+        present, away = tuple(sorted(held.hosts)), tuple(sorted(missing))
+        return Lacking(number, it.step, present, away, it.damaged, bool(it.found))
+
+    def unfinished(self, present: Iterable[str], survey: Survey) -> tuple[Unfinished, ...]:
+        """Snapshots sealed in part that absent hosts may make whole, the furthest first."""
+        here, found = frozenset(present), list[Unfinished]()
+        for name, each in self.sealed.items():
+            missing = tuple(sorted(each.hosts - here))
+            if missing:
+                holders = tuple(sorted(survey.snapshots.get(name, ())))
+                found.append(Unfinished(each.step, holders, missing))
+        return tuple(sorted(found, key=lambda snapshot: (-snapshot.step, snapshot.present)))
+
+    def furthest_refused(self) -> RefusedSnapshot | None:
+        return max(self.refused.values(), key=lambda entry: entry.step, default=None)
+
+    def still_unread(self, whole: Sequence[Generation], survey: Survey) -> Mapping[str, str]:
+        """Reasons why hosts cannot read their sealed parts, except of writers of the newest whole
+        generation that hold nothing of it: that part was theirs."""
+        held = survey.of(whole[-1].number if whole else 0)
+        known = {*held.writers} - held.hosts
+        return {host: why for host, why in sorted(self.unread.items()) if host not in known}
+
+    def states(self, present: Iterable[str], survey: Survey) -> tuple[State, ...]:
+        """All that is known of, as candidates to go on from with the ``present`` hosts."""
+        whole = self.whole(survey)
+        newest = whole[-1].number if whole else 0
+        passed = f"generation {newest} goes on from it"
+        found = list(self.failures)
+        for each in whole:
+            lost = sorted({*survey.of(each.number).writers} - each.hosts)
+            is_offered = self.is_offered(each.number)
+            origin = Origin.DISK if is_offered else self.numbered[each.number].origin
+            found.append(
+                State(
+                    origin, each.step, each.number, tuple(sorted(each.hosts)), tuple(lost),
+                    doubt="" if is_offered or each.number <= newest else passed,
+                    is_left_behind=is_offered,
+                )
+            )  # fmt: skip
+        is_whole = {each.number for each in whole}
+        for one in self.lacking((), survey):
+            if one.number not in is_whole:
+                origin, lacks = self.numbered[one.number].origin, what_lacks(one)
+                found.append(
+                    State(origin, one.step, one.number, one.present, one.missing, lacks=lacks)
+                )
+        for sealed in self.unfinished(present, survey):
+            why = f"the parts of {list(sealed.missing)} are missing"
+            found.append(
+                State(Origin.SEALED, sealed.step, None, sealed.present, sealed.missing, why)
+            )
+        if (refused := self.furthest_refused()) is not None:
+            found.append(
+                State(Origin.SEALED, refused.step, hosts=refused.hosts, doubt=refused.reason)
+            )
+        return tuple(found)
+
+    # ------------------------------------------------------------------ snapshots
+
+    def with_sealed(self, part: PartFacts) -> "Catalogue":
+        """A host has sealed its part of a snapshot."""
+        before = self.sealed.get(part.snapshot, Snapshot(part.step, frozenset()))
+        hosts = before.hosts
+        if part.host not in hosts or part.named is not before.named:
+            hosts |= {part.host, *part.named}
+        now = Snapshot(part.step, hosts, part.named)
+        return replace(self, sealed={**self.sealed, part.snapshot: now})
+
+    def without_sealed(self, names: Container[str]) -> "Catalogue":
+        """These snapshots are of no use, or are generations now."""
+        return replace(self, sealed={n: each for n, each in self.sealed.items() if n not in names})
+
+    def with_refused(self, name: str, hosts: Iterable[str], reason: str) -> "Catalogue":
+        """The replicas of a snapshot differ: it never becomes a generation."""
+        refused = RefusedSnapshot(self.sealed[name].step, tuple(sorted(hosts)), reason)
+        return replace(self.without_sealed({name}), refused={**self.refused, name: refused})
+
+    def committed(
+        self, name: str, number: int, descent: Descent, hosts: Iterable[str], origin: Origin
+    ) -> "Catalogue":
+        """A snapshot has become generation ``number``; these hosts hold its parts."""
+        step = self.sealed[name].step
+        return replace(
+            self.without_sealed({name})._with(
+                Numbered(number, Standing.MADE, name, step, descent, origin)
+            ),
+            refused={n: entry for n, entry in self.refused.items() if entry.step > step},
+            left=self.left - frozenset(hosts),
+        )
+
+    def with_failure(self, step: int, why: str) -> "Catalogue":
+        """Workers that outlived a failure wrote no state at this step."""
+        return replace(self, failures=(*self.failures, State(Origin.SURVIVORS, step, lacks=why)))
+
+    # ------------------------------------------------------------------ generations
+
+    def added(self, part: PartFacts, holders: Collection[str]) -> "Catalogue | None":
+        """A host holds this part of a generation, of which the ``holders`` hold parts already.
+        None: the job has dropped or left that generation behind, and the part must go."""
+        number, found = part.number, self.numbered.get(part.number)
+        is_past = number < self.oldest and not self.has(number)
+        if is_past or (found is not None and found.standing in PASSED):
+            return None
+        known = self
+        if found is not None and found.snapshot != part.snapshot and not holders:
+            # The holders of another state of this number have gone: a doubt was about that one.
+            known = self._with(replace(found, unproven=None))
+        return known._took(part, Standing.BROUGHT)
+
+    def offered(self, part: PartFacts, holders: Collection[str]) -> "Catalogue | None":
+        """A durable directory has this part of a generation that the job may have left behind.
+        None: it is of no use, and must go."""
+        found = self.numbered.get(part.number)
+        is_passed = found is not None and found.standing in PASSED
+        if is_passed or self.is_foreign(part, holders):
+            return None
+        return self._took(part, Standing.OFFERED)
+
+    def _took(self, part: PartFacts, standing: Standing) -> "Catalogue":
+        before = self.numbered.get(part.number, Numbered(part.number, standing))
+        taken = replace(before, snapshot=part.snapshot, step=part.step, descent=part.descent)
+        if not self.has(part.number):
+            taken = replace(taken, standing=standing)
+        known = self if taken == before else self._with(taken)
+        is_back = part.host in self.left
+        return replace(known, left=self.left - {part.host}) if is_back else known
+
+    def _with(self, *entries: Numbered) -> "Catalogue":
+        return replace(self, numbered={**self.numbered, **{each.number: each for each in entries}})
+
+    def _without(self, numbers: Container[int]) -> "Catalogue":
+        kept = {n: each for n, each in self.numbered.items() if n not in numbers}
+        return replace(self, numbered=kept)
+
+    def released(self, host: str) -> "Catalogue":
+        """A host was let go for good."""
+        return replace(self, left=self.left | {host})
+
+    def with_aside(self, number: int) -> "Catalogue":
+        """A host holds parts of a generation that the job begins anew without."""
+        return self._with(Numbered(number, Standing.ASIDE))
+
+    def gone_back_to(self, number: int | None) -> tuple["Catalogue", tuple[int, ...]]:
+        """The job goes on from this generation. Returns also the numbers that hosts drop: later
+        ones, whose parts were missing, and those that a person gave up."""
+        later = [n for n in self.numbered if self.has(n) and n > (number or 0)]
+        known = self._with(*(_gone(self.numbered[n], Standing.LEFT) for n in later))
+        told = [n for n, e in known.numbered.items() if e.standing is Standing.GIVEN_UP]
+        known = known._with(*(_gone(known.numbered[n], Standing.LEFT) for n in told))
+        return known._chosen(number or 0), tuple(sorted({*later, *told}))
+
+    def gave_up_after(self, number: int, survey: Survey) -> "Catalogue":
+        """A person goes on from this generation: newer ones, whole or not, and those of runs that
+        went on apart from it are of no use."""
+        apart = [
+            n for n in self.numbered
+            if self.has(n) and not self.is_offered(n) and survey.of(n).hosts
+            and not self._contains(number, n)
+        ]  # fmt: skip
+        known = [n for n in self.numbered if self.has(n) or self.numbered[n].damaged]
+        later = [n for n in known if n > number or n in apart]
+        gone = self._with(*(_gone(self.numbered[n], Standing.GIVEN_UP) for n in later))
+        return replace(gone._chosen(number), refused={}, unread={})
+
+    def _chosen(self, number: int) -> "Catalogue":
+        if not self.is_offered(number):
+            return self
+        return self._with(replace(self.numbered[number], standing=Standing.BROUGHT))
+
+    def keeping(self, number: int, writers: Collection[str]) -> tuple["Catalogue", tuple[int, ...]]:
+        """Forget all generations before this one. Returns also the numbers that hosts drop.
+
+        Args:
+            writers: Hosts that wrote what is left.
+        """
+        older = [n for n in self.numbered if n < number]
+        aside = [n for n in self.numbered if self._standing(n) is Standing.ASIDE]
+        dropped = {*filter(self.has, older), *aside}
+        kept = self._without({*older, *aside})
+        found = kept.numbered.get(number)
+        if found is not None:
+            kept = kept._with(replace(found, damaged={}, found=frozenset()))
+        if found is not None and found.descent is not None:
+            kept = replace(kept, descends=found.descent)
+        left = self.left & frozenset(writers)
+        return replace(kept, oldest=max(self.oldest, number), left=left), tuple(sorted(dropped))
+
+    # ------------------------------------------------------------------ damage and doubt
+
+    def with_unread(self, host: str, reasons: Iterable[str]) -> "Catalogue":
+        """A joining host cannot read its sealed parts, for these reasons."""
+        unread = {name: why for name, why in self.unread.items() if name != host}
+        if entry := " ".join(reasons):
+            unread[host] = entry
+        return replace(self, unread=unread)
+
+    def with_damage(self, host: str, number: int, reason: str) -> "Catalogue":
+        """A host, or a durable directory that it sees, has a generation that cannot be read."""
+        before = self.numbered.get(number, Numbered(number, Standing.UNREAD))
+        if before.standing in PASSED:
+            return self
+        return self._with(replace(before, damaged={**before.damaged, host: reason}))
+
+    def examined(
+        self, host: str, number: int, directory: str, damage: Sequence[str]
+    ) -> "Catalogue":
+        """A host has compared its part of a generation with its manifest."""
+        before = self.numbered.get(number)
+        if before is None or before.standing not in HELD:
+            return self
+        if damage:
+            damaged = {**before.damaged, host: "; ".join(damage)}
+            found = before.found | {host}
+            return self._with(replace(before, damaged=damaged, found=found, unproven=None))
+        if before.unproven is None:
+            return self
+        return self._with(replace(before, unproven={**before.unproven, host: directory}))
+
+    def found_damage(self) -> tuple[tuple[int, str], ...]:
+        """Generations and the hosts that found damage in them when they read their parts again."""
+        return tuple(sorted((n, host) for n, each in self.numbered.items() for host in each.found))
+
+    def failed_proof(self, number: int) -> tuple["Catalogue", bool]:
+        """A proof of this generation has failed. Returns also whether one had failed before, none
+        passed since, and nobody found damage."""
+        before = self.numbered[number]
+        if before.unproven is not None:
+            return self, True
+        return self._with(replace(before, unproven={})), False
+
+    def passed_proof(self, number: int) -> "Catalogue":
+        """A proof of this generation has passed."""
+        before = self.numbered[number]
+        return self if before.unproven is None else self._with(replace(before, unproven=None))
+
+
+def _gone(entry: Numbered, standing: Standing) -> Numbered:
+    return Numbered(entry.number, standing, entry.snapshot, entry.step, entry.descent)
+
+
+def what_lacks(state: Lacking) -> str:
+    """Name the hosts with parts of a generation that is not whole, and the missing ones."""
+    found = [f"hosts {list(state.present)} hold parts"] if state.present else []
+    if state.missing:
+        found.append(f"those of {list(state.missing)} are missing")
+    found += [f"host {host!r}: {why}" for host, why in sorted(state.damaged.items())]
+    return ", ".join(found) or "nothing of it"

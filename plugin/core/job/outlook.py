@@ -1,0 +1,214 @@
+"""What a job goes on from with the hosts that are there, or what it waits for, and the ways out.
+
+A job that has a state never begins without it by itself.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scalai.core.job.catalogue import (
+    Catalogue,
+    Lacking,
+    RefusedSnapshot,
+    Survey,
+    Unfinished,
+    what_lacks,
+)
+from scalai.core.job.membership import Generation
+
+WAYS_OUT = (
+    "The state is kept. Move the damaged directory away (of memory: run scalai clean on that host) "
+    "and start the job again to go on from what is left, or begin anew with --fresh"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The generations that are whole, oldest first, and the newer state that is not.
+
+    Attributes:
+        obstacle: Why the newest state cannot be gone on from, and the ways out; "": it can.
+        is_held_back: The job must not go back behind that state by itself: a person decides.
+        loss: Why nothing can be gone on from, where damage is the reason and no absent host can
+            mend it; "": there is another way.
+    """
+
+    generations: tuple[Generation, ...]
+    obstacle: str = ""
+    is_held_back: bool = False
+    loss: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How far a job has come.
+
+    Attributes:
+        job: Its name, for the commands that a person may give.
+        has_begun: It has had a round.
+        has_lost_all: No host is left of the last round.
+        is_successor: Its coordinator took the place of one that is gone.
+        archived: Generations that it has brought to a durable directory itself.
+    """
+
+    job: str
+    has_begun: bool
+    has_lost_all: bool = False
+    is_successor: bool = False
+    archived: Collection[int] = ()
+
+
+def outlook(catalogue: Catalogue, survey: Survey, hosts: Iterable[str], course: Course) -> Outlook:
+    """Say what a job may go on from.
+
+    Args:
+        hosts: The hosts that are there.
+    """
+    whole = catalogue.whole(survey)
+    newer = catalogue.lacking(whole, survey)
+    text = _obstacle(newer, whole, course.job)
+    if not text and not course.has_begun:
+        text = _first_obstacle(catalogue, survey, whole, hosts, course.job)
+    # A running job goes back by itself to a state in memory or one that it has archived itself,
+    # and to nothing older.
+    is_old = bool(whole) and catalogue.is_offered(whole[-1].number)
+    is_old = is_old and whole[-1].number not in course.archived
+    is_there = course.has_begun and not course.has_lost_all
+    # A successor goes back as the coordinator before it would have.
+    has_begun = is_there or (course.is_successor and _is_lost(newer))
+    is_held_back = bool(text) and (not has_begun or is_old)
+    return Outlook(whole, text, is_held_back, "" if whole else _loss(newer))
+
+
+def _obstacle(newer: Sequence[Lacking], whole: Sequence[Generation], job: str) -> str:
+    """Name the states newer than all whole ones, the missing parts, and the ways out."""
+    if not newer:
+        return ""
+    ways = [_bring(newer[0]), *_others(newer[0].step, whole, job)]
+    return f"because {'; '.join(map(_lacks, newer))}. {', '.join(ways)}"
+
+
+def _is_lost(newer: Sequence[Lacking]) -> bool:
+    """Whether hosts found damage in newer states, and no absent host may hold the rest."""
+    return any(each.is_found for each in newer) and not any(each.missing for each in newer)
+
+
+def _loss(newer: Sequence[Lacking]) -> str:
+    if not _is_lost(newer):
+        return ""
+    return f"{'; '.join(map(_lacks, newer))}, and nothing else is whole. {WAYS_OUT}"
+
+
+def _first_obstacle(
+    catalogue: Catalogue, survey: Survey, whole: Sequence[Generation], hosts: Iterable[str],
+    job: str,
+) -> str:  # fmt: skip
+    """Say why a job without a round may not pass over what was sealed last; "": it may."""
+    text = _forked(catalogue.forks(whole), job)
+    text = text or _refused(catalogue.furthest_refused(), whole, job)
+    text = text or _unread(catalogue.still_unread(whole, survey), whole, job)
+    if not text and not whole:
+        text = _sealed(catalogue.unfinished(hosts, survey))
+    return text
+
+
+def _forked(forks: Sequence[Generation], job: str) -> str:
+    if len(forks) < 2:
+        return ""
+    named = " and ".join(f"generation {one.number} of step {one.step}" for one in forks)
+    ways = ", or ".join(f"scalai resume --job {job} --generation {one.number}" for one in forks)
+    return (
+        f"because two runs of the job went on apart, and left {named}: neither contains the "
+        f"other's steps. Choose one, which gives the other up: {ways}"
+    )
+
+
+def _refused(refused: RefusedSnapshot | None, whole: Sequence[Generation], job: str) -> str:
+    if refused is None or (whole and whole[-1].step >= refused.step):
+        return ""
+    ways = [
+        f"Stop the job, run scalai clean on that one of {list(refused.hosts)} whose memory is "
+        "damaged, and start it again",
+        *_others(refused.step, whole, job),
+    ]
+    return (
+        f"because what hosts {list(refused.hosts)} sealed at step {refused.step} is refused: "
+        f"{refused.reason} {', '.join(ways)}"
+    )
+
+
+def _unread(found: Mapping[str, str], whole: Sequence[Generation], job: str) -> str:
+    if not found:
+        return ""
+    reasons = "; ".join(f"host {host!r}: {why}" for host, why in found.items())
+    ways = [
+        "Repair it, or move that directory away, and start the job again",
+        *_others(None, whole, job),
+    ]
+    return f"because what was sealed last cannot be read ({reasons}). {', '.join(ways)}"
+
+
+def _others(step: int | None, whole: Sequence[Generation], job: str) -> list[str]:
+    """The ways out that are open to every job that cannot go on from its newest state."""
+    ways = []
+    if whole:
+        older = whole[-1]
+        back = "" if step is None else f", {step - older.step} steps back"
+        ways.append(
+            f"or go on from generation {older.number} of step {older.step}{back}: scalai resume "
+            f"--job {job} --generation {older.number}"
+        )
+    return [*ways, "or begin anew: stop the job and start it with --fresh"]
+
+
+def _sealed(found: Sequence[Unfinished]) -> str:
+    """Name the absent hosts of what was sealed, where nothing was ever committed."""
+    if not found:
+        return ""
+    newest = found[0]
+    held = f"hosts {list(newest.present)} hold parts, those" if newest.present else "the parts"
+    return (
+        f"because what was sealed at step {newest.step} is not whole ({held} of "
+        f"{list(newest.missing)} are missing), and nothing else is there. "
+        f"Start the agents of {list(newest.missing)} where their memory "
+        "holds it, or begin anew: stop the job and start it with --fresh"
+    )
+
+
+def _lacks(newer: Lacking) -> str:
+    step = "" if newer.step is None else f" of step {newer.step}"
+    return f"generation {newer.number}{step} is not whole ({what_lacks(newer)})"
+
+
+def _bring(newer: Lacking) -> str:
+    if newer.missing:
+        return (
+            f"Start the agents of {list(newer.missing)} where their memory or their --durable-dir "
+            "holds it"
+        )
+    return "Start the hosts whose memory or --durable-dir holds the rest"
+
+
+def doubtful(catalogue: Catalogue, survey: Survey, number: int, reason: str) -> str:
+    """Say what is wrong with a generation whose proof has failed twice, where its parts lie, and
+    the ways out."""
+    found = catalogue.numbered[number]
+    places = ", ".join(f"{h!r} ({at})" for h, at in sorted((found.unproven or {}).items()))
+    return (
+        f"generation {number} of step {found.step} cannot be gone on from, twice: {reason} parts "
+        f"lie at {places or sorted(survey.of(number).hosts)}. {WAYS_OUT}"
+    )
+
+
+def given_up_text(number: int, step: int, age_s: float | None) -> str:
+    """Step and age of a generation that is given up; None: its age is not known."""
+    text = f"generation {number} of step {step}"
+    return text if age_s is None else f"{text}, {age_text(age_s)} old"
+
+
+def age_text(seconds: float) -> str:
+    """Return a length of time in the unit that fits it."""
+    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
