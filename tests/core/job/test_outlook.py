@@ -102,7 +102,7 @@ THEIRS = Has("b", 7, 400, "theirs-1", lineage=(("old", 5),))
 DISK = Has("b", 7, 50, "other-1", is_on_disk=True)
 FRESH_WAY = "or begin anew: stop the job and start it with --fresh"
 
-OUTLOOKS: dict[str, tuple[Sequence[Has], dict[str, bool], list[int], str, bool]] = {
+OUTLOOKS: dict[str, tuple[Sequence[Has], dict[str, Any], list[int], str, bool]] = {
     # parts, course -> whole generations oldest first, words of the obstacle, held back
     "nothing is there": ((), NEW, [], "^$", False),
     "the newest is whole": ((OLD, HALF_A, HALF_B), NEW, [3, 4], "^$", False),
