@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.megatron.rules import stated_release
+from scalai.converters.megatron.rules import allows_untested, stated_release
 from scalai.core.errors import RefusedError
-from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED, MEGATRON
+from scalai.patches.versions import DEEPSPEED, MEGATRON
 
 PACKAGES = (("megatron", MEGATRON), ("deepspeed", DEEPSPEED))
 """What ``scalai.patches.hooks`` looks for, and the versions that were tried."""
@@ -21,7 +21,7 @@ def diagnose() -> dict[str, Any]:
     """Return each framework's version and what is to be said of it; ``is_hooked``: it is there, and
     its version is not refused. Imports no framework."""
     found = {}
-    is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
+    is_allowed = allows_untested(os.environ)
     for package, known in PACKAGES:
         if importlib.util.find_spec(package) is None:
             found[known.framework] = {"version": None, "is_hooked": False, "note": "not installed"}
@@ -33,7 +33,7 @@ def diagnose() -> dict[str, Any]:
             found[known.framework] = {"version": "unknown", "is_hooked": True, "note": note}
             continue
         try:
-            note = known.check(version, allow_unknown=is_allowed) or "tried"
+            note = known.check(version, allow_untested=is_allowed) or "tried"
             is_hooked = True
         except RefusedError as error:
             note, is_hooked = str(error), False

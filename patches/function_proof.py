@@ -4,33 +4,19 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from scalai.core.job.function_proof import Numbers
 from scalai.patches.bare_pass import random_attributes
+from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
 
-class NumberedSession(Protocol):
-    """What is needed of ``scalai.runtime.session.Session``."""
-
-    @property
-    def is_proving(self) -> bool:
-        """Whether the numbers of this step are wanted."""
-
-    @property
-    def is_to_probe(self) -> bool:
-        """Whether this step is made without its update, and is the last."""
-
-    def note_numbers(self, numbers: Numbers) -> None:
-        """Say what a step has computed before its update."""
-
-
-def probe(session: NumberedSession, numbers: Callable[[], Numbers]) -> None:
+def tell_numbers(session: Session, numbers: Callable[[], Numbers]) -> None:
     """Tell the numbers of a step. Whatever goes wrong with them is said, and no failure: the job
     goes on without a proof."""
     try:
@@ -126,9 +112,7 @@ class OwnLoop:
         framework: Its name and version.
     """
 
-    def __init__(
-        self, session: NumberedSession, modules: list[torch.nn.Module], framework: str
-    ) -> None:
+    def __init__(self, session: Session, modules: list[torch.nn.Module], framework: str) -> None:
         self._session, self._modules, self._framework = session, modules, framework
         self._draws, self._began = RandomDraws(), 0.0
         for module in modules:
@@ -152,11 +136,11 @@ class OwnLoop:
     @property
     def is_last(self) -> bool:
         """Whether this step is made without its update."""
-        return self._session.is_to_probe
+        return self._session.is_to_prove
 
     def tell(self, norm: float | None) -> None:
         """Tell the norm of the step; a worker behind its stop leaves."""
-        probe(self._session, lambda: self._numbers(norm))
+        tell_numbers(self._session, lambda: self._numbers(norm))
         if self.is_last:
             raise SystemExit(0)
 

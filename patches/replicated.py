@@ -13,9 +13,10 @@ from scalai.core.exact_json import from_json, to_json
 from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText
 from scalai.patches.first_step import torch_state
-from scalai.patches.function_proof import NumberedSession, OwnLoop, norm_of_gradients
+from scalai.patches.function_proof import OwnLoop, norm_of_gradients
 from scalai.patches.param_groups import Group, put_groups, take_groups
 from scalai.runtime.live import Slot, whole_slot
+from scalai.runtime.session import Session
 
 
 class ReplicatedState:
@@ -48,7 +49,7 @@ class ReplicatedState:
         if scheduler is not None:
             _check_carried(scheduler)
 
-    def watch_steps(self, session: NumberedSession) -> None:
+    def watch_steps(self, session: Session) -> None:
         """Have the norm of the gradients told where it is wanted."""
         loop = OwnLoop(session, [self._model], f"torch {torch.__version__}")
 

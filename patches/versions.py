@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
+from scalai.converters.megatron.rules import ALLOW_UNTESTED
 from scalai.core.errors import RefusedError
 from scalai.core.release import numbers_of
-
-ALLOW_UNKNOWN_VERSION = "SCALAI_ALLOW_UNKNOWN_VERSION"
-"""Environment variable: 1 to go on with a version that was never tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +15,12 @@ class KnownVersions:
     oldest: tuple[int, int]
     newest: tuple[int, int]
 
-    def check(self, version: str, *, allow_unknown: bool) -> str | None:
+    def check(self, version: str, *, allow_untested: bool) -> str | None:
         """Accept a version, or say why not.
 
         Args:
             version: As the framework's ``__version__``, such as ``0.16.1`` or ``0.19.0rc0``.
-            allow_unknown: Go on with a version that was never tried.
+            allow_untested: Go on with a version that was never tried.
 
         Returns:
             A warning for the log, or None where the version is known.
@@ -33,11 +31,11 @@ class KnownVersions:
         if self.oldest <= numbers_of(version)[:2] <= self.newest:
             return None
         known = f"{_dotted(self.oldest)} to {_dotted(self.newest)}"
-        if allow_unknown:
+        if allow_untested:
             return f"{self.framework} {version} was never tried, {known} were; going on as allowed"
         raise RefusedError(
             f"{self.framework} {version} was never tried; {known} were. Install one of them, or "
-            f"set {ALLOW_UNKNOWN_VERSION}=1 to go on anyway: fingerprints still prove every move "
+            f"set {ALLOW_UNTESTED}=1 to go on anyway: fingerprints still prove every move "
             "of the state, but other faults may stay unseen."
         )
 

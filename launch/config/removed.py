@@ -19,6 +19,7 @@ REMOVED = {
     "--rampup-batch-size": "Write rampup_batch_size under [dataset] in the file of --elastic; "
     "Megatron-LM's own flag goes behind the script",
     "SCALAI_TLS": "Unset it: the job's token seals every connection, with forward secrecy",
+    "SCALAI_ALLOW_UNKNOWN_VERSION": "Set SCALAI_ALLOW_UNTESTED=1",
     "resize.build_ahead": "Write standby",
 }
 """By name (a flag, a flag with its value, ``section.key``, a variable): the way out, without a full

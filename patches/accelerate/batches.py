@@ -1,24 +1,11 @@
 """How a round of a Hugging Face trainer spreads the global batch of the first one."""
 
-from collections.abc import Mapping
-from typing import Protocol
-
 from scalai.core.degrees.batches import Batches, fit_batches
 from scalai.core.errors import RefusedError
-from scalai.core.jsonable import Json
+from scalai.runtime.session import Session
 
 
-class Round(Protocol):
-    """What is asked of the session."""
-
-    tp: int
-    pp: int
-    dp: int
-    micro_batch_size: int | None
-    facts: Mapping[str, Json]
-
-
-def check_ranks(session: Round, counted: int, who: str) -> None:
+def check_ranks(session: Session, counted: int, who: str) -> None:
     """Check that a trainer deals samples to as many ranks as there are.
 
     Args:
@@ -36,7 +23,7 @@ def check_ranks(session: Round, counted: int, who: str) -> None:
         )
 
 
-def round_batches(session: Round, micro_batch_size: int, accumulation: int, who: str) -> Batches:
+def round_batches(session: Session, micro_batch_size: int, accumulation: int, who: str) -> Batches:
     """Return this round's micro-batches.
 
     Args:

@@ -40,8 +40,8 @@ def put(saved: Any, wrapper: Any, told: int | None = None) -> tuple[int, bool] |
         How many ranks step it, and whether its functions follow ``told``; None without that.
     """
     schedule, state = wrapper.scheduler, all_live(saved["state"])
-    before = int(saved.get("ranks", told or 0))
-    follows = told not in (None, before) and saved.get("curve") not in (None, curve_of(schedule))
+    before = int(saved["ranks"])
+    follows = told not in (None, before) and saved["curve"] != curve_of(schedule)
     ranks = told if follows and told is not None else before
     if follows:
         state["last_epoch"] = state["last_epoch"] * ranks // before

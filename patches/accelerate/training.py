@@ -27,8 +27,8 @@ from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.deepspeed.accumulation import told_accumulation
 from scalai.patches.deepspeed.auxiliary import OURS
 from scalai.patches.deepspeed.training import EngineHooks
-from scalai.patches.elastic_session import ElasticSession
 from scalai.patches.script_frames import is_of_framework
+from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _CARRIED = frozenset(("AcceleratedScheduler", "AcceleratedOptimizer", "DataLoade
 
 
 @cache
-def install(get_session: Callable[[], ElasticSession], engines: EngineHooks) -> "LoopHooks":
+def install(get_session: Callable[[], Session], engines: EngineHooks) -> "LoopHooks":
     """Hook ``accelerate`` when it is imported, once a process.
 
     Args:
@@ -68,7 +68,7 @@ class LoopHooks:
     ``is_another`` says that another loop around the engine, Trainer's, counts the steps.
     """
 
-    def __init__(self, get_session: Callable[[], ElasticSession], engines: EngineHooks) -> None:
+    def __init__(self, get_session: Callable[[], Session], engines: EngineHooks) -> None:
         self._get_session, self._engines = get_session, engines
         self.is_another: Callable[[], bool] = lambda: False
         self._accelerator: Any = None

@@ -314,9 +314,8 @@ class Clocks:
             if state is None:
                 clock.restart(START, 0)
             else:
-                # Those of an older release are single passes.
-                runs = [[*run, 0, 0, 1][:5] for run in state["glanced"]]
-                glances = Glances([(Number(*r[:2]), Number(*r[2:4]), r[4]) for r in runs])
+                runs = [(Number(*r[:2]), Number(*r[2:4]), r[4]) for r in state["glanced"]]
+                glances = Glances(runs)
                 clock.restart(Number(*state["pass"]), int(state["consumed"]), glances)
-                clock.ends = [(end, count) for end, count in state.get("ends", [])]
-                clock.length = state.get("length")
+                clock.ends = [(end, count) for end, count in state["ends"]]
+                clock.length = state["length"]

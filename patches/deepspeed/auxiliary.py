@@ -8,7 +8,7 @@ What of that can be noticed is warned of once, with the line to change.
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from scalai.patches.deepspeed.record import Record
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.own_state import OwnState
 from scalai.patches.script_frames import is_of_framework, script_place
+from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +42,6 @@ _NO_SEEDERS = frozenset(("deepspeed", "scalai", "torch"))
 _SAVES = ("save_16bit_model", "save_fp16_model")
 _PLANNED = ("total_num_steps", "total_steps")
 """How DeepSpeed's and torch's schedules call the number of steps that they were made for."""
-
-
-class Told(Protocol):
-    """What is told to the session."""
-
-    replaying: Callable[[], bool]
-    step: int
-
-    @property
-    def registered(self) -> tuple[str, ...]:
-        """The names of what is carried."""
 
 
 class Auxiliary:
@@ -78,7 +68,7 @@ class Auxiliary:
         )
         self.schedules = OwnSchedules(self.is_behind, self.differs, self.say)
         self._engine: Any = None
-        self._session: Told | None = None
+        self._session: Session | None = None
         self._restored_step: int | None = None
         self._own = OwnState()
         self._logged: set[str] = set()
@@ -105,7 +95,7 @@ class Auxiliary:
         self.schedules.install()
         wrapt.wrap_function_wrapper(torch, "save", self._save_object)
 
-    def start(self, engine: Any, session: Told) -> None:
+    def start(self, engine: Any, session: Session) -> None:
         """Know the engine; before the state is restored into it."""
         self._engine, self._session = engine, session
         self.schedules.start(engine)

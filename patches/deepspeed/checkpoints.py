@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from scalai.core.jsonable import Json
 from scalai.patches.data.clock import Clocks
@@ -29,7 +29,7 @@ from scalai.patches.deepspeed.checkpoint.progress import (
 from scalai.patches.deepspeed.record import LOADS
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.progress import choose_source, describe_source
-from scalai.runtime.live import LiveState
+from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +37,6 @@ Loaded = tuple[Any, Any]
 
 REMEMBERED = 100
 """How many of the newest checkpoints it is known of which epochs were over."""
-
-
-class Renewable(Protocol):
-    """What a load needs of the session."""
-
-    step: int
-    settings: Mapping[str, Json]
-
-    def begin_update(self) -> None:
-        """Say that memory of the state is about to change."""
-
-    def renew(self, state: LiveState, *, step: int, samples: int) -> None:
-        """Say that the framework has loaded a checkpoint of its own."""
 
 
 class Checkpoints:
@@ -65,7 +52,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, engine: Any, session: Renewable, clocks: Clocks, replay: Replay, beside: Auxiliary,
+        self, engine: Any, session: Session, clocks: Clocks, replay: Replay, beside: Auxiliary,
         on_load: Callable[[], None],
     ) -> None:  # fmt: skip
         self._engine, self._session = engine, session

@@ -6,22 +6,12 @@ Source: deepspeed/runtime/engine.py and runtime/zero/offload_states.py, 0.19.8.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from scalai.runtime.live import LiveState
-
-
-class Renewable(Protocol):
-    """What is asked of the session."""
-
-    step: int
-    consumed_samples: int
-
-    def renew(self, state: LiveState, *, step: int, samples: int) -> None:
-        """Say that the state lies elsewhere."""
+from scalai.runtime.session import Session
 
 
-def install(engine: Any, session: Renewable) -> None:
+def install(engine: Any, session: Session) -> None:
     """Have an engine tell the session where its state lies once it is back."""
     method: Callable[..., Any] | None = getattr(engine, "reload_states", None)
     if method is None:  # before 0.15

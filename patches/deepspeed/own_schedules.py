@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 Curve = Sequence[Sequence[float]]
-_PROBED = (0, *(2**power for power in range(16)))
+_CURVE_STEPS = (0, *(2**power for power in range(16)))
 """Steps of a schedule at which its functions are compared."""
 _MOST_FUNCTIONS = 16
 _CURVES: weakref.WeakKeyDictionary[Any, Curve] = weakref.WeakKeyDictionary()
@@ -165,7 +165,7 @@ class OwnSchedules:
                 if not is_alike or not np.allclose(value, before, 1e-9, 1e-12, equal_nan=True):
                     self._differs(
                         f"{type(schedule).__name__} gives {value} times the rate of each group at "
-                        f"its step {_PROBED[at]}, and gave {before} when the state was taken",
+                        f"its step {_CURVE_STEPS[at]}, and gave {before} when the state was taken",
                         "Make it from len(loader), engine.gradient_accumulation_steps(), "
                         "engine.train_batch_size() or accelerator.num_processes, and not from "
                         "torch's or the environment's number of ranks",
@@ -238,7 +238,7 @@ def curve_of(schedule: Any) -> Curve:
 
 def _asked(functions: Sequence[Callable[[int], Any]]) -> Curve:
     kept = [dict(getattr(function, "__dict__", {})) for function in functions]
-    values = [[_value(function, at) for function in functions] for at in _PROBED]
+    values = [[_value(function, at) for function in functions] for at in _CURVE_STEPS]
     for function, attributes in zip(functions, kept, strict=True):
         if attributes:
             vars(function).clear()

@@ -102,7 +102,7 @@ class Replay:
     def put(self, saved: dict[str, Any]) -> None:
         self._begun = saved["begun"]
         self._losses = array("f", base64.b64decode(saved["losses"]))
-        self._forgotten = saved.get("forgotten", 0)
+        self._forgotten = saved["forgotten"]
 
     def restart(self) -> None:
         """The engine has loaded a checkpoint that the script begins at."""

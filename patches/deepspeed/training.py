@@ -21,6 +21,7 @@ import wrapt
 
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
+from scalai.converters.megatron.rules import allows_untested
 from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
 from scalai.core.job.function_proof import Numbers
@@ -47,9 +48,9 @@ from scalai.patches.deepspeed.round_config import (
     without_batches,
 )
 from scalai.patches.deepspeed.stages import refuse_unfit_stages
-from scalai.patches.elastic_session import ElasticSession
-from scalai.patches.function_proof import agreed, probe, random_parts
-from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
+from scalai.patches.function_proof import agreed, random_parts, tell_numbers
+from scalai.patches.versions import DEEPSPEED
+from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ PARTITIONED = 3
 
 
 @cache
-def install(get_session: Callable[[], ElasticSession]) -> "EngineHooks":
+def install(get_session: Callable[[], Session]) -> "EngineHooks":
     """Hook ``deepspeed`` when it is imported, once a process.
 
     Args:
@@ -93,7 +94,7 @@ class EngineHooks:
     numbers: StepNumbers
     told: Numbers | None = None
 
-    def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
+    def __init__(self, get_session: Callable[[], Session]) -> None:
         self._get_session = get_session
         self.feed = Feed()
         self.replay = Replay(self.feed.clocks)
@@ -151,8 +152,7 @@ class EngineHooks:
                 "engine a process is carried. Train the models one after another in jobs of their "
                 "own, or run without --elastic."
             )
-        is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
-        warning = DEEPSPEED.check(self._version, allow_unknown=is_allowed)
+        warning = DEEPSPEED.check(self._version, allow_untested=allows_untested(os.environ))
         self.settle_config(config)
         order = self._order(given.get("model"), has_mpu=given.get("mpu") is not None)
         stages = stages_of(config, self._session.settings.get("zero_stages", {}))
@@ -231,7 +231,7 @@ class EngineHooks:
         assert self.feed.batches is not None
         samples = self.feed.batches.global_batch_size
         if self._session.boundary(self.engine.global_steps, samples=samples):
-            if not self._session.is_to_probe:
+            if not self._session.is_to_prove:
                 _leave(self.engine)
             without_update(self.engine)
             self.numbers.begin()
@@ -241,12 +241,12 @@ class EngineHooks:
         self.is_due = False
 
     @property
-    def is_probing(self) -> bool:
+    def is_last_proof(self) -> bool:
         """Whether the step under way has no update, and is the last: nobody else hears of it."""
-        return self._session.is_to_probe
+        return self._session.is_to_prove
 
     @property
-    def _session(self) -> ElasticSession:
+    def _session(self) -> Session:
         return self._get_session()
 
     def _is_evaluating(self) -> bool:
@@ -378,7 +378,7 @@ class EngineHooks:
             if is_step:
                 if self.is_due:
                     self.end_step()
-                if self._session.is_to_probe:
+                if self._session.is_to_prove:
                     return self._comparing(name, method, args, kwargs)
                 self.auxiliary.record.uses_modes |= self.engine.module.training
                 self.auxiliary.schedules.begin()
@@ -403,10 +403,10 @@ class EngineHooks:
         if not random or self.numbers.obstacle:
             return method(*args, **kwargs)
         bare = BareBatch(engine, method, args, kwargs)
-        is_first = not session.is_to_probe
+        is_first = not session.is_to_prove
         told = self.told = bare.make(self.numbers, tp=session.tp, is_first=is_first)
-        if session.is_to_probe:
-            probe(session, lambda: told)
+        if session.is_to_prove:
+            tell_numbers(session, lambda: told)
             _leave(engine)
         return bare.real()
 
@@ -436,8 +436,8 @@ class EngineHooks:
             if self.engine.global_steps != before:
                 if session.is_proving:
                     told, self.told = self.told, None
-                    probe(session, lambda: told or self.numbers.take(result, tp=session.tp))
-                if session.is_to_probe:
+                    tell_numbers(session, lambda: told or self.numbers.take(result, tp=session.tp))
+                if session.is_to_prove:
                     _leave(self.engine)
                 if torch.distributed.get_rank() == 0:
                     session.note_made(*self.numbers.known(result))

@@ -18,11 +18,11 @@ from scalai.core.job.function_proof import Numbers
 from scalai.patches.bare_pass import Batches, bare_pass
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.function_proof import (
-    NumberedSession,
     OwnLoop,
     mean,
     random_parts,
 )
+from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -297,9 +297,7 @@ def _not_written(job: Any) -> Iterator[None]:
         vars(job).update(kept)
 
 
-def watch_optimizer(
-    session: NumberedSession, chunks: list[torch.nn.Module], optimizer: Any
-) -> None:
+def watch_optimizer(session: Session, chunks: list[torch.nn.Module], optimizer: Any) -> None:
     """Have a loop of one's own tell the norm of its gradients: the optimizer takes it."""
     import megatron.core
 

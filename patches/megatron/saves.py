@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -24,6 +24,7 @@ import wrapt
 
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.megatron.saved import SavedPlaces
+from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +34,10 @@ LOOK_S = 0.1
 """How often it is asked whether a save that all wait for has ended."""
 
 
-class SaveSession(Protocol):
-    """What is needed of ``scalai.runtime.session.Session``."""
-
-    @property
-    def stop_urgency(self) -> int:
-        """How much a change waits until no save is in flight."""
-
-    def note_save(self, iteration: int | None) -> None:
-        """Say which save is in flight."""
-
-
 class AsyncSaves:
     """What a rank knows of its saves: the same as every other rank after the same step."""
 
-    _session: SaveSession | None = None
+    _session: Session | None = None
 
     def __init__(self) -> None:
         self.places = SavedPlaces()
@@ -61,7 +51,7 @@ class AsyncSaves:
         wrapt.wrap_function_wrapper(training, "maybe_finalize_async_save", self._finalize)
         wrapt.wrap_function_wrapper(training, "save_checkpoint", self._save)
 
-    def begin(self, session: SaveSession) -> None:
+    def begin(self, session: Session) -> None:
         """The job is elastic, and saves asynchronously."""
         self._session = session
         # Before multiprocessing's own, which waits for this process for good (mcore to 0.16).

@@ -16,7 +16,6 @@ from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, clip, whole
 from scalai.patches.faults import refuse_changed_axes
-from scalai.patches.function_proof import NumberedSession
 from scalai.patches.megatron import grid, randomness, refusals
 from scalai.patches.megatron.function_proof import watch_optimizer
 from scalai.patches.megatron.optimizer import (
@@ -28,6 +27,7 @@ from scalai.patches.megatron.optimizer import (
 from scalai.patches.megatron.scalars import Names, put_scalars, take_scalars
 from scalai.patches.megatron.shapes import Part, Shard, shards_of
 from scalai.runtime.live import Slot
+from scalai.runtime.session import Session
 from scalai.runtime.torch_dtypes import dtype_name
 
 PARAM, MAIN = "param", "main"
@@ -75,7 +75,7 @@ class MegatronState:
         """Position of this rank: ``tp0-pp1-dp0``."""
         return grid.coordinate()
 
-    def watch_steps(self, session: NumberedSession) -> None:
+    def watch_steps(self, session: Session) -> None:
         """Have the norm of the gradients told where it is wanted, in a loop of one's own."""
         watch_optimizer(session, self._chunks, self._optimizer)
 

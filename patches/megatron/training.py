@@ -31,8 +31,7 @@ from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of as release_of
 from scalai.patches.calls import Args, Call, Kwargs
-from scalai.patches.elastic_session import ElasticSession
-from scalai.patches.function_proof import agreed, other_streams, probe
+from scalai.patches.function_proof import agreed, other_streams, tell_numbers
 from scalai.patches.megatron import fixed_rows, save_process, script, writers
 from scalai.patches.megatron.draws import TrainingDraws
 from scalai.patches.megatron.function_proof import (
@@ -52,7 +51,8 @@ from scalai.patches.megatron.progress import checkpoint_step, put_progress, take
 from scalai.patches.megatron.saved import TRACKER
 from scalai.patches.megatron.saves import AsyncSaves
 from scalai.patches.progress import choose_source, describe_source
-from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, MEGATRON
+from scalai.patches.versions import MEGATRON
+from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ NO_CHECKPOINT = -1
 
 
 @cache
-def install(get_session: Callable[[], ElasticSession]) -> None:
+def install(get_session: Callable[[], Session]) -> None:
     """Hook ``megatron.training`` when it is imported, once a process.
 
     Args:
@@ -89,12 +89,12 @@ def install(get_session: Callable[[], ElasticSession]) -> None:
 class TrainingHooks:
     """The hooks and what they remember between two calls. Every rank has them."""
 
-    _session: ElasticSession
+    _session: Session
     _training: Any
     _decide_signature: inspect.Signature
     _ledger: Ledger | None = None
 
-    def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
+    def __init__(self, get_session: Callable[[], Session]) -> None:
         self._get_session = get_session
         self._iteration = 0
         self._flops = 0.0
@@ -114,8 +114,8 @@ class TrainingHooks:
             ("build_train_valid_test_data_iterators", self.build_data_iterators),
             ("train_step", self.train_step),
             ("checkpoint_and_decide_exit", self.checkpoint_and_decide_exit),
-            ("save_checkpoint_and_time", self._unless_probing),
-            ("evaluate_and_print_results", self._unless_probing),
+            ("save_checkpoint_and_time", self._unless_proving),
+            ("evaluate_and_print_results", self._unless_proving),
         ):
             wrapt.wrap_function_wrapper(training, name, hook)
         self._saves.hook(training)
@@ -183,8 +183,8 @@ class TrainingHooks:
         return iterators
 
     def train_step(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if self._session.is_to_probe:
-            probe(self._session, lambda: self._numbers(wrapped, args, kwargs))
+        if self._session.is_to_prove:
+            tell_numbers(self._session, lambda: self._numbers(wrapped, args, kwargs))
             _leave(self._training)
         self._session.begin_step()
         is_first = self._session.is_proving
@@ -216,7 +216,7 @@ class TrainingHooks:
         if self._session.boundary(self._iteration, samples):
             self._saves.leave()
             is_last = self._iteration >= (self._training.get_args().train_iters or 0)
-            if is_last or not self._session.is_to_probe:
+            if is_last or not self._session.is_to_prove:
                 _leave(self._training)
         return False
 
@@ -236,7 +236,7 @@ class TrainingHooks:
         with NormInDouble(given["optimizer"]) as norm:
             result = bare.real() if bare is not None else train_step(*args, **kwargs)
         unlike = other_streams(random, obstacle)
-        probe(self._session, partial(self._first_numbers, told, result, began, norm, unlike))
+        tell_numbers(self._session, partial(self._first_numbers, told, result, began, norm, unlike))
         return result
 
     def _first_numbers(
@@ -261,9 +261,9 @@ class TrainingHooks:
             result = train_step(*args, **kwargs)
         return numbers_of(self._training, result, began, norm, other_streams(random, obstacle))
 
-    def _unless_probing(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _unless_proving(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Before the step behind its stop a worker neither saves nor evaluates: it leaves."""
-        if self._session.is_to_probe:
+        if self._session.is_to_prove:
             _leave(self._training)
         return wrapped(*args, **kwargs)
 
@@ -272,9 +272,9 @@ class TrainingHooks:
         release."""
         import megatron.core
 
-        is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
-        warning = MEGATRON.check(megatron.core.__version__, allow_unknown=is_allowed)
-        refuse_all(faults_of(vars(job), allow_untested=allows_untested(os.environ)))
+        is_allowed = allows_untested(os.environ)
+        warning = MEGATRON.check(megatron.core.__version__, allow_untested=is_allowed)
+        refuse_all(faults_of(vars(job), allow_untested=is_allowed))
         if job.rank == 0:
             for line in (*filter(None, [warning]), *script.warnings_of(job)):
                 log.warning("event=hook detail=%r", line)
@@ -332,7 +332,7 @@ class TrainingHooks:
         put_progress(job, saved["progress"])
         self._iteration, self._flops = job.iteration, job.num_floating_point_operations_so_far
         self._wandb_run_id = saved.get("wandb_run_id", self._wandb_run_id)
-        self._saves.places.run = saved.get("saves", self._saves.places.run)
+        self._saves.places.run = saved["saves"]
         # As load_checkpoint() does: else the loop takes a grown batch for a reason to save.
         update_num_microbatches(consumed_samples=job.consumed_train_samples, verbose=True)
 

@@ -24,8 +24,8 @@ from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.data.epochs import EpochBatches
 from scalai.patches.deepspeed.training import EngineHooks
-from scalai.patches.elastic_session import ElasticSession
 from scalai.patches.transformers.carried import put_losses, put_schedule, put_state, taken
+from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _IN_MEMORY = "the generation"
 
 
 @cache
-def install(get_session: Callable[[], ElasticSession], engines: EngineHooks) -> "TrainerHooks":
+def install(get_session: Callable[[], Session], engines: EngineHooks) -> "TrainerHooks":
     """Hook ``transformers`` when it is imported, once a process.
 
     Args:
@@ -52,7 +52,7 @@ def install(get_session: Callable[[], ElasticSession], engines: EngineHooks) -> 
 class TrainerHooks:
     """The hooks and what they remember between two calls. Every rank has them."""
 
-    def __init__(self, get_session: Callable[[], ElasticSession], engines: EngineHooks) -> None:
+    def __init__(self, get_session: Callable[[], Session], engines: EngineHooks) -> None:
         self._get_session, self._engines = get_session, engines
         self._batches: Batches | None = None
         self._loader: Any = None
@@ -198,13 +198,13 @@ class TrainerHooks:
         they set comes behind the comparison with the state, as it came behind the state."""
         if self._engines.is_due:
             self._engines.end_step()
-        if self._engines.engine is not None and not self._engines.is_probing:
+        if self._engines.engine is not None and not self._engines.is_last_proof:
             self._engines.auxiliary.schedules.begin()
         return wrapped(*args, **kwargs)
 
     def call_back(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """No callback hears of a step that ends at the door of its update."""
-        if self._engines.is_probing:
+        if self._engines.is_last_proof:
             return inspect.signature(wrapped).bind(*args, **kwargs).arguments["control"]
         return wrapped(*args, **kwargs)
 

@@ -218,7 +218,7 @@ class ControlPage:
         found = zip(rows[:, 0].tolist(), values.tolist(), strict=True)
         return sorted((step, loss, norm) for step, (loss, norm) in found)
 
-    def must_probe(self, step: int) -> bool:
+    def must_prove(self, step: int) -> bool:
         """Worker, at the stop of this step: make the next one up to the door of its update."""
         return bool(step) and int(self._cells[PROBED]) == step
 

@@ -178,14 +178,14 @@ class Session(Drawing):
     def is_compared(self) -> bool:
         """Whether this step is compared with another layout's, in which random numbers differ: the
         round's first one where its workers have to prove the change, or one behind its stop."""
-        return self.is_proving and (self._is_compared or self.is_to_probe)
+        return self.is_proving and (self._is_compared or self.is_to_prove)
 
     @property
-    def is_to_probe(self) -> bool:
+    def is_to_prove(self) -> bool:
         """Whether this worker, whose state is written, is to make its next step up to the door of
         the update, say ``note_numbers``, and leave. Of that step nothing is kept: where the script
         evaluates, saves or ends before it, the worker leaves there."""
-        return self._agent is not None and self._is_stopped and self._page.must_probe(self.step)
+        return self._agent is not None and self._is_stopped and self._page.must_prove(self.step)
 
     def note_numbers(self, numbers: Numbers) -> None:
         """Say what a step has computed before its update. Call before ``boundary``; behind a stop,
@@ -396,7 +396,7 @@ class Session(Drawing):
 
         Returns:
             True: leave the loop and exit with 0; the next round goes on from here. Where a change
-            is proven, a loop of one's own goes on behind its stop (``is_to_probe``) up to its next
+            is proven, a loop of one's own goes on behind its stop (``is_to_prove``) up to its next
             update, in which it leaves.
 
         Raises:
@@ -427,7 +427,7 @@ class Session(Drawing):
         if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
             # Behind a stop the loop makes its next step, and leaves at the door of the update.
-            return not (self._is_own_loop and self.is_to_probe)
+            return not (self._is_own_loop and self.is_to_prove)
         if self._schedule.is_due(self.step):
             self._snapshots.take_on_the_way(self.step, self.consumed_samples)
         return self._is_stopped

@@ -20,6 +20,10 @@ from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.training import EngineHooks
 
 
+def namespace(**values: Any) -> Any:
+    return SimpleNamespace(**values)
+
+
 def weight() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(2))
 
@@ -31,8 +35,8 @@ def test_parameters_that_join_on_the_way_are_refused(is_wrapped: bool) -> None:
     auxiliary = Auxiliary(clocks, Replay(clocks))
     base: Any = torch.optim.AdamW([weight()])
     base.add_param_group({"params": [weight()]})
-    optimizer = SimpleNamespace(optimizer=base) if is_wrapped else base
-    auxiliary.start(SimpleNamespace(optimizer=optimizer), SimpleNamespace())
+    optimizer = namespace(optimizer=base) if is_wrapped else base
+    auxiliary.start(namespace(optimizer=optimizer), namespace())
     with pytest.raises(RefusedError, match=r"add_param_group .* before deepspeed\.initialize"):
         base.add_param_group({"params": [weight()]})
     assert len(base.param_groups) == 2
@@ -48,7 +52,7 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
     stated: dict[str, Any] = {**batches, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(stated))
     facts = {} if is_first else {"first_dp": 2}
-    hooks = EngineHooks(lambda: SimpleNamespace(facts=facts))
+    hooks = EngineHooks(lambda: namespace(facts=facts))
     seen: dict[str, Any] = {}
 
     def initialize(args: Any = None, model: Any = None, optimizer: Any = None,
@@ -56,7 +60,7 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
         seen.update(config=config, named=getattr(args, "deepspeed_config", None))
         return "built"
 
-    named = SimpleNamespace(deepspeed_config=str(tmp_path / "ds.json"))
+    named = namespace(deepspeed_config=str(tmp_path / "ds.json"))
     given = {"args": named} if is_named else {"config_params": stated}
     assert hooks.initialize(initialize, None, (), {"model": object(), **given}) == "built"
     if is_first:  # as the script says
@@ -69,11 +73,11 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
 
 def test_a_model_that_accelerate_prepares_behind_the_one_that_trains_is_left_alone() -> None:
     """A teacher of a second plugin: an engine that trains is refused by the engine's own hooks."""
-    schedules = SimpleNamespace(stepped_elsewhere=[])
-    engines = SimpleNamespace(auxiliary=SimpleNamespace(schedules=schedules), engine=object())
-    hooks = LoopHooks(lambda: SimpleNamespace(), engines)  # type: ignore[arg-type]
+    schedules = namespace(stepped_elsewhere=[])
+    engines = namespace(auxiliary=namespace(schedules=schedules), engine=object())
+    hooks = LoopHooks(lambda: namespace(), engines)
     teacher = torch.nn.Linear(1, 1)
-    assert hooks.prepare(lambda *given: given, SimpleNamespace(), (teacher,), {}) == (teacher,)
+    assert hooks.prepare(lambda *given: given, namespace(), (teacher,), {}) == (teacher,)
 
 
 class Ema:
@@ -98,12 +102,12 @@ def test_what_only_checkpoints_keep_is_told_of(
     registered: tuple[str, ...], has_engine: bool, objects: list[Any], is_told: bool
 ) -> None:
     logged: list[tuple[str, str]] = []
-    schedules = SimpleNamespace(stepped_elsewhere=[])
-    auxiliary = SimpleNamespace(schedules=schedules, say=lambda *words: logged.append(words))
-    session = SimpleNamespace(registered=registered)
-    hooks = LoopHooks(lambda: session, SimpleNamespace(auxiliary=auxiliary))  # type: ignore[arg-type]
+    schedules = namespace(stepped_elsewhere=[])
+    auxiliary = namespace(schedules=schedules, say=lambda *words: logged.append(words))
+    session = namespace(registered=registered)
+    hooks = LoopHooks(lambda: session, namespace(auxiliary=auxiliary))
     plugin = object() if has_engine else None
-    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    accelerator = namespace(state=namespace(deepspeed_plugin=plugin))
     kept: list[Any] = []
     hooks.notice_objects(lambda *given: kept.extend(given), accelerator, tuple(objects), {})
     assert kept == objects
@@ -137,12 +141,12 @@ def test_of_a_pipelines_losses_the_newest_go_to_the_next_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All steps are gone through again, whatever is kept of them."""
-    nobody = SimpleNamespace(any_of=lambda values: values)
+    nobody = namespace(any_of=lambda values: values)
     monkeypatch.setattr(replays, "ranks_of", lambda engine: nobody)
     steps, said = 2 * replays.KEPT, list[str]()
 
     def engine(done: int) -> Any:
-        return SimpleNamespace(
+        return namespace(
             global_steps=done, device="cpu", train_batch=lambda: torch.tensor(float(made.pop()))
         )
 
@@ -166,11 +170,11 @@ def test_of_a_pipelines_losses_the_newest_go_to_the_next_round(
 @pytest.mark.parametrize("is_pipeline", [True, False])
 def test_a_step_of_a_pipeline_begins_behind_its_evaluation_too(is_pipeline: bool) -> None:
     """``eval_batch`` leaves the model in ``eval()``; a stop would never be come to."""
-    session = SimpleNamespace(
-        begin_step=lambda: None, is_to_probe=False, is_proving=False, is_compared=False
+    session = namespace(
+        begin_step=lambda: None, is_to_prove=False, is_proving=False, is_compared=False
     )
     hooks, ended = EngineHooks(lambda: session), list[int]()
-    hooks.engine = SimpleNamespace(module=SimpleNamespace(training=False), global_steps=3)
+    hooks.engine = namespace(module=namespace(training=False), global_steps=3)
     hooks.auxiliary.record.uses_modes = hooks.is_due = True
     hooks.auxiliary.schedules.begin = lambda **given: None  # type: ignore[method-assign]
     hooks.end_step = lambda: ended.append(3)  # type: ignore[method-assign]

@@ -43,18 +43,22 @@ class Proving:
     """A session that wants the numbers of a step; behind its stop, of the last one."""
 
     def __init__(self, *, is_last: bool) -> None:
-        self.is_proving, self.is_to_probe = True, is_last
+        self.is_proving, self.is_to_prove = True, is_last
         self.numbers: list[Numbers] = []
 
     def note_numbers(self, numbers: Numbers) -> None:
         self.numbers.append(numbers)
 
 
+def proving(*, is_last: bool) -> Any:
+    return Proving(is_last=is_last)
+
+
 def test_a_loop_of_ones_own_tells_the_norm_of_its_gradients_and_behind_its_stop_updates_nothing(
 ) -> None:  # fmt: skip
     told = []
     for is_last in (False, True):
-        model, session = network(), Proving(is_last=is_last)
+        model, session = network(), proving(is_last=is_last)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         ReplicatedState(model, optimizer).watch_steps(session)
         weight = model.state_dict()["0.weight"]
@@ -71,7 +75,7 @@ def test_a_loop_of_ones_own_tells_the_norm_of_its_gradients_and_behind_its_stop_
 
 
 def test_sparse_gradients_have_a_norm() -> None:
-    model, session = torch.nn.Embedding(5, 2, sparse=True), Proving(is_last=False)
+    model, session = torch.nn.Embedding(5, 2, sparse=True), proving(is_last=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ReplicatedState(model, optimizer).watch_steps(session)
     model(torch.tensor([1, 1, 3])).sum().backward()
@@ -86,7 +90,7 @@ def test_gradients_of_which_no_norm_is_taken_stop_no_step(
     def stumbles(*_: object, **__: object) -> None:
         raise RuntimeError("no such kernel")
 
-    model, session = network(), Proving(is_last=False)
+    model, session = network(), proving(is_last=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ReplicatedState(model, optimizer).watch_steps(session)
     monkeypatch.setattr(torch.linalg, "vector_norm", stumbles)
@@ -96,7 +100,7 @@ def test_gradients_of_which_no_norm_is_taken_stop_no_step(
 
 
 def test_a_model_that_is_compiled_as_one_graph_stays_one() -> None:
-    model, session = network(), Proving(is_last=False)
+    model, session = network(), proving(is_last=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ReplicatedState(model, optimizer).watch_steps(session)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -106,7 +110,7 @@ def test_a_model_that_is_compiled_as_one_graph_stays_one() -> None:
 
 
 def test_a_forward_pass_that_draws_random_numbers_is_told_of() -> None:
-    model, session = torch.nn.Sequential(network(), torch.nn.Dropout(0.1)), Proving(is_last=False)
+    model, session = torch.nn.Sequential(network(), torch.nn.Dropout(0.1)), proving(is_last=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ReplicatedState(model, optimizer).watch_steps(session)
     train(model, optimizer, 1)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from scalai.converters.megatron.rules import ALLOW_UNTESTED
 from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
 from scalai.core.job.function_proof import Numbers
 from scalai.patches.megatron import training
 from scalai.patches.megatron.training import TrainingHooks
-from scalai.patches.versions import ALLOW_UNKNOWN_VERSION
 
 
 class FakeSession:
@@ -29,7 +29,7 @@ class FakeSession:
         is_standby: bool = False,
         probes: bool = False,
     ) -> None:
-        self.probes, self.is_proving, self.is_to_probe = probes, False, False
+        self.probes, self.is_proving, self.is_to_prove = probes, False, False
         self.is_compared = False
         self.numbers: list[Numbers] = []
         self.restorable_step = restorable_step
@@ -72,7 +72,7 @@ class FakeSession:
 
     def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
         self.boundaries.append((step, consumed_samples))
-        self.is_to_probe = self.probes and step == self.stop
+        self.is_to_prove = self.probes and step == self.stop
         return step == self.stop
 
     def note_numbers(self, numbers: Numbers) -> None:
@@ -340,7 +340,7 @@ def test_an_unknown_version_is_refused_when_the_model_is_built_not_when_it_is_im
     session = FakeSession()
     with pytest.raises(RefusedError, match=r"0\.99\.0"):
         hooked(session)
-    monkeypatch.setenv(ALLOW_UNKNOWN_VERSION, "1")
+    monkeypatch.setenv(ALLOW_UNTESTED, "1")
     hooked(session)
 
 

@@ -15,13 +15,13 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("framework", "version"), KNOWN)
 def test_known_versions_pass_without_a_word(framework: KnownVersions, version: str) -> None:
-    assert framework.check(version, allow_unknown=False) is None
+    assert framework.check(version, allow_untested=False) is None
 
 
 @pytest.mark.parametrize(("framework", "version", "known"), UNKNOWN)
 def test_unknown_versions_are_refused_unless_allowed(
     framework: KnownVersions, version: str, known: str
 ) -> None:
-    with pytest.raises(RefusedError, match=rf"{known}.*SCALAI_ALLOW_UNKNOWN_VERSION=1"):
-        framework.check(version, allow_unknown=False)
-    assert version in (framework.check(version, allow_unknown=True) or "")
+    with pytest.raises(RefusedError, match=rf"{known}.*SCALAI_ALLOW_UNTESTED=1"):
+        framework.check(version, allow_untested=False)
+    assert version in (framework.check(version, allow_untested=True) or "")

@@ -173,7 +173,7 @@ class RoundSession(Session):
         return not self._has_stepped or self._is_stopped
 
     @property
-    def is_to_probe(self) -> bool:
+    def is_to_prove(self) -> bool:
         return self._is_stopped and bool(self.given.settings.get("probes"))
 
     def note_numbers(self, numbers: Numbers) -> None:
