@@ -31,7 +31,7 @@ from scalai.core.dataset.drawn import Draw
 from scalai.core.dataset.ledger import Ledger, Lost
 from scalai.core.dataset.own_order import Blend, Shuffled
 from scalai.core.dataset.verdict import judge
-from scalai.patches.megatron.draws import TrainingDraws
+from scalai.patches.megatron.samplers import TrainingDraws
 from scalai.runtime.consumption import Consumption
 
 BLOCKS = 20

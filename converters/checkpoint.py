@@ -7,8 +7,9 @@ a streaming engine (``scalai.converters.engine``) to fill. Neither moves a tenso
 neither knows of the other's layout.
 
 Names of tensors do not depend on the layout; they are those of live state
-(``scalai.patches.megatron.state``): ``<kind>/<parameter's global name>`` with the kinds ``param``,
-``main``, ``exp_avg``, ``exp_avg_sq``, ``step``. Two rules make equal states equal collections:
+(``scalai.patches.megatron.megatron_state``): ``<kind>/<parameter's global name>`` with the kinds
+``param``, ``main``, ``exp_avg``, ``exp_avg_sq``, ``step``. Two rules make equal states equal
+collections:
 
 * An fp32 parameter is its own master, so it has no ``main``, although most layouts store it twice.
 * The optimizer's step is a 0-d fp32 tensor a parameter (torch Adam's own form),

@@ -22,7 +22,7 @@ def preload(path: Path) -> None:
     """Import what the file lists (``modules``), from where its workers imported it
     (``sys_path``)."""
     # They import torch, which takes seconds: this process is tied to its agent before.
-    from scalai.patches import hooks
+    from scalai.patches import worker_start
     from scalai.patches.signals import leave_signals_to_the_agent
 
     leave_signals_to_the_agent()
@@ -36,7 +36,7 @@ def preload(path: Path) -> None:
     # The order matters: a framework may lie beside the script and be installed as well.
     others = [entry for entry in sys.path if entry not in order["sys_path"]]
     sys.path[:] = [*order["sys_path"], *others]
-    hooks.install()
+    worker_start.install()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in order["modules"]:

@@ -12,9 +12,8 @@ from scalai.core.errors import RefusedError
 from scalai.core.exact_json import from_json, to_json
 from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText
-from scalai.patches.first_step import torch_state
-from scalai.patches.function_proof import OwnLoop, norm_of_gradients
-from scalai.patches.param_groups import Group, put_groups, take_groups
+from scalai.patches.optimizers import Group, put_groups, take_groups, torch_state
+from scalai.patches.step_proof import OwnLoop, norm_of_gradients
 from scalai.runtime.live import Slot, whole_slot
 from scalai.runtime.session import Session
 

@@ -39,17 +39,17 @@ def main(arguments: Sequence[str]) -> None:
         # Not at the top: it imports torch, which takes seconds and a plain script may not need. Not
         # behind the path either, where something beside the script could take its place.
         with without_collections():
-            from scalai.patches import elastic_worker
+            from scalai.patches import worker_start
     is_module = arguments[0] == "-m"
     target, rest = (arguments[1], arguments[2:]) if is_module else (arguments[0], arguments[1:])
     sys.argv = [target, *rest]
     sys.path.insert(0, os.getcwd() if is_module else str(Path(target).resolve().parent))
     if is_elastic:
-        elastic_worker.prepare()
+        worker_start.prepare()
     try:
         if is_elastic:
             # After the path is set: the framework may lie beside the script.
-            elastic_worker.install()
+            worker_start.install()
         try:
             if is_module:
                 runpy.run_module(target, run_name="__main__", alter_sys=True)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
         VersionError,
     )
     from scalai.core.tensors.slabs import Slabs, zig_zag
-    from scalai.patches.deepspeed.state import DeepSpeedState
-    from scalai.patches.megatron.state import MegatronState
+    from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
+    from scalai.patches.megatron.megatron_state import MegatronState
     from scalai.patches.replicated import ReplicatedState
     from scalai.runtime.ordered_batches import OrderedBatches
     from scalai.runtime.session import Session, current, elastic
@@ -83,8 +83,8 @@ __all__ = [
 _PLACES = {
     "BatchRamp": "scalai.core.degrees.batches",
     "Blend": "scalai.core.dataset.own_order",
-    "DeepSpeedState": "scalai.patches.deepspeed.state",
-    "MegatronState": "scalai.patches.megatron.state",
+    "DeepSpeedState": "scalai.patches.deepspeed.deepspeed_state",
+    "MegatronState": "scalai.patches.megatron.megatron_state",
     "OrderedBatches": "scalai.runtime.ordered_batches",
     "ReplicatedState": "scalai.patches.replicated",
     "Session": "scalai.runtime.session",

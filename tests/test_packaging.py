@@ -80,7 +80,7 @@ NO_TORCH = (
     "scalai.launch.coordinator.process",
     "scalai.launch.coordinator.rendezvous_store",
     "scalai.launch.agent.extension_locks",
-    "scalai.patches.diagnosis",
+    "scalai.patches.versions",
 )
 """What offline commands, a job's coordinator and the questions to it consist of: an import of torch
 costs each of these processes two seconds of a processor."""

@@ -17,7 +17,7 @@ ANSWER_S = 60.0
 
 
 def frameworks(folder: Path | None = None) -> Mapping[str, Json]:
-    """Return of each framework what ``scalai.patches.diagnosis`` tells: ``version``, ``is_hooked``,
+    """Return of each framework what ``scalai.patches.versions`` tells: ``version``, ``is_hooked``,
     ``note``.
 
     Args:
@@ -29,7 +29,7 @@ def frameworks(folder: Path | None = None) -> Mapping[str, Json]:
     where = [str(folder)] if folder is not None else []
     try:
         answer = subprocess.run(
-            [sys.executable, "-m", "scalai.patches.diagnosis", *where],
+            [sys.executable, "-m", "scalai.patches.versions", *where],
             capture_output=True, text=True, check=False, timeout=ANSWER_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:

@@ -9,7 +9,6 @@ filled from the beginning of the pass as ``drop_last`` says.
 Source: torch/utils/data/distributed.py, dataloader.py and sampler.py, 2.13.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,8 +23,8 @@ from scalai.core.dataset.drawn import Number
 from scalai.core.degrees.batches import Batches, pass_length
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
-from scalai.patches.calls import Call
 from scalai.patches.data.clock import REMEMBERED, Clock, Clocks
+from scalai.patches.hooking import Call, given_to
 
 LOOK_AHEAD = 8
 """Micro-batches that a script may draw ahead of its steps, where two steps have no more."""
@@ -91,7 +90,7 @@ class Feed:
         )
         self._latest: Clock | None = None
         """The clock from which was drawn last."""
-        self._uncounted: Pass | None = None
+        self._uncounted: LoaderPass | None = None
         """The pass that was drawn from last, where nothing of it is counted."""
         self._declined: dict[str, None] = {}
 
@@ -180,7 +179,7 @@ class Feed:
 
     def _make_loader(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
-        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        given = given_to(wrapped, args, kwargs)
         is_plain = isinstance(instance.batch_sampler, BatchSampler) and (
             given.get("batch_sampler") is None
         )
@@ -247,7 +246,7 @@ class Feed:
     def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
         """Count what the script draws, and not what a loader's workers read ahead."""
         source = instance._sampler_iter
-        if not isinstance(source, Pass):
+        if not isinstance(source, LoaderPass):
             return wrapped(*args, **kwargs)
         clock = source.sampler.clock
         try:
@@ -325,7 +324,7 @@ class ElasticBatchSampler(BatchSampler):
         return self.feed.is_training(self.clock) and self.feed.is_micro_batch(self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return Pass(self)
+        return LoaderPass(self)
 
     def __len__(self) -> int:
         sampler = self.distributed
@@ -372,7 +371,7 @@ class ElasticBatchSampler(BatchSampler):
                 yield order[places % len(order)].tolist()
 
 
-class Pass(Iterator[list[int]]):
+class LoaderPass(Iterator[list[int]]):
     """One pass over a sampler: begins when its first batch is asked for.
 
     ``number`` says which; None where nothing is counted, because this is not what the engine trains

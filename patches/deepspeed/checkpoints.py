@@ -1,13 +1,17 @@
-"""DeepSpeed's own checkpoints in an elastic job.
+"""DeepSpeed's own checkpoints in an elastic job, and states that it offloads.
 
-A script of a later round runs from its beginning. What it loads there is its resume: the newer of
-generation and checkpoint wins, and ``load_checkpoint`` tells it what it told the first round: it
-then goes through the same epochs, of which the consumed ones yield nothing. What it loads behind
-those was loaded in an earlier round. From the round's first step on it is really loaded.
+A script of a later round runs from its beginning. A load at its beginning is its resume: the newer
+of generation and checkpoint wins, and ``load_checkpoint`` returns what it returned in the first
+round, so the script goes through the same epochs, of which the consumed ones yield nothing. A load
+behind those epochs happened in an earlier round. From the round's first step on loads are real.
+
+While states are offloaded (``engine.offload_states()``) nothing is written, and once they are back
+they lie elsewhere.
+
+Source: deepspeed/runtime/engine.py and runtime/zero/offload_states.py, 0.19.8.
 """
 
 import functools
-import inspect
 import json
 import logging
 import re
@@ -16,19 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.jsonable import Json
+from scalai.patches.continuation import choose_source, describe_source
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed import loading
-from scalai.patches.deepspeed.auxiliary import Auxiliary
+from scalai.patches.deepspeed.beside_engine import Auxiliary
 from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
-from scalai.patches.deepspeed.checkpoint.native import Request
-from scalai.patches.deepspeed.checkpoint.progress import (
+from scalai.patches.deepspeed.checkpoint.model_file import (
     checkpoint_step,
-    client_state,
+    client_state_of,
     plain_client_state,
 )
+from scalai.patches.deepspeed.checkpoint.native import LoadRequest
 from scalai.patches.deepspeed.record import LOADS
 from scalai.patches.deepspeed.replay import Replay
-from scalai.patches.progress import choose_source, describe_source
+from scalai.patches.hooking import given_to
 from scalai.runtime.session import Session
 
 log = logging.getLogger(__name__)
@@ -66,9 +71,15 @@ class Checkpoints:
     def install(self) -> None:
         """Hook the engine, once it has what it goes on from."""
         loading.install(self._engine, self._session.settings.get("cuts"))
-        for name, hook in (("load_checkpoint", self._load), ("save_checkpoint", self._save)):
-            method = getattr(self._engine, name)
-            setattr(self._engine, name, functools.wraps(method)(functools.partial(hook, method)))
+        hooks = {
+            "load_checkpoint": self._load,
+            "save_checkpoint": self._save,
+            "reload_states": self._reload,  # from 0.15 on
+        }
+        for name, hook in hooks.items():
+            if (method := getattr(self._engine, name, None)) is not None:
+                hooked = functools.wraps(method)(functools.partial(hook, method))
+                setattr(self._engine, name, hooked)
 
     def take(self) -> Json:
         return {"told": self._told, "over": self._over}
@@ -79,9 +90,9 @@ class Checkpoints:
 
     def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Loaded:
         """Load, but at the script's beginning what is newer than the restored generation alone."""
-        from scalai.patches.deepspeed.state import DeepSpeedState
+        from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
 
-        auxiliary, request = self._auxiliary, Request.of(method, args, kwargs)
+        auxiliary, request = self._auxiliary, LoadRequest.of(method, args, kwargs)
         auxiliary.record.note(f"{LOADS} {_kind(request.tag or request.load_dir)}")
         if auxiliary.is_resuming:
             directory = request.directory()
@@ -109,7 +120,7 @@ class Checkpoints:
             )
         return path, client
 
-    def _is_generation_newer(self, request: Request, directory: Path | None) -> bool:
+    def _is_generation_newer(self, request: LoadRequest, directory: Path | None) -> bool:
         """Whether to stay at the restored generation, by what rank 0 sees. A collective."""
         ranks = ranks_of(self._engine)
         # Weights alone are where a training began, not where it is.
@@ -121,7 +132,7 @@ class Checkpoints:
             log.warning(describe_source(source, restored, step, request.load_dir))
         return source == "generation"
 
-    def _as_the_first_round(self, request: Request, directory: Path | None) -> Loaded:
+    def _as_the_first_round(self, request: LoadRequest, directory: Path | None) -> Loaded:
         """Return what the first round was told. Where it did not ask, because there was nothing to
         load yet, what the checkpoint says beside the state."""
         told = self._told.get(_asked(request))
@@ -140,7 +151,7 @@ class Checkpoints:
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save, but not while the script goes through epochs or steps that are over: what it would
         save under their names is of a later step."""
-        given = inspect.signature(method).bind(*args, **kwargs).arguments
+        given = given_to(method, args, kwargs)
         self._auxiliary.record.note(f"a save of {_kind(given.get('tag') or given['save_dir'])}")
         if self._auxiliary.is_behind():
             log.info("event=save skipped='this was trained on in an earlier round'")
@@ -154,18 +165,32 @@ class Checkpoints:
             del self._over[name]
         return result
 
+    def _reload(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
+
+        was_away, session = _is_away(self._engine), self._session
+        method(*args, **kwargs)
+        if was_away:
+            state = DeepSpeedState(self._engine)
+            session.renew(state, step=session.step, samples=session.consumed_samples)
+
+
+def _is_away(engine: Any) -> bool:
+    """Whether some of the state is offloaded."""
+    return bool(getattr(engine.optimizer, "offloaded_states", None))
+
 
 def _kind(name: Any) -> str:
     """Return what a checkpoint is called in any epoch."""
     return re.sub(r"\d+", "#", Path(str(name)).name)
 
 
-def _asked(request: Request) -> str:
+def _asked(request: LoadRequest) -> str:
     return f"{request.load_dir}/{request.tag or ''}"
 
 
 def _told_by(directory: Path) -> Loaded:
-    return str(directory), client_state(directory)
+    return str(directory), client_state_of(directory)
 
 
 def _name(directory: Path) -> str:

@@ -19,16 +19,22 @@ from typing import Any
 import numpy as np
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.checkpoint.agreement import Ranks, ranks_of
-from scalai.patches.deepspeed.checkpoint.filling import check_proofs, fill, proof
+from scalai.patches.deepspeed.checkpoint.agreement import EngineRanks, ranks_of
+from scalai.patches.deepspeed.checkpoint.filling import (
+    check_proofs,
+    check_storages,
+    fill,
+    proof,
+    share,
+    touched,
+)
 from scalai.patches.deepspeed.checkpoint.load_plan import LoadPlan
-from scalai.patches.deepspeed.checkpoint.native import Request, is_out_of_scope, loads_itself
-from scalai.patches.deepspeed.checkpoint.saved import Saved, read_saved
-from scalai.patches.deepspeed.checkpoint.storages import check_storages, share, touched
-from scalai.patches.deepspeed.checkpoint.values import client_state
-from scalai.patches.deepspeed.engine import grid
+from scalai.patches.deepspeed.checkpoint.model_file import client_state
+from scalai.patches.deepspeed.checkpoint.native import LoadRequest, is_out_of_scope, loads_itself
+from scalai.patches.deepspeed.checkpoint.saved_checkpoint import SavedCheckpoint, read_saved
+from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
+from scalai.patches.deepspeed.engine import parallel_ranks
 from scalai.patches.deepspeed.engine.masters import order_here, order_of
-from scalai.patches.deepspeed.state import DeepSpeedState
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +54,13 @@ def install(engine: Any, cuts: str | None = None) -> None:
     @functools.wraps(method)
     def load(*args: Any, **kwargs: Any) -> Loaded:
         own = functools.partial(method, *args, **kwargs)
-        return _load_checkpoint(engine, own, Request.of(method, args, kwargs), cuts)
+        return _load_checkpoint(engine, own, LoadRequest.of(method, args, kwargs), cuts)
 
     engine.load_checkpoint = load
 
 
 def _load_checkpoint(
-    engine: Any, own: Callable[[], Loaded], request: Request, cuts: str | None
+    engine: Any, own: Callable[[], Loaded], request: LoadRequest, cuts: str | None
 ) -> Loaded:
     """Load a checkpoint, whatever degrees and stage saved it. All ranks.
 
@@ -87,13 +93,13 @@ def _seen(directory: Path | None) -> Path:
 
 
 def _load_pieces(
-    ranks: Ranks, engine: Any, directory: Path, request: Request, cuts: str | None
+    ranks: EngineRanks, engine: Any, directory: Path, request: LoadRequest, cuts: str | None
 ) -> Loaded:
     # A fresh optimizer gets the state that its first step would make.
     slots = ranks.together(lambda: DeepSpeedState(engine).slots())
     here = ranks.together(lambda: json.dumps(order_here(engine)).encode())
     order = order_of([json.loads(of) for of in ranks.to_first(here)])
-    saved = Saved.from_bytes(
+    saved = SavedCheckpoint.from_bytes(
         ranks.from_first(
             lambda: read_saved(directory, cuts, order, is_whole=request.is_whole).to_bytes()
         )
@@ -117,7 +123,9 @@ def _load_pieces(
     return str(plan.path), client_state(plan.values, request)
 
 
-def _check_storages(ranks: Ranks, directory: Path, saved: Saved, plan: LoadPlan) -> None:
+def _check_storages(
+    ranks: EngineRanks, directory: Path, saved: SavedCheckpoint, plan: LoadPlan
+) -> None:
     """Compare what the ranks will read with the checksums beside it, each rank a share."""
     if not saved.storages:
         return  # written without checksums
@@ -133,5 +141,5 @@ def _event(engine: Any, name: str) -> None:
 
 
 def _degrees(engine: Any) -> tuple[int, int, int]:
-    here = grid.degrees(engine)
+    here = parallel_ranks.degrees(engine)
     return here["dp"], here["tp"], here["pp"]

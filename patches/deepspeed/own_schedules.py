@@ -20,7 +20,7 @@ import wrapt
 from torch.optim import lr_scheduler
 
 from scalai.core.jsonable import Json
-from scalai.patches.calls import Call
+from scalai.patches.hooking import Call
 from scalai.patches.plain import all_live, all_plain
 
 log = logging.getLogger(__name__)

@@ -89,7 +89,7 @@ def _unfolded(nodes: Sequence[Node]) -> Iterator[Stretch]:
             yield node
 
 
-class Record:
+class ScriptRecord:
     """The record of one process.
 
     Args:

@@ -20,7 +20,7 @@ import torch
 from scalai.core.jsonable import Json
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
-from scalai.patches.script_frames import is_of_framework
+from scalai.patches.user_script import is_of_framework
 
 FETCHED_TOGETHER = 100
 """Losses that wait on the device for being kept: fetching one waits for its whole step."""

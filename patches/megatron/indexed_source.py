@@ -23,7 +23,7 @@ import numpy.typing as npt
 import wrapt
 
 from scalai.core.errors import RefusedError
-from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.hooking import Args, Call, Kwargs, given_to
 from scalai.patches.megatron.data_facts import stated_data
 from scalai.patches.megatron.mounted_source import MountedReader, asking, check_mount
 from scalai.vfs.mounts import Mount, mount_of
@@ -105,7 +105,7 @@ def check_cache(flags: Mapping[str, Any]) -> None:
 
 
 def _exists(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    prefix = inspect.signature(wrapped).bind(*args, **kwargs).arguments["path_prefix"]
+    prefix = given_to(wrapped, args, kwargs)["path_prefix"]
     if not prefix.startswith(SCHEME):
         if (mount := mount_of(Path(prefix))) is not None:
             check_mount(mount)

@@ -24,7 +24,7 @@ _CONTAINERS = ("layers", "experts.experts")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPart:
     """The boxes of one global tensor that a local parameter holds.
 
     ``name`` is the same in every layout. ``pieces`` count positions in the flattened local
@@ -37,14 +37,14 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Shard:
+class ModelShard:
     """A parameter or persistent buffer: the framework's own object, and what it is a part of."""
 
     data: torch.Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
 
 
-def shards_of(chunks: Sequence[torch.nn.Module]) -> list[Shard]:
+def shards_of(chunks: Sequence[torch.nn.Module]) -> list[ModelShard]:
     """Describe all parameters and persistent buffers of this rank, in the model's order.
 
     No communication, no copy.
@@ -63,7 +63,7 @@ def unwrap(chunk: Any) -> Any:
     return chunk
 
 
-def _shards_of_chunk(model: Any) -> Iterator[Shard]:
+def _shards_of_chunk(model: Any) -> Iterator[ModelShard]:
     from megatron.core import parallel_state
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -89,7 +89,7 @@ def _shards_of_chunk(model: Any) -> Iterator[Shard]:
         parts = tuple(parts_of(item))
         if id(item.data) not in duplicated:
             _refuse_uncut(item.key, item.data, parts)
-        yield Shard(item.data, parts)
+        yield ModelShard(item.data, parts)
     if missing:
         raise RefusedError(
             f"sharded_state_dict does not describe these parameters: {sorted(missing.values())}. "
@@ -98,7 +98,7 @@ def _shards_of_chunk(model: Any) -> Iterator[Shard]:
         )
 
 
-def parts_of(item: Any) -> Iterator[Part]:
+def parts_of(item: Any) -> Iterator[ParameterPart]:
     """Yield the global tensors of one ``ShardedTensor`` or ``ShardedTensorFactory``.
 
     Raises:
@@ -118,7 +118,7 @@ def parts_of(item: Any) -> Iterator[Part]:
             f"{item.key}: its shards have {numel} elements, the parameter {item.data.numel()}."
         )
     for name, (shape, pieces) in found.items():
-        yield Part(name, shape, tuple(pieces))
+        yield ParameterPart(name, shape, tuple(pieces))
 
 
 def global_name(key: str, index: Iterable[int]) -> str:
@@ -189,7 +189,7 @@ def _duplicated(model: torch.nn.Module) -> set[int]:
     }
 
 
-def _refuse_uncut(key: str, data: torch.Tensor, parts: Sequence[Part]) -> None:
+def _refuse_uncut(key: str, data: torch.Tensor, parts: Sequence[ParameterPart]) -> None:
     """Refuse a parameter that says tensor parallelism cuts it, where its sharded state says that
     all tensor-parallel ranks have the same: one rank's part would be taken for all."""
     from megatron.core import parallel_state

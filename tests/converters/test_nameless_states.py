@@ -15,7 +15,7 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.source_files import SourceFiles
 from scalai.core.errors import RefusedError
 from scalai.launch.cli import main
-from scalai.patches.deepspeed.checkpoint.saved import read_saved
+from scalai.patches.deepspeed.checkpoint.saved_checkpoint import read_saved
 from scalai.patches.deepspeed.engine.masters import order_of
 from support.checkpoints import LIMITS
 

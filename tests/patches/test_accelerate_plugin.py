@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scalai.patches.accelerate.training import hook_plugin
+from scalai.patches.hugging_face.loop_hooks import hook_plugin
 
 dataclasses = pytest.importorskip(
     "accelerate.utils.dataclasses", reason="pip install transformers accelerate"

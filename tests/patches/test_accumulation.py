@@ -10,7 +10,7 @@ import pytest
 
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
-from scalai.patches.deepspeed.accumulation import Accumulation, AsThen, tell
+from scalai.patches.deepspeed.micro_batches import Accumulation, AsThen, tell
 
 
 @contextmanager

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.accelerate.training import LoopHooks
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed import replay as replays
-from scalai.patches.deepspeed.auxiliary import Auxiliary
+from scalai.patches.deepspeed.beside_engine import Auxiliary
+from scalai.patches.deepspeed.engine_hooks import EngineHooks
 from scalai.patches.deepspeed.replay import Replay
-from scalai.patches.deepspeed.training import EngineHooks
+from scalai.patches.hugging_face.loop_hooks import LoopHooks
 
 
 def namespace(**values: Any) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from scalai.patches.bare_pass import Batches, bare_pass
-from scalai.patches.rng_state import continue_host_rng, host_rng_state
+from scalai.patches.continuation import continue_host_rng, host_rng_state
+from scalai.patches.step_proof import RepeatedBatches, bare_pass
 
 
 class Model(torch.nn.Module):
@@ -73,7 +73,7 @@ def test_micro_batches_are_read_once_and_what_a_pass_does_to_them_is_its_own() -
             read.append(number)
             yield {"number": torch.tensor(number)}
 
-    batches = Batches(source())
+    batches = RepeatedBatches(source())
     batches.prime()
     assert read == [0]
     for _ in range(2):

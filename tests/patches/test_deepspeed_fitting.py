@@ -6,7 +6,7 @@ from scalai.converters.checkpoint import CheckpointFile, FilePiece, place
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Box
-from scalai.patches.deepspeed.checkpoint.fitting import Origin, fitted, origins, used
+from scalai.patches.deepspeed.checkpoint.load_plan import TensorOrigin, fitted, origins, used
 
 SHAPE = (4, 3)
 FULL, ROUND, MASTER = (
@@ -23,16 +23,20 @@ def by_name(*tensors: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("saved", "wanted", "found"),
     [
-        ((FULL, MOMENT), (FULL, MOMENT), (Origin(FULL), Origin(MOMENT))),
-        ((ROUND, MASTER), (ROUND, MASTER), (Origin(ROUND), Origin(MASTER))),
-        ((FULL,), (ROUND, MASTER), (Origin(FULL, is_rounded=True), Origin(FULL))),
-        ((ROUND, MASTER), (FULL,), (Origin(MASTER),)),
-        ((ROUND, MASTER), (Tensor("param/w", SHAPE, "F16"),), (Origin(MASTER, is_rounded=True),)),
+        ((FULL, MOMENT), (FULL, MOMENT), (TensorOrigin(FULL), TensorOrigin(MOMENT))),
+        ((ROUND, MASTER), (ROUND, MASTER), (TensorOrigin(ROUND), TensorOrigin(MASTER))),
+        ((FULL,), (ROUND, MASTER), (TensorOrigin(FULL, is_rounded=True), TensorOrigin(FULL))),
+        ((ROUND, MASTER), (FULL,), (TensorOrigin(MASTER),)),
+        (
+            (ROUND, MASTER),
+            (Tensor("param/w", SHAPE, "F16"),),
+            (TensorOrigin(MASTER, is_rounded=True),),
+        ),
         ((ROUND,), (MASTER, MOMENT), ()),
     ],
 )
 def test_weights_of_another_precision_come_from_fp32(
-    saved: tuple[Tensor, ...], wanted: tuple[Tensor, ...], found: tuple[Origin, ...]
+    saved: tuple[Tensor, ...], wanted: tuple[Tensor, ...], found: tuple[TensorOrigin, ...]
 ) -> None:
     assert tuple(origins(by_name(*saved), by_name(*wanted)).values()) == found
 

@@ -11,8 +11,8 @@ from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.coverage import check_coverage
 from scalai.core.tensors.region import Piece, row_major, whole
-from scalai.patches.deepspeed.engine.flat import cut_pieces, offset_in, partitioned
-from scalai.patches.deepspeed.engine.tensor_parallel import TensorParallel
+from scalai.patches.deepspeed.engine.fragments import cut_pieces, offset_in, partitioned
+from scalai.patches.deepspeed.engine.parallel_ranks import TensorParallel
 
 SHAPE = (5, 3, 4)
 NUMEL = 60

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from scalai.patches.deepspeed.checkpoint.progress import checkpoint_step, client_state
-from scalai.patches.deepspeed.checkpoint.values import read_values
+from scalai.patches.deepspeed.checkpoint.model_file import (
+    checkpoint_step,
+    client_state_of,
+    read_values,
+)
 
 STATES = "mp_rank_00_model_states.pt"
 
@@ -30,7 +33,7 @@ def test_a_tag_of_deepspeeds_says_the_step_and_any_other_is_looked_into(tmp_path
 def test_of_a_scripts_own_values_the_plain_ones_are_told(tmp_path: Path) -> None:
     best = {"best": [1, 2.5, None], "name": "a"}
     directory = save(tmp_path / "epoch3", epoch=3, best=best, rows=torch.ones(2), ds_version="0")
-    assert client_state(directory) == {"epoch": 3, "best": best}
+    assert client_state_of(directory) == {"epoch": 3, "best": best}
 
 
 def test_a_script_is_given_what_it_saved_and_not_what_stood_in_for_it(tmp_path: Path) -> None:

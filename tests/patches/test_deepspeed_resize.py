@@ -76,7 +76,7 @@ MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
         for p, limit in (("bf16", BF16), ("fp16", FP16))
         for s, (a, b) in ((1, (4, 2)), (2, (2, 3)), (3, (3, 4)), (3, (4, 2)))
     ),
-    # Not from ZeRO 0 to another: that is refused (patches/deepspeed/stages.py).
+    # Not from ZeRO 0 to another: that is refused (patches/deepspeed/unsupported.py).
     *(
         (f"fp16-zero{a}-to-zero{b}", {"precision": "fp16"}, ranks(2, a), ranks(2, b), FP16)
         for a, b in ((0, 0), (1, 1), (2, 3), (3, 3), (3, 2))

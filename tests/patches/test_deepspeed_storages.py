@@ -11,8 +11,8 @@ from scalai.converters.checkpoint import CheckpointFile, Placed
 from scalai.converters.checksums import FileStorage
 from scalai.core.errors import MemoryShortError, ProofError
 from scalai.core.tensors.collection import Collection, Tensor
-from scalai.patches.deepspeed.checkpoint import storages
-from scalai.patches.deepspeed.checkpoint.storages import check_storages, share, touched
+from scalai.patches.deepspeed.checkpoint import filling
+from scalai.patches.deepspeed.checkpoint.filling import check_storages, share, touched
 
 STORAGES = [
     FileStorage("b", "data/0", 64, 40, 1), FileStorage("b", "data/1", 128, 400, 1),
@@ -68,7 +68,7 @@ def test_all_are_checked_though_no_thread_can_begin(
         checked.append((stored, threading.get_ident()))
         return stored is STORAGES[2]
 
-    monkeypatch.setattr(storages, "is_damaged", is_damaged)
+    monkeypatch.setattr(filling, "is_damaged", is_damaged)
     monkeypatch.setattr(_thread, "start_new_thread", start)
     monkeypatch.setattr(threading, "_start_new_thread", start)
     with pytest.raises(ProofError, match=r"/d/a: bytes 64 to 72 .*The engine is as it was"):
@@ -80,6 +80,6 @@ def test_memory_that_runs_out_in_a_check_is_said(monkeypatch: pytest.MonkeyPatch
     def run_out(directory: Path, stored: FileStorage) -> bool:
         raise MemoryError
 
-    monkeypatch.setattr(storages, "is_damaged", run_out)
+    monkeypatch.setattr(filling, "is_damaged", run_out)
     with pytest.raises(MemoryShortError, match=r"4 storages of /d.*The engine is as it was"):
         check_storages(Path("/d"), STORAGES, NOTHING)

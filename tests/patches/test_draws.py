@@ -15,7 +15,7 @@ from scalai.core.dataset.ledger import Ledger
 from scalai.core.dataset.sources import difference
 from scalai.core.dataset.verdict import judge
 from scalai.core.errors import RefusedError
-from scalai.patches.megatron.draws import TRAIN, TrainingDraws
+from scalai.patches.megatron.samplers import TRAIN, TrainingDraws
 from scalai.runtime.consumption import Consumption
 
 

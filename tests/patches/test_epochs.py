@@ -14,9 +14,8 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from scalai.core.degrees.batches import Batches
 from scalai.core.errors import RefusedError
-from scalai.patches.accelerate import schedules
-from scalai.patches.accelerate.batches import check_ranks
-from scalai.patches.data.epochs import EpochBatches
+from scalai.patches.hugging_face import loop_hooks
+from scalai.patches.hugging_face.sharded_loaders import EpochBatches, check_ranks
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -78,7 +77,7 @@ def test_a_prepared_schedule_goes_on_where_it_was() -> None:
     for _ in range(5 * 2):
         before.optimizer.step()
         before.scheduler.step()
-    assert schedules.put(schedules.taken(before, 2), after) is None
+    assert loop_hooks.put(loop_hooks.taken(before, 2), after) is None
     assert after.optimizer.param_groups[0]["lr"] == before.optimizer.param_groups[0]["lr"]
     for _ in range(2):
         after.optimizer.step()
@@ -96,7 +95,7 @@ def test_a_script_that_is_told_the_ranks_of_now_has_its_schedule_stepped_as_it_m
     for _ in range(5 * 2):
         before.optimizer.step()
         before.scheduler.step()
-    assert schedules.put(schedules.taken(before, 2), after, told=4) == (now, follows)
+    assert loop_hooks.put(loop_hooks.taken(before, 2), after, told=4) == (now, follows)
     assert after.optimizer.param_groups[0]["lr"] == 1 - 5 / 4096
     for _ in range(now):
         after.optimizer.step()

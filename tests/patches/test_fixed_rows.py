@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from scalai.patches.megatron import fixed_rows
+from scalai.patches.megatron.samplers import MANY_STEPS, hook_fim, hook_samplers
 
 BATCH = 12
 
@@ -46,7 +46,7 @@ def samplers(dp: int, rank: int, micro: int, **flags: Any) -> Any:
             get_data_parallel_world_size=lambda: dp, get_data_parallel_rank=lambda: rank
         ),
     )  # fmt: skip
-    fixed_rows.hook_samplers(module)
+    hook_samplers(module)
     return module
 
 
@@ -74,7 +74,7 @@ def test_a_whole_validation_has_each_row_equally_often_at_any_layout(rows: int) 
 
 
 def test_a_whole_validation_of_many_rows_takes_few_passes_and_is_the_same_at_any_layout() -> None:
-    rows = fixed_rows.MANY_STEPS * BATCH + 1
+    rows = MANY_STEPS * BATCH + 1
     first, *others = [
         found
         for dp, micro in ((1, 1), (3, 2), (12, 1))
@@ -101,7 +101,7 @@ def test_a_sample_of_fim_is_permuted_alike_in_any_order_of_accesses() -> None:
             return [idx, *self.np_rng.randint(0, 2**30, 4).tolist()]
 
     module = SimpleNamespace(GPTFIMDataset=GPTFIMDataset)
-    fixed_rows.hook_fim(module)
+    hook_fim(module)
     one, other = GPTFIMDataset(), GPTFIMDataset()
     forwards = {i: one._query_document_sample_shuffle_indices(i) for i in range(8)}
     backwards = {i: other._query_document_sample_shuffle_indices(idx=i) for i in range(7, -1, -1)}

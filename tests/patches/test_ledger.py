@@ -8,20 +8,20 @@ import torch
 from scalai.core.dataset.step_lines import Entry
 from scalai.core.degrees.batches import combine_hashes, sample_hashes
 from scalai.core.errors import UsageError
-from scalai.patches.megatron import ledger
-from scalai.patches.megatron.ledger import Ledger, samples_of
+from scalai.patches.megatron import step_logs
+from scalai.patches.megatron.step_logs import StepLedger, samples_of
 from support.ledgers import read_ledger
 
 
 def test_consumed_samples_are_hashed_once_and_written_a_line_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "_is_counting_rank", lambda: True)
+    monkeypatch.setattr(step_logs, "_is_counting_rank", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     batches = [{"tokens": torch.arange(4 * n, 4 * n + 8).view(2, 4)} for n in range(4)]
     train = SimpleNamespace(iterable=iter(batches))
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}, {"lr": 0.25}])
-    book = Ledger(tmp_path / "new folder", "r", round_number=2)
+    book = StepLedger(tmp_path / "new folder", "r", round_number=2)
     book.count((train, None, None))
     for step in (1, 2):
         next(train.iterable), next(train.iterable)
@@ -53,10 +53,10 @@ def test_a_batch_of_unknown_names_is_refused_by_them() -> None:
 def test_ranks_that_read_no_samples_write_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "_is_counting_rank", lambda: False)
+    monkeypatch.setattr(step_logs, "_is_counting_rank", lambda: False)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     train = SimpleNamespace(iterable="untouched")
-    book = Ledger(tmp_path, "r", round_number=0)
+    book = StepLedger(tmp_path, "r", round_number=0)
     book.count((train, None, None))
     book.count((None, None, None))
     book.keep_loss({})

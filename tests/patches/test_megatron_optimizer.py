@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from scalai.patches.megatron.optimizer import Owned, owned_parameters
+from scalai.patches.megatron.optimizer_state import Owned, owned_parameters
 
 
 class FusedAdam:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from scalai.patches.own_state import LOOKS, Kept, OwnState
-from scalai.patches.script_frames import names_of, script_place
+from scalai.patches.user_script import LOOKS, KeptVariable, OwnState, names_of, script_place
 
 
 class Shadow:
@@ -28,8 +27,8 @@ class Loop:
         self.steps = 0
         self.rate = 3
 
-    def train(self, own: OwnState, engine: Any) -> list[Kept]:
-        kept: list[Kept] = []
+    def train(self, own: OwnState, engine: Any) -> list[KeptVariable]:
+        kept: list[KeptVariable] = []
         for _ in range(LOOKS):
             self.steps += 1
             kept = own.look(sys._getframe(), engine)
@@ -46,7 +45,7 @@ def test_what_changes_with_every_step_is_found_and_nothing_else() -> None:
     shadow, meter, reference = Shadow(ours), Meter(), model()
     averaged = torch.optim.swa_utils.AveragedModel(ours)
     done, seen, epoch, is_last, total, lines = 100, 0, 4, False, 0.0, [0]
-    kept: list[Kept] = []
+    kept: list[KeptVariable] = []
     for place, _ in enumerate(range(LOOKS)):
         rate = 1.0 / (place + 1)
         batch = {"rows": torch.rand(3)}
@@ -97,7 +96,7 @@ def test_what_cannot_be_read_is_passed_over_and_does_not_end_the_training() -> N
     """Spectra, sparse graphs, weights that are not there yet, values of foreign classes."""
     engine, own, opaque, done = SimpleNamespace(module=model()), OwnState(), Opaque(), 0
     total = torch.zeros((), dtype=torch.complex64)
-    kept: list[Kept] = []
+    kept: list[KeptVariable] = []
     for _ in range(LOOKS):
         total += 1j
         done += 1
@@ -143,7 +142,7 @@ def test_attributes_of_what_a_trainer_calls_are_looked_at() -> None:
 
 def test_a_count_of_enumerate_is_found_where_it_decides() -> None:
     ours = model()
-    engine, own, kept = SimpleNamespace(module=ours), OwnState(), list[Kept]()
+    engine, own, kept = SimpleNamespace(module=ours), OwnState(), list[KeptVariable]()
     named = dict(ours.named_parameters())
     for number, _ in enumerate(range(LOOKS)):
         with torch.no_grad():

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.param_groups import (
-    Group,
-    check_schedule,
-    differences,
-    put_groups,
-    take_groups,
-)
+from scalai.patches.optimizers import Group, check_schedule, differences, put_groups, take_groups
 
 
 def group(names: str, **values: Any) -> Group:

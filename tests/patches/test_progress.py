@@ -3,8 +3,8 @@ from argparse import Namespace
 import pytest
 
 from scalai.core.errors import LayoutError
-from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
-from scalai.patches.progress import choose_source, describe_source
+from scalai.patches.continuation import choose_source, describe_source
+from scalai.patches.megatron.training_hooks import checkpoint_step, put_progress, take_progress
 
 
 def arguments(**values: object) -> Namespace:

@@ -12,7 +12,7 @@ import torch
 
 from scalai.core.dataset.order import ShuffledBlocks
 from scalai.core.errors import RefusedError
-from scalai.patches.megatron.random_order import micro_batches
+from scalai.patches.megatron.samplers import micro_batches
 
 
 def theirs(

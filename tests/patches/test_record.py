@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.patches.deepspeed.record import Record, Stretches
+from scalai.patches.deepspeed.record import ScriptRecord, Stretches
 
 
 @given(st.lists(st.sampled_from("aab"), max_size=60), st.integers(0, 40))
@@ -31,7 +31,7 @@ def test_a_million_regular_passes_need_no_more_than_a_few() -> None:
 
 def test_of_a_record_that_has_become_too_long_the_newest_part_is_kept_and_that_is_said() -> None:
     said: list[str] = []
-    record = Record(lambda *words: said.append("differs"), said.append, str)
+    record = ScriptRecord(lambda *words: said.append("differs"), said.append, str)
     for number in range(4000):
         record.begin("a pass", is_over=False)
         record.stepped()
@@ -42,7 +42,7 @@ def test_of_a_record_that_has_become_too_long_the_newest_part_is_kept_and_that_i
     kept = list(Stretches(saved["over"], saved["dropped"]))
     assert len(kept) == 4000 and kept[0] is None and kept[-1] == ["a pass", f"a seed of {3998**2}"]
     said.clear()
-    then = Record(lambda *words: said.append("differs"), said.append, str)
+    then = ScriptRecord(lambda *words: said.append("differs"), said.append, str)
     then.put(saved)
     for number in range(3999):  # of the dropped ones nothing is known
         then.begin("a pass", is_over=True)
@@ -58,14 +58,18 @@ class Job:
         self._saved: Any = None
         self._done = 0
 
-    def play(self, stop_at: int, script: Callable[[Record, int], None], first: str = "") -> None:
+    def play(
+        self, stop_at: int, script: Callable[[ScriptRecord, int], None], first: str = ""
+    ) -> None:
         """Run a round from the script's beginning to a step.
 
         Args:
             script: What it does behind a pass of this number.
             first: What it does before its engine is there.
         """
-        record = Record(lambda *words: self.said.append(": ".join(words[::-1])), print, self._place)
+        record = ScriptRecord(
+            lambda *words: self.said.append(": ".join(words[::-1])), print, self._place
+        )
         record.note(first)
         if self._saved is not None:
             record.put(json.loads(json.dumps(self._saved)))
@@ -94,7 +98,7 @@ class Job:
         return "train.py:7"
 
 
-def usual(record: Record, number: int, last: str = "") -> None:
+def usual(record: ScriptRecord, number: int, last: str = "") -> None:
     for _ in range(3):
         record.note("an evaluation")
     if number % 2:
@@ -136,7 +140,7 @@ def test_a_script_that_does_the_same_again_is_not_told_of(stops: tuple[int, ...]
     ids=["a save more", "another order", "a seed", "other data"],
 )
 def test_a_script_that_does_something_else_is_told_the_line_then_and_now_once(
-    script: Callable[[Record, int], None], first: str, said: str
+    script: Callable[[ScriptRecord, int], None], first: str, said: str
 ) -> None:
     job = Job()
     job.play(7, usual, "a seed of 5")
@@ -157,12 +161,12 @@ def test_arguments_that_a_person_has_changed_are_named(monkeypatch: pytest.Monke
 
 def test_a_checkpoint_that_is_newer_begins_the_record_anew() -> None:
     said: list[Any] = []
-    record = Record(lambda *words: said.append(words), said.append, str)
+    record = ScriptRecord(lambda *words: said.append(words), said.append, str)
     record.begin("a pass", is_over=False)
     record.stepped()
     record.begin("a pass", is_over=False)
     saved = record.take()
-    then = Record(lambda *words: said.append(words), said.append, str)
+    then = ScriptRecord(lambda *words: said.append(words), said.append, str)
     then.put(saved)
     then.note("a load of newest")
     then.restart()
@@ -181,10 +185,10 @@ def test_a_loaders_workers_that_are_forked_are_compared_with_nothing(
 ) -> None:
     """They seed themselves, and what the first round's had noted was gone with them."""
     said: list[str] = []
-    record = Record(lambda *words: said.append("differs"), said.append, str)
+    record = ScriptRecord(lambda *words: said.append("differs"), said.append, str)
     record.note("a seed of 7")
     record.stepped()
-    then = Record(lambda *words: said.append("differs"), said.append, str)
+    then = ScriptRecord(lambda *words: said.append("differs"), said.append, str)
     then.put(json.loads(json.dumps(record.take())))
     then.note("a seed of 7")
     own = os.getpid()

@@ -11,8 +11,8 @@ import torch
 
 from scalai.converters.megatron.sums import SUMS
 from scalai.core.errors import RefusedError
-from scalai.patches.faults import refuse_changed_axes
-from scalai.patches.megatron.refusals import fixed_axes, refuse_unsupported
+from scalai.patches.continuation import refuse_changed_axes
+from scalai.patches.megatron.megatron_state import fixed_axes, refuse_unsupported
 
 
 class LayerWiseDistributedOptimizer(SimpleNamespace):

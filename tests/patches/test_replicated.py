@@ -1,6 +1,7 @@
 """The state of a plain model that every rank has whole: all of it is listed, and put back."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch

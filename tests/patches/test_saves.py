@@ -13,8 +13,14 @@ import torch
 import torch.distributed
 
 from scalai.patches.megatron import saves
-from scalai.patches.megatron.saved import JOURNAL, LAST_WRITTEN, TRACKER, SavedPlaces
-from scalai.patches.megatron.saves import QUEUE, AsyncSaves
+from scalai.patches.megatron.saves import (
+    JOURNAL,
+    LAST_WRITTEN,
+    QUEUE,
+    TRACKER,
+    AsyncSaves,
+    SavedPlaces,
+)
 
 
 class FakeProcess:

@@ -1,6 +1,6 @@
 from argparse import Namespace
 
-from scalai.patches.megatron.script import warnings_of
+from scalai.patches.megatron.training_hooks import warnings_of
 
 
 def test_surprises_are_said() -> None:

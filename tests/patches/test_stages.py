@@ -6,7 +6,7 @@ import pytest
 
 from scalai.converters.deepspeed.validity import stages_of
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.stages import refuse_unfit_stages
+from scalai.patches.deepspeed.unsupported import refuse_unfit_stages
 
 FP16 = {"fp16": {"enabled": True}}
 

@@ -12,8 +12,8 @@ from scalai.converters.megatron.rules import ALLOW_UNTESTED
 from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
 from scalai.core.job.function_proof import Numbers
-from scalai.patches.megatron import training
-from scalai.patches.megatron.training import TrainingHooks
+from scalai.patches.megatron import training_hooks
+from scalai.patches.megatron.training_hooks import TrainingHooks
 
 
 class FakeSession:
@@ -175,7 +175,7 @@ def fake_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
             SimpleNamespace(update_num_microbatches=lambda **kwargs: None),
         ),
         (
-            "scalai.patches.megatron.state",
+            "scalai.patches.megatron.megatron_state",
             SimpleNamespace(MegatronState=lambda *args, **kwargs: kwargs),
         ),
     ):
@@ -210,7 +210,7 @@ def test_a_first_start_from_a_checkpoint_begins_at_its_step() -> None:
 def test_a_newer_generation_keeps_the_checkpoint_from_being_read(
     checkpoint: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_agreed_checkpoint_step", lambda job: checkpoint)
+    monkeypatch.setattr(training_hooks, "_agreed_checkpoint_step", lambda job: checkpoint)
     session = FakeSession(restorable_step=10)
     framework = hooked(session, load="/checkpoints")
     assert framework.loaded_from == [None]
@@ -220,7 +220,7 @@ def test_a_newer_generation_keeps_the_checkpoint_from_being_read(
 
 
 def test_a_newer_checkpoint_wins_over_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "_agreed_checkpoint_step", lambda job: 7)
+    monkeypatch.setattr(training_hooks, "_agreed_checkpoint_step", lambda job: 7)
     session = FakeSession(restorable_step=5)
     framework = hooked(session, load="/checkpoints")
     assert framework.loaded_from == ["/checkpoints"]
@@ -374,7 +374,7 @@ def test_a_question_about_layouts_that_fails_stops_no_job(
     def stumbles(job: Any) -> None:
         raise AssertionError("never asked: the command line is this test's")
 
-    training._UNCHECKED[:] = [(Namespace(), stumbles)]
+    training_hooks._UNCHECKED[:] = [(Namespace(), stumbles)]
     session = FakeSession()
     hooked(session)
     assert "event=layouts_not_asked" in caplog.text
@@ -398,10 +398,10 @@ def test_arguments_are_checked_whatever_a_script_keeps_in_them_and_however_it_gi
         return args
 
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(training, "_UNCHECKED", [])
+    monkeypatch.setattr(training_hooks, "_UNCHECKED", [])
     job = Namespace(kept=kept)
     given: Any = ((), {"args": job, "defaults": 5}) if is_named else ((job, 5), {})
-    assert training._validate_args(validate_args, None, *given).checked_with == 5
-    for parsed, check in training._UNCHECKED:
+    assert training_hooks._validate_args(validate_args, None, *given).checked_with == 5
+    for parsed, check in training_hooks._UNCHECKED:
         assert not hasattr(parsed, "checked_with") and vars(check(parsed))["checked_with"] == 5
-    assert bool(training._UNCHECKED) is (kept == 3)
+    assert bool(training_hooks._UNCHECKED) is (kept == 3)

@@ -1,10 +1,8 @@
-"""How the ranks of a job come to one outcome: what one of them refuses, all refuse.
+"""Columns and what describes them as bytes: numpy's format, without pickles."""
 
-Bytes and JSON go between ranks, no pickles. Every method is a collective of all ranks.
-"""
-
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +19,38 @@ from scalai.core.errors import (
     StoreError,
     UsageError,
 )
+from scalai.core.jsonable import Json
+from scalai.core.tensors.collection import Collection, Tensor
+
+Column = npt.NDArray[Any]
+
+_BOXES = ("tensor", "offset", "shape")
+
+
+def packed(collection: Collection, head: Json, columns: Mapping[str, Column]) -> bytes:
+    """Return what ``unpacked`` reads."""
+    stream = io.BytesIO()
+    tensors = [[tensor.name, list(tensor.shape), tensor.dtype] for tensor in collection.tensors]
+    arrays: dict[str, Any] = {
+        **{f"row_{name}": column for name, column in columns.items()},
+        "head": np.frombuffer(json.dumps([tensors, head]).encode(), dtype=np.uint8),
+        **{name: getattr(collection, name) for name in _BOXES},
+    }
+    np.savez(stream, **arrays)
+    return stream.getvalue()
+
+
+def unpacked(data: bytes) -> tuple[Collection, Json, dict[str, Column]]:
+    """Return the collection, the head and the further columns."""
+    arrays = np.load(io.BytesIO(data), allow_pickle=False)
+    tensors, head = json.loads(arrays["head"].tobytes())
+    collection = Collection(
+        tuple(Tensor(name, tuple(shape), dtype) for name, shape, dtype in tensors),
+        *(arrays[name] for name in _BOXES),
+    )
+    rows = (name for name in arrays.files if name.startswith("row_"))
+    return collection, head, {name.removeprefix("row_"): arrays[name] for name in rows}
+
 
 Result = TypeVar("Result")
 
@@ -30,7 +60,7 @@ _KINDS = {
 """Errors that are the same on the ranks that only hear of them."""
 
 
-class Ranks:
+class EngineRanks:
     """All ranks of a job.
 
     Args:
@@ -107,10 +137,10 @@ class Ranks:
         return torch.from_numpy(padded).to(self._device)
 
 
-def ranks_of(engine: Any) -> Ranks:
+def ranks_of(engine: Any) -> EngineRanks:
     """Return the ranks of an engine's job."""
     is_host = dist.get_backend() == "gloo"
-    return Ranks(torch.device("cpu") if is_host else torch.device(engine.device))
+    return EngineRanks(torch.device("cpu") if is_host else torch.device(engine.device))
 
 
 def _described(error: Exception) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 from scalai.converters.deepspeed.files import find_tag, list_files, read_dictionary
 from scalai.converters.deepspeed.job import uses_bf16_optimizer, zero_config
-from scalai.patches.deepspeed.engine import grid
+from scalai.patches.deepspeed.engine import parallel_ranks
 
 _STATES = "*mp_rank_*_model_states.pt"
 
@@ -21,7 +21,7 @@ Shapes = list[list[tuple[str, tuple[int, ...]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LoadRequest:
     """What a script asks of ``load_checkpoint``: its arguments, with their defaults."""
 
     load_dir: str
@@ -35,7 +35,7 @@ class Request:
     @classmethod
     def of(
         cls, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> "Request":
+    ) -> "LoadRequest":
         """Bind a call. Raises ``TypeError`` as the call would."""
         given = inspect.signature(method).bind(*args, **kwargs)
         given.apply_defaults()
@@ -66,14 +66,14 @@ def is_out_of_scope(engine: Any) -> bool:
     )
 
 
-def loads_itself(engine: Any, directory: Path, request: Request) -> bool:
+def loads_itself(engine: Any, directory: Path, request: LoadRequest) -> bool:
     """Tell whether DeepSpeed loads this on this rank: the same stage, degrees and flat buffers.
 
     Raises:
         RefusedError: Files are missing or damaged.
     """
     tag = list_files(directory)
-    here = grid.degrees(engine)
+    here = parallel_ranks.degrees(engine)
     tp = len(tag.layers) or len(tag.ranks)
     pp = len(tag.ranks) // tp
     is_3, was_3 = engine.zero_optimization_stage() == 3, tag.ranks[0].is_stage_3

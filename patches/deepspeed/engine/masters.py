@@ -1,21 +1,49 @@
-"""What DeepSpeed's optimizers keep for the parameters of a model, by class.
-
-Source: deepspeed/runtime (0.16.0 to 0.19.8): zero/stage_1_and_2.py, zero/stage3.py,
-bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py.
-"""
+"""What the base optimizer's first step would make, with DeepSpeed's own optimizers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from scalai.converters.checkpoint import Order
 from scalai.core.errors import LayoutError, RefusedError
-from scalai.patches.deepspeed.engine.first_step import ensure_state
-from scalai.patches.deepspeed.engine.flat import Fragment, offset_in, partitioned
-from scalai.patches.param_groups import Group
+from scalai.patches.deepspeed.engine import parallel_ranks
+from scalai.patches.deepspeed.engine.fragments import Fragment, offset_in, partitioned
+from scalai.patches.optimizers import Group, torch_state
+
+
+def ensure_state(optimizer: Any, values: torch.Tensor, group: dict[str, Any]) -> None:
+    """Give a fresh optimizer the state for ``values`` that its first step would make.
+
+    Raises:
+        RefusedError: It is not known what it would make.
+    """
+    if optimizer.state[values]:
+        return
+    state = torch_state(optimizer, values, group)
+    if state is None:
+        state = _deepspeed_state(optimizer, values, group)
+    optimizer.state[values].update(state)
+
+
+def _deepspeed_state(optimizer: Any, values: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    """Source: ``step`` of ops/adam/cpu_adam.py and ops/adam/fused_adam.py (0.16.0 to 0.19.8)."""
+    kind = type(optimizer).__name__
+    if kind == "DeepSpeedCPUAdam":
+        dtype = torch.float32 if optimizer.fp32_optimizer_states else values.dtype
+    elif kind == "FusedAdam":
+        dtype = values.dtype
+    else:
+        raise RefusedError(
+            f"the state of {kind} does not exist before its first step, and it is not known what "
+            "that makes. Use Adam, AdamW (torch's, FusedAdam or DeepSpeedCPUAdam) or torch's SGD."
+        )
+    moments = {name: torch.zeros_like(values, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": group.get("step", 0), **moments}
+
 
 Names = Mapping[torch.Tensor, str]
 """An engine's names of its parameters."""
@@ -265,3 +293,61 @@ def _check_inside(values: torch.Tensor, fragments: Sequence[Fragment], names: Na
                 f"{names[fragment.parameter]} would end at element {end} of a buffer of "
                 f"{values.numel()} of the optimizer. Use a known version of DeepSpeed."
             )
+
+
+Cuts = tuple[int, ...]
+
+
+def cut_alike(engine: Any, masters: Sequence[Master]) -> list[Master]:
+    """Return the masters with the cuts of all ranks that hold the same parameters united.
+
+    Those ranks exchange a few numbers for each parameter; without pipeline and tensor parallelism
+    nothing is done. Call it on every rank.
+    """
+    cuts = {id(f.parameter): f.cuts for master in masters for f in master.fragments}
+    for group, parameters in _sharers(engine):
+        own = [cuts.get(id(parameter), ()) for parameter in parameters]
+        for parameter, united in zip(parameters, _united(own, group, engine.device), strict=True):
+            cuts[id(parameter)] = united
+    return [
+        replace(
+            master,
+            fragments=tuple(replace(f, cuts=cuts[id(f.parameter)]) for f in master.fragments),
+        )
+        for master in masters
+    ]
+
+
+def _sharers(engine: Any) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """Yield groups of ranks, this one among them, and the parameters that all of them hold.
+
+    Source: ``PipelineModule._index_tied_modules``, runtime/pipe/module.py (0.16.0 to 0.19.8).
+    """
+    from deepspeed.utils import bwc
+
+    tensor_parallel = parallel_ranks.tensor_parallel(engine)
+    if tensor_parallel.size > 1:
+        named = engine.module.named_parameters()
+        whole = [p for name, p in named if not tensor_parallel.is_cut(name, p)]
+        yield bwc.bwc_tensor_model_parallel_group(engine.mpu), whole
+    tied = getattr(engine.module, "tied_comms", {})
+    for key in sorted(tied):
+        yield tied[key]["group"], list(tied[key]["module"].parameters())
+
+
+def _united(own: Sequence[Cuts], group: Any, device: torch.device) -> list[Cuts]:
+    """Return for each parameter the cuts of all ranks of the group. Collective."""
+    counts = torch.tensor([len(cuts) for cuts in own], dtype=torch.int64, device=device)
+    most = torch.stack(_gathered(counts, group)).amax(0).tolist()
+    # Padded to equal lengths: what is cut at 0 is not cut.
+    padded = [cut for cuts, n in zip(own, most, strict=True) for cut in (*cuts, *[0] * n)[:n]]
+    flat = torch.tensor(padded, dtype=torch.int64, device=device)
+    ranks = [iter(values.tolist()) for values in _gathered(flat, group)]
+    return [tuple(sorted({next(r) for r in ranks for _ in range(n)} - {0})) for n in most]
+
+
+def _gathered(values: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    others = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    if values.numel():
+        dist.all_gather(others, values, group=group)
+    return others

@@ -8,13 +8,13 @@ import torch
 
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.region import Piece, row_major, whole
-from scalai.patches.deepspeed.engine.flat import Fragment
+from scalai.patches.deepspeed.engine.fragments import Fragment
 from scalai.patches.deepspeed.engine.masters import is_vouched, shard_fragment
-from scalai.patches.deepspeed.engine.tensor_parallel import TensorParallel
+from scalai.patches.deepspeed.engine.parallel_ranks import TensorParallel
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Shard:
+class EngineShard:
     """A parameter or a persistent buffer of this rank.
 
     Attributes:
@@ -38,7 +38,7 @@ class Shard:
 
 def shards_of(
     module: torch.nn.Module, tensor_parallel: TensorParallel, *, is_first_replica: bool
-) -> Iterator[Shard]:
+) -> Iterator[EngineShard]:
     """Yield the parameters and persistent buffers of a model, in its order. Shared ones once.
 
     Buffers may differ between replicas, as running means do: the first one's are vouched for, as
@@ -69,7 +69,7 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
             yield f"{prefix}.{key}" if prefix else key, buffer
 
 
-def _parameter_shard(name: str, parameter: Any, tensor_parallel: TensorParallel) -> Shard:
+def _parameter_shard(name: str, parameter: Any, tensor_parallel: TensorParallel) -> EngineShard:
     local = tuple(getattr(parameter, "ds_shape", parameter.shape))
     shape, pieces = tensor_parallel.pieces(name, parameter, local)
     # Replicas on tensor-parallel ranks need not be equal to the last bit: the first one's counts.
@@ -79,14 +79,14 @@ def _parameter_shard(name: str, parameter: Any, tensor_parallel: TensorParallel)
         part = shard_fragment(parameter, memory, name)
     else:
         memory, part = _whole(name, parameter)
-    return Shard(name, shape, parameter, pieces, memory, part, may_vouch)
+    return EngineShard(name, shape, parameter, pieces, memory, part, may_vouch)
 
 
-def _buffer_shard(name: str, buffer: torch.Tensor, is_first_replica: bool) -> Shard:
+def _buffer_shard(name: str, buffer: torch.Tensor, is_first_replica: bool) -> EngineShard:
     shape = tuple(buffer.shape)
     memory, part = _whole(name, buffer)
     pieces = (Piece(whole(shape), 0, row_major(shape)),)
-    return Shard(name, shape, buffer, pieces, memory, part, is_first_replica)
+    return EngineShard(name, shape, buffer, pieces, memory, part, is_first_replica)
 
 
 def _whole(name: str, data: torch.Tensor) -> tuple[torch.Tensor, Fragment]:

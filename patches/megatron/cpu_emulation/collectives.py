@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from scalai.patches.megatron.cpu_emulation.replacement import replace
+from scalai.patches.megatron.cpu_emulation.stubs import replace
 
 
 def install() -> None:

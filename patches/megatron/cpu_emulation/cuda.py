@@ -12,7 +12,7 @@ import torch
 import torch.cuda.nvtx
 import torch.cuda.random
 
-from scalai.patches.megatron.cpu_emulation.replacement import nothing, replace, returning
+from scalai.patches.megatron.cpu_emulation.stubs import nothing, replace, returning
 
 CPU = torch.device("cpu")
 FACTORIES = (

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.megatron.cpu_emulation import collectives, cuda, framework, stubs, training
+from scalai.patches.megatron.cpu_emulation import collectives, cuda, framework, stubs
 
 log = logging.getLogger(__name__)
 _CAPTURES_CUDA = "megatron.core.tensor_parallel.random"
@@ -64,5 +64,5 @@ def install_training() -> bool:
 def _install_training() -> bool:
     if not install():
         return False
-    training.install()
+    framework.install_training()
     return True

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.refusals import refuse_unsupported
+from scalai.patches.deepspeed.unsupported import refuse_unsupported
 from support.training.deepspeed_jobs import Job
 from support.training.jobs import BEFORE, SEED
 from support.training.tiny_deepspeed import Training

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from scalai.core.errors import ScalaiError
+from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
 from scalai.patches.deepspeed.loading import install
-from scalai.patches.deepspeed.state import DeepSpeedState
 from support.training.deepspeed_jobs import Job
 from support.training.jobs import AFTER, BEFORE, OTHER_SEED, SEED
 from support.training.tiny_deepspeed import Training

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from scalai.core.errors import ScalaiError
 from scalai.core.job.function_proof import Numbers
-from scalai.patches import hooks
+from scalai.patches import worker_start
 from scalai.runtime import session as sessions
 from scalai.runtime.consumption import LEDGER
 from scalai.runtime.live import LiveState, held_rows, piece_view, wanted_rows
@@ -38,7 +38,7 @@ from scalai.store.generation import unite
 from support.training.deepspeed_jobs import import_all
 from support.training.rounds import Round, Seen
 
-hooks.install()
+worker_start.install()
 deepspeed = import_all()
 importlib.import_module("accelerate")
 torch.set_num_threads(1)

@@ -11,9 +11,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from scalai.core.errors import RefusedError
-from scalai.patches.megatron.scalars import asked_of, put_scalars, take_scalars
+from scalai.patches.megatron.megatron_state import MegatronState
+from scalai.patches.megatron.optimizer_state import asked_of, put_scalars, take_scalars
 from scalai.patches.megatron.shapes import shards_of, unwrap
-from scalai.patches.megatron.state import MegatronState
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import collection_of, held_rows
 from support.training.jobs import BEFORE, OTHER_SEED, SEED, Job

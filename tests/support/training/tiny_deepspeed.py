@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-from scalai.patches.deepspeed.state import DeepSpeedState
+from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
 from support.training.deepspeed_jobs import Job, import_all, make_engine, train
 from support.training.jobs import SEED
 

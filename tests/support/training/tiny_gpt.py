@@ -43,9 +43,9 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from scalai.core.job.function_proof import Numbers
-from scalai.patches.megatron.function_proof import SKIPPED, BareStep, NormInDouble
+from scalai.patches.megatron.bare_step import SKIPPED, BareStep, NormInDouble
+from scalai.patches.megatron.megatron_state import MegatronState
 from scalai.patches.megatron.shapes import unwrap
-from scalai.patches.megatron.state import MegatronState
 from support.training.jobs import AFTER, SEED, Job
 from support.training.tiny_muon import muon_optimizer
 from support.training.tiny_t5 import translate, translator

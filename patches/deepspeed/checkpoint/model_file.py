@@ -1,0 +1,160 @@
+"""How far a DeepSpeed checkpoint is, and what a script saved beside its state.
+
+Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
+"""
+
+import io
+import re
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
+from scalai.converters.pickles import SEALED, Array, Foreign
+from scalai.converters.torch_archive import NewTensor
+from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
+from scalai.core.tensors.dtypes import FROM_TORCH
+from scalai.patches.deepspeed.checkpoint.native import LoadRequest
+from scalai.patches.deepspeed.engine import parallel_ranks
+from scalai.runtime.torch_dtypes import TORCH_DTYPES
+
+_STEP_TAG = re.compile(r"global_step(\d{1,18})")
+_FIRST_STATES = "*mp_rank_00_model_states.pt"
+_DEEPSPEEDS_OWN = frozenset((
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",
+    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts",
+))  # fmt: skip
+"""Entries that are not a script's own."""
+
+
+def checkpoint_step(directory: Path) -> int | None:
+    """Return the step of a checkpoint: by its tag where DeepSpeed chose that, else by what its
+    first file says. None: neither says."""
+    match = _STEP_TAG.fullmatch(directory.name)
+    if match is not None:
+        return int(match[1])
+    step = _first_file(directory).get("global_steps")
+    return step if isinstance(step, int) else None
+
+
+def client_state_of(directory: Path) -> dict[str, Json]:
+    """Return what a script saved beside the state of a checkpoint, as far as it is JSON."""
+    return plain_client_state(_first_file(directory))
+
+
+def plain_client_state(content: Mapping[str, Any]) -> dict[str, Json]:
+    """Return of what ``load_checkpoint`` returns the entries that are a script's own and JSON."""
+    own = {name: value for name, value in content.items() if name not in _DEEPSPEEDS_OWN}
+    return {name: value for name, value in own.items() if _is_json(value)}
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _first_file(directory: Path) -> dict[str, Any]:
+    # Classes become stand-ins, and nothing of the file runs.
+    for file in sorted(directory.glob(_FIRST_STATES)):
+        return read_dictionary(file, trust=True)
+    return {}
+
+
+_OF_THE_LAYOUT = frozenset((
+    "module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "buffer_names", "checkpoint_parallel_dimensions",
+))  # fmt: skip
+"""Entries that are true of the saved degrees alone, or are tensors of the state."""
+_LOADED = frozenset((
+    "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd",
+))  # fmt: skip
+"""Entries that ``load_checkpoint`` keeps to itself."""
+
+
+def own_file(engine: Any, tag: Tag) -> Path:
+    """Return the model file of a tag that this rank saved, or where degrees differ one that stands
+    for it."""
+    here = parallel_ranks.degrees(engine)
+    is_alike = len(tag.ranks) == here["tp"] * here["pp"] and len(tag.layers or [1]) == here["tp"]
+    files = tag.ranks[engine.checkpoint_mp_rank if is_alike else 0].model
+    dp_rank = dist.get_rank(engine.seq_data_parallel_group)
+    return tag.directory / files[dp_rank if len(files) == here["dp"] else 0]
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the entries of a model file that hold at any degrees.
+
+    Raises:
+        RefusedError: It is damaged, or an entry holds an object of a class that is not plain.
+    """
+    model = read_dictionary(path, trust=False)
+    return {
+        key: live_value(carried(value, path), f"{key} in {path}")
+        for key, value in model.items()
+        if key not in _OF_THE_LAYOUT
+    }
+
+
+def client_state(values: Mapping[str, Any], request: LoadRequest) -> dict[str, Any]:
+    """Return of ``live_values`` what ``load_checkpoint`` returns to the script: all but what it has
+    loaded, as ``_load_checkpoint`` of deepspeed/runtime/engine.py does (0.19.8)."""
+    loaded = frozenset() if request.load_module_only else _LOADED
+    schedule = {"lr_scheduler"} if request.load_lr_scheduler_states else set()
+    return {key: value for key, value in values.items() if key not in loaded | schedule}
+
+
+def live_value(value: Any, what: str) -> Any:
+    """Return a value with torch's tensors and dtypes. Dictionaries are changed in place.
+
+    Args:
+        value: A tree of plain values, ``NewTensor`` and stand-ins.
+        what: Whose it is, for the message.
+
+    Raises:
+        RefusedError: It holds an object of a class that is not plain.
+    """
+    if isinstance(value, NewTensor):
+        data = torch.frombuffer(bytearray(value.content or b""), dtype=torch.uint8)
+        return data.view(TORCH_DTYPES[value.dtype]).view(value.shape)
+    if isinstance(value, Foreign) or (isinstance(value, type) and issubclass(value, Foreign)):
+        return _of_torch(value, what)
+    if isinstance(value, dict):
+        pairs = [(live_value(key, what), live_value(of, what)) for key, of in value.items()]
+        value.clear()
+        value.update(pairs)
+        if type(value) in SEALED:
+            return OrderedDict(value)
+    if isinstance(value, list | tuple):
+        return type(value)(live_value(entry, what) for entry in value)
+    if isinstance(value, Namespace):
+        return Namespace(**live_value(vars(value), what))
+    return value
+
+
+def _of_torch(value: Any, what: str) -> Any:
+    """Return the dtype, device, array or bytes that a stand-in is of. Raises as ``live_value``."""
+    module, name = value.path
+    if isinstance(value, Array):
+        return value.array()
+    if value.path == ("_io", "BytesIO") and isinstance(value, Foreign):
+        return io.BytesIO(value.state[0])
+    if module == "torch" and name in FROM_TORCH:
+        return getattr(torch, name)
+    if (module, name) == ("torch", "device") and isinstance(value, Foreign):
+        return torch.device(*value.args)
+    raise RefusedError(
+        f"{what} holds an object of {module}.{name}, and to make one would run code that the "
+        "checkpoint names. Save plain values, or convert the checkpoint by scalai reshard "
+        "--trust-pickle to this engine's degrees and stage: then DeepSpeed loads it itself."
+    )

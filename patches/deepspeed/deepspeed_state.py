@@ -1,0 +1,208 @@
+"""Where the memory of the state lies: a snapshot reads it there, so it has to stay."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
+from scalai.core.tensors.collection import Tensor
+from scalai.patches.continuation import refuse_changed_axes
+from scalai.patches.deepspeed import unsupported
+from scalai.patches.deepspeed.engine import parallel_ranks, rng_streams
+from scalai.patches.deepspeed.engine.fragments import Fragment, cut_pieces
+from scalai.patches.deepspeed.engine.masters import Master, cut_alike, masters_of
+from scalai.patches.deepspeed.engine.shards import EngineShard, persistent_buffers, shards_of
+from scalai.patches.deepspeed.engine.small_state import STEP, put_scalars, take_scalars
+from scalai.runtime.live import Slot
+from scalai.runtime.torch_dtypes import dtype_name
+
+
+def places_of(engine: Any) -> dict[str, int]:
+    """Return the address of every piece of memory that the slots of an engine refer to."""
+    return {name: tensor.data_ptr() for name, tensor in _tensors(engine)}
+
+
+def refuse_moved(engine: Any, before: Mapping[str, int]) -> None:
+    """Compare with what ``places_of`` returned when the slots were listed.
+
+    Raises:
+        RefusedError: Something lies elsewhere now.
+    """
+    here = places_of(engine)
+    moved = sorted(name for name, place in before.items() if here.get(name) != place)
+    if moved:
+        raise RefusedError(
+            f"the memory of {', '.join(moved[:3])}{' and others' * (len(moved) > 3)} was replaced "
+            "since the job was attached, so what was written is old. Change buffers in place "
+            "and load checkpoints before attach()."
+        )
+
+
+def _tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in engine.module.named_parameters():
+        yield f"param/{name}", getattr(parameter, "ds_tensor", parameter)
+    for name, buffer in persistent_buffers(engine.module):
+        yield f"param/{name}", buffer
+    for number, master in enumerate(masters_of(engine)):
+        yield f"master {number}", master.values
+        for kind, state in master.state.items():
+            if isinstance(state, torch.Tensor) and state.ndim:
+                yield f"{kind} of master {number}", state
+
+
+PARAM, MAIN = "param", "main"
+"""Kinds of tensors; the others are the base optimizer's own names: exp_avg, exp_avg_sq."""
+
+
+class DeepSpeedState:
+    """What one rank of a DeepSpeed job needs to go on in another layout (``LiveState``).
+
+    Names and shapes depend neither on the ZeRO stage nor on the degrees. Where the master weights
+    have the model's dtype (fp32), both are the tensor ``param/...``: the master is held, the
+    model's copy is filled with it. Else the masters are ``main/...``.
+
+    Build it on every rank: stages of a pipeline that share tied weights, and tensor-parallel ranks,
+    tell each other how they cut their parameters. Nothing else here communicates.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        seed: The job's seed. Where the layout changes, new RNG states begin from it and the
+            step.
+
+    Raises:
+        RefusedError: The job uses something that cannot change its layout; the message names it.
+    """
+
+    def __init__(self, engine: Any, *, seed: int = 1234) -> None:
+        unsupported.refuse_unsupported(engine)
+        self._engine = engine
+        self._seed = seed
+        self._places: dict[str, int] = {}
+        self._masters = cut_alike(engine, masters_of(engine))
+
+    @property
+    def coordinate(self) -> str:
+        """Position of this rank: ``tp0-pp1-dp0``."""
+        return parallel_ranks.coordinate(self._engine)
+
+    def slots(self) -> Sequence[Slot]:
+        """List parameters, persistent buffers, masters and optimizer state of this rank.
+
+        Call it before the first step.
+        """
+        self._places = places_of(self._engine)
+        owners = {
+            id(fragment.parameter): (master, fragment)
+            for master in self._masters
+            for fragment in master.fragments
+        }
+        shards = shards_of(
+            self._engine.module,
+            parallel_ranks.tensor_parallel(self._engine),
+            is_first_replica=parallel_ranks.is_first_replica(self._engine),
+        )
+        return [
+            slot
+            for shard in shards
+            for slot in _slots(shard, *owners.get(id(shard.data), (None, None)))
+        ]
+
+    def scalars(self) -> Mapping[str, Json]:
+        """Return schedule, loss scale, parameter groups, counters, and the degrees that may not
+        change.
+
+        Raises:
+            RefusedError: The engine accumulates gradients, or the memory of the slots was replaced.
+        """
+        refuse_moved(self._engine, self._places)
+        return {
+            "deepspeed": take_scalars(self._engine, self._masters),
+            "fixed_degrees": parallel_ranks.fixed_degrees(self._engine),
+        }
+
+    def load_scalars(self, scalars: Mapping[str, Json]) -> None:
+        """Put back what ``scalars`` returned, and let DeepSpeed see the restored values.
+
+        Raises:
+            RefusedError: A fixed degree changed, or the optimizer steps or parameter groups do not
+            fit this layout.
+        """
+        refuse_changed_axes(scalars["fixed_degrees"], parallel_ranks.fixed_degrees(self._engine))
+        put_scalars(scalars["deepspeed"], self._engine, self._masters)
+        if hasattr(self._engine.optimizer, "checkpoint_event_prologue"):
+            # ZeRO 3: frees parameters that are gathered; the next forward pass gathers new values.
+            self._engine.optimizer.checkpoint_event_prologue()
+
+    def rank_state(self) -> Json:
+        """Return the random number generators of this rank."""
+        return rng_streams.state(self._engine)
+
+    def load_rank_state(self, state: Json | None, step: int) -> str:
+        """Continue this rank's RNG states, or begin new ones where the layout changed."""
+        return rng_streams.restore(self._engine, state, self._seed, step)
+
+
+def _slots(shard: EngineShard, master: Master | None, owned: Fragment | None) -> Iterator[Slot]:
+    """Yield the slots of a parameter or buffer: the model's, its master's, the optimizer's."""
+    model = shard.memory
+    tensor = _tensor(PARAM, shard, model)
+    if master is None or owned is None:  # a buffer, or nothing trains it
+        is_buffer = not isinstance(shard.data, torch.nn.Parameter)
+        slot = _slot(tensor, model, shard, shard.range, is_held=shard.is_vouched)
+        yield replace(slot, is_volatile=is_buffer)
+        return
+    values = master.values.detach().view(-1)
+    is_one_tensor = values.dtype == model.dtype
+    is_one_memory = is_one_tensor and _place(values, owned) == _place(model, shard.range)
+    # Boxes of one tensor have to be equal wherever they overlap: a second memory is cut alike.
+    cuts = owned.cuts if is_one_tensor else ()
+    yield _slot(
+        tensor,
+        model,
+        shard,
+        shard.range,
+        cuts,
+        is_held=shard.is_vouched and (is_one_memory or not is_one_tensor),
+    )
+    if not is_one_memory:
+        main = tensor if is_one_tensor else _tensor(MAIN, shard, values)
+        yield _slot(main, values, shard, owned, owned.cuts, is_held=shard.is_vouched)
+    for kind, state in master.state.items():
+        if kind != STEP and state is not None:
+            flat = _flat_state(kind, state, shard, values)
+            name = _tensor(kind, shard, flat)
+            yield _slot(name, flat, shard, owned, owned.cuts, is_held=shard.is_vouched)
+
+
+def _flat_state(kind: str, state: Any, shard: EngineShard, values: torch.Tensor) -> torch.Tensor:
+    if isinstance(state, torch.Tensor) and state.numel() == values.numel():
+        return state.detach().view(-1)
+    found = list(state.shape) if isinstance(state, torch.Tensor) else repr(state)
+    raise RefusedError(
+        f"the optimizer keeps {kind} {found} for {shard.name}, not one value for each of the "
+        f"{values.numel()} elements that it updates. Use Adam, AdamW or SGD."
+    )
+
+
+def _slot(
+    tensor: Tensor,
+    buffer: torch.Tensor,
+    shard: EngineShard,
+    part: Fragment,
+    cuts: Sequence[int] = (),
+    *,
+    is_held: bool,
+) -> Slot:
+    pieces = cut_pieces(shard.pieces, part.low, part.high, part.start, cuts)
+    return Slot(tensor, buffer, tuple(pieces), is_held=is_held)
+
+
+def _place(buffer: torch.Tensor, part: Fragment) -> tuple[int, int, int]:
+    return buffer.data_ptr() + part.start * buffer.element_size(), part.low, part.high
+
+
+def _tensor(kind: str, shard: EngineShard, values: torch.Tensor) -> Tensor:
+    return Tensor(f"{kind}/{shard.name}", shard.shape, dtype_name(values.dtype))

@@ -1,0 +1,163 @@
+"""The loss scale of fp16: what of DeepSpeed's scalers changes while they train."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
+from scalai.patches.deepspeed.engine.masters import Master, Names, groups_of, vouched_parts
+from scalai.patches.optimizers import check_schedule, put_groups, take_groups
+from scalai.patches.plain import all_live, all_plain
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_OVERRIDE = ("custom_loss_scaler", "external_loss_scale")
+
+
+def take_loss_scale(optimizer: Any) -> Json:
+    """Return the scale and what decides on its next change; empty where nothing is scaled."""
+    return {**_taken(_scaler(optimizer), _SCALER), **_taken(optimizer, _OVERRIDE)}
+
+
+def put_loss_scale(saved: Mapping[str, Json], optimizer: Any) -> None:
+    """Set what ``take_loss_scale`` returned and this optimizer has, too."""
+    for owner, keys in ((_scaler(optimizer), _SCALER), (optimizer, _OVERRIDE)):
+        for key in keys:
+            if key in saved and hasattr(owner, key):
+                setattr(owner, key, saved[key])
+
+
+def _scaler(optimizer: Any) -> Any:
+    """Return what counts: ``LossScaleConfig`` of ZeRO 0 (before 0.18 the optimizer itself), or
+    ``LossScaler`` of ZeRO 1 to 3."""
+    for name in ("loss_scale_config", "loss_scaler"):
+        if hasattr(optimizer, name):
+            return getattr(optimizer, name)
+    return optimizer if hasattr(optimizer, "cur_iter") else None
+
+
+def _taken(owner: Any, keys: tuple[str, ...]) -> dict[str, Json]:
+    return {key: getattr(owner, key) for key in keys if hasattr(owner, key)}
+
+
+STEP = "step"
+"""The name of the entry in an optimizer's state."""
+
+
+def take_steps(masters: Sequence[Master], names: Names) -> dict[str, float]:
+    """Return the steps of the parameters of this rank, by name."""
+    # FusedAdam counts for the last parameter of a group alone, and uses that for all.
+    newest: dict[int, int] = {}
+    for master in masters:
+        count = master.state.get(STEP)
+        if isinstance(count, int):
+            newest[id(master.group)] = max(count, newest.get(id(master.group), 0))
+    counts = _read(master.state[STEP] for master in masters if STEP in master.state)
+    return {
+        name: float(newest.get(id(master.group), counts[id(master.state[STEP])]))
+        for name, master in vouched_parts(masters, names)
+        if STEP in master.state
+    }
+
+
+def _read(entries: Iterable[Any]) -> dict[int, float]:
+    """Return numbers and tensors of one element as numbers, by identity. Each device is asked once,
+    because an answer waits for what is queued there."""
+    found = {id(entry): entry for entry in entries}
+    tensors = defaultdict[torch.device, dict[int, torch.Tensor]](dict)
+    for key, entry in found.items():
+        if isinstance(entry, torch.Tensor):
+            tensors[entry.device][key] = entry.detach().double().reshape(())
+    for of_device in tensors.values():
+        found |= dict(zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True))
+    return {key: float(entry) for key, entry in found.items()}
+
+
+def put_steps(steps: Mapping[str, float], masters: Sequence[Master], names: Names) -> None:
+    """Set the steps that ``take_steps`` returned, of all ranks.
+
+    Raises:
+        RefusedError: Parameters that are in one buffer here have made unequal numbers of steps, or
+            there is none for a parameter.
+    """
+    for master in masters:
+        if STEP not in master.state:
+            continue
+        members = [names[fragment.parameter] for fragment in master.fragments]
+        found = {steps[name]: name for name in members if name in steps}
+        missing = [name for name in members if name not in steps]
+        if len(found) > 1 or missing:
+            raise RefusedError(
+                f"the optimizer keeps one number of steps for {len(members)} parameters here, and "
+                f"they have made {_text(found, missing)}. Go on with the ZeRO stage and the "
+                "parameter groups that the job had."
+            )
+        for count in found:
+            _set(master.state, count)
+
+
+def _set(state: dict[str, Any], count: float) -> None:
+    if isinstance(state[STEP], torch.Tensor):
+        state[STEP].fill_(count)
+    else:
+        state[STEP] = int(count)
+
+
+def _text(found: Mapping[float, str], missing: Sequence[str]) -> str:
+    parts = [f"{count:g} ({name})" for count, name in sorted(found.items())]
+    return ", ".join([*parts, *(f"an unknown number ({name})" for name in missing[:3])])
+
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def take_scalars(engine: Any, masters: Sequence[Master]) -> Json:
+    """Return the scalars of this rank.
+
+    Raises:
+        RefusedError: The engine is in the middle of accumulating gradients, or something is not
+            plain enough for JSON.
+    """
+    names, schedule = engine.param_names, engine.lr_scheduler
+    return {
+        "steps": take_steps(masters, names),
+        "groups": take_groups(groups_of(masters, names, vouched=True)),
+        "loss_scale": take_loss_scale(engine.optimizer),
+        "scheduler": all_plain(schedule.state_dict(), "scheduler") if schedule else None,
+        "counters": {key: getattr(engine, key) for key in _COUNTERS},
+        "boundaries": _boundaries(engine),
+    }
+
+
+def put_scalars(saved: Mapping[str, Any], engine: Any, masters: Sequence[Master]) -> None:
+    """Put back what ``take_scalars`` returned, united over all ranks.
+
+    Raises:
+        RefusedError: Steps or parameter groups do not fit the layout of this engine.
+    """
+    put_steps(saved["steps"], masters, engine.param_names)
+    put_loss_scale(saved["loss_scale"], engine.optimizer)
+    if engine.lr_scheduler and saved["scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(all_live(saved["scheduler"]))
+    # Last: a schedule may set some of it while it is loaded.
+    put_groups(saved["groups"], groups_of(masters, engine.param_names, vouched=False))
+    if engine.lr_scheduler and saved["scheduler"] is not None:
+        check_schedule(saved["scheduler"], engine.lr_scheduler)
+    for key in _COUNTERS:
+        setattr(engine, key, saved["counters"][key])
+    # With another number of ranks a step has another number of micro-batches.
+    engine.micro_steps = saved["boundaries"] * engine.gradient_accumulation_steps()
+
+
+def _boundaries(engine: Any) -> int:
+    """Return how often gradients were accumulated in full."""
+    accumulation = engine.gradient_accumulation_steps()
+    boundaries, rest = divmod(engine.micro_steps, accumulation)
+    if rest:
+        raise RefusedError(
+            f"{rest} of {accumulation} micro-batches of a step are accumulated in gradients, which "
+            "are not carried. Call boundary() after engine.step() at the end of an accumulation."
+        )
+    return int(boundaries)

@@ -1,0 +1,470 @@
+"""Hooks that make a DeepSpeed script elastic, without editing it.
+
+``deepspeed.initialize`` is wrapped: the configuration is rewritten for the round, and the engine
+that comes out takes part in the job. What is to be decided is decided in ``round_config``,
+``progress`` and ``scalai.patches.data``.
+"""
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed
+import wrapt
+
+from scalai.converters.deepspeed.config import StatedBatch
+from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
+from scalai.converters.megatron.rules import allows_untested
+from scalai.core.dataset.drawn import Draw
+from scalai.core.errors import RefusedError
+from scalai.core.job.function_proof import Numbers
+from scalai.core.jsonable import Json
+from scalai.core.release import numbers_of
+from scalai.patches.data.loaders import Feed, FirstBatches
+from scalai.patches.deepspeed import micro_batches, unsupported
+from scalai.patches.deepspeed.beside_engine import Auxiliary
+from scalai.patches.deepspeed.engine import rng_streams
+from scalai.patches.deepspeed.micro_batches import Accumulation, tell
+from scalai.patches.deepspeed.replay import Replay
+from scalai.patches.deepspeed.round_config import (
+    RoundOrder,
+    batches_of,
+    config_of,
+    rewritten,
+    without_batches,
+)
+from scalai.patches.deepspeed.step_numbers import (
+    BareBatch,
+    StepNumbers,
+    obstacle_of,
+    without_update,
+)
+from scalai.patches.deepspeed.unsupported import refuse_unfit_stages
+from scalai.patches.hooking import Args, Call, Kwargs, given_to, without
+from scalai.patches.step_proof import agreed, random_parts, tell_numbers
+from scalai.patches.versions import DEEPSPEED
+from scalai.runtime.session import Session
+
+log = logging.getLogger(__name__)
+
+PARTITIONED = 3
+"""The ZeRO stage whose models may be built in shards."""
+
+
+@cache
+def install(get_session: Callable[[], Session]) -> "EngineHooks":
+    """Hook ``deepspeed`` when it is imported, once a process.
+
+    Args:
+        get_session: Returns this worker's session. Asked for when an engine is built, not before:
+            a fork server imports DeepSpeed, hooks included, for workers to come.
+    """
+    hooks = EngineHooks(get_session)
+    hooks.auxiliary.install_seeds()
+    wrapt.register_post_import_hook(hooks.hook_deepspeed, "deepspeed")
+    return hooks
+
+
+class EngineHooks:
+    """The hooks and what they remember between two calls. Every rank has them.
+
+    Attributes:
+        feed: The process's data loaders.
+        replay: The steps that a pipeline's script counts.
+        auxiliary: What the script keeps and does beside the engine.
+        engine: The engine that takes part; None before it is built.
+        keeps_order: Whether the samples of a step are counted here; else a framework around the
+            engine does.
+        is_due: Whether a step has ended that the job was not told of.
+        rng_state: RNG states that the first step goes on with; None: those that run.
+        drawn_elsewhere: What a framework around the engine says that its step of this number has
+            drawn, where ``keeps_order`` is False; None: it does not say.
+        keepers: Objects of the script's that a framework around the engine calls in its steps.
+        settle_config: What a framework around the engine does with the engine's configuration.
+    """
+
+    _version: str
+    numbers: StepNumbers
+    told: Numbers | None = None
+
+    def __init__(self, get_session: Callable[[], Session]) -> None:
+        self._get_session = get_session
+        self.feed = Feed()
+        self.replay = Replay(self.feed.clocks)
+        self.auxiliary = Auxiliary(self.feed.clocks, self.replay)
+        self._accumulation = Accumulation()
+        self.engine: Any = None
+        self.keeps_order = True
+        self.is_due = False
+        self.rng_state: Json = None
+        self.drawn_elsewhere: Callable[[int], Sequence[Draw]] | None = None
+        self.keepers: Sequence[Any] = ()
+        self.settle_config: Callable[[dict[str, Any]], None] = lambda config: None
+
+    def hook_deepspeed(self, deepspeed: Any) -> None:
+        self._version = deepspeed.__version__
+        self.feed.install()
+        self.auxiliary.install()
+        self.feed.on_pass = lambda name, facts: self._session.note_sources({name: facts})
+        self.feed.on_other_pass = self.auxiliary.evaluates
+        self.feed.on_other = self.auxiliary.differs
+        self.feed.on_other_end = self.auxiliary.ends_otherwise
+        self.feed.on_begin = self.auxiliary.begins
+        self.feed.on_forgotten = self.replay.on_forgotten = self.auxiliary.forgets
+        self.feed.on_told = self.auxiliary.record.note_told
+        self.replay.on_step = lambda is_over: self.auxiliary.record.begin("a step", is_over=is_over)
+        self.auxiliary.schedules.on_step = lambda kind: self.auxiliary.record.note(
+            f"a step of {kind}"
+        )
+        self.feed.is_evaluating = self._is_evaluating
+        self.feed.first_dp = lambda: self._session.facts.get("first_dp")
+        micro_batches.install(self.feed)
+        unsupported.install()
+        pipe = importlib.import_module("deepspeed.runtime.pipe.module")
+        self.replay.show(importlib.import_module("deepspeed.runtime.pipe.engine").PipelineEngine)
+        zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+        wrapt.wrap_function_wrapper(deepspeed, "initialize", self.initialize)
+        wrapt.wrap_function_wrapper(pipe, "PipelineModule.__init__", self.make_pipeline)
+        wrapt.wrap_function_wrapper(zero, "Init.__init__", self.partition)
+
+    def initialize(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Build the engine of this round and restore the generation into it."""
+        given = given_to(wrapped, args, kwargs)
+        config = config_of(given.get("args"), given.get("config"), given.pop("config_params", None))
+        has_optimizer = given.get("optimizer") is not None or "optimizer" in (config or {})
+        if config is None or (not has_optimizer and not self._session.facts):
+            return wrapped(*args, **kwargs)  # nothing to read, or nothing to train
+        if not has_optimizer:
+            # Batches that came out on the first round's ranks need not on these, for no use.
+            given["config"] = without_batches(config)
+            with _without_named_config(given.get("args")):
+                return wrapped(**given)
+        if self.engine is not None:
+            raise RefusedError(
+                "deepspeed.initialize is called for a second engine that trains; the state of one "
+                "engine a process is carried. Train the models one after another in jobs of their "
+                "own, or run without --elastic."
+            )
+        warning = DEEPSPEED.check(self._version, allow_untested=allows_untested(os.environ))
+        self.settle_config(config)
+        order = self._order(given.get("model"), has_mpu=given.get("mpu") is not None)
+        stages = stages_of(config, self._session.settings.get("zero_stages", {}))
+        has_own = given.get("optimizer") is not None
+        refuse_invalid(config, stages, numbers_of(self._version), has_own_optimizer=has_own)
+        refuse_unfit_stages(config, stages, self._session.facts.get("zero_stage"), self._version)
+        batches = batches_of(config, order)
+        first = self._first() or batches
+        first = FirstBatches(batches.global_batch_size, first.micro_batch_size, first.dp)
+        self.feed.start(batches, first, StatedBatch.of(config).micro or batches.micro_batch_size)
+        is_own = self._session.settings.get("data_order") == "own"
+        self.feed.is_counting = self.keeps_order and not is_own
+        given["config"] = rewritten(config, order, batches)
+        with _without_named_config(given.get("args")):
+            built = wrapped(**given)
+        if torch.distributed.get_rank() == 0:
+            log.warning(
+                "event=hook framework=deepspeed global_batch_size=%d micro_batch_size=%d "
+                "accumulation=%d dp=%d zero_stage=%d", batches.global_batch_size,
+                batches.micro_batch_size, batches.num_micro_batches, batches.dp,
+                built[0].zero_optimization_stage(),
+            )  # fmt: skip
+            if warning:
+                log.warning("event=hook detail=%r", warning)
+        self._take_part(built[0])
+        return built
+
+    def make_pipeline(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+        """Cut a pipeline into as many stages as this round has."""
+        given = given_to(wrapped, args, kwargs)
+        topology, session = given.get("topology"), self._session
+        stages = given.get("num_stages") if topology is None else topology.get_dim("pipe")
+        if stages != session.pp and (topology is not None or not session.facts):
+            raise RefusedError(
+                f"the script builds a pipeline of {stages} stages, this round has PP{session.pp}. "
+                f'Say [degrees] default = "pp{stages}" in the elastic configuration'
+                + ("." if topology is None else ", and build topology from scalai.elastic().pp.")
+            )
+        if topology is None:
+            given["num_stages"] = session.pp
+        wrapped(**given)
+
+    def partition(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+        """Build a model under ``zero.Init`` as this round's stage wants it, whole or in shards."""
+        given = given_to(wrapped, args, kwargs)
+        name = "config_dict_or_path" if "config_dict_or_path" in given else "config"
+        config = config_of(None, given.get(name), None)
+        if config is not None:
+            given[name] = without_batches(config)
+        if self._session.settings.get("zero_stage") not in (None, PARTITIONED):
+            given["enabled"] = False
+        wrapped(**given)
+
+    def count_step(self) -> None:
+        """An optimizer step has ended: its samples are consumed."""
+        self._session.end_step()
+        if self.feed.is_counting and _draws_samples(self.engine):
+            self._accumulation.end_step(self.engine.gradient_accumulation_steps())
+            self.feed.step()
+            self._session.note_draws(*self.feed.clocks.draws)
+        elif self.feed.is_counting:
+            self._session.note_draws()
+        elif self.drawn_elsewhere is not None:
+            self._session.note_draws(*self.drawn_elsewhere(self.engine.global_steps))
+        # Accelerate calls the engine's step once an accumulation, not once a micro-batch.
+        engine, each = self.engine, self.engine.gradient_accumulation_steps()
+        engine.micro_steps = -(-engine.micro_steps // each) * each
+        self.is_due = True
+        self.auxiliary.stepped()
+        if self.keeps_order or self.keepers:
+            self.auxiliary.look(self.keepers)
+
+    def end_step(self) -> None:
+        """The script has done what it does after a step: leave where the job stops here."""
+        self.is_due = False
+        assert self.feed.batches is not None
+        samples = self.feed.batches.global_batch_size
+        if self._session.boundary(self.engine.global_steps, samples=samples):
+            if not self._session.is_to_prove:
+                _leave(self.engine)
+            without_update(self.engine)
+            self.numbers.begin()
+
+    def _loaded(self) -> None:
+        """A checkpoint stands in the place of the newest step: the job hears of that no more."""
+        self.is_due = False
+
+    @property
+    def is_last_proof(self) -> bool:
+        """Whether the step under way has no update, and is the last: nobody else hears of it."""
+        return self._session.is_to_prove
+
+    @property
+    def _session(self) -> Session:
+        return self._get_session()
+
+    def _is_evaluating(self) -> bool:
+        """Whether the script has turned ``train()`` off."""
+        is_training = self.engine is None or self.engine.module.training
+        return self.auxiliary.record.uses_modes and not is_training
+
+    def _noting_modes(self, train: Call) -> Call:
+        """``engine.eval()`` calls it, too."""
+
+        @functools.wraps(train)
+        def note(mode: bool = True) -> Any:
+            self.auxiliary.record.uses_modes = True
+            return train(mode)
+
+        return note
+
+    def _noting_evaluations(self, evaluate: Call) -> Call:
+        @functools.wraps(evaluate)
+        def note(*args: Any, **kwargs: Any) -> Any:
+            self.auxiliary.evaluates()
+            return evaluate(*args, **kwargs)
+
+        return note
+
+    def _first(self) -> FirstBatches | None:
+        facts = self._session.facts
+        if "first_dp" not in facts:
+            return None
+        return FirstBatches(
+            facts["global_batch_size"], facts["first_micro_batch_size"], facts["first_dp"]
+        )
+
+    def _order(self, model: Any, *, has_mpu: bool) -> RoundOrder:
+        session, first = self._session, self._first()
+        return RoundOrder(
+            session.tp,
+            session.pp,
+            session.dp,
+            session.micro_batch_size,
+            first.global_batch_size if first else None,
+            first.micro_batch_size if first else None,
+            session.settings.get("zero_stage"),
+            has_mpu,
+            isinstance(model, importlib.import_module("deepspeed.pipe").PipelineModule),
+        )
+
+    def _take_part(self, engine: Any) -> None:
+        """Restore the generation into a new engine, and hook what it does from now on."""
+        # With an engine, not before: the converters that read checkpoints come along.
+        from scalai.patches.deepspeed.checkpoints import Checkpoints
+        from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
+
+        session, first = self._session, self.feed.first
+        assert first is not None
+        if (shared := getattr(engine, "sequence_parallel_size", 1)) != 1:
+            raise RefusedError(
+                f"the engine has sequence_parallel_size {shared} (Ulysses), and the ranks that "
+                "share a sequence would change with the others. Leave it out, or run without "
+                "--elastic."
+            )
+        if engine.dp_world_size != session.dp:
+            raise RefusedError(
+                f"the engine has {engine.dp_world_size} data-parallel ranks, this round has "
+                f"DP{session.dp} (TP{session.tp}, PP{session.pp}). Build mpu and mesh from "
+                "scalai.elastic().tp and .pp."
+            )
+        checkpoints = Checkpoints(
+            engine, session, self.feed.clocks, self.replay, self.auxiliary, self._loaded
+        )
+        session.report_facts(
+            global_batch_size=first.global_batch_size,
+            first_micro_batch_size=first.micro_batch_size,
+            first_dp=first.dp,
+            zero_stage=engine.zero_optimization_stage(),
+        )
+        session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
+        session.register_state("loaded", checkpoints.take, checkpoints.put)
+        session.register_state("beside", self.auxiliary.take, self.auxiliary.put)
+        record = self.auxiliary.record
+        session.register_state("record", record.take, record.put)
+        record.uses_modes = engine.module.training
+        engine.train = self._noting_modes(engine.train)
+        is_pipeline = _is_pipeline(engine)
+        if is_pipeline:
+            session.report_facts(pipeline_layers=engine.module._num_layers)
+            if session.pp == 1:  # else the script may build a plain model for one stage
+                session.report_facts(is_in_stages=True)
+            session.register_state("steps", self.replay.take, self.replay.put)
+        self.engine = engine
+        self.auxiliary.start(engine, session)
+        is_restored = session.attach(DeepSpeedState(engine))
+        if is_restored:
+            self.auxiliary.restored(session.step)
+            self.rng_state = rng_streams.state(engine)
+            micro_batches.draw_anew(engine)
+        checkpoints.install()
+        tell(engine, self.feed)
+        if not is_pipeline:
+            self._accumulation.install(engine)
+        self.numbers = StepNumbers(engine, self._version, is_pipeline=is_pipeline)
+        for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
+            setattr(engine, name, self._after_a_step(name, getattr(engine, name)))
+        name = "train_batch" if is_pipeline else "step"
+        setattr(engine, name, self._counting_steps(getattr(engine, name)))
+        if is_pipeline:
+            engine.eval_batch = self._noting_evaluations(engine.eval_batch)
+        if is_pipeline and session.settings.get("data_order") != "own":
+            self.replay.install(engine)
+
+    def _after_a_step(self, name: str, method: Call) -> Call:
+        """Where the next step begins, the script has logged, evaluated and saved the one before:
+        what it does in a step is done once, before a change or after it.
+
+        A pipeline's ``train_batch`` is a step: ``eval_batch`` leaves the model in ``eval()``. A
+        backward pass is of a step, too: a model may be trained in ``eval()``.
+        """
+
+        is_pipeline = name == "train_batch"
+
+        @functools.wraps(method)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            is_step = name != "forward" or (not self._is_evaluating() and torch.is_grad_enabled())
+            if not is_pipeline:
+                self.feed.use(is_trained=is_step)
+            if not is_step:
+                self.auxiliary.record.note("an evaluation")
+            if is_step:
+                if self.is_due:
+                    self.end_step()
+                if self._session.is_to_prove:
+                    return self._comparing(name, method, args, kwargs)
+                self.auxiliary.record.uses_modes |= self.engine.module.training
+                self.auxiliary.schedules.begin()
+                self._continue_rng_state()
+                self._session.begin_step()
+                if self._session.is_compared:
+                    return self._comparing(name, method, args, kwargs)
+                if self._session.is_proving:
+                    return self._measuring(name, method, args, kwargs)
+            return method(*args, **kwargs)
+
+        return begin
+
+    def _comparing(self, name: str, method: Call, args: Args, kwargs: Kwargs) -> Any:
+        """Make a pass of a step that is compared with another layout's. Where it draws random
+        numbers and is the engine's own: a further one before, without any."""
+        engine, session = self.engine, self._session
+        if name != "train_batch":
+            return self._measuring(name, method, args, kwargs)
+        random = agreed(random_parts(engine.module), engine.device)
+        self.numbers.obstacle = agreed(obstacle_of(engine), engine.device)
+        if not random or self.numbers.obstacle:
+            return method(*args, **kwargs)
+        bare = BareBatch(engine, method, args, kwargs)
+        is_first = not session.is_to_prove
+        told = self.told = bare.make(self.numbers, tp=session.tp, is_first=is_first)
+        if session.is_to_prove:
+            tell_numbers(session, lambda: told)
+            _leave(engine)
+        return bare.real()
+
+    def _measuring(self, name: str, method: Call, args: Args, kwargs: Kwargs) -> Any:
+        """Make a pass of a step whose numbers are wanted."""
+        if name == "backward":
+            loss = args[0] if args else kwargs.get("loss")
+            self.numbers.note_loss(loss, is_share=kwargs.get("scale_wrt_gas") is False)
+        elif name == "forward":
+            return self.numbers.forward(method, args, kwargs)
+        return method(*args, **kwargs)
+
+    def _continue_rng_state(self) -> None:
+        """RNG states go on where the last round left them, whatever the script has drawn until
+        its first step: a loader draws a number when it is begun."""
+        rng_state, self.rng_state = self.rng_state, None
+        if rng_state is not None:
+            rng_streams.restore(self.engine, rng_state, 0, self.engine.global_steps)
+
+    def _counting_steps(self, method: Call) -> Call:
+        @functools.wraps(method)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before, session = self.engine.global_steps, self._session
+            if session.is_proving:
+                self.numbers.at_the_door()
+            result = method(*args, **kwargs)
+            if self.engine.global_steps != before:
+                if session.is_proving:
+                    told, self.told = self.told, None
+                    tell_numbers(session, lambda: told or self.numbers.take(result, tp=session.tp))
+                if session.is_to_prove:
+                    _leave(self.engine)
+                if torch.distributed.get_rank() == 0:
+                    session.note_made(*self.numbers.known(result))
+                self.numbers.begin()
+                self.count_step()
+            return result
+
+        return step
+
+
+def _is_pipeline(engine: Any) -> bool:
+    pipe = importlib.import_module("deepspeed.runtime.pipe.engine")
+    return isinstance(engine, pipe.PipelineEngine)
+
+
+def _draws_samples(engine: Any) -> bool:
+    """Whether this rank reads samples: in a pipeline the first and the last stage do."""
+    return not _is_pipeline(engine) or engine.is_first_stage() or engine.is_last_stage()
+
+
+def _leave(engine: Any) -> None:
+    """End this worker. The code behind the training loop belongs to the end of the job."""
+    tensorboard = getattr(getattr(engine, "monitor", None), "tb_monitor", None)
+    if tensorboard is not None and tensorboard.summary_writer is not None:
+        tensorboard.summary_writer.flush()
+    raise SystemExit(0)
+
+
+def _without_named_config(args: Any) -> AbstractContextManager[None]:
+    """Have DeepSpeed read the configuration that it is given, not the one that ``args`` names."""
+    names = ("deepspeed_config", "deepscale_config")
+    return without(args, [name for name in names if hasattr(args, name)])

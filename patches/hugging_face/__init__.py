@@ -1,0 +1,1 @@
+"""Hooks of transformers' Trainer and of Accelerate, on those of DeepSpeed."""

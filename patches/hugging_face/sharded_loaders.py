@@ -1,0 +1,246 @@
+"""The micro-batches of an epoch in the order of its sampler, on any number of replicas.
+
+So Hugging Face's loaders deal them too (``BatchSamplerShard`` of accelerate/data_loader.py, 1.15):
+consecutive samples to a replica, one micro-batch after the other. Differs in: whole global batches
+are taken, the last one filled from the beginning of the epoch or dropped, so that each step has the
+same samples on any number of replicas.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch.distributed
+from torch.utils.data import BatchSampler
+
+from scalai.core.degrees.batches import Batches, fit_batches, pass_length
+from scalai.core.errors import RefusedError
+from scalai.patches.data.clock import Clock
+from scalai.patches.data.loaders import Feed, LoaderPass
+from scalai.runtime.session import Session
+
+SEEDED = ("SeedableRandomSampler", "SequentialSampler")
+"""Samplers whose order follows from seed and epoch alone: Accelerate's, and torch's."""
+
+
+class EpochBatches(BatchSampler):
+    """One replica's micro-batches of an epoch.
+
+    Args:
+        sampler: Gives the samples of the epoch, all of them to every replica.
+        batches: How a global batch is spread.
+        dp_rank: The replica.
+        drop_last: Whether the incomplete global batch at the end is dropped.
+
+    Attributes:
+        size: Samples of the data set.
+        samples: Of an epoch: whole global batches.
+
+    Raises:
+        RefusedError: The order is not one of ``SEEDED``, or there is no whole global batch.
+    """
+
+    def __init__(self, sampler: Any, batches: Batches, dp_rank: int, *, drop_last: bool) -> None:
+        name = type(sampler).__name__
+        if name not in SEEDED:
+            raise RefusedError(
+                f"the order of samples is that of {name}, which does not follow from seed and "
+                f"epoch alone. Use one of {', '.join(SEEDED)} (use_seedable_sampler of "
+                "Accelerate's DataLoaderConfiguration), or run without --elastic."
+            )
+        super().__init__(sampler, batches.micro_batch_size, drop_last)
+        self._batches, self._dp_rank, self.size = batches, dp_rank, len(sampler)
+        self.samples = pass_length(len(sampler), batches.global_batch_size, drop_last=drop_last)
+        if not self.samples:
+            raise RefusedError(
+                f"the data set has {len(sampler)} samples, fewer than a global batch of "
+                f"{batches.global_batch_size}, and drop_last drops them. Use a smaller batch."
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.after(0)
+
+    def __len__(self) -> int:
+        return self.samples // (self._batches.micro_batch_size * self._batches.dp)
+
+    def after(self, consumed: int, until: int | None = None) -> Iterator[list[int]]:
+        """Yield the micro-batches of an epoch of which so many samples are consumed, up to some."""
+        order = np.resize(np.fromiter(self.sampler, dtype=np.int64), self.samples)
+        for begin in range(consumed, until or len(order), self._batches.global_batch_size):
+            for places in self._batches.samples(begin, self._dp_rank):
+                yield order[places % len(order)].tolist()
+
+
+def check_ranks(session: Session, counted: int, who: str) -> None:
+    """Check that a trainer deals samples to as many ranks as there are.
+
+    Args:
+        session: This worker's.
+        counted: The processes that the trainer counts.
+        who: Which trainer, for the message.
+
+    Raises:
+        RefusedError: Every rank would train on the same samples.
+    """
+    if counted != session.dp:
+        raise RefusedError(
+            f"{who} counts {counted} process(es), the round has DP{session.dp}. Without GPUs begin "
+            "with accelerate.PartialState(cpu=True), or give Trainer --use_cpu."
+        )
+
+
+def round_batches(session: Session, micro_batch_size: int, accumulation: int, who: str) -> Batches:
+    """Return this round's micro-batches.
+
+    Args:
+        session: This worker's.
+        micro_batch_size, accumulation: What the script says: those of the first round.
+        who: Which trainer asks, for the message.
+
+    Raises:
+        RefusedError: The round has other degrees than data parallelism, or does not divide the
+            global batch.
+    """
+    if session.tp * session.pp != 1:
+        raise RefusedError(
+            f"TP{session.tp} PP{session.pp}: of a job of {who} the number of data-parallel ranks "
+            "changes alone. Leave tp and pp out of [degrees]."
+        )
+    usual = session.facts.get("first_micro_batch_size", micro_batch_size)
+    stated = micro_batch_size * accumulation * session.dp
+    total = session.facts.get("global_batch_size", stated)
+    if session.micro_batch_size is not None:
+        return Batches(total, session.micro_batch_size, session.dp)
+    return fit_batches(total, session.dp, usual)
+
+
+class ShardedBatches(BatchSampler):
+    """The batches of a prepared loader: an epoch's own where the engine trains on them, else what
+    Accelerate deals.
+
+    Args:
+        loader: The prepared loader.
+        plain: What Accelerate deals.
+        batch_sampler: Torch's, of all ranks.
+        feed: The process's loaders.
+        rank: The data-parallel rank.
+    """
+
+    def __init__(
+        self, loader: Any, plain: Any, batch_sampler: BatchSampler, feed: Feed, rank: int
+    ) -> None:
+        self.plain: Any = plain
+        self.batch_sampler = batch_sampler
+        self._clock = feed.clocks.add()
+        self._loader, self.feed, self._rank = loader, feed, rank
+        self._is_seed_shared = False
+        super().__init__(batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last)
+
+    # Accelerate asks how many samples all ranks draw, and cuts metrics by it at an epoch's end.
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that draw, as Accelerate deals to them."""
+        return getattr(self.plain, "num_processes", 1)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether ``batch_size`` is that of all ranks."""
+        return getattr(self.plain, "split_batches", False) and not self.is_elastic
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch: where the engine trains on them, of this round's micro-batch."""
+        if self.is_elastic and self.feed.batches is not None:
+            return self.feed.batches.micro_batch_size
+        return self._stated
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        self._stated = size
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the samples are trained on by the engine, as far as can be told."""
+        feed = self.feed
+        return (
+            feed.batches is not None
+            and feed.is_training(self._clock)
+            and feed.is_micro_batch(getattr(self.plain, "batch_size", self._stated))
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, as the script set it or Accelerate counts it."""
+        return int(self._loader.iteration)
+
+    def count_on(self) -> None:
+        """Have Accelerate count epochs from the one behind the last that was over, where the script
+        resumes at a checkpoint of an earlier round."""
+        if self._clock.over is not None:
+            self._loader.iteration = self._clock.over.epoch + 1
+
+    def skip(self) -> None:
+        """Count an epoch of which nothing is left: Accelerate counts those that gave a batch."""
+        self._loader.iteration += 1
+
+    def micro_batches(self, consumed: int) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches of an epoch of which so many samples are consumed.
+
+        The first time it waits for the other ranks.
+
+        Raises:
+            RefusedError: Ranks have different seeds.
+        """
+        assert self.feed.batches is not None
+        epoch = EpochBatches(self.sampler, self.feed.batches, self._rank, drop_last=self.drop_last)
+        self._clock.size, self._clock.length = epoch.size, epoch.samples
+        seed = getattr(self.sampler, "initial_seed", None)
+        if seed is not None and not self._is_seed_shared:
+            _check_shared(self._clock.name, seed)
+            self._is_seed_shared = True
+        self.feed.on_pass(self._clock.name, {"size": epoch.size, "seed": seed})
+        return epoch.after(consumed, self._clock.until)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return LoaderPass(self)
+
+    def __len__(self) -> int:
+        if self.is_elastic and type(self.sampler).__name__ in SEEDED:
+            return self.feed.length(len(self.sampler), drop_last=self.drop_last)  # type: ignore[arg-type]
+        return len(self.plain)
+
+
+def _check_shared(name: str, seed: int) -> None:
+    """Refuse seeds that differ: each rank would draw its share of an order of its own.
+
+    Accelerate sets the seed anew behind what it synchronizes (``SeedableRandomSampler.__iter__``),
+    so that nothing makes them one.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    seeds: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(seeds, seed)
+    if len({*seeds}) > 1:
+        raise RefusedError(
+            f"the sampler of {name} has seed {seeds[0]} on rank 0, and others elsewhere: "
+            f"{sorted({*seeds} - {seeds[0]})}. Each rank would draw from an order of its own, some "
+            "samples twice and some never. Seed alike before Accelerator.prepare (set_seed without "
+            "device_specific), or say data_seed of DataLoaderConfiguration."
+        )
+
+
+def put_in_order(loader: Any, feed: Feed, rank: int) -> None:
+    """Have a prepared loader draw ``ShardedBatches``; one that has no order stays as it is."""
+    base = getattr(loader, "base_dataloader", None)
+    plain = getattr(base, "batch_sampler", None)
+    batch_sampler = getattr(plain, "batch_sampler", plain)  # of Accelerate's shard, or torch's own
+    if type(loader).__name__ != "DataLoaderShard" or not isinstance(batch_sampler, BatchSampler):
+        feed.decline(f"a {type(loader).__name__} has no order that could be taken up")
+        return
+    # The loader does not let an attribute be set again; nothing has used it yet.
+    vars(base)["batch_sampler"] = ShardedBatches(loader, plain, batch_sampler, feed, rank)

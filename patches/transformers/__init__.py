@@ -1,1 +1,0 @@
-"""transformers' Trainer with DeepSpeed, made elastic without editing the script."""
