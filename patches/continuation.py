@@ -1,4 +1,4 @@
-"""How a job continues: from which state, with which degrees, with which random numbers."""
+"""How a job continues: its state, its fixed degrees, its random numbers."""
 
 import base64
 import random
@@ -15,11 +15,11 @@ Source = Literal["generation", "checkpoint", "nothing"]
 
 
 def choose_source(generation_step: int | None, checkpoint_step: int | None) -> Source:
-    """Say which state is newer. At the same step the generation is: it is exact in any layout.
+    """Choose the newer state. At the same step it is the generation, which is exact in any layout.
 
     Args:
-        generation_step: Step of the generation that could be restored; None if there is none.
-        checkpoint_step: Iteration of the checkpoint under ``--load``; None if there is none.
+        generation_step: Step of the restorable generation; None: there is none.
+        checkpoint_step: Iteration of the checkpoint under ``--load``; None: there is none.
     """
     if generation_step is None:
         return "nothing" if checkpoint_step is None else "checkpoint"
@@ -31,7 +31,7 @@ def choose_source(generation_step: int | None, checkpoint_step: int | None) -> S
 def describe_source(
     source: Source, generation_step: int | None, checkpoint_step: int | None, load: str | None
 ) -> str:
-    """One line for the log that names both states."""
+    """Return one line for the log, with both states."""
     generation = "none" if generation_step is None else f"step {generation_step}"
     checkpoint = "none" if checkpoint_step is None else f"iteration {checkpoint_step}"
     return (
@@ -41,7 +41,7 @@ def describe_source(
 
 
 def refuse_changed_axes(before: Mapping[str, int], here: Mapping[str, int]) -> None:
-    """Compare the degrees that have to stay.
+    """Check degrees against those of the state.
 
     Raises:
         RefusedError: One of them changed.
@@ -55,7 +55,7 @@ def refuse_changed_axes(before: Mapping[str, int], here: Mapping[str, int]) -> N
 
 
 _STEP_STRIDE = 1_000_003
-"""Prime, so that the offsets which frameworks add to a seed never meet another step's seed."""
+"""Prime: an offset added to a seed by a framework never meets another step's seed."""
 
 
 def host_rng_state() -> dict[str, Json]:
@@ -69,7 +69,7 @@ def host_rng_state() -> dict[str, Json]:
 
 
 def continue_host_rng(saved: Mapping[str, Any]) -> None:
-    """Go on with what ``host_rng_state`` returned."""
+    """Continue with the result of ``host_rng_state``."""
     version, keys, gauss = saved["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, words, *rest = saved["numpy"]
@@ -85,8 +85,8 @@ def begin_host_rng(seed: int) -> None:
 
 
 def seed_of_step(seed: int, step: int, stage: int) -> int:
-    """Return the seed of the RNG states that begin at a step. Pipeline stages have their own,
-    as in Megatron-LM's _set_random_seed; replicas do not."""
+    """Return the seed of a step's new RNG states. Pipeline stages have their own, as in
+    Megatron-LM's _set_random_seed; replicas do not."""
     return (seed + _STEP_STRIDE * (step + 1)) % 2**31 + 100 * stage
 
 
@@ -99,18 +99,18 @@ def restore_rng_state(
     go_on: Callable[[Mapping[str, Any]], None],
     begin: Callable[[], None],
 ) -> str:
-    """Continue all RNG states of this rank where its layout is the one they were saved under, else
-    begin new ones. Never a mix: some are equal on several ranks.
+    """Continue all RNG states of this rank if the layout is the saved one, else begin new ones.
+    Never a mix: some are equal on several ranks.
 
     Args:
-        saved: The state of all generators, with its layout under ``degrees``; None: there is none.
+        saved: States of all generators, with their layout under ``degrees``; None: there are none.
         here: This round's layout.
-        seed: With ``step`` it determines new RNG states.
-        go_on: Continues with what was saved.
+        seed: Determines new RNG states, with ``step``.
+        go_on: Continues with the saved states.
         begin: Begins new ones.
 
     Returns:
-        One line for the log that says which.
+        One line for the log.
     """
     if saved is not None and saved["degrees"] == here:
         go_on(saved)
@@ -127,7 +127,7 @@ def text_of_rng_state(state: torch.Tensor) -> str:
 
 
 def rng_state_of_text(text: str) -> torch.Tensor:
-    """Return the state that ``text_of_rng_state`` wrote, [bytes] uint8."""
+    """Return the state from the text of ``text_of_rng_state``, [bytes] uint8."""
     return torch.from_numpy(np.frombuffer(_bytes(text), dtype=np.uint8).copy())
 
 

@@ -1,4 +1,4 @@
-"""Tools of hooks, which ``wrapt`` calls with a function and its arguments."""
+"""Tools of hooks. ``wrapt`` calls a hook with the function and its arguments."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,9 +1,12 @@
-"""The hyper-parameters of parameter groups: every value of every group, by the parameters in it.
+"""Hyper-parameters of parameter groups, by the parameters in them, and the state of an optimizer
+before its first step.
 
-Not by a group's number, nor by values that tell it from others: DeepSpeed drops groups that are
-empty, Megatron-LM makes others at another EP, and two groups may say the same and be changed apart
-later. Put them last: schedules set the values anew while they are made or loaded, and what they set
-is made of the flags of today.
+Not by a group's number, nor by its values: DeepSpeed drops empty groups, Megatron-LM makes others
+at another EP, and two groups may be equal now and differ later. Put groups last: schedules set
+values from today's flags when they are made or loaded.
+
+The state has to exist as soon as the job is built: a restore fills it, and the list of a rank's
+tensors is made once.
 """
 
 import hashlib
@@ -22,13 +25,13 @@ Group = tuple[dict[str, Any], Sequence[str]]
 every layout."""
 
 _OF_THE_LAYOUT = frozenset({"params", "param_names", "is_expert_parallel"})
-"""What a group says of the parameters that it has in this layout."""
+"""Keys about the group's parameters in this layout."""
 _NAMED = 5
 
 
 def take_groups(groups: Iterable[Group]) -> Json:
-    """Return the values of the groups of this rank, and which parameters are in which. Objects that
-    are no plain values stay the constructor's."""
+    """Return the values of this rank's groups, and each parameter's group. Objects without a JSON
+    form stay the constructor's."""
     values: dict[str, Json] = {}
     of: dict[str, str] = {}
     for group, names in groups:
@@ -41,12 +44,12 @@ def take_groups(groups: Iterable[Group]) -> Json:
 
 
 def put_groups(saved: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Give the groups of this rank the values that ``take_groups`` returned, united over all ranks.
-    A group that has no parameters here takes those in which all groups of its kind agree.
+    """Give this rank's groups the values from ``take_groups``, united over all ranks. A group
+    without parameters here takes the values common to all groups of its kind.
 
     Raises:
-        RefusedError: Parameters of one group here were in groups with other values, or in none; or
-            a group does not keep a value that it is given.
+        RefusedError: Parameters of one group were in groups with other values, or in none; or a
+            group does not keep a value.
     """
     for group, names in groups:
         for key, value in _wanted(saved, group, names).items():
@@ -59,11 +62,11 @@ def put_groups(saved: Mapping[str, Any], groups: Sequence[Group]) -> None:
 
 
 def differences(saved: Mapping[str, Any], groups: Iterable[Group]) -> list[str]:
-    """Return in which values groups differ from those that ``take_groups`` returned, as text: the
-    group, by a parameter of it, the key, the value now and the one then.
+    """Return differences from the values of ``take_groups`` as text: a parameter of the group, key,
+    value now, value then.
 
     Raises:
-        RefusedError: As of ``put_groups``.
+        RefusedError: As ``put_groups``.
     """
     return [
         f"{key} of the group of {names[0]} is {group.get(key)!r}, and was {live(value)!r}"
@@ -75,13 +78,13 @@ def differences(saved: Mapping[str, Any], groups: Iterable[Group]) -> list[str]:
 
 
 def check_schedule(saved: Mapping[str, Json], schedule: Any) -> None:
-    """Check that a schedule that was given ``saved`` by its ``load_state_dict`` has kept it.
+    """Check a schedule after ``load_state_dict(saved)``.
 
     Args:
-        saved: What ``all_plain`` has made of its ``state_dict``.
+        saved: Its ``state_dict`` from ``all_plain``.
 
     Raises:
-        RefusedError: It has not.
+        RefusedError: It did not keep a value.
     """
     now = all_plain(schedule.state_dict(), "schedule")
     found = [
@@ -133,7 +136,7 @@ def _values(group: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def _kind(values: Mapping[str, Json]) -> Json:
-    """Return what a group is in any layout: its values that are no numbers."""
+    """Return a group's values other than numbers: they are the same in any layout."""
     return {key: value for key, value in values.items() if isinstance(value, bool | str)}
 
 
@@ -163,14 +166,15 @@ def _few(found: Sequence[str]) -> str:
 def torch_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return what torch's own optimizer keeps for a parameter after no steps; None: not known.
+    """Return the state torch's own optimizer has for a parameter before any step; None: unknown
+    optimizer.
 
     Args:
-        parameter: What the optimizer updates; of any shape.
-        group: The parameter group that it is in, or will be.
+        parameter: Tensor of any shape under the optimizer's update.
+        group: Its parameter group.
 
     Raises:
-        RefusedError: Its first step is unlike the others.
+        RefusedError: The first step is unlike the others.
     """
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return _adam_state(parameter, group)

@@ -13,19 +13,19 @@ from scalai.core.jsonable import Json
 
 
 def all_plain(values: Mapping[str, Any], owner: str) -> dict[str, Json]:
-    """Return ``values`` as JSON; ``all_live`` returns them as they were, tuples as lists.
+    """Return ``values`` as JSON. ``all_live`` is the inverse, with lists for tuples.
 
     Args:
-        owner: Whose values these are, for the message.
+        owner: Owner of the values, for the message.
 
     Raises:
-        RefusedError: One of them is nothing that JSON can hold.
+        RefusedError: A value has no JSON form.
     """
     return {key: plain(value, f"{owner}'s {key}") for key, value in values.items()}
 
 
 def only_plain(values: Mapping[str, Any]) -> dict[str, Json]:
-    """Return those of ``values`` that JSON can hold, as ``all_plain`` does."""
+    """Return the ``values`` with a JSON form, as ``all_plain`` does."""
     found = {}
     for key, value in values.items():
         with suppress(RefusedError):
@@ -34,7 +34,7 @@ def only_plain(values: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def all_live(values: Mapping[str, Json]) -> dict[str, Any]:
-    """Return the values that ``all_plain`` made JSON of."""
+    """Return the values from JSON of ``all_plain``."""
     return {key: live(value) for key, value in values.items()}
 
 
@@ -62,7 +62,7 @@ def plain(value: Any, what: str) -> Json:
 
 
 def live(value: Json) -> Any:
-    """Return the value that ``plain`` made JSON of."""
+    """Return the value from JSON of ``plain``."""
     if isinstance(value, Mapping):
         if "pairs" in value:
             pairs = {live(key): live(entry) for key, entry in value["pairs"]}

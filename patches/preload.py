@@ -1,9 +1,7 @@
-"""What a fork server imports before it forks workers: the modules that the workers of the first
-round had imported.
+"""Imports of a fork server before it forks workers: the modules of the first round's workers.
 
-Importing is all it does: no CUDA, no store, no thread. A module that cannot be imported is left to
-the worker, which then shows the error where the user expects it. An agent that ends meanwhile takes
-this process along.
+It does nothing else: no CUDA, no store, no thread. A failed import is left to the worker, and the
+user sees the error there. The process ends with its agent.
 """
 
 import contextlib
@@ -19,8 +17,7 @@ from scalai.runtime.orphans import die_with_parent
 
 
 def preload(path: Path) -> None:
-    """Import what the file lists (``modules``), from where its workers imported it
-    (``sys_path``)."""
+    """Import the file's ``modules`` with the workers' ``sys_path``."""
     # They import torch, which takes seconds: this process is tied to its agent before.
     from scalai.patches import worker_start
     from scalai.patches.signals import leave_signals_to_the_agent

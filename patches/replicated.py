@@ -1,5 +1,5 @@
-"""The live state of a model on plain torch that is equal on every rank: loops of one's own whose
-ranks share samples (slabs) or have different ones (data parallelism)."""
+"""The live state of a plain torch model, equal on every rank: own loops with shared samples (slabs)
+or data parallelism."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +19,18 @@ from scalai.runtime.session import Session
 
 
 class ReplicatedState:
-    """Parameters, buffers and optimizer of a model of which every rank has all, and the same.
+    """Parameters, buffers and optimizer of a model, whole and equal on every rank.
 
-    Random numbers are not carried: a loop that draws some seeds them by the session's ``step``.
+    Random numbers are not carried: seed them by the session's ``step``.
 
     Args:
         model: The module itself, without a wrapper (``DistributedDataParallel.module``).
-        optimizer: Adam, AdamW or SGD of torch. What its first step would make is made here.
-        scheduler: Of learning rates, if there is one.
+        optimizer: Adam, AdamW or SGD of torch. Its first-step state is made here.
+        scheduler: Learning-rate schedule, if there is one.
 
     Raises:
-        RefusedError: The optimizer is another one, or trains what is not the model's; memory of a
-            tensor is not contiguous; the scheduler keeps what JSON does not carry.
+        RefusedError: Unknown optimizer, or one over foreign tensors; a tensor is not contiguous;
+            the scheduler has values without a JSON form.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ReplicatedState:
             _check_carried(scheduler)
 
     def watch_steps(self, session: Session) -> None:
-        """Have the norm of the gradients told where it is wanted."""
+        """Tell the norm of the gradients in steps of a proof."""
         loop = OwnLoop(session, [self._model], f"torch {torch.__version__}")
 
         def at_the_door(*_: object) -> None:
@@ -116,7 +116,7 @@ class ReplicatedState:
 
 
 def _schedule(scheduler: LRScheduler) -> dict[str, Json]:
-    """Return what a scheduler keeps, as JSON, or refuse it."""
+    """Return the scheduler's state as JSON, or refuse it."""
     return {key: _carried(scheduler, key, kept) for key, kept in scheduler.state_dict().items()}
 
 
@@ -128,7 +128,7 @@ def _carried(scheduler: LRScheduler, key: str, kept: Any) -> Json:
 
 
 def _check_carried(scheduler: LRScheduler) -> None:
-    """Check that what a scheduler keeps would come back the same, or refuse it."""
+    """Check the scheduler's state after a round trip through JSON, or refuse it."""
     stated = scheduler.state_dict()
     back = from_json(JsonText.of(_schedule(scheduler)).value(), stated)
     for key, kept in stated.items():

@@ -1,9 +1,9 @@
-"""Signals that mean the agent.
+"""Signals for the agent.
 
-A scheduler sends SIGTERM to every process of a host, a terminal SIGINT to every process before it,
-and SIGHUP as it closes. All ask the agent to drain, as SIGUSR1 does, by which schedulers tell that
-a job's time is nearly over. For that its workers must live on: they ignore these unless the script
-installs a handler of its own. The agent ends its workers by SIGKILL.
+A scheduler sends SIGTERM to every process of a host, a terminal SIGINT to its processes, and SIGHUP
+as it closes. All of them, and SIGUSR1 shortly before a job's time limit, ask the agent to drain.
+Its workers must live on for the drain: they ignore these signals unless the script installs a
+handler. The agent ends its workers by SIGKILL.
 """
 
 import errno
@@ -25,10 +25,10 @@ from scalai.runtime.agent_signals import meant_for_the_agent
 
 
 def leave_signals_to_the_agent() -> None:
-    """Make this process, and what it starts, live on when the whole host is told to end.
+    """Make this process and its children survive signals to the whole host.
 
-    It gets a session of its own, so that no terminal reaches it. Whoever started it may have
-    blocked the signals until here.
+    It gets a session of its own, out of any terminal's reach. The parent may have blocked the
+    signals until here.
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -39,7 +39,7 @@ def leave_signals_to_the_agent() -> None:
 
 
 class _Terminal(io.FileIO):
-    """A terminal, which may close: then what is printed is lost, and nobody fails by it."""
+    """A terminal. Once it has closed, output is lost without an error."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -51,8 +51,7 @@ class _Terminal(io.FileIO):
 
 
 def _outlive_the_terminal() -> None:
-    """Let the script print to a terminal that has closed: its host drains then, and that takes
-    steps."""
+    """Let the script print to a closed terminal: the drain of its host takes steps."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream.isatty():
@@ -65,8 +64,8 @@ def _outlive_the_terminal() -> None:
 
 
 def keep_ending_children() -> None:
-    """Let the script end its children by ``terminate()`` as before, although they inherit that
-    SIGTERM is ignored."""
+    """Let the script end its children by ``terminate()`` as before, although they inherit an
+    ignored SIGTERM."""
     kinds: tuple[Any, ...] = (popen_fork.Popen, subprocess.Popen)
     for kind in kinds:
         kind.terminate = _surely(kind.terminate)
@@ -103,7 +102,7 @@ def _ignores_sigterm(pid: int) -> bool:
 
 
 def _end_only_by(parent: int) -> None:
-    """From now on SIGTERM ends this process where its parent sends it, and from nobody else."""
+    """Let SIGTERM end this process only if its parent sends it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:

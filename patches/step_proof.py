@@ -1,5 +1,8 @@
-"""A pass without random numbers, behind which everything is as it was before. Two layouts have
-different random streams: only without these they compute the same numbers."""
+"""The numbers of a step, by which a change is proven to compute the same function.
+
+Two layouts have different random streams: only a pass without random numbers is comparable, and it
+leaves no trace.
+"""
 
 import dataclasses
 import logging
@@ -18,13 +21,12 @@ from scalai.core.jsonable import Json
 from scalai.runtime.session import Session
 
 OFF = {"moe_input_jitter_eps": None}
-"""Values with which nothing is drawn, where that is not 0."""
+"""Values that draw nothing, other than 0."""
 
 
 @dataclasses.dataclass(slots=True)
 class Drawn:
-    """What a pass has drawn from the random streams although all that is known was off; empty:
-    nothing."""
+    """Cause of random draws in a pass with all known sources off; empty: none."""
 
     found: str = ""
 
@@ -36,14 +38,14 @@ def bare_pass(
     go_on: Callable[[Any], None],
     holders: Iterable[dict[str, Any]],
 ) -> Iterator[Drawn]:
-    """Make a pass within this context draw no random numbers, and leave no trace but in gradients.
+    """Turn random numbers off for passes within this context. Only gradients remain behind it.
 
     Args:
-        modules: What the pass runs through.
+        modules: Modules of the pass.
         streams: Returns the state of all random streams of this process.
-        go_on: Takes it back.
-        holders: Attributes of objects, and tables, that a pass changes. What they hold is put back
-            in place: tensors, containers, plain values.
+        go_on: Restores it.
+        holders: Attributes of objects, and tables, changed by a pass. Their tensors, containers and
+            plain values are put back in place.
     """
     chunks, drawn, before = list(modules), Drawn(), streams()
     undo = [_keep(holder) for holder in holders]
@@ -67,8 +69,8 @@ def bare_pass(
 def random_attributes(
     model: torch.nn.Module, *, has_configs: bool = False
 ) -> Iterator[tuple[str, Any, str, float]]:
-    """Yield what makes a model draw random numbers in training: the part's name, the owner of the
-    attribute, which is the part or its configuration, the attribute's name, and its value."""
+    """Yield a model's sources of random numbers in training: name of the part, owner of the
+    attribute (the part or its configuration), attribute, value."""
     seen = set()
     for name, part in model.named_modules():
         owners = [part, getattr(part, "config", None)] if has_configs else [part]
@@ -85,7 +87,7 @@ def random_attributes(
 
 
 def _keep(value: Any) -> Callable[[], None]:
-    """Return what puts a value back as it is now, in place, with all that it holds."""
+    """Return a function to restore a value, in place, with all its contents."""
     if isinstance(value, torch.Tensor):
         saved = value.detach().clone()
         return lambda: None if torch.equal(value, saved) else _copy(value, saved)
@@ -114,10 +116,10 @@ def _copy(value: torch.Tensor, saved: torch.Tensor) -> None:
 
 
 class RepeatedBatches:
-    """Deals the micro-batches of a step once more. They are read once.
+    """Deals the micro-batches of a step again. They are read once.
 
     Args:
-        iterator: Of this rank.
+        iterator: This rank's iterator.
     """
 
     def __init__(self, iterator: Any) -> None:
@@ -140,7 +142,7 @@ class RepeatedBatches:
         return batch
 
     def prime(self) -> None:
-        """Read the first one: a loader draws a seed where it is begun, as in any first step."""
+        """Read the first one: a loader draws a seed at its begin, as in any first step."""
         self._read = self._read or [next(self._iterator)]
 
     def __getattr__(self, name: str) -> Any:
@@ -156,8 +158,8 @@ log = logging.getLogger(__name__)
 
 
 def tell_numbers(session: Session, numbers: Callable[[], Numbers]) -> None:
-    """Tell the numbers of a step. Whatever goes wrong with them is said, and no failure: the job
-    goes on without a proof."""
+    """Tell the numbers of a step. An error is logged and is no failure: the job goes on without a
+    proof."""
     try:
         session.note_numbers(numbers())
     except Exception as error:
@@ -165,7 +167,7 @@ def tell_numbers(session: Session, numbers: Callable[[], Numbers]) -> None:
 
 
 def agreed(found: str, device: torch.device | int) -> str:
-    """Return what is found here, or that other ranks have found something. A collective of all."""
+    """Return ``found``, or a note of other ranks' findings. A collective of all."""
     is_found = torch.tensor([bool(found)], dtype=torch.int, device=device)
     dist.all_reduce(is_found, op=dist.ReduceOp.MAX)
     return found or ("other ranks have found something" if is_found.item() else "")
@@ -179,8 +181,8 @@ def mean(value: float, group: Any, device: torch.device) -> float:
 
 
 def norm_of_gradients(module: torch.nn.Module) -> float | None:
-    """Return the norm of the gradients of parameters that are whole on this rank, in float64; None:
-    there are none, or no norm of theirs is taken: no step fails for its measure."""
+    """Return the norm of gradients of whole parameters in float64; None: no gradients, or an error:
+    no step fails for its measure."""
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     try:
         found = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
@@ -196,10 +198,10 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 class RandomDraws:
-    """Whether passes within this context draw from the random streams of this process.
+    """Watches the random streams of this process over the passes within.
 
     Attributes:
-        found: What did; empty: nothing.
+        found: Description of a draw; empty: none.
     """
 
     found = ""
@@ -224,7 +226,7 @@ def _is_capturing() -> bool:
 
 
 def random_parts(model: torch.nn.Module) -> str:
-    """Return the first part of a model that draws random numbers in training; empty: none."""
+    """Return the first part of a model with random numbers in training; empty: none."""
     for name, _, key, value in random_attributes(model):
         return f"{'dropout' if key == 'p' else key} {value:g} ({name})"
     return ""
@@ -242,12 +244,12 @@ def other_streams(random: str, obstacle: str = "") -> str:
 
 
 class OwnLoop:
-    """Measures the steps of a loop of one's own, which tells nothing but its ``boundary``: the
-    gradient's norm, at the door of the update. Behind its stop the worker leaves there.
+    """Measures the steps of an own loop, known by its ``boundary`` alone: the gradient's norm
+    before the update. Behind its stop the worker leaves there.
 
     Args:
-        session: Of this worker.
-        modules: What is trained.
+        session: This worker's session.
+        modules: The trained modules.
         framework: Its name and version.
     """
 
@@ -269,12 +271,12 @@ class OwnLoop:
 
     @property
     def is_proving(self) -> bool:
-        """Whether the norm of this step is wanted."""
+        """True if the norm of this step is wanted."""
         return self._session.is_proving
 
     @property
     def is_last(self) -> bool:
-        """Whether this step is made without its update."""
+        """True if this step has no update."""
         return self._session.is_to_prove
 
     def tell(self, norm: float | None) -> None:

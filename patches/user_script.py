@@ -1,4 +1,9 @@
-"""Where in the user's script something is done: frames of its own files, and lines to change."""
+"""The user's script: frames and lines of its own files, and its variables.
+
+Counters, running sums, copies of the weights and accumulating objects change with every step, and
+are only carried on request. The variables of the functions above a step are compared behind the
+first steps of a round; later steps cost nothing.
+"""
 
 import ast
 import logging
@@ -33,18 +38,18 @@ def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def is_of_framework(frame: FrameType, frameworks: frozenset[str] = _FRAMEWORKS) -> bool:
-    """Whether a frame's code belongs to a framework or to the hooks, and not to a script."""
+    """True for code of a framework or of the hooks, False for a script's."""
     return str(frame.f_globals.get("__name__")).partition(".")[0] in frameworks
 
 
 def script_place() -> str:
-    """Return the line of the user's script that has led here, ``train.py:41``; empty: none has."""
+    """Return the calling line of the user's script, ``train.py:41``; empty: none."""
     frame = next(script_frames(sys._getframe(1)), None)
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def is_own_file(name: str) -> bool:
-    """Whether a file belongs to no installed package and not to Python itself."""
+    """True for a file outside installed packages and Python itself."""
     is_installed = any(folder in Path(name).parts for folder in _LIBRARIES)
     return not name.startswith(("<", _STANDARD)) and not is_installed
 
@@ -53,11 +58,10 @@ class Names:
     """How a file's code binds names.
 
     Attributes:
-        lines: By name, also ``self.name``, the line that makes it: where it is assigned first, or
-            the loop that counts it.
-        added_to: Those that something is added to.
-        enumerated: Those that count the rounds of a loop over something.
-        deciding: Those that are compared with something, or divided by it with a remainder.
+        lines: By name, also ``self.name``, the line of its first assignment or of its loop.
+        added_to: Targets of ``+=`` and the like.
+        enumerated: Counters of ``enumerate``.
+        deciding: Names in comparisons, or left of ``%``.
     """
 
     def __init__(self, tree: ast.AST) -> None:
@@ -92,8 +96,8 @@ class Names:
 
 @cache
 def names_of(path: str, first_line: int = 0) -> Names:
-    """Read the function of a file that begins at a line; where none does, the whole file. One that
-    cannot be read binds nothing."""
+    """Read the function at a line of a file, or else the whole file. An unreadable file binds
+    nothing."""
     try:
         tree = ast.parse(Path(path).read_text())
     except (OSError, SyntaxError, ValueError):
@@ -116,11 +120,11 @@ def _name(node: ast.AST) -> str:
 log = logging.getLogger(__name__)
 
 LOOKS = 3
-"""Steps behind which variables are compared."""
+"""Number of steps with a comparison of variables."""
 _KEEPERS = frozenset(("torchmetrics", "evaluate", "torch_ema", "ema_pytorch", "timm"))
-"""Packages whose objects keep something of a training for a script."""
+"""Packages with accumulating objects."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Tensors that can be read on one rank alone: one of a class that is spread would wait for all."""
+"""Tensors readable on one rank alone; other classes may wait for all ranks."""
 _CARRIED = (torch.optim.Optimizer, LRScheduler, DataLoader, Dataset, Sampler)
 
 Variable = tuple[str, int, str]
@@ -130,14 +134,14 @@ Digest = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class KeptVariable:
-    """A variable that changes with every step.
+    """A variable changed by every step.
 
     Attributes:
-        name: As the script calls it, ``steps`` or ``self.steps``.
-        place: The line that makes it, ``train.py:41``.
-        is_count: A whole number that grows by the same amount each step.
-        is_fresh: Such a number that began with this round.
-        is_enumerated: One that counts the rounds of a loop over something.
+        name: Its name in the script, ``steps`` or ``self.steps``.
+        place: The line of its origin, ``train.py:41``.
+        is_count: A whole number with equal growth each step.
+        is_fresh: Such a number, begun in this round.
+        is_enumerated: A counter of ``enumerate``.
     """
 
     name: str
@@ -153,7 +157,7 @@ class OwnState:
     def __init__(self) -> None:
         self._looks: list[dict[Variable, Digest]] = []
         self._alive: list[Any] = []
-        """Else another object could come to lie where one was."""
+        """Keeps identities unique."""
 
     @property
     def is_done(self) -> bool:
@@ -163,7 +167,7 @@ class OwnState:
         self, frame: FrameType | None, engine: Any, keepers: Sequence[Any] = ()
     ) -> list[KeptVariable]:
         """Look at the script's variables behind a step, and at the attributes of ``keepers``.
-        Returns what changes, behind the last of the steps that are looked at."""
+        Returns the changing ones behind the last of ``LOOKS`` steps."""
         known = {id(parameter) for parameter in engine.module.parameters()}
         found: dict[Variable, Digest] = {}
         for keeper in keepers:
@@ -210,7 +214,7 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 
 def _readable(value: Any, name: str, names: Names, known: set[int]) -> Digest | None:
-    """Return the digest of a value, whatever a script has: None where it cannot be read."""
+    """Return the digest of any script's value; None: unreadable."""
     try:
         return _digest(value, name, names, known)
     except Exception as error:  # of any class that a script uses; a look must not end its training
@@ -219,7 +223,7 @@ def _readable(value: Any, name: str, names: Names, known: set[int]) -> Digest | 
 
 
 def _digest(value: Any, name: str, names: Names, known: set[int]) -> Digest | None:
-    """Return what tells a changed value from an unchanged one; None: it is nothing that is kept."""
+    """Return a digest to detect changes of a value; None: the value accumulates nothing."""
     if isinstance(value, bool) or value is None or isinstance(value, _CARRIED):
         return None
     if isinstance(value, int):
@@ -256,7 +260,7 @@ def _inner(value: Any) -> Any:
 
 
 def _ends(tensors: list[Any]) -> tuple[Any, ...]:
-    """Return an element of the first and of the last tensor that has any that can be read."""
+    """Return an element of the first and of the last readable tensor."""
     some = [t for t in tensors if type(t) in _PLAIN and t.layout is torch.strided and t.numel()]
     return tuple(t.detach()[(0,) * t.ndim].item() for t in (some[0], some[-1])) if some else ()
 
@@ -282,6 +286,6 @@ def _kept(variable: Variable, looks: list[Digest]) -> KeptVariable | None:
 
 
 def _file_of(kind: type) -> str:
-    """Return the file that a class is of; of one without, what is no own file."""
+    """Return the file of a class; ``<unknown>`` for none."""
     module = sys.modules.get(kind.__module__)
     return str(getattr(module, "__file__", None) or "<unknown>")

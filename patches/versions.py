@@ -1,4 +1,5 @@
-"""Which versions of a framework are known to work."""
+"""Tested versions of the frameworks; run as ``python -m scalai.patches.versions [FOLDER]``, it
+prints as JSON the frameworks to be hooked here, or in a script in a folder."""
 
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,7 @@ from scalai.core.release import numbers_of
 
 @dataclass(frozen=True, slots=True)
 class KnownVersions:
-    """The versions of a framework that were tried: all minor ones from ``oldest`` to ``newest``."""
+    """Tested versions of a framework: all minor ones from ``oldest`` to ``newest``."""
 
     framework: str
     oldest: tuple[int, int]
@@ -26,11 +27,11 @@ class KnownVersions:
         """Accept a version, or say why not.
 
         Args:
-            version: As the framework's ``__version__``, such as ``0.16.1`` or ``0.19.0rc0``.
-            allow_untested: Go on with a version that was never tried.
+            version: The framework's ``__version__``, such as ``0.16.1`` or ``0.19.0rc0``.
+            allow_untested: True to accept an untested version.
 
         Returns:
-            A warning for the log, or None where the version is known.
+            A warning for the log, or None for a known version.
 
         Raises:
             RefusedError: The version is unknown, and unknown ones are not allowed.
@@ -57,12 +58,12 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 PACKAGES = (("megatron", MEGATRON), ("deepspeed", DEEPSPEED))
-"""What ``scalai.patches.worker_start`` looks for, and the versions that were tried."""
+"""Packages looked for by ``worker_start``, and their tested versions."""
 
 
 def diagnose() -> dict[str, Any]:
-    """Return each framework's version and what is to be said of it; ``is_hooked``: it is there, and
-    its version is not refused. Imports no framework."""
+    """Return each framework's version with a note; ``is_hooked``: it is installed, and its version
+    not refused. Imports no framework."""
     found = {}
     is_allowed = allows_untested(os.environ)
     for package, known in PACKAGES:
@@ -92,8 +93,8 @@ def _installed(framework: str) -> str | None:
 
 
 def _stated(package: str) -> str | None:
-    """Return the version that Megatron-core's own files state: a checkout may lie beside the script
-    or on the path, in front of what is installed."""
+    """Return the version in Megatron-core's own files: a checkout beside the script or on the path
+    precedes the installed one."""
     found = importlib.util.find_spec(package)
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         stated = Path(folder, "core", "package_info.py")

@@ -1,9 +1,8 @@
 """Entry point of a worker: ``python -m scalai.patches.worker [-m] SCRIPT ARGUMENTS``, or ``main``
 in a warm fork.
 
-It ties the worker's life to its agent's, hooks the frameworks that the script will import, and runs
-the script as ``__main__``, as torchrun's workers run it. Without an agent that says so, nothing is
-hooked.
+It ties the worker's life to its agent's, hooks the script's frameworks, and runs the script as
+``__main__``, as torchrun's workers run it. Nothing is hooked without an agent's word.
 """
 
 import atexit
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _leave_word(error: Exception) -> None:
-    """Leave the script's error where torch's agent looks for it, as torch's ``record`` does."""
+    """Leave the script's error for torch's agent, as torch's ``record`` does."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not os.path.exists(path):
         text = f"{type(error).__name__}: {error}"
@@ -95,8 +94,8 @@ def _leave_word(error: Exception) -> None:
 
 
 def _wait_to_be_rescued(failure: Exception | str) -> None:
-    """The script has failed. What this process holds may be all that is left of the state: it waits
-    for its agent to end it. Returns where nothing of it would be written."""
+    """Wait, after the script's failure, for the agent to end this process: its memory may hold the
+    last state. Returns if nothing of it would be written."""
     job = _session()
     if job is None or not job.can_be_rescued:
         return
@@ -114,8 +113,8 @@ def _session() -> Any:
 
 
 def _be_refused(error: ScalaiError) -> NoReturn:
-    """Tell the agent that the job cannot run, and why: it says so once for all ranks, and ends this
-    process."""
+    """Tell the agent the reason of the refusal, and end this process. The agent says it once for
+    all ranks."""
     with suppress(ScalaiError):  # it ends all the same
         tell_agent(lambda rank, round: RankRefused(rank, round, str(error)))
     print(error, file=sys.stderr, flush=True)  # nobody else has said it
@@ -123,11 +122,10 @@ def _be_refused(error: ScalaiError) -> NoReturn:
 
 
 def die_with_the_agent() -> None:
-    """Make sure that this process does not outlive its agent: training on as an orphan would
-    corrupt the job.
+    """End this process with its agent: training on as an orphan would corrupt the job.
 
-    The kernel's parent-death signal covers a worker that the agent started itself; one from the
-    fork server has another parent, so a thread waits on the agent's process too.
+    The kernel's parent-death signal covers a direct child of the agent; one from the fork server
+    has another parent, so a thread waits on the agent's process too.
     """
     agent = os.environ.get("SCALAI_AGENT_PID")
     if agent is None:
@@ -137,10 +135,10 @@ def die_with_the_agent() -> None:
 
 
 def leave() -> NoReturn:
-    """End this process with 0, as the interpreter does but for taking its memory apart.
+    """End this process with 0, as the interpreter does, without taking its memory apart.
 
-    That takes more than half a second with a framework loaded, in which the training stands still.
-    A worker that was forked leaves this way too (multiprocessing sees to that).
+    With a framework loaded this saves more than half a second of standing training. A forked worker
+    leaves this way too (by multiprocessing).
     """
     threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls first
     atexit._run_exitfuncs()

@@ -90,7 +90,7 @@ FRAMEWORKS = ("megatron", "deepspeed", "transformers", "accelerate")
 AGENT_AND_WORKER = (
     "import scalai.launch.run",
     "import scalai.patches.worker",
-    "from scalai.patches import hooks; hooks.install()",
+    "from scalai.patches import worker_start; worker_start.install()",
 )
 """What runs in every agent, and in every worker before its script does."""
 

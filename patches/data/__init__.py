@@ -1,1 +1,1 @@
-"""Data loaders of torch and DeepSpeed whose order of samples does not depend on the layout."""
+"""Data loaders of torch and DeepSpeed with one order of samples in any layout."""

@@ -1,8 +1,8 @@
-"""How far a job is in its data: passes over each sampler's data set, and samples within a pass.
+"""Position of a job in its data: passes over each sampler's data set, and samples within a pass.
 
-A script of a later round runs from its beginning and knows nothing of the rounds before. It goes
-through its passes again: those that were consumed yield nothing, the one under way yields what is
-left, so that an epoch's number, and with it ``set_epoch``, come out as they were.
+A script of a later round runs from its beginning, through its passes again: consumed ones yield
+nothing, the current one yields its rest. So an epoch's number, and with it ``set_epoch``, come out
+as they were.
 """
 
 from collections import deque
@@ -17,15 +17,15 @@ from scalai.core.jsonable import Json
 START = Number(0)
 """Without ``set_epoch`` all passes are of epoch 0."""
 REMEMBERED = 64
-"""How many runs of passes it is known of where they ended."""
+"""Kept runs of passes with known ends."""
 
 
 class Glances:
-    """Passes that a script has only looked into, in bounded memory.
+    """Passes a script has only looked into, in bounded memory.
 
     Attributes:
-        runs: Passes at equal distances: the first, how far they are apart, and how many they are.
-        has_forgotten: Whether the oldest of more than ``REMEMBERED`` runs had to go.
+        runs: Passes at equal distances: the first, the distance, the number of passes.
+        has_forgotten: True once runs beyond ``REMEMBERED`` were dropped, oldest first.
     """
 
     def __init__(self, runs: Sequence[tuple[Number, Number, int]] = ()) -> None:
@@ -59,25 +59,24 @@ class Clock:
     """The passes over one sampler.
 
     Attributes:
-        name: What the ledger calls its data set.
-        current: The pass that the newest step drew from.
-        consumed: Samples of it that were trained on.
-        drawn: Passes of micro-batches that were drawn and not yet trained on, oldest first: a
-            script may draw ahead.
-        over: The pass that this process has gone through to its end last; None: none yet.
-        glanced: Passes that the script has only looked into, as for the shape of a batch.
-        size, length: Samples of the data set, and places of a pass over it with what fills its last
-            batch; None: none was begun yet.
-        has_begun: Whether this process has begun a pass.
-        is_trained_on: Whether a step of this process was made of what was drawn.
-        ends: Where passes that were trained on ended, as runs of passes, newest last: samples
-            (None: all of the pass), and the number of passes.
-        until: Samples at which the pass begun last ends, because it was taken up within and all
-            before it were broken off there; None: at its end.
-        looked_at: Micro-batches that were drawn of a pass that the engine has only evaluated yet;
-            None: it has not.
-        jumped: The pass, and the samples of it, that the script has left out by beginning a later
-            one; None: it has left out nothing.
+        name: Name of the data set in the ledger.
+        current: Pass of the newest step.
+        consumed: Samples of it in past steps.
+        drawn: Passes of drawn micro-batches before their step, oldest first: a script may draw
+            ahead.
+        over: Last pass this process went through to its end; None: none yet.
+        glanced: Passes the script has only looked into, as for the shape of a batch.
+        size, length: Samples of the data set, and places of a pass with a filled last batch; None:
+            no pass was begun yet.
+        has_begun: True once this process has begun a pass.
+        is_trained_on: True once a step of this process used a draw.
+        ends: Ends of trained passes, as runs, newest last: samples (None: all of the pass), and the
+            number of passes.
+        until: Samples at the end of the newest pass, taken up within if all before it were broken
+            off there; None: its own end.
+        looked_at: Micro-batches of a pass in evaluation so far; None: not in evaluation.
+        jumped: The pass, and its consumed samples, left out by a script that began a later one;
+            None: nothing was left out.
     """
 
     name: str = ""
@@ -96,10 +95,10 @@ class Clock:
     jumped: tuple[Number, int] | None = None
     _is_taken_up: bool = False
     _newest: Number | None = None
-    """The pass that this process has begun last."""
+    """Newest pass of this process."""
 
     def next_pass(self, epoch: int) -> tuple[Number, int | None]:
-        """Return which pass would begin now, and how many samples of it are consumed; None: all."""
+        """Return the next pass, and its consumed samples; None: all."""
         is_repeated = self._newest is not None and self._newest.epoch == epoch
         repeat = self._newest.repeat + 1 if is_repeated and self._newest is not None else 0
         number = Number(epoch, repeat)
@@ -108,7 +107,7 @@ class Clock:
         return number, self.consumed if number == self.current else 0
 
     def begin(self, epoch: int) -> tuple[Number, int | None]:
-        """Begin the next pass, and return what ``next_pass`` does."""
+        """Begin the next pass. Returns as ``next_pass``."""
         number, consumed = self.next_pass(epoch)
         self.has_begun, self.looked_at = True, None
         self._note_end()
@@ -123,12 +122,12 @@ class Clock:
         return number, consumed
 
     def draw(self, number: Number) -> None:
-        """Count a micro-batch that was drawn of a pass."""
+        """Count a drawn micro-batch of a pass."""
         (self.drawn if self.looked_at is None else self.looked_at).append(number)
 
     def use(self, *, is_trained: bool) -> None:
-        """Say how the engine has used what was drawn last. A sampler that nothing was trained on
-        yet may be that of an evaluation, whose samples are not those of a step."""
+        """Note the engine's use of the newest draw. An untrained sampler may belong to an
+        evaluation, and its samples to no step."""
         if is_trained and self.looked_at is not None and self._newest != self.over:
             self.drawn.extend(self.looked_at)
             self.looked_at = None
@@ -137,7 +136,7 @@ class Clock:
             self.drawn.clear()
 
     def _note_end(self) -> None:
-        """Note where the pass begun last has ended, if it was trained on."""
+        """Note the end of the newest pass, if it was trained on."""
         if self._newest is None or self._newest != self.current or not self.consumed:
             return
         is_whole = self._newest == self.over and self.until is None
@@ -147,7 +146,7 @@ class Clock:
         del self.ends[:-REMEMBERED]
 
     def _leaves_out(self, number: Number) -> bool:
-        """Whether a script that begins this pass leaves out some of the one that was under way."""
+        """True if a script leaves out the rest of the current pass by beginning this one."""
         is_behind_it = self._newest is None or self._newest < self.current
         end = self._usual_end or self.length
         is_left = end is not None and self.consumed < end
@@ -155,48 +154,47 @@ class Clock:
 
     @property
     def _usual_end(self) -> int | None:
-        """Samples at which all passes were broken off; None: they went to their ends, or differ."""
+        """Samples at the common end of all broken-off passes; None: they ended whole, or differ."""
         return self.ends[0][0] if len(self.ends) == 1 else None
 
     @property
     def is_taken_up_within(self) -> bool:
-        """Whether this process has begun in the middle of a pass."""
+        """True if this process has begun in the middle of a pass."""
         return self._is_taken_up
 
     @property
     def has_ended_otherwise(self) -> bool:
-        """Whether the newest pass has ended elsewhere than those before, and one of them was taken
-        up within."""
+        """True if the newest pass has another end than those before, one taken up within."""
         return self._is_taken_up and len(self.ends) > 1 and self.ends[-1][1] == 1
 
     @property
     def ends_as_one(self) -> bool:
-        """Whether the pass begun last will end where one pass before it did, and no other says so:
-        that one may have been cut short for once."""
+        """True if the newest pass will end at the end of a single earlier one, perhaps cut short
+        for once."""
         return self.until is not None and self.ends[0][1] == 1
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the script goes through passes that were consumed in earlier rounds."""
+        """True while the script goes through passes of earlier rounds."""
         return self.has_stepped and (self._newest is None or self._newest < self.current)
 
     @property
     def may_yield_nothing(self) -> bool:
-        """Whether the pass begun last is one that earlier rounds may have consumed to its end."""
+        """True if earlier rounds may have consumed the newest pass to its end."""
         return self.has_stepped and (self._newest is None or self._newest <= self.current)
 
     @property
     def is_known(self) -> bool:
-        """Whether this is a sampler of the training, in whatever mode the model is."""
+        """True for a sampler of the training, in any mode of the model."""
         return self.has_stepped or self.is_trained_on
 
     @property
     def has_stepped(self) -> bool:
-        """Whether samples from here were trained on."""
+        """True once samples from here were trained on."""
         return self.current != START or self.consumed > 0
 
     def step(self, batches: Batches) -> bool:
-        """Count an optimizer step. Returns whether its samples were drawn from here."""
+        """Count an optimizer step. Returns True if its samples were drawn from here."""
         if len(self.drawn) < batches.num_micro_batches:
             return False
         for _ in range(batches.num_micro_batches):
@@ -207,8 +205,8 @@ class Clock:
         return True
 
     def drawn_by_step(self, batches: Batches) -> Draw:
-        """Return what the newest step has drawn. Where a person has changed the global batch within
-        a pass, its last batch may be filled further."""
+        """Return the newest step's draw. If a person has changed the global batch within a pass,
+        its last batch may be filled further."""
         length = self.length if self.length is None else max(self.length, self.consumed)
         begin = self.consumed - batches.global_batch_size
         place = self.current, begin, self.consumed
@@ -216,14 +214,14 @@ class Clock:
 
     @property
     def place(self) -> tuple[Number, int]:
-        """Where a later round goes on: a pass, and how many samples of it are consumed. Where the
-        script has begun the next pass already, what it does at the end of one is done."""
+        """Start of a later round: a pass, and its consumed samples. It is the next pass once the
+        script has begun it: all work at the end of the pass before is done."""
         if self._newest is not None and self._newest > self.current:
             return self._newest, 0
         return self.current, self.consumed
 
     def restart(self, current: Number, consumed: int, glanced: Glances | None = None) -> None:
-        """Be as far as told. What was begun and drawn before does not count."""
+        """Move to a position. Passes begun and draws made before do not count."""
         self.current, self.consumed, self.glanced = current, consumed, glanced or Glances()
         self._is_taken_up = consumed > 0
         self.begin_after(None)
@@ -235,14 +233,14 @@ class Clock:
 
 
 class Clocks:
-    """The clocks of all samplers of this process, in the order in which the script makes them."""
+    """The clocks of all samplers of this process, in the script's order."""
 
     def __init__(self) -> None:
         self._clocks: list[Clock] = []
         self._to_come: list[Clock] = []
-        """Restored clocks of samplers that the script has not made yet."""
+        """Restored clocks of samplers to be made by the script."""
         self.draws: tuple[Draw, ...] = ()
-        """What the newest step has drawn."""
+        """Draws of the newest step."""
 
     def add(self) -> Clock:
         """Return the clock of one sampler more."""
@@ -252,7 +250,7 @@ class Clocks:
         return clock
 
     def step(self, batches: Batches) -> bool:
-        """Count an optimizer step. Returns whether any sampler gave its samples."""
+        """Count an optimizer step. Returns True if any sampler gave its samples."""
         self.draws = tuple(
             clock.drawn_by_step(batches) for clock in self._clocks if clock.step(batches)
         )
@@ -260,37 +258,35 @@ class Clocks:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the script has not yet come to where the training is."""
+        """True until the script has reached the training's position."""
         return any(clock.is_replaying for clock in (*self._clocks, *self._to_come))
 
     @property
     def have_begun(self) -> bool:
-        """Whether the script has begun a pass in this round."""
+        """True once the script has begun a pass in this round."""
         return any(clock.has_begun for clock in self._clocks)
 
     @property
     def are_taken_up_within(self) -> bool:
-        """Whether this process has begun in the middle of a pass."""
+        """True if this process has begun in the middle of a pass."""
         return any(clock.is_taken_up_within for clock in (*self._clocks, *self._to_come))
 
     @property
     def have_drawn(self) -> bool:
-        """Whether a micro-batch was drawn that is not trained on yet."""
+        """True if a drawn micro-batch waits for its step."""
         return any(clock.drawn or clock.looked_at for clock in self._clocks)
 
     @property
     def may_yield_nothing(self) -> bool:
-        """Whether a pass that is empty may be followed by one that is not."""
+        """True if an empty pass may precede another one with data."""
         return any(clock.may_yield_nothing for clock in self._clocks)
 
     def over(self) -> Json:
-        """Return by sampler the pass that the script has gone through to its end last,
-        [samplers]."""
+        """Return each sampler's last pass gone through to its end, [samplers]."""
         return [clock.over and list(clock.over) for clock in (*self._clocks, *self._to_come)]
 
     def begin_after(self, over: list[Json]) -> None:
-        """Have a script that does not begin with its first pass go on behind what ``over``
-        returned."""
+        """Let a script without its first passes go on behind those of ``over``."""
         for clock, state in zip((*self._clocks, *self._to_come), over, strict=False):
             clock.begin_after(state and Number(*state))
 
@@ -306,7 +302,7 @@ class Clocks:
         ]  # fmt: skip
 
     def put(self, saved: list[Mapping[str, Json]]) -> None:
-        """Take up what ``take`` returned; samplers that were not told of begin anew."""
+        """Take up the result of ``take``; samplers missing in it begin anew."""
         self._to_come = []
         for clock, state in zip_longest(self._clocks, saved):
             if clock is None:

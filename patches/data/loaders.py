@@ -1,10 +1,10 @@
-"""Torch's data loaders under hooks: the order that torch gave at the first layout, at any layout.
+"""Torch's data loaders under hooks: the order of the first layout, at any layout.
 
-A loader with a ``DistributedSampler`` deals the samples of a pass to the ranks; here the global
-batch of each optimizer step is the same for every number of replicas, and the passes can be taken
-up in the middle. While the number of replicas is the first one, every rank draws what it would draw
-without us, but for the end of a pass: whole global batches are taken, the last one dropped or
-filled from the beginning of the pass as ``drop_last`` says.
+A loader with a ``DistributedSampler`` deals the samples of a pass to the ranks. Here the global
+batch of each optimizer step is the same for every number of replicas, and passes can be taken up in
+the middle. At the first number of replicas every rank draws torch's own samples, except at the end
+of a pass: global batches are whole, and the last one is dropped or filled from the beginning of the
+pass, by ``drop_last``.
 
 Source: torch/utils/data/distributed.py, dataloader.py and sampler.py, 2.13.
 """
@@ -27,13 +27,13 @@ from scalai.patches.data.clock import REMEMBERED, Clock, Clocks
 from scalai.patches.hooking import Call, given_to
 
 LOOK_AHEAD = 8
-"""Micro-batches that a script may draw ahead of its steps, where two steps have no more."""
+"""Micro-batches a script may draw ahead of its steps, if two steps have no more."""
 TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader"
 
 
 @dataclass(frozen=True, slots=True)
 class FirstBatches:
-    """What the first round of a job did, which later rounds must not show to the script.
+    """Batches of a job's first round. Scripts see them in later rounds too.
 
     ``micro_batch_size`` samples a forward pass and replica, ``dp`` replicas.
     """
@@ -44,28 +44,35 @@ class FirstBatches:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that each replica ran for one optimizer step."""
+        """Micro-batches of each replica for one optimizer step."""
         return max(1, self.global_batch_size // (self.micro_batch_size * self.dp))
 
     def is_layout_of(self, batches: Batches) -> bool:
-        """Whether a round deals its micro-batches as the first one did."""
+        """True if a round deals micro-batches as the first one did."""
         return (self.micro_batch_size, self.dp) == (batches.micro_batch_size, batches.dp)
 
 
 class Feed:
-    """The loaders of one process and how far each is.
+    """The loaders of one process, and the position of each.
 
-    Until ``start`` loaders are torch's own, but as long as in the first round. ``is_counting`` says
-    whether steps are counted here, and with them what is drawn; ``is_evaluating`` whether what is
-    drawn now is not trained on; ``first_dp`` the number of replicas of the first round, None while
-    that is this one. ``on_other_pass`` is called where a pass begins that is not trained on,
-    ``on_pass``, with a data set's name and what its order follows from, where one begins that is.
-    ``on_begin`` is called where a pass begins that is counted, ``on_told`` where the script is told
-    a number of the first round's, ``on_other`` where its place in its data is another one than the
-    state's, with the detail and the way out; ``on_other_end`` where a pass has ended elsewhere than
-    those before, or is to end where one alone has; ``on_forgotten`` where not all is kept of the
-    passes. ``way_out`` is for orders that cannot be kept.
-    ``has_drawn`` says whether this round has drawn its first batch of the training.
+    Until ``start`` loaders are torch's own, but as long as in the first round.
+
+    Attributes:
+        is_counting: True if steps, and their draws, are counted here.
+        is_evaluating: Returns True if draws are not trained on now.
+        first_dp: Returns the number of replicas of the first round; None while it is this one.
+        has_drawn: True once this round has drawn its first batch of the training.
+        way_out: Advice for an order without a fixed place.
+        on_pass: Called at the begin of a trained pass, with the data set's name and the facts
+            behind its order.
+        on_other_pass: Called at the begin of a pass outside training.
+        on_begin: Called at the begin of a counted pass.
+        on_told: Called with a number of the first round, as the script gets it.
+        on_other: Called with detail and way out if the script's place in its data differs from the
+            state's.
+        on_other_end: Called if a pass has another end than those before, or follows a single early
+            end.
+        on_forgotten: Called once passes are dropped from memory.
     """
 
     def __init__(self) -> None:
@@ -89,34 +96,34 @@ class Feed:
             "with a DistributedSampler and the micro-batch of DeepSpeed's configuration"
         )
         self._latest: Clock | None = None
-        """The clock from which was drawn last."""
+        """The clock of the newest draw."""
         self._uncounted: LoaderPass | None = None
-        """The pass that was drawn from last, where nothing of it is counted."""
+        """The pass of the newest draw, while nothing of it is counted."""
         self._declined: dict[str, None] = {}
 
     def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
-        """Begin to keep the order, in loaders whose batches are micro-batches of the engine: as
-        stated in its configuration, as in the first round, or as in this one."""
+        """Begin to keep the order, in loaders with the engine's micro-batches: as in its
+        configuration, in the first round, or in this one."""
         self.batches, self.first = batches, first
         self._batch_sizes = frozenset(
             (stated_micro_batch_size, first.micro_batch_size, batches.micro_batch_size)
         )
 
     def is_training(self, clock: Clock | None = None) -> bool:
-        """Whether what is drawn now may be trained on. From a sampler that was trained on before it
-        may in ``eval()`` too: a script may turn ``train()`` on behind the draw."""
+        """True if a draw may be trained on now. A sampler of the training may feed steps in
+        ``eval()`` too: a script may call ``train()`` behind the draw."""
         is_known = clock is not None and clock.is_known
         return torch.is_grad_enabled() and (is_known or not self.is_evaluating())
 
     def is_micro_batch(self, batch_size: int) -> bool:
-        """Whether a loader with such batches feeds the engine."""
+        """True if batches of this size feed the engine."""
         if self._batch_sizes and batch_size not in self._batch_sizes:
             sizes = " or ".join(map(str, sorted(self._batch_sizes)))
             self._declined[f"a loader has batches of {batch_size}, the engine of {sizes}"] = None
         return batch_size in self._batch_sizes
 
     def install(self) -> None:
-        """Hook torch's samplers and loaders, those that are made from now on."""
+        """Hook torch's samplers and loaders made from now on."""
         wrapt.wrap_function_wrapper(DistributedSampler, "__init__", self._make_sampler)
         wrapt.wrap_function_wrapper(DataLoader, "__init__", self._make_loader)
         wrapt.register_post_import_hook(self._hook_torchdata, TORCHDATA)
@@ -137,7 +144,7 @@ class Feed:
         """Count an optimizer step.
 
         Raises:
-            RefusedError: Its samples came from no loader whose order can be kept.
+            RefusedError: Its samples came from no loader with a fixed order.
         """
         assert self.batches is not None
         if self.clocks.step(self.batches):
@@ -150,9 +157,9 @@ class Feed:
         )
 
     def use(self, *, is_trained: bool) -> None:
-        """Say how the engine has used the newest micro-batch: in a step, or in an evaluation, as
-        by a script that turns gradients off behind the draw, and does not say ``eval()``. One that
-        trains in ``eval()`` shows by a step alone which pass is not that of an evaluation."""
+        """Note the engine's use of the newest micro-batch: in a step, or in an evaluation, as by a
+        script without ``eval()`` and with gradients off behind the draw. For training in ``eval()``
+        only steps tell the passes of training."""
         uncounted = self._uncounted
         if is_trained and uncounted is not None and not self.clocks.have_drawn:
             self._uncounted = None
@@ -162,9 +169,8 @@ class Feed:
             self._latest.use(is_trained=is_trained)
 
     def length(self, samples: int, *, drop_last: bool) -> int:
-        """Return the micro-batches of a pass over so many samples, until the round draws its first
-        batch as the first round counted them: schedules that a script computes from them stay as
-        they are. After ``start``."""
+        """Return the micro-batches of a pass over so many samples. Before the round's first draw it
+        is the first round's number, so schedules computed from it stay. After ``start``."""
         layout = self.batches if self.has_drawn else self.first
         assert layout is not None
         length = pass_length(samples, layout.global_batch_size, drop_last=drop_last)
@@ -193,19 +199,19 @@ class Feed:
             vars(instance)["batch_sampler"] = ElasticBatchSampler(instance.batch_sampler, self)
 
     def decline(self, why: str) -> None:
-        """Remember why a loader stays as it is, for the case that the training draws from it."""
+        """Remember why a loader stays unhooked, in case the training draws from it."""
         self._declined[why] = None
 
     def note_evaluation(self) -> None:
-        """Remember that a pass was taken for one of an evaluation."""
+        """Remember a pass taken for an evaluation's."""
         if self.is_evaluating():
             self.decline("a pass over a loader began in eval(); call engine.train() before it")
 
     def refuse_skipping(self, clock: Clock) -> None:
-        """Check, where a pass begins, that the one before was trained on.
+        """Check, at the begin of a pass, the training on the one before.
 
         Raises:
-            RefusedError: More was drawn than a script may draw ahead.
+            RefusedError: The script drew too far ahead.
         """
         assert self.batches is not None
         if clock.glanced.has_forgotten:
@@ -244,7 +250,7 @@ class Feed:
         return batches
 
     def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
-        """Count what the script draws, and not what a loader's workers read ahead."""
+        """Count the script's draws, without the read-ahead of a loader's workers."""
         source = instance._sampler_iter
         if not isinstance(source, LoaderPass):
             return wrapped(*args, **kwargs)
@@ -265,10 +271,10 @@ class Feed:
 
 
 class Dealer(Protocol):
-    """What deals a loader's batches, pass by pass."""
+    """Deals a loader's batches, pass by pass."""
 
     plain: Any
-    """The batches where nothing is counted."""
+    """Batches without counting."""
     feed: Feed
 
     @property
@@ -281,10 +287,10 @@ class Dealer(Protocol):
     def is_elastic(self) -> bool: ...
 
     def skip(self) -> None:
-        """Take note of a pass of which nothing is left."""
+        """Note an empty rest of a pass."""
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches of a pass of which so many samples are consumed."""
+        """Yield this rank's micro-batches of a pass behind its consumed samples."""
         ...
 
 
@@ -292,7 +298,7 @@ class ElasticBatchSampler(BatchSampler):
     """Torch's batches of a ``DistributedSampler``, dealt in the order of the first layout.
 
     Args:
-        plain: What torch made for the loader.
+        plain: Torch's batch sampler of the loader.
         feed: The process's loaders.
     """
 
@@ -320,7 +326,7 @@ class ElasticBatchSampler(BatchSampler):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the samples are trained on by the engine, as far as can be told."""
+        """True if the engine trains on the samples, as far as known."""
         return self.feed.is_training(self.clock) and self.feed.is_micro_batch(self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -342,7 +348,7 @@ class ElasticBatchSampler(BatchSampler):
         return each // self.batch_size if self.drop_last else -(-each // self.batch_size)
 
     def skip_consumed_pass(self) -> bool:
-        """Begin and end the next pass if nothing of it is left. Returns whether it was so."""
+        """Begin and end the next pass if it is consumed. Returns True if so."""
         sampler = self.distributed
         if not self.is_elastic or self.clock.next_pass(sampler.epoch)[1] is not None:
             return False
@@ -351,7 +357,7 @@ class ElasticBatchSampler(BatchSampler):
         return True
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches of a pass of which so many samples are consumed."""
+        """Yield this rank's micro-batches of a pass behind its consumed samples."""
         batches, sampler = self.feed.batches, self.distributed
         assert batches is not None
         if sampler.num_replicas != batches.dp:
@@ -372,10 +378,10 @@ class ElasticBatchSampler(BatchSampler):
 
 
 class LoaderPass(Iterator[list[int]]):
-    """One pass over a sampler: begins when its first batch is asked for.
+    """One pass over a sampler. It begins with its first batch.
 
-    ``number`` says which; None where nothing is counted, because this is not what the engine trains
-    on. Then ``drawn`` says how many batches the script has drawn.
+    ``number`` is its number; None while nothing is counted, because the engine does not train on
+    it. Then ``drawn`` is the number of the script's batches.
     """
 
     def __init__(self, sampler: Dealer) -> None:
@@ -393,8 +399,8 @@ class LoaderPass(Iterator[list[int]]):
         return batch
 
     def count(self) -> bool:
-        """Count a pass from its beginning, because it is trained on, in ``eval()``. Returns whether
-        that can be: until here it is as torch deals it, which is the order of the first layout."""
+        """Count a pass from its beginning, because it is trained on in ``eval()``. Returns True if
+        possible: so far torch has dealt it, in the order of the first layout."""
         sampler, clock, feed = self.sampler, self.sampler.clock, self.sampler.feed
         assert feed.first is not None and feed.batches is not None
         is_first = feed.first.is_layout_of(feed.batches)

@@ -113,8 +113,8 @@ class ScriptRecord:
         self._over = Stretches()
         self._newest: Stretch = [BEGINNING]
         """The stretch under way."""
-        self._first: dict[str, str] = {}
-        """This round's beginning: events, and where the script has them."""
+        self._beginning: list[tuple[str, str]] = []
+        """This round's beginning: events and their lines in the script."""
         self._is_first = True
         """Whether the script is in its beginning."""
         self._then: Iterator[Stretch | None] | None = None
@@ -132,12 +132,12 @@ class ScriptRecord:
         if self._process not in (None, os.getpid()):
             return
         event = event[-_MOST_LETTERS:]
-        if self._is_first and event not in self._first and len(self._first) < _MOST_EVENTS:
-            self._first[event] = self._place()
-        if self._is_recording:
-            if event != self._newest[-1] and len(self._newest) <= _MOST_EVENTS:
-                self._newest.append(event if len(self._newest) < _MOST_EVENTS else _MORE)
-        elif self._then is not None:
+        if self._is_first:
+            if _has_room(self._begun(), event):
+                self._beginning.append((_kept(event, len(self._beginning) + 1), self._place()))
+        elif self._is_recording and _has_room(self._newest, event):
+            self._newest.append(_kept(event, len(self._newest)))
+        if not self._is_recording and self._then is not None:
             self._compare(event)
 
     def note_told(self, answer: str) -> None:
@@ -151,7 +151,7 @@ class ScriptRecord:
         Args:
             is_over: Whether earlier rounds have made it.
         """
-        self._is_first = False
+        self._leave_beginning()
         if self._is_recording:
             self._close(stretch)
         elif not is_over:
@@ -165,7 +165,8 @@ class ScriptRecord:
 
     def stepped(self) -> None:
         """This round has made a step of its own."""
-        self._is_first, self._is_recording = False, True
+        self._leave_beginning()
+        self._is_recording = True
         self.resume()
         if self._newest[0] == BEGINNING:
             self._close(_STEPS)
@@ -177,14 +178,14 @@ class ScriptRecord:
 
     def restart(self) -> None:
         """The script begins with a checkpoint that is newer, and the record with this round."""
-        self._over, self._newest = Stretches(), [BEGINNING, *self._first]
+        self._over, self._newest = Stretches(), self._begun()
         self._is_recording = True
         self.resume()
 
     def take(self) -> Json:
         return {
             "uses_modes": self.uses_modes, "arguments": _arguments(), "over": [*self._over.nodes],
-            "dropped": self._over.dropped, "newest": [*self._newest],
+            "dropped": self._over.dropped, "newest": [*self._under_way],
         }  # fmt: skip
 
     def put(self, saved: Mapping[str, Any]) -> None:
@@ -200,9 +201,20 @@ class ScriptRecord:
         self._then = chain(self._over, [self._newest])
         first = next(self._then)
         self._expected = [_MORE] if first is None else first[1:]
-        for event, place in self._first.items():
-            if self._then is not None:
+        for event, place in self._beginning:
+            if self._then is not None and event != _MORE:
                 self._compare(event, place)
+
+    @property
+    def _under_way(self) -> Stretch:
+        """The stretch that is recorded."""
+        return self._begun() if self._is_first and self._is_recording else self._newest
+
+    def _begun(self) -> Stretch:
+        return [BEGINNING, *(event for event, _ in self._beginning)]
+
+    def _leave_beginning(self) -> None:
+        self._newest, self._is_first = self._under_way, False
 
     def _close(self, stretch: str) -> None:
         if self._over.add(self._newest):
@@ -236,6 +248,14 @@ class ScriptRecord:
             place or self._place(),
         )
         self.resume()
+
+
+def _has_room(stretch: Stretch, event: str) -> bool:
+    return event != stretch[-1] and len(stretch) <= _MOST_EVENTS
+
+
+def _kept(event: str, place: int) -> str:
+    return event if place < _MOST_EVENTS else _MORE
 
 
 def _arguments() -> list[str]:

@@ -1,10 +1,11 @@
-"""Learning-rate schedules that Accelerate steps once a rank, at another number of ranks.
+"""Hooks of scripts on Accelerate with DeepSpeed.
 
-A script that makes its schedule is told the first round's number of ranks, so its functions are the
-first round's, and are stepped as often as there. One that places its data itself is told the number
-of now: where its functions follow that, they are stepped so too.
+The engine's hooks count the steps. Accelerate steps learning-rate schedules once a rank: a script
+gets the first round's number of ranks for its schedules, and they are stepped as often as there. A
+script with its own placement of data gets this round's number; schedules that follow it are stepped
+so too.
 
-Source: ``AcceleratedScheduler`` of accelerate/scheduler.py, 1.15.
+Source: accelerate/accelerator.py and ``AcceleratedScheduler`` of scheduler.py, 1.15.
 """
 
 import logging
@@ -34,10 +35,10 @@ _ON_ENGINE = "DeepSpeedSchedulerWrapper"
 
 
 def taken(wrapper: Any, ranks: int) -> Json:
-    """Return where the schedule in Accelerate's wrapper stands; None: the engine has it.
+    """Return the state of a schedule in Accelerate's wrapper; None: the engine has it.
 
     Args:
-        ranks: How many step it.
+        ranks: Number of ranks that step it.
     """
     if type(wrapper).__name__ == _ON_ENGINE:
         return None
@@ -50,10 +51,11 @@ def put(saved: Any, wrapper: Any, told: int | None = None) -> tuple[int, bool] |
     """Restore a schedule.
 
     Args:
-        told: The number of ranks that the script was told, where that is not the first round's.
+        told: Number of ranks told to the script, if not the first round's.
 
     Returns:
-        How many ranks step it, and whether its functions follow ``told``; None without that.
+        Number of ranks that step it, and True if its functions follow ``told``; None without
+        ``told``.
     """
     schedule, state = wrapper.scheduler, all_live(saved["state"])
     before = int(saved["ranks"])
@@ -84,7 +86,7 @@ def step(wrapper: Any, plain_step: Callable[..., Any], ranks: int, *args: Any, *
 log = logging.getLogger(__name__)
 
 _CARRIED = frozenset(("AcceleratedScheduler", "AcceleratedOptimizer", "DataLoaderShard"))
-"""What Accelerate has prepared, of what scripts register for checkpoints: it goes on by itself."""
+"""Accelerate's own objects among those registered for checkpoints: they go on by themselves."""
 
 
 @cache
@@ -107,16 +109,15 @@ def hook_plugin(module: Any) -> None:
 
 
 def _pass_over_block(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Accelerate fills in each value of the configuration that is ``auto``, and refuses those that
-    it does not know: ours mean something else."""
+    """Hide our block from Accelerate, which fills in values ``auto`` and refuses unknown ones."""
     key = args[0] if args else kwargs["ds_key_long"]
     return None if str(key).startswith(f"{BLOCK}.") else wrapped(*args, **kwargs)
 
 
 class LoopHooks:
-    """The hooks and what they remember between two calls. Every rank has them.
+    """The hooks and their memory between two calls. Every rank has them.
 
-    ``is_another`` says that another loop around the engine, Trainer's, counts the steps.
+    ``is_another`` returns True if another loop around the engine, Trainer's, counts the steps.
     """
 
     def __init__(self, get_session: Callable[[], Session], engines: EngineHooks) -> None:
@@ -124,10 +125,10 @@ class LoopHooks:
         self.is_another: Callable[[], bool] = lambda: False
         self._accelerator: Any = None
         self._saved: Mapping[str, Any] | None = None
-        """What the last round has left; None: nothing."""
+        """State of the last round; None: none."""
         self._stepping: dict[int, int] = {}
-        """How many ranks step a schedule, by the identity of Accelerate's wrapper, where that is
-        not the first round's number."""
+        """Number of ranks that step a schedule, by the identity of Accelerate's wrapper, if not the
+        first round's."""
         self._accumulates = False
         engines.auxiliary.schedules.stepped_elsewhere.append(self._schedules)
 
@@ -145,8 +146,8 @@ class LoopHooks:
         wrapt.wrap_function_wrapper(module, name, self.notice_objects)
 
     def _tell_script(self, kind: Any) -> None:
-        """Have accelerators tell scripts the number of ranks and of micro-batches that belong to
-        the length of their loaders: the first round's, until the round draws its first batch."""
+        """Make accelerators tell scripts the numbers of ranks and of micro-batches behind the
+        length of their loaders: the first round's, until the round's first draw."""
         ranks, micro_batches = kind.num_processes.fget, kind.gradient_accumulation_steps
         feed = self._engines.feed
 
@@ -250,8 +251,8 @@ class LoopHooks:
         config[TRAIN] = batches.global_batch_size
 
     def _keep_schedule(self, plugin: Any) -> None:
-        """Have the engine make the schedule of the first round: what is "auto" in it follows from
-        the number of ranks."""
+        """Make the engine build the first round's schedule: its "auto" values follow from the
+        number of ranks."""
         config, stored = plugin.deepspeed_config, self._get_session().facts.get("schedule", {})
         parameters = (config.get("scheduler") or {}).get("params", {})
         automatic = [name for name, value in parameters.items() if value == "auto"]
@@ -265,20 +266,19 @@ class LoopHooks:
         self._engines.settle_config = settle
 
     def accumulate(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Notice that the loop accumulates gradients itself."""
+        """Note a loop with its own accumulation of gradients."""
         self._accumulates = True
         return wrapped(*args, **kwargs)
 
     def backward(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Accumulate gradients for a loop that does not know of it, but has to in this round."""
+        """Accumulate gradients for a loop without accumulation, if this round needs it."""
         is_mine = instance is self._accelerator
         if is_mine and not self._accumulates and instance.gradient_accumulation_steps > 1:
             instance._do_sync()
         return wrapped(*args, **kwargs)
 
     def step_schedule(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Step a schedule as often as the script has meant it to be; not again in epochs that are
-        over."""
+        """Step a schedule as often as the script intends; not again in epochs of earlier rounds."""
         auxiliary = self._engines.auxiliary
         auxiliary.record.note(f"a step of {type(instance.scheduler).__name__}")
         if self._accelerator is not None and auxiliary.is_behind():
@@ -289,7 +289,7 @@ class LoopHooks:
         return step(instance, wrapped, ranks, *args, **kwargs)
 
     def load_state(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Of a checkpoint that the engine has not taken nothing is taken."""
+        """Take nothing of a checkpoint the engine has not taken."""
         result = wrapped(*args, **kwargs)
         if instance is self._accelerator and self._saved is not None:
             if self._engines.auxiliary.is_resuming:
@@ -301,8 +301,8 @@ class LoopHooks:
         return result
 
     def save_state(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Save, but not while the script goes through epochs that are over: what it would save
-        under their names, the engine's part left out, is of a later step."""
+        """Save, but not in epochs of earlier rounds: the state under their names would be of a
+        later step, without the engine's part."""
         if instance is not self._accelerator or not self._engines.auxiliary.is_behind():
             return wrapped(*args, **kwargs)
         given = given_to(wrapped, args, kwargs)
@@ -314,7 +314,7 @@ class LoopHooks:
         return str(Path(instance.project_dir, "checkpoints", f"checkpoint_{names.iteration - 1}"))
 
     def save_model(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The weights of now do not belong under the name of an epoch that is over."""
+        """Keep today's weights out of files of earlier epochs."""
         self._engines.auxiliary.record.note("a save of the model")
         if instance is self._accelerator and self._engines.auxiliary.is_behind():
             log.info("event=save skipped='this was trained on in an earlier round'")
@@ -322,7 +322,7 @@ class LoopHooks:
         return wrapped(*args, **kwargs)
 
     def notice_objects(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Say what ``save_state`` keeps of the script's own, and a change does not."""
+        """Warn of objects kept by ``save_state`` and lost by a change."""
         kinds = sorted({type(one).__name__ for one in args if type(one).__name__ not in _CARRIED})
         is_told = set(self._get_session().registered) - OURS
         if kinds and not is_told and getattr(instance.state, "deepspeed_plugin", None) is not None:
@@ -335,12 +335,12 @@ class LoopHooks:
         return wrapped(*args, **kwargs)
 
     def _schedules(self) -> list[Any]:
-        """Return the schedules that Accelerate steps, which ``_take`` carries."""
+        """Return Accelerate's schedules, carried by ``_take``."""
         wrappers = self._accelerator._schedulers if self._accelerator is not None else ()
         return [wrapper.scheduler for wrapper in wrappers]
 
     def _take(self) -> Json:
-        """Return where the schedules stand."""
+        """Return the position of the schedules."""
         first = int(self._get_session().facts.get("first_dp", self._accelerator.num_processes))
         return {
             "schedules": [
@@ -366,7 +366,7 @@ class LoopHooks:
 
     @property
     def _is_own_order(self) -> bool:
-        """Whether the script places its data itself, and so needs the ranks of now."""
+        """True if the script places its data itself, and needs this round's ranks."""
         return bool(self._get_session().settings.get("data_order") == "own")
 
 

@@ -1,9 +1,9 @@
-"""The micro-batches of an epoch in the order of its sampler, on any number of replicas.
+"""The loaders of Hugging Face's trainers, in one order on any number of ranks.
 
-So Hugging Face's loaders deal them too (``BatchSamplerShard`` of accelerate/data_loader.py, 1.15):
-consecutive samples to a replica, one micro-batch after the other. Differs in: whole global batches
-are taken, the last one filled from the beginning of the epoch or dropped, so that each step has the
-same samples on any number of replicas.
+Hugging Face's loaders deal alike (``DataLoaderShard`` and ``BatchSamplerShard`` of
+accelerate/data_loader.py, 1.15): consecutive samples to a replica, one micro-batch after the other.
+Differs in: global batches are whole, the last one filled from the beginning of the epoch or
+dropped, so each step has the same samples on any number of replicas.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from scalai.patches.data.loaders import Feed, LoaderPass
 from scalai.runtime.session import Session
 
 SEEDED = ("SeedableRandomSampler", "SequentialSampler")
-"""Samplers whose order follows from seed and epoch alone: Accelerate's, and torch's."""
+"""Samplers with an order from seed and epoch alone: Accelerate's, and torch's."""
 
 
 class EpochBatches(BatchSampler):
@@ -64,7 +64,7 @@ class EpochBatches(BatchSampler):
         return self.samples // (self._batches.micro_batch_size * self._batches.dp)
 
     def after(self, consumed: int, until: int | None = None) -> Iterator[list[int]]:
-        """Yield the micro-batches of an epoch of which so many samples are consumed, up to some."""
+        """Yield the micro-batches of an epoch behind its consumed samples, up to an end."""
         order = np.resize(np.fromiter(self.sampler, dtype=np.int64), self.samples)
         for begin in range(consumed, until or len(order), self._batches.global_batch_size):
             for places in self._batches.samples(begin, self._dp_rank):
@@ -72,12 +72,12 @@ class EpochBatches(BatchSampler):
 
 
 def check_ranks(session: Session, counted: int, who: str) -> None:
-    """Check that a trainer deals samples to as many ranks as there are.
+    """Check a trainer's number of data-parallel ranks.
 
     Args:
         session: This worker's.
-        counted: The processes that the trainer counts.
-        who: Which trainer, for the message.
+        counted: Processes counted by the trainer.
+        who: Name of the trainer, for the message.
 
     Raises:
         RefusedError: Every rank would train on the same samples.
@@ -94,8 +94,8 @@ def round_batches(session: Session, micro_batch_size: int, accumulation: int, wh
 
     Args:
         session: This worker's.
-        micro_batch_size, accumulation: What the script says: those of the first round.
-        who: Which trainer asks, for the message.
+        micro_batch_size, accumulation: The script's, of the first round.
+        who: Name of the trainer, for the message.
 
     Raises:
         RefusedError: The round has other degrees than data parallelism, or does not divide the
@@ -115,12 +115,12 @@ def round_batches(session: Session, micro_batch_size: int, accumulation: int, wh
 
 
 class ShardedBatches(BatchSampler):
-    """The batches of a prepared loader: an epoch's own where the engine trains on them, else what
-    Accelerate deals.
+    """The batches of a prepared loader: an epoch's own for the engine's training, else
+    Accelerate's.
 
     Args:
         loader: The prepared loader.
-        plain: What Accelerate deals.
+        plain: Accelerate's batches.
         batch_sampler: Torch's, of all ranks.
         feed: The process's loaders.
         rank: The data-parallel rank.
@@ -140,17 +140,17 @@ class ShardedBatches(BatchSampler):
 
     @property
     def num_processes(self) -> int:
-        """Ranks that draw, as Accelerate deals to them."""
+        """Ranks dealt to by Accelerate."""
         return getattr(self.plain, "num_processes", 1)
 
     @property
     def split_batches(self) -> bool:
-        """Whether ``batch_size`` is that of all ranks."""
+        """True if ``batch_size`` is the size over all ranks."""
         return getattr(self.plain, "split_batches", False) and not self.is_elastic
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch: where the engine trains on them, of this round's micro-batch."""
+        """Samples of a batch: this round's micro-batch for the engine's training."""
         if self.is_elastic and self.feed.batches is not None:
             return self.feed.batches.micro_batch_size
         return self._stated
@@ -165,7 +165,7 @@ class ShardedBatches(BatchSampler):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the samples are trained on by the engine, as far as can be told."""
+        """True if the engine trains on the samples, as far as known."""
         feed = self.feed
         return (
             feed.batches is not None
@@ -179,19 +179,19 @@ class ShardedBatches(BatchSampler):
         return int(self._loader.iteration)
 
     def count_on(self) -> None:
-        """Have Accelerate count epochs from the one behind the last that was over, where the script
-        resumes at a checkpoint of an earlier round."""
+        """Make Accelerate count epochs behind the last finished one, for a script at a checkpoint
+        of an earlier round."""
         if self._clock.over is not None:
             self._loader.iteration = self._clock.over.epoch + 1
 
     def skip(self) -> None:
-        """Count an epoch of which nothing is left: Accelerate counts those that gave a batch."""
+        """Count a consumed epoch: Accelerate counts only epochs with a batch."""
         self._loader.iteration += 1
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches of an epoch of which so many samples are consumed.
+        """Yield this rank's micro-batches of an epoch behind its consumed samples.
 
-        The first time it waits for the other ranks.
+        The first call waits for the other ranks.
 
         Raises:
             RefusedError: Ranks have different seeds.
@@ -216,10 +216,10 @@ class ShardedBatches(BatchSampler):
 
 
 def _check_shared(name: str, seed: int) -> None:
-    """Refuse seeds that differ: each rank would draw its share of an order of its own.
+    """Refuse different seeds: each rank would draw from an order of its own.
 
-    Accelerate sets the seed anew behind what it synchronizes (``SeedableRandomSampler.__iter__``),
-    so that nothing makes them one.
+    Accelerate sets the seed behind its synchronization (``SeedableRandomSampler.__iter__``), so
+    nothing makes the seeds equal.
     """
     if not torch.distributed.is_initialized():
         return
@@ -235,7 +235,7 @@ def _check_shared(name: str, seed: int) -> None:
 
 
 def put_in_order(loader: Any, feed: Feed, rank: int) -> None:
-    """Have a prepared loader draw ``ShardedBatches``; one that has no order stays as it is."""
+    """Make a prepared loader draw ``ShardedBatches``; one without an order stays as it is."""
     base = getattr(loader, "base_dataloader", None)
     plain = getattr(base, "batch_sampler", None)
     batch_sampler = getattr(plain, "batch_sampler", plain)  # of Accelerate's shard, or torch's own

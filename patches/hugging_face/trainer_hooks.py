@@ -1,4 +1,13 @@
-"""What Trainer keeps beside model and optimizer, as JSON: its state, schedule and callbacks."""
+"""Hooks that make a script on transformers' Trainer elastic, without editing it.
+
+The engine is DeepSpeed's, under ``deepspeed.engine_hooks``. These hooks carry Trainer's own state
+and counts: its state, schedule and callbacks, as JSON. A later round goes on as Trainer resumes: it
+gets its state, and skips the epoch's consumed samples. For the job a step ends at the begin of the
+next one, so Trainer's work behind a step (logs, evaluation, checkpoints) is done before a worker
+leaves.
+
+Source: transformers/trainer.py and integrations/deepspeed.py, 5.23.
+"""
 
 import copy
 import dataclasses
@@ -22,16 +31,16 @@ from scalai.patches.plain import all_live, all_plain
 from scalai.runtime.session import Session
 
 _ON_ENGINE = "DeepSpeedSchedulerWrapper"
-"""Accelerate's wrapper of a schedule that the engine has, and that goes with the engine's state."""
+"""Accelerate's wrapper of the engine's own schedule, carried with the engine's state."""
 
 
 def taken(trainer: Any) -> Json:
-    """Return what goes to the next round. Called before the first step, too.
+    """Return Trainer's state for the next round. Called before the first step, too.
 
-    ``loss`` is what was summed since the last log, on this rank.
+    ``loss`` is the sum since the last log, on this rank.
 
     Raises:
-        RefusedError: Something is not plain enough for JSON; names it.
+        RefusedError: A value has no JSON form; the message names it.
     """
     state = dataclasses.asdict(trainer.state)
     state["total_flos"] += getattr(trainer, "current_flos", 0) * trainer.args.world_size
@@ -86,7 +95,7 @@ def put_schedule(saved: Mapping[str, Any], trainer: Any) -> None:
 
 
 def put_losses(saved: Mapping[str, Any], trainer: Any) -> None:
-    """Restore what was summed for the logs, once Trainer has begun to sum anew."""
+    """Restore the sums for the logs, behind Trainer's reset."""
     trainer._tr_loss += saved["loss"]
     trainer._total_loss_scalar = saved["total_loss"]
     trainer._initial_global_step = saved["initial_step"]
@@ -94,7 +103,7 @@ def put_losses(saved: Mapping[str, Any], trainer: Any) -> None:
 
 
 def _attributes(trainer: Any, *, is_live: bool) -> Iterator[tuple[str, Any]]:
-    """Yield callbacks that have a state, by their class's name: their attributes, or themselves.
+    """Yield callbacks with a state, by class name: their attributes, or themselves.
 
     Source: ``ExportableState`` of transformers/trainer_callback.py, 5.23.
     """
@@ -109,7 +118,7 @@ log = logging.getLogger(__name__)
 
 _NEEDED = ("_init_training_state", "_prepare_for_training", "_run_epoch")
 _IN_MEMORY = "the generation"
-"""Stands for a checkpoint's directory where Trainer only asks whether it resumes."""
+"""Stands for a checkpoint's directory in Trainer's question for a resume."""
 
 
 @cache
@@ -127,7 +136,7 @@ def install(get_session: Callable[[], Session], engines: EngineHooks) -> "Traine
 
 
 class TrainerHooks:
-    """The hooks and what they remember between two calls. Every rank has them."""
+    """The hooks and their memory between two calls. Every rank has them."""
 
     def __init__(self, get_session: Callable[[], Session], engines: EngineHooks) -> None:
         self._get_session, self._engines = get_session, engines
@@ -137,13 +146,13 @@ class TrainerHooks:
         self._has_begun = False
         self._prepared: Any = None
         self._saved: Mapping[str, Any] | None = None
-        """What the last round has left; None: nothing."""
+        """State of the last round; None: none."""
         self._trainer: Any = None
         engines.auxiliary.schedules.stepped_elsewhere.append(self._schedules)
 
     @property
     def has_trainer(self) -> bool:
-        """Whether the script trains by Trainer, with DeepSpeed."""
+        """True if the script trains by Trainer, with DeepSpeed."""
         return self._batches is not None
 
     def hook_config(self, module: Any) -> None:
@@ -196,7 +205,7 @@ class TrainerHooks:
         return wrapped(*args, **kwargs)
 
     def order_samples(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Deal the samples of each epoch in one order, whatever the number of ranks."""
+        """Deal the samples of each epoch in one order on any number of ranks."""
         loader = wrapped(*args, **kwargs)
         if self._takes_part(instance):
             assert self._batches is not None
@@ -251,12 +260,12 @@ class TrainerHooks:
         return epochs, steps * instance.args.gradient_accumulation_steps
 
     def prepare(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """What ``begin`` has built is not built again."""
+        """Reuse the engine built by ``begin``."""
         prepared, self._prepared = self._prepared, None
         return wrapped(*args, **kwargs) if prepared is None else prepared
 
     def run_epoch(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Let Trainer skip what its first epoch of this round has consumed."""
+        """Make Trainer skip consumed samples in its first epoch of this round."""
         given = given_to(wrapped, args, kwargs)
         if self._saved is not None:
             given["resume_from_checkpoint"] = given["resume_from_checkpoint"] or _IN_MEMORY
@@ -271,8 +280,8 @@ class TrainerHooks:
             wrapped(*args, **kwargs)
 
     def begin_step(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Leave, where the job stops here, before callbacks hear of a step that is not made; what
-        they set comes behind the comparison with the state, as it came behind the state."""
+        """Leave, at the job's stop, before callbacks hear of the next step; their settings come
+        behind the comparison with the state, as they came behind the state."""
         if self._engines.is_due:
             self._engines.end_step()
         if self._engines.engine is not None and not self._engines.is_last_proof:
@@ -280,13 +289,13 @@ class TrainerHooks:
         return wrapped(*args, **kwargs)
 
     def call_back(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """No callback hears of a step that ends at the door of its update."""
+        """Keep a step without an update from callbacks."""
         if self._engines.is_last_proof:
             return given_to(wrapped, args, kwargs)["control"]
         return wrapped(*args, **kwargs)
 
     def _drawn(self, step: int) -> Sequence[Draw]:
-        """Return what Trainer's step of this number draws of its epochs."""
+        """Return the draws of Trainer's step of this number."""
         assert self._batches is not None and self._ordered is not None
         each, epoch = self._batches.global_batch_size, self._ordered
         return split("trainer", (step - 1) * each, step * each, epoch.samples, epoch.size)
@@ -295,7 +304,7 @@ class TrainerHooks:
         self._saved = saved
 
     def _schedules(self) -> list[Any]:
-        """Return the schedule that Trainer steps, which ``taken`` carries."""
+        """Return Trainer's schedule, carried by ``taken``."""
         schedule = getattr(self._trainer, "lr_scheduler", None)
         return [schedule, getattr(schedule, "scheduler", None)]
 
