@@ -1,1 +1,1 @@
-"""What touches DeepSpeed: the live state of an engine."""
+"""DeepSpeed under hooks: the live state of an engine, its checkpoints, its scripts."""

@@ -1,8 +1,8 @@
-"""What a script keeps and does beside the engine: carried where it can be, said where it cannot.
+"""State and actions of a script beside the engine: carried if possible, else warned of.
 
-A script of a later round runs from its beginning, through epochs that are over. What it keeps
-itself it makes anew there, and what it does behind an epoch it does again, with the weights of now.
-What of that can be noticed is warned of once, with the line to change.
+A script of a later round runs from its beginning, through finished epochs. It makes its own state
+anew there, and repeats its actions behind an epoch with today's weights. Each kind is warned of
+once, with the line to change.
 """
 
 import logging
@@ -31,30 +31,31 @@ _RESIZED = {
     "set_train_batch_size": "train_batch_size",
     "set_train_micro_batch_size": "train_micro_batch_size_per_gpu",
 }
-"""An engine's methods that set a size, and those that tell it."""
+"""An engine's setters of a size, and the methods with its value."""
 REMEMBERED = 100
 """How many names of checkpoints are known again."""
 OURS = frozenset(("data", "loaded", "beside", "record", "steps", "accelerate", "trainer"))
-"""What the hooks register, under names that a script's variables may have, too."""
+"""Names registered by the hooks; a script's variables may have them too."""
 _NO_SEEDERS = frozenset(("deepspeed", "scalai", "torch"))
-"""Those whose seeds are none of a script's: ``set_seed`` of the others is."""
+"""Packages with seeds of their own, not the script's: other packages' ``set_seed`` is the script's.
+"""
 _SAVES = ("save_16bit_model", "save_fp16_model")
 _PLANNED = ("total_num_steps", "total_steps")
-"""How DeepSpeed's and torch's schedules call the number of steps that they were made for."""
+"""Names of the planned number of steps in DeepSpeed's and torch's schedules."""
 
 
 class Auxiliary:
-    """What stands beside the engine of one process.
+    """State and actions of a script beside the engine of one process.
 
     Args:
-        clocks: How far the data is.
-        replay: How far a pipeline's script is.
+        clocks: Position in the data.
+        replay: Position of a pipeline's script.
 
     Attributes:
-        schedules: Those of learning rates that the script keeps itself.
-        record: What the rounds have seen of the script.
-        has_stepped: Whether this round has made a step of its own. What holds for a round's
-            beginning (resuming, going through what is over) ends there.
+        schedules: The script's own learning-rate schedules.
+        record: The script's events over the rounds.
+        has_stepped: True once this round has made a step. The rules of a round's beginning
+            (resuming, going through finished epochs) end there.
     """
 
     def __init__(self, clocks: Clocks, replay: Replay) -> None:
@@ -76,21 +77,21 @@ class Auxiliary:
         self._saved_now: dict[str, int] = {}
 
     def is_behind(self) -> bool:
-        """Whether what the script does now was done in an earlier round."""
+        """True while the script repeats an earlier round."""
         is_behind = self._clocks.is_replaying or self._replay.is_behind
         return self._engine is not None and not self.has_stepped and is_behind
 
     @property
     def is_resuming(self) -> bool:
-        """Whether the state is that of an earlier round, as it was restored."""
+        """True while the engine has an earlier round's state, as restored."""
         return self._restored_step is not None and not self.has_stepped
 
     def install_seeds(self) -> None:
-        """Hook what scripts seed torch by, before any of their lines."""
+        """Hook seeds of torch, before the script's first line."""
         wrapt.wrap_function_wrapper(torch, "manual_seed", self._seed)
 
     def install(self) -> None:
-        """Hook what scripts do beside the engine, in torch."""
+        """Hook a script's actions beside the engine, in torch."""
         self.schedules.install()
         wrapt.wrap_function_wrapper(torch, "save", self._save_object)
 
@@ -134,15 +135,15 @@ class Auxiliary:
         self.record.stepped()
 
     def begins(self, clock: Clock) -> None:
-        """Notice a pass over data that are trained on. A pipeline's script begins steps."""
+        """Note the begin of a trained pass over data. A pipeline's script begins steps instead."""
         if not self._replay.counts_steps:
             self.record.begin(f"a pass over {clock.name}", is_over=clock.is_replaying)
 
     def look(self, keepers: Sequence[Any] = ()) -> None:
-        """Look behind an optimizer step, in code that the script has called.
+        """Look at the script's variables behind an optimizer step.
 
         Args:
-            keepers: Objects of the script's that a framework around the engine calls.
+            keepers: The script's objects called by a framework around the engine.
         """
         step = self._engine.global_steps
         if not self._own.is_done and _rank() == 0:
@@ -159,7 +160,7 @@ class Auxiliary:
             )
 
     def saves(self, name: str) -> None:
-        """Notice a checkpoint that the script saves under a name of its own."""
+        """Note a checkpoint under a name of the script's own."""
         self._saved_now[name] = self._saved_now.get(name, 0) + 1
         if self._saved.get(name) == 1 and self._restored_step is not None:
             self.say(
@@ -170,7 +171,7 @@ class Auxiliary:
             )
 
     def evaluates(self) -> None:
-        """Notice a pass that is not trained on."""
+        """Note a pass outside training."""
         self.record.note("an evaluation")
         if self.is_behind():
             self.say(
@@ -180,8 +181,8 @@ class Auxiliary:
             )
 
     def ends_otherwise(self, clock: Clock) -> None:
-        """Notice a pass that was taken up within, or one behind it, and ended elsewhere, or is to
-        end where the only one before it was broken off."""
+        """Note a pass, taken up within or behind such a one, with another end; or one to end at the
+        place of a single broken-off pass."""
         if clock.ends_as_one:
             self.say(
                 "ends_as_one",
@@ -199,11 +200,11 @@ class Auxiliary:
         )
 
     def forgets(self, detail: str) -> None:
-        """Not all is kept of what the script has done."""
+        """Note dropped parts of the record."""
         self.say("record_full", detail)
 
     def differs(self, detail: str, way_out: str) -> None:
-        """What trains is another than it was when the state was taken.
+        """Refuse a training other than the state's.
 
         Raises:
             RefusedError: No person has changed the script's arguments.
@@ -216,7 +217,7 @@ class Auxiliary:
         raise RefusedError(f"{f'{place}: ' if place else ''}{detail}. {way_out}.")
 
     def say(self, event: str, detail: str, place: str = "") -> None:
-        """Warn once, on rank 0, with the script's line; that of now where none is given."""
+        """Warn once, on rank 0, with the script's line; by default the current one."""
         if event not in self._logged and _rank() == 0:
             self._logged.add(event)
             place = place or script_place() or "unknown"

@@ -41,18 +41,18 @@ log = logging.getLogger(__name__)
 Loaded = tuple[Any, Any]
 
 REMEMBERED = 100
-"""How many of the newest checkpoints it is known of which epochs were over."""
+"""Newest checkpoints with known finished epochs."""
 
 
 class Checkpoints:
-    """What ``load_checkpoint`` and ``save_checkpoint`` of one engine do.
+    """``load_checkpoint``, ``save_checkpoint`` and ``reload_states`` of one engine.
 
     Args:
-        engine: The engine that takes part.
+        engine: The engine in the job.
         session: This worker's session.
-        clocks: How far the data is.
-        replay: How far a pipeline's script is.
-        beside: What the script keeps and does beside the engine.
+        clocks: Position in the data.
+        replay: Position of a pipeline's script.
+        beside: State and actions of the script beside the engine.
         on_load: Called once a checkpoint is loaded.
     """
 
@@ -64,12 +64,12 @@ class Checkpoints:
         self._clocks, self._replay, self._auxiliary = clocks, replay, beside
         self._on_load = on_load
         self._told: dict[str, Any] = {}
-        """By what was asked for path and client state that the first round was told."""
+        """Path and client state returned in the first round, by request."""
         self._over: dict[str, Json] = {}
-        """By directory of a checkpoint that was saved the passes that were over then."""
+        """Finished passes at each save, by directory of the checkpoint."""
 
     def install(self) -> None:
-        """Hook the engine, once it has what it goes on from."""
+        """Hook the engine, once its state is restored."""
         loading.install(self._engine, self._session.settings.get("cuts"))
         hooks = {
             "load_checkpoint": self._load,
@@ -89,7 +89,8 @@ class Checkpoints:
         self._over = dict(saved["over"])
 
     def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Loaded:
-        """Load, but at the script's beginning what is newer than the restored generation alone."""
+        """Load. At the script's beginning only a checkpoint newer than the restored generation is
+        loaded."""
         from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
 
         auxiliary, request = self._auxiliary, LoadRequest.of(method, args, kwargs)
@@ -121,7 +122,7 @@ class Checkpoints:
         return path, client
 
     def _is_generation_newer(self, request: LoadRequest, directory: Path | None) -> bool:
-        """Whether to stay at the restored generation, by what rank 0 sees. A collective."""
+        """True to stay at the restored generation, by rank 0's files. A collective."""
         ranks = ranks_of(self._engine)
         # Weights alone are where a training began, not where it is.
         whole = directory if request.is_whole else None
@@ -133,8 +134,8 @@ class Checkpoints:
         return source == "generation"
 
     def _as_the_first_round(self, request: LoadRequest, directory: Path | None) -> Loaded:
-        """Return what the first round was told. Where it did not ask, because there was nothing to
-        load yet, what the checkpoint says beside the state."""
+        """Return the first round's answer. If it did not ask, because there was no checkpoint yet,
+        the checkpoint's own client state."""
         told = self._told.get(_asked(request))
         if told is not None:
             path, client = told
@@ -149,8 +150,8 @@ class Checkpoints:
         return _told_by(directory)
 
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Save, but not while the script goes through epochs or steps that are over: what it would
-        save under their names is of a later step."""
+        """Save, but not in epochs or steps of earlier rounds: the state under their names would be
+        of a later step."""
         given = given_to(method, args, kwargs)
         self._auxiliary.record.note(f"a save of {_kind(given.get('tag') or given['save_dir'])}")
         if self._auxiliary.is_behind():
@@ -176,12 +177,12 @@ class Checkpoints:
 
 
 def _is_away(engine: Any) -> bool:
-    """Whether some of the state is offloaded."""
+    """True if some of the state is offloaded."""
     return bool(getattr(engine.optimizer, "offloaded_states", None))
 
 
 def _kind(name: Any) -> str:
-    """Return what a checkpoint is called in any epoch."""
+    """Return a checkpoint's name without its numbers."""
     return re.sub(r"\d+", "#", Path(str(name)).name)
 
 

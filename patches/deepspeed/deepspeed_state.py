@@ -1,4 +1,9 @@
-"""Where the memory of the state lies: a snapshot reads it there, so it has to stay."""
+"""The training state of a live DeepSpeed engine, as slots over DeepSpeed's own memory.
+
+Source: the Parallelizable Tensor Collection of Tenplex/Scalai (arXiv 2312.05181, section 3) for
+DeepSpeed 0.16 to 0.19. Differs in: optimizer state is part of the collection, also in ZeRO's flat
+ranges; nothing is gathered.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,15 +26,16 @@ from scalai.runtime.torch_dtypes import dtype_name
 
 
 def places_of(engine: Any) -> dict[str, int]:
-    """Return the address of every piece of memory that the slots of an engine refer to."""
+    """Return the addresses of all memory behind an engine's slots. A snapshot reads there, so the
+    memory has to stay."""
     return {name: tensor.data_ptr() for name, tensor in _tensors(engine)}
 
 
 def refuse_moved(engine: Any, before: Mapping[str, int]) -> None:
-    """Compare with what ``places_of`` returned when the slots were listed.
+    """Compare with the addresses of ``places_of`` at the listing of slots.
 
     Raises:
-        RefusedError: Something lies elsewhere now.
+        RefusedError: Some memory was replaced.
     """
     here = places_of(engine)
     moved = sorted(name for name, place in before.items() if here.get(name) != place)
@@ -58,22 +64,21 @@ PARAM, MAIN = "param", "main"
 
 
 class DeepSpeedState:
-    """What one rank of a DeepSpeed job needs to go on in another layout (``LiveState``).
+    """One rank's state of a DeepSpeed job for other layouts (``LiveState``).
 
-    Names and shapes depend neither on the ZeRO stage nor on the degrees. Where the master weights
-    have the model's dtype (fp32), both are the tensor ``param/...``: the master is held, the
-    model's copy is filled with it. Else the masters are ``main/...``.
+    Names and shapes depend neither on the ZeRO stage nor on the degrees. Master weights with the
+    model's dtype (fp32) and the model's copy are one tensor ``param/...``: the master is held, the
+    copy is filled with it. Other masters are ``main/...``.
 
-    Build it on every rank: stages of a pipeline that share tied weights, and tensor-parallel ranks,
-    tell each other how they cut their parameters. Nothing else here communicates.
+    Build it on every rank: stages with shared tied weights, and tensor-parallel ranks, exchange the
+    cuts of their parameters. Nothing else here communicates.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
-        seed: The job's seed. Where the layout changes, new RNG states begin from it and the
-            step.
+        engine: Engine from ``deepspeed.initialize``.
+        seed: The job's seed. In another layout, new RNG states begin from it and the step.
 
     Raises:
-        RefusedError: The job uses something that cannot change its layout; the message names it.
+        RefusedError: The job uses a feature without a change of layout; the message names it.
     """
 
     def __init__(self, engine: Any, *, seed: int = 1234) -> None:
@@ -111,8 +116,7 @@ class DeepSpeedState:
         ]
 
     def scalars(self) -> Mapping[str, Json]:
-        """Return schedule, loss scale, parameter groups, counters, and the degrees that may not
-        change.
+        """Return schedule, loss scale, parameter groups, counters, and the fixed degrees.
 
         Raises:
             RefusedError: The engine accumulates gradients, or the memory of the slots was replaced.
@@ -124,11 +128,11 @@ class DeepSpeedState:
         }
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
-        """Put back what ``scalars`` returned, and let DeepSpeed see the restored values.
+        """Restore the result of ``scalars``, and let DeepSpeed see the restored values.
 
         Raises:
             RefusedError: A fixed degree changed, or the optimizer steps or parameter groups do not
-            fit this layout.
+                fit this layout.
         """
         refuse_changed_axes(scalars["fixed_degrees"], parallel_ranks.fixed_degrees(self._engine))
         put_scalars(scalars["deepspeed"], self._engine, self._masters)
@@ -141,7 +145,7 @@ class DeepSpeedState:
         return rng_streams.state(self._engine)
 
     def load_rank_state(self, state: Json | None, step: int) -> str:
-        """Continue this rank's RNG states, or begin new ones where the layout changed."""
+        """Continue this rank's RNG states, or begin new ones in another layout."""
         return rng_streams.restore(self._engine, state, self._seed, step)
 
 

@@ -1,8 +1,8 @@
 """Hooks that make a DeepSpeed script elastic, without editing it.
 
-``deepspeed.initialize`` is wrapped: the configuration is rewritten for the round, and the engine
-that comes out takes part in the job. What is to be decided is decided in ``round_config``,
-``progress`` and ``scalai.patches.data``.
+``deepspeed.initialize`` is wrapped: the configuration is rewritten for the round, and the new
+engine takes part in the job. Decisions are in ``round_config``, ``continuation`` and
+``scalai.patches.data``.
 """
 
 import functools
@@ -54,7 +54,7 @@ from scalai.runtime.session import Session
 log = logging.getLogger(__name__)
 
 PARTITIONED = 3
-"""The ZeRO stage whose models may be built in shards."""
+"""The ZeRO stage with models built in shards."""
 
 
 @cache
@@ -72,21 +72,21 @@ def install(get_session: Callable[[], Session]) -> "EngineHooks":
 
 
 class EngineHooks:
-    """The hooks and what they remember between two calls. Every rank has them.
+    """The hooks and their memory between two calls. Every rank has them.
 
     Attributes:
         feed: The process's data loaders.
-        replay: The steps that a pipeline's script counts.
-        auxiliary: What the script keeps and does beside the engine.
-        engine: The engine that takes part; None before it is built.
-        keeps_order: Whether the samples of a step are counted here; else a framework around the
-            engine does.
-        is_due: Whether a step has ended that the job was not told of.
-        rng_state: RNG states that the first step goes on with; None: those that run.
-        drawn_elsewhere: What a framework around the engine says that its step of this number has
-            drawn, where ``keeps_order`` is False; None: it does not say.
-        keepers: Objects of the script's that a framework around the engine calls in its steps.
-        settle_config: What a framework around the engine does with the engine's configuration.
+        replay: The steps counted by a pipeline's script.
+        auxiliary: State and actions of the script beside the engine.
+        engine: The engine in the job; None before it is built.
+        keeps_order: True if a step's samples are counted here; else a framework around the engine
+            counts them.
+        is_due: True if a step has ended and the job was not told.
+        rng_state: RNG states for the first step; None: the running ones.
+        drawn_elsewhere: Returns the draws of a step by its number, from a framework around the
+            engine, without ``keeps_order``; None: unknown.
+        keepers: The script's objects called by a framework around the engine.
+        settle_config: Changes the engine's configuration for a framework around the engine.
     """
 
     _version: str
@@ -225,7 +225,7 @@ class EngineHooks:
             self.auxiliary.look(self.keepers)
 
     def end_step(self) -> None:
-        """The script has done what it does after a step: leave where the job stops here."""
+        """End a step behind the script's work: leave if the job stops here."""
         self.is_due = False
         assert self.feed.batches is not None
         samples = self.feed.batches.global_batch_size
@@ -236,12 +236,12 @@ class EngineHooks:
             self.numbers.begin()
 
     def _loaded(self) -> None:
-        """A checkpoint stands in the place of the newest step: the job hears of that no more."""
+        """Forget the newest step: a checkpoint stands in its place."""
         self.is_due = False
 
     @property
     def is_last_proof(self) -> bool:
-        """Whether the step under way has no update, and is the last: nobody else hears of it."""
+        """True if the current step has no update, and is the last: only the job hears of it."""
         return self._session.is_to_prove
 
     @property
@@ -249,7 +249,7 @@ class EngineHooks:
         return self._get_session()
 
     def _is_evaluating(self) -> bool:
-        """Whether the script has turned ``train()`` off."""
+        """True if the script has turned ``train()`` off."""
         is_training = self.engine is None or self.engine.module.training
         return self.auxiliary.record.uses_modes and not is_training
 
@@ -294,7 +294,7 @@ class EngineHooks:
         )
 
     def _take_part(self, engine: Any) -> None:
-        """Restore the generation into a new engine, and hook what it does from now on."""
+        """Restore the generation into a new engine, and hook its methods."""
         # With an engine, not before: the converters that read checkpoints come along.
         from scalai.patches.deepspeed.checkpoints import Checkpoints
         from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
@@ -357,11 +357,11 @@ class EngineHooks:
             self.replay.install(engine)
 
     def _after_a_step(self, name: str, method: Call) -> Call:
-        """Where the next step begins, the script has logged, evaluated and saved the one before:
-        what it does in a step is done once, before a change or after it.
+        """End the last step at the begin of the next one: by then the script has logged, evaluated
+        and saved, so its work in a step is done once, before a change or after it.
 
         A pipeline's ``train_batch`` is a step: ``eval_batch`` leaves the model in ``eval()``. A
-        backward pass is of a step, too: a model may be trained in ``eval()``.
+        backward pass belongs to a step, too: a model may be trained in ``eval()``.
         """
 
         is_pipeline = name == "train_batch"
@@ -391,8 +391,8 @@ class EngineHooks:
         return begin
 
     def _comparing(self, name: str, method: Call, args: Args, kwargs: Kwargs) -> Any:
-        """Make a pass of a step that is compared with another layout's. Where it draws random
-        numbers and is the engine's own: a further one before, without any."""
+        """Make a pass of a step to be compared with another layout's. If it draws random numbers
+        and is the engine's own, make a further one before, without any."""
         engine, session = self.engine, self._session
         if name != "train_batch":
             return self._measuring(name, method, args, kwargs)
@@ -409,7 +409,7 @@ class EngineHooks:
         return bare.real()
 
     def _measuring(self, name: str, method: Call, args: Args, kwargs: Kwargs) -> Any:
-        """Make a pass of a step whose numbers are wanted."""
+        """Make a pass of a step with numbers."""
         if name == "backward":
             loss = args[0] if args else kwargs.get("loss")
             self.numbers.note_loss(loss, is_share=kwargs.get("scale_wrt_gas") is False)
@@ -418,8 +418,8 @@ class EngineHooks:
         return method(*args, **kwargs)
 
     def _continue_rng_state(self) -> None:
-        """RNG states go on where the last round left them, whatever the script has drawn until
-        its first step: a loader draws a number when it is begun."""
+        """Continue RNG states of the last round, despite the script's draws before its first step:
+        a loader draws a number at its begin."""
         rng_state, self.rng_state = self.rng_state, None
         if rng_state is not None:
             rng_streams.restore(self.engine, rng_state, 0, self.engine.global_steps)
@@ -452,7 +452,7 @@ def _is_pipeline(engine: Any) -> bool:
 
 
 def _draws_samples(engine: Any) -> bool:
-    """Whether this rank reads samples: in a pipeline the first and the last stage do."""
+    """True if this rank reads samples: in a pipeline the first and the last stage."""
     return not _is_pipeline(engine) or engine.is_first_stage() or engine.is_last_stage()
 
 
@@ -465,6 +465,6 @@ def _leave(engine: Any) -> None:
 
 
 def _without_named_config(args: Any) -> AbstractContextManager[None]:
-    """Have DeepSpeed read the configuration that it is given, not the one that ``args`` names."""
+    """Make DeepSpeed read the given configuration, not the one named by ``args``."""
     names = ("deepspeed_config", "deepscale_config")
     return without(args, [name for name in names if hasattr(args, name)])

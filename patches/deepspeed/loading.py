@@ -1,8 +1,7 @@
 """``engine.load_checkpoint`` at other degrees or another ZeRO stage than the checkpoint's.
 
-Where DeepSpeed loads a checkpoint itself it does, untouched. Else every rank reads what it wants
-out of the files into its own live memory. Nothing is written before all ranks have agreed that it
-can be done.
+DeepSpeed loads its own layouts, untouched. For others every rank reads its pieces of the files into
+its own live memory. Nothing is written before all ranks have agreed on the whole load.
 
     engine, *_ = deepspeed.initialize(...)
     scalai.patches.deepspeed.loading.install(engine)
@@ -44,10 +43,10 @@ Loaded = tuple[str | None, dict[str, Any] | None]
 def install(engine: Any, cuts: str | None = None) -> None:
     """Let the ``load_checkpoint`` of one engine take checkpoints of other degrees and stages.
 
-    It takes what ``deepspeed.initialize`` returned, on all ranks, and no launcher.
+    Call it with the engine of ``deepspeed.initialize``, on all ranks; no launcher is needed.
 
     Args:
-        cuts: As ``scalai reshard --cuts``, for tensor-parallel checkpoints that do not say it.
+        cuts: As ``scalai reshard --cuts``, for tensor-parallel checkpoints without their cuts.
     """
     method = engine.load_checkpoint
 
@@ -62,18 +61,18 @@ def install(engine: Any, cuts: str | None = None) -> None:
 def _load_checkpoint(
     engine: Any, own: Callable[[], Loaded], request: LoadRequest, cuts: str | None
 ) -> Loaded:
-    """Load a checkpoint, whatever degrees and stage saved it. All ranks.
+    """Load a checkpoint of any degrees and stage. All ranks.
 
     Args:
-        own: Calls DeepSpeed's own ``load_checkpoint`` with what was asked.
+        own: DeepSpeed's own ``load_checkpoint`` with the request's arguments.
 
     Returns:
-        What DeepSpeed does: the path of a model file, and the script's ``client_state``.
+        As DeepSpeed: the path of a model file, and the script's ``client_state``.
 
     Raises:
-        RefusedError: On all ranks, where it cannot be done on one; the engine is as it was.
-        ProofError, StoreError: On all ranks, where a file cannot be read to its end, or what
-            arrives is not what was saved. The message says whether the engine's state is spoilt.
+        RefusedError: On all ranks, if one cannot load; the engine is as it was.
+        ProofError, StoreError: On all ranks, if a file is unreadable or the loaded memory differs.
+            The message says if the engine's state is spoilt.
     """
     if is_out_of_scope(engine):
         return own()
@@ -126,7 +125,7 @@ def _load_pieces(
 def _check_storages(
     ranks: EngineRanks, directory: Path, saved: SavedCheckpoint, plan: LoadPlan
 ) -> None:
-    """Compare what the ranks will read with the checksums beside it, each rank a share."""
+    """Compare the bytes to read with their checksums, each rank a share."""
     if not saved.storages:
         return  # written without checksums
     is_read = ranks.any_of(touched(saved.storages, plan.work.source))

@@ -1,6 +1,14 @@
-"""DeepSpeed's own loaders over torch's, which ``scalai.patches.data`` has taken over.
+"""Micro-batches of a step: DeepSpeed's loaders over torch's, and gradients accumulated by a script.
 
-Source: deepspeed/runtime/dataloader.py and runtime/pipe/engine.py, 0.19.8.
+A script gets an accumulation to match the length of its loaders: both are the first round's until
+the round's first draw, so schedules computed from them stay; behind it both are the round's.
+
+If the script counts micro-batches itself, DeepSpeed does not: a step has the script's
+micro-batches, whatever the configuration says. In a round with other replicas a number of the
+script's own is wrong. So is a sum of losses without a division by their number.
+
+Source: deepspeed/runtime/dataloader.py, runtime/pipe/engine.py,
+``set_gradient_accumulation_boundary`` and ``no_sync`` of runtime/engine.py, 0.19.8.
 """
 
 import functools
@@ -21,7 +29,7 @@ from scalai.patches.user_script import is_of_framework, script_place
 
 
 def install(feed: Feed) -> None:
-    """Hook DeepSpeed's loaders, which has been imported."""
+    """Hook the loaders of an imported DeepSpeed."""
 
     def count(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> int:
         """A loader is as long as in the first round."""
@@ -44,8 +52,8 @@ def install(feed: Feed) -> None:
 
 
 def draw_anew(engine: Any) -> None:
-    """Have a pipeline that was given its data set, and has begun to draw from it when it was built,
-    begin again, now that it is known how far the data is."""
+    """Make a pipeline begin its data set again, at the restored position: it draws when it is
+    built."""
     loader = engine.training_dataloader
     if loader is not None and hasattr(loader, "data_iter"):
         loader.data_iter = iter(loader.loader)
@@ -55,13 +63,13 @@ _DECIDES = ("set_gradient_accumulation_boundary", "no_sync")
 
 
 class AsThen(int):
-    """A number of this round, which a script may store. Computed with before the round's first
-    batch it is the first round's; behind it, and where it is counted to, the round's.
+    """A number of this round for scripts to store. In arithmetic before the round's first draw it
+    is the first round's; behind it, and as a bound of a count, this round's.
 
     Args:
-        now: Of this round.
-        then: Of the first round.
-        has_drawn: Whether this round has drawn its first batch.
+        now: This round's number.
+        then: The first round's.
+        has_drawn: Returns True once this round has drawn its first batch.
     """
 
     def __new__(cls, now: int, then: int, has_drawn: Callable[[], bool]) -> "AsThen":
@@ -103,11 +111,11 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 def told_accumulation(now: int, feed: Feed, asking: Any) -> int:
-    """Return the micro-batches of a step as a script is told them.
+    """Return the micro-batches of a step, as the asker has to see them.
 
     Args:
-        now: Those of this round.
-        asking: The frame that asks: frameworks are told those of the round.
+        now: This round's number.
+        asking: The asker's frame: frameworks get this round's number.
     """
     is_then = feed.first is not None and feed.is_counting and not feed.has_drawn
     if feed.first is None or not is_then or is_of_framework(asking):
@@ -137,8 +145,8 @@ _UNSCALED = (
 
 
 def _is_trainers(frame: FrameType | None) -> bool:
-    """Whether transformers' Trainer calls, which divides by the round's micro-batches itself; its
-    ``training_step`` may be a script's own, which then does so."""
+    """True if transformers' Trainer calls: it divides by the round's micro-batches itself. A
+    script's own ``training_step`` has to divide, too."""
     while frame is not None:
         if frame.f_globals.get("__name__") == "transformers.trainer":
             return True
@@ -147,27 +155,27 @@ def _is_trainers(frame: FrameType | None) -> bool:
 
 
 class Accumulation:
-    """How many micro-batches the script of one engine gives to a step, where it decides on that."""
+    """Micro-batches of a step, if the script of an engine decides on them."""
 
     def __init__(self) -> None:
         self._is_the_scripts = False
         self._micro_batches = 0
 
     def install(self, engine: Any) -> None:
-        """Take note of what the script calls."""
+        """Watch the script's calls."""
         for name in _DECIDES:
             if hasattr(engine, name):
                 setattr(engine, name, self._noting(getattr(engine, name)))
         engine.backward = self._counting(engine.backward)
 
     def end_step(self, each: int) -> None:
-        """Check, behind an optimizer step, what it was made of.
+        """Check the micro-batches of an optimizer step.
 
         Args:
-            each: Micro-batches that a step has in this round.
+            each: Micro-batches of a step in this round.
 
         Raises:
-            RefusedError: It had another number, and the script has decided on it.
+            RefusedError: It had another number, by the script's decision.
         """
         made, self._micro_batches = self._micro_batches, 0
         if self._is_the_scripts and made not in (0, each):

@@ -1,9 +1,8 @@
-"""Torch's learning-rate schedules that a script keeps itself, over the optimizer that the engine
-steps: carried, because the learning rates that they have made are.
+"""A script's own learning-rate schedules of torch, over the engine's optimizer.
 
-A script of a later round makes its schedules anew and goes through its epochs again. So their state
-is put back where the training goes on, and what the script steps on the way there is not stepped
-twice.
+They are carried with the learning rates made by them. A script of a later round makes its schedules
+anew and goes through its epochs again. So their state is put back at the training's position, and
+the script's steps before it are skipped.
 
 Source: torch/optim/lr_scheduler.py, 2.13.
 """
@@ -28,26 +27,25 @@ log = logging.getLogger(__name__)
 
 Curve = Sequence[Sequence[float]]
 _CURVE_STEPS = (0, *(2**power for power in range(16)))
-"""Steps of a schedule at which its functions are compared."""
+"""Steps of a schedule with a comparison of its functions."""
 _MOST_FUNCTIONS = 16
 _CURVES: weakref.WeakKeyDictionary[Any, Curve] = weakref.WeakKeyDictionary()
 MAKERS = ("LRScheduler", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
-"""Those whose ``__init__`` does not call another one's of them, or may not."""
+"""Classes with an ``__init__`` that may not call another of them."""
 
 
 class OwnSchedules:
-    """The schedules of one process that neither the engine nor a trainer around it steps.
+    """The schedules of one process stepped neither by the engine nor by a trainer around it.
 
     Args:
-        is_behind: Whether what the script does now was done in an earlier round.
-        differs: Called with the detail and the way out where a schedule is another one than it was.
-        say: Warns, with the event and the detail.
+        is_behind: Returns True while the script repeats an earlier round.
+        differs: Called with detail and way out if a schedule differs from the state's.
+        say: Warns, with event and detail.
 
     Attributes:
-        stepped_elsewhere: Return the schedules that something else carries: a trainer's.
-        following: Identities of those whose functions follow from the number of ranks of now, and
-            are stepped so.
-        on_step: Called with a schedule's kind where one is stepped, or would be.
+        stepped_elsewhere: Return schedules carried elsewhere: a trainer's.
+        following: Identities of schedules with functions of this round's ranks, stepped so.
+        on_step: Called with a schedule's kind at a step, skipped or not.
     """
 
     def __init__(
@@ -67,11 +65,11 @@ class OwnSchedules:
         self._engine: Any = None
         self._saved: Sequence[Mapping[str, Any]] | None = None
         self._groups: Sequence[Mapping[str, Any]] = ()
-        """What the engine's restored parameter groups say, before the script makes a schedule."""
+        """Values of the engine's restored parameter groups, before the script makes a schedule."""
         self._has_begun = False
 
     def install(self) -> None:
-        """Hook torch's schedules, those that are made from now on."""
+        """Hook torch's schedules made from now on."""
         for name in MAKERS:
             wrapt.wrap_function_wrapper(lr_scheduler, f"{name}.__init__", self._make)
 
@@ -80,7 +78,7 @@ class OwnSchedules:
         self._engine = engine
 
     def restored(self) -> None:
-        """Keep what the restored parameter groups say: to make a schedule sets them anew."""
+        """Keep the values of restored parameter groups: a new schedule sets them."""
         self._groups = [_values(group) for group in self._engine.optimizer.param_groups]
 
     def forget(self) -> None:
@@ -88,7 +86,7 @@ class OwnSchedules:
         self._saved, self._groups = None, ()
 
     def take(self) -> Json:
-        """Return where the schedules stand; None: no step was made yet."""
+        """Return the position of the schedules; None: no step was made yet."""
         if not self._has_begun:
             return {"own": self._saved, "curves": self._curves}
         own = list(self.own())
@@ -105,13 +103,12 @@ class OwnSchedules:
         self._saved, self._curves = saved["own"], saved["curves"]
 
     def begin(self) -> None:
-        """Go on, at the first step of this round, where the last one has left the schedules. The
-        parameter groups, too, have to be here as they were when the state was taken: called where a
-        stop would be.
+        """Continue schedules and parameter groups of the last round, at this round's first step.
+        Called at the place of a stop.
 
         Raises:
-            RefusedError: A schedule's state is nothing that can be carried, or the script has made
-            others than it had, and nobody has changed its arguments.
+            RefusedError: A schedule's state has no JSON form, or the script has made other
+                schedules without changed arguments.
         """
         if self._has_begun:
             return
@@ -136,8 +133,8 @@ class OwnSchedules:
         self._put_groups(is_scheduled=bool(had))
 
     def _put_groups(self, *, is_scheduled: bool) -> None:
-        """Have the parameter groups say what they did when the state was taken: to make a schedule
-        sets them anew, and what a script sets at the same place of its loop is the same."""
+        """Restore the parameter groups of the state: a new schedule sets them, and a script's
+        settings at this place of its loop are the same."""
         if not self._groups:
             return
         groups = self._engine.optimizer.param_groups
@@ -173,7 +170,7 @@ class OwnSchedules:
                     return
 
     def _on_engine(self) -> Iterator[Any]:
-        """Yield all schedules over the engine's parameter groups, also those that others step."""
+        """Yield all schedules over the engine's parameter groups."""
         groups = {id(group) for group in self._engine.optimizer.param_groups}
         for of in self._made:
             schedule = of()
@@ -209,8 +206,8 @@ class OwnSchedules:
         owner.step = step  # type: ignore[attr-defined]
 
     def own(self) -> Iterator[Any]:
-        """Yield the schedules over the engine's parameter groups that nothing else carries, but for
-        those that are parts of one."""
+        """Yield the schedules over the engine's parameter groups, without those carried elsewhere
+        and parts of others."""
         made = [schedule for of in self._made if (schedule := of()) is not None]
         others = [part for schedule in made for part in getattr(schedule, "_schedulers", ())]
         others += [self._engine.lr_scheduler]
@@ -224,11 +221,11 @@ class OwnSchedules:
 
 
 def curve_of(schedule: Any) -> Curve:
-    """Return what the functions of a LambdaLR say at some of its steps, [steps, functions]; empty:
-    it is made of none.
+    """Return the values of a LambdaLR's functions at some of its steps, [steps, functions]; empty:
+    no functions.
 
-    They are a script's, and may be slow, or count how often they are called: each schedule is asked
-    once, and an object that is one goes back to the attributes that it had.
+    A script's functions may be slow, or count their calls: each schedule is asked once, and an
+    object called as a function gets its attributes back.
     """
     if schedule not in _CURVES:
         each = {id(function): function for function in getattr(schedule, "lr_lambdas", ())}
@@ -261,8 +258,8 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _state(schedule: Any, own: Sequence[Any]) -> dict[str, Any]:
-    """Return what a schedule keeps, but for others that are carried for themselves: a warm-up may
-    keep the one that comes after it."""
+    """Return a schedule's state without schedules carried for themselves: a warm-up may hold its
+    successor."""
     carried = {id(other) for other in own}
     return {key: v for key, v in schedule.state_dict().items() if id(v) not in carried}
 

@@ -1,10 +1,10 @@
-"""What the rounds of a job have seen where script and framework meet, for the rounds behind a
-change: a script of a later round runs again from its beginning, and is compared with it.
+"""A script's events over the rounds of a job. A later round runs the script again from its
+beginning, and compares.
 
 The record is a sequence of stretches. The first is the script's beginning; each other begins with a
-pass over data that are trained on, or with a step of a pipeline. A stretch has the events behind
-its newest step alone: a pass that is over gives no batch, and the body of its loop does not run
-again. Repetitions are folded. The clocks of the loaders keep where passes ended.
+trained pass over data, or with a step of a pipeline. A stretch has the events behind its newest
+step alone: a finished pass gives no batch, and the body of its loop does not run again. Repetitions
+are folded. The loaders' clocks keep the ends of passes.
 """
 
 import hashlib
@@ -19,39 +19,39 @@ from scalai.core.jsonable import Json
 
 _BY_RANK = ("--local_rank", "--local-rank")
 _MOST_ARGUMENTS = 4096
-"""Bytes of arguments that are kept as they are."""
+"""Bytes of verbatim arguments."""
 MOST_BYTES = 48 << 10
-"""Of the stretches as JSON. With arguments and the stretch under way that is less than 64 KiB."""
+"""Bytes of the stretches as JSON. With arguments and the current stretch it is less than 64 KiB."""
 _MOST_EVENTS, _MOST_LETTERS = 80, 80
 """Of a stretch, and of an event."""
 _LONGEST_PERIOD = 16
-"""Stretches, or repetitions of some, that may repeat together."""
+"""Longest repeated sequence of stretches or repetitions."""
 BEGINNING = "its beginning"
 _STEPS = "its first step"
 LOADS = "a load of"
-"""A script resumes by it at its beginning, at whatever there is then."""
+"""Begin of a load's event. A script resumes by it at its beginning, from the newest checkpoint."""
 _MORE = "more"
-"""Stands for events that are not kept."""
+"""Stands for events beyond the limit."""
 
 Stretch = list[str]
 """How it begins, and the events in it."""
 Node = Any
-"""A stretch, or [how often, nodes that repeat]."""
+"""A stretch, or [number, repeated nodes]."""
 
 
 class Stretches:
-    """Stretches, folded where they repeat, in bounded memory.
+    """Stretches, folded at repetitions, in bounded memory.
 
     Attributes:
-        nodes: Of the newest ones.
-        dropped: How many older ones there were.
+        nodes: The newest stretches.
+        dropped: Number of older ones.
     """
 
     def __init__(self, nodes: Sequence[Node] = (), dropped: int = 0) -> None:
         self.nodes, self.dropped = list(nodes), dropped
 
     def add(self, stretch: Stretch) -> bool:
-        """Add one. Returns whether older ones had to go."""
+        """Add one. Returns True if older ones were dropped."""
         self.nodes.append(stretch)
         while self._fold():
             pass
@@ -63,7 +63,7 @@ class Stretches:
         return self.dropped > before
 
     def __iter__(self) -> Iterator[Stretch | None]:
-        """Yield all, oldest first; None for one that was dropped."""
+        """Yield all, oldest first; None for a dropped one."""
         yield from (None for _ in range(self.dropped))
         yield from _unfolded(self.nodes)
 
@@ -93,14 +93,14 @@ class ScriptRecord:
     """The record of one process.
 
     Args:
-        differs: Called once a round, with the detail, where the script does something that it has
-            not done in the rounds before: what trains is compared for itself.
-        forgets: Called with the detail where the record has become too long.
+        differs: Called once a round, with the detail, at the first new action of the script; the
+            training itself is compared elsewhere.
+        forgets: Called with the detail if the record is too long.
 
     Attributes:
-        uses_modes: Whether the script turns ``train()`` on and off, so that ``eval()`` says that it
-            evaluates. A model of ``from_pretrained`` is in ``eval()``, and may be trained so.
-        other_arguments: Arguments of the script that a person has changed since the last round.
+        uses_modes: True if the script turns ``train()`` on and off, so ``eval()`` means an
+            evaluation. A model of ``from_pretrained`` is in ``eval()``, and may be trained so.
+        other_arguments: Arguments of the script changed by a person since the last round.
     """
 
     def __init__(
@@ -116,19 +116,19 @@ class ScriptRecord:
         self._beginning: list[tuple[str, str]] = []
         """This round's beginning: events and their lines in the script."""
         self._is_first = True
-        """Whether the script is in its beginning."""
+        """True in the script's beginning."""
         self._then: Iterator[Stretch | None] | None = None
         """The stretches to come of the rounds before; None: the script is compared no more."""
         self._expected: Sequence[str] = ()
-        """Events to come in the stretch that the script is in."""
+        """Events to come in the script's current stretch."""
         self._number = 0
-        """Of that stretch."""
+        """Number of this stretch."""
         self._is_recording = True
         self._process: int | None = None
-        """The one that compares: a loader's workers are forked from it."""
+        """The comparing process: a loader's workers are forked from it."""
 
     def note(self, event: str) -> None:
-        """Note what the script does. Several alike are one."""
+        """Note an action of the script. Equal ones in a row are one."""
         if self._process not in (None, os.getpid()):
             return
         event = event[-_MOST_LETTERS:]
@@ -141,15 +141,15 @@ class ScriptRecord:
             self._compare(event)
 
     def note_told(self, answer: str) -> None:
-        """Note a number of the first round's that the script is told in its beginning."""
+        """Note a number of the first round told in the script's beginning."""
         if self._is_first:
             self.note(answer)
 
     def begin(self, stretch: str, *, is_over: bool) -> None:
-        """A pass over data begins, or a step of a pipeline.
+        """Note the begin of a pass over data, or of a step of a pipeline.
 
         Args:
-            is_over: Whether earlier rounds have made it.
+            is_over: True if earlier rounds have made it.
         """
         self._leave_beginning()
         if self._is_recording:
@@ -173,11 +173,11 @@ class ScriptRecord:
         del self._newest[1:]
 
     def resume(self) -> None:
-        """The script goes on where the training is, or elsewhere than at its first pass."""
+        """End the comparison: the script is at the training, or begins at another pass."""
         self._then = None
 
     def restart(self) -> None:
-        """The script begins with a checkpoint that is newer, and the record with this round."""
+        """Begin the record with this round: the script has loaded a newer checkpoint."""
         self._over, self._newest = Stretches(), self._begun()
         self._is_recording = True
         self.resume()
@@ -207,7 +207,7 @@ class ScriptRecord:
 
     @property
     def _under_way(self) -> Stretch:
-        """The stretch that is recorded."""
+        """The recorded stretch."""
         return self._begun() if self._is_first and self._is_recording else self._newest
 
     def _begun(self) -> Stretch:
@@ -225,8 +225,8 @@ class ScriptRecord:
         self._newest = [stretch]
 
     def _compare(self, event: str, place: str = "") -> None:
-        """Find an event among those to come in this stretch. Some may be left out: a script may ask
-        whether it is replaying."""
+        """Find an event among those to come in this stretch. Some may be left out, by
+        ``is_replaying``."""
         if event in self._expected:
             self._expected = self._expected[self._expected.index(event) :]
         elif _MORE not in self._expected and not (self._number == 0 and event.startswith(LOADS)):

@@ -1,10 +1,9 @@
-"""Steps that a pipeline's script counts itself: those of earlier rounds are gone through, not made.
+"""Steps counted by a pipeline's script: those of earlier rounds are repeated without computation.
 
 A script of a later round runs from its beginning. ``while engine.global_steps < n`` and loops over
-batches come to where the training is by themselves; ``for step in range(n): engine.train_batch()``
-does not. Where a script has neither asked the engine how far it is, nor drawn a batch, before its
-first ``train_batch``, the steps that are done return the losses that they had, at once, and the
-script sees the counters that the engine had then.
+batches find the training's position; ``for step in range(n): engine.train_batch()`` does not. If a
+script has neither read the engine's counters nor drawn a batch before its first ``train_batch``,
+finished steps return their losses at once, and the script sees the counters of then.
 """
 
 import base64
@@ -23,21 +22,21 @@ from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
 from scalai.patches.user_script import is_of_framework
 
 FETCHED_TOGETHER = 100
-"""Losses that wait on the device for being kept: fetching one waits for its whole step."""
+"""Losses kept on the device: fetching one waits for its whole step."""
 
 KEPT = 8192
-"""Losses that go to the next round, of the newest steps."""
+"""Newest losses carried to the next round."""
 
 
 class Replay:
     """The steps of one pipeline engine, as its script counts them.
 
     Args:
-        clocks: How far the data is.
+        clocks: Position in the data.
 
     Attributes:
-        on_step: Called where the script begins a step, with whether an earlier round has made it.
-        on_forgotten: Called with the detail where the losses have become too many.
+        on_step: Called at the begin of a step, with True for a step of an earlier round.
+        on_forgotten: Called with the detail once losses are dropped.
     """
 
     def __init__(self, clocks: Clocks) -> None:
@@ -46,9 +45,9 @@ class Replay:
         self.on_forgotten: Callable[[str], None] = lambda detail: None
         self._engine: Any = None
         self._begun: int | None = None
-        """Steps that were done when the script of the first round made its first."""
+        """Steps before the first step of the first round's script."""
         self._resumed: int | None = None
-        """The same of this round's script, where that is another one."""
+        """The same of this round's script, if it differs."""
         self._losses = array("f")
         """Of the steps since then, but for the newest ones."""
         self._forgotten = 0
@@ -56,19 +55,19 @@ class Replay:
         self._newest: list[torch.Tensor] = []
         """Those of the newest, on their device: they are fetched together."""
         self._left = 0
-        """Steps to go through until the script is where the training is."""
+        """Steps until the script reaches the training's position."""
         self._has_begun = False
         self._was_asked = False
         self.is_behind = False
-        """Whether what the script does now was done in an earlier round."""
+        """True while the script repeats an earlier round."""
 
     def show(self, pipeline_engine: Any) -> None:
-        """Have all engines of a class show the counters of the step that their script is at."""
+        """Make all engines of a class show the counters of their script's step."""
         for name in ("global_steps", "global_samples"):
             setattr(pipeline_engine, name, _ShownCounter(name, self))
 
     def install(self, engine: Any) -> None:
-        """Take part in what an engine's ``train_batch`` does."""
+        """Hook an engine's ``train_batch``."""
         self._engine = engine
         method = engine.train_batch
 
@@ -90,11 +89,11 @@ class Replay:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether a script that counts its own steps comes out at where the training is."""
+        """True if a script that counts its own steps reaches the training's position."""
         return self._engine is not None
 
     def take(self) -> Json:
-        """Return where the script began, and the losses since then."""
+        """Return the script's first step, and the losses since then."""
         self._fetch()
         losses = base64.b64encode(self._losses.tobytes()).decode()
         return {"begun": self._begun, "losses": losses, "forgotten": self._forgotten}
@@ -105,7 +104,7 @@ class Replay:
         self._forgotten = saved["forgotten"]
 
     def restart(self) -> None:
-        """The engine has loaded a checkpoint that the script begins at."""
+        """Begin anew at a checkpoint loaded by the script."""
         self._begun, self._has_begun, self._was_asked = None, False, False
         self._losses, self._newest, self._forgotten = array("f"), [], 0
 
@@ -115,7 +114,8 @@ class Replay:
         self._resumed = step
 
     def behind(self, engine: Any) -> int:
-        """Return how many steps the script is behind; it may be asking where to go on."""
+        """Return the script's distance to the training, in steps. The question may be the script's
+        search for its place."""
         if engine is not self._engine:
             return 0
         self._was_asked |= not self._has_begun

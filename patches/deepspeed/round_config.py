@@ -31,18 +31,18 @@ from scalai.core.planner.columns import WEIGHTS
 
 @dataclass(frozen=True, slots=True)
 class RoundOrder:
-    """What a round asks of DeepSpeed's configuration.
+    """A round's demands on DeepSpeed's configuration.
 
     Attributes:
         tp, pp, dp: Degrees.
-        micro_batch_size: What a person asked for with the degrees; None: nobody did.
-        global_batch_size: That of the first round, where the configuration does not state it; None:
-            this is the first.
-        usual_micro_batch_size: The same of the micro-batch, which is known to fit in memory.
-        zero_stage: None: what the configuration says.
-        has_mpu: Whether the script tells DeepSpeed which ranks are replicas. With AutoTP alone it
-            counts every rank as one.
-        is_in_stages: Whether the model is a pipeline, if only of one stage.
+        micro_batch_size: A person's choice with the degrees; None: none.
+        global_batch_size: The first round's, if the configuration does not state it; None: this is
+            the first.
+        usual_micro_batch_size: The first round's micro-batch, known to fit in memory.
+        zero_stage: None: as configured.
+        has_mpu: True if the script gives DeepSpeed its replicas. With AutoTP alone it counts every
+            rank as one.
+        is_in_stages: True if the model is a pipeline, even of one stage.
     """
 
     tp: int
@@ -57,11 +57,11 @@ class RoundOrder:
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
-    """Return a copy of the configuration that ``deepspeed.initialize`` would read; None: there is
-    none that can be read, and DeepSpeed says so better than we can.
+    """Return a copy of the configuration for ``deepspeed.initialize``; None: none is readable, and
+    DeepSpeed has the better message.
 
     Args:
-        args: Its ``deepspeed_config``, or ``deepscale_config`` of old, is a path or base64.
+        args: Its ``deepspeed_config``, or the older ``deepscale_config``, is a path or base64.
         config, config_params: A path, base64 or a dictionary.
     """
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
@@ -72,13 +72,13 @@ def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | No
 
 
 def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
-    """Return how this round spreads the global batch over its replicas.
+    """Return this round's spread of the global batch over its replicas.
 
-    The global batch is the configuration's, or what its micro-batch and accumulation made of it in
-    the first round.
+    The global batch is the configuration's, or the product of micro-batch and accumulation in the
+    first round.
 
     Raises:
-        RefusedError: It cannot be spread so, or the configuration does not say how large it is.
+        RefusedError: It does not divide, or the configuration does not state its size.
     """
     refuse_fixed(config)
     if config.get("managed_gradient_accumulation") is False:
@@ -100,7 +100,7 @@ def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
 
 
 def _stated(config: Mapping[str, Any], order: RoundOrder) -> StatedBatch:
-    """Return what the configuration says, the global batch as the samples that a step has."""
+    """Return the configured batch, with the global batch in samples of a step."""
     stated = StatedBatch.of(config)
     return stated if order.has_mpu else replace(stated, train=step_samples(config))
 
@@ -133,7 +133,7 @@ def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) ->
 
 
 def _refuse_unfit(config: Mapping[str, Any], order: RoundOrder) -> None:
-    """Refuse what DeepSpeed's pipelines do not do (``PipelineEngine.__init__``)."""
+    """Refuse combinations unknown to DeepSpeed's pipelines (``PipelineEngine.__init__``)."""
     if order.pp == 1 and not order.is_in_stages:
         return
     stage = stage_of(config) if order.zero_stage is None else order.zero_stage
@@ -150,9 +150,8 @@ def _refuse_unfit(config: Mapping[str, Any], order: RoundOrder) -> None:
 
 
 def without_batches(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration for ``zero.Init``, which takes all ranks for replicas, or for an
-    engine that does not train: they refuse what does not come out, and have no use for batches.
-    ``"auto"`` stays."""
+    """Return the configuration for ``zero.Init``, which counts all ranks as replicas, or for an
+    engine without training: both refuse odd batches, and have no use for them. ``"auto"`` stays."""
     mine = copy.deepcopy(dict(config))
     if "auto" not in (mine.get(key) for key in (TRAIN, MICRO, ACCUMULATION)):
         mine[MICRO] = 1

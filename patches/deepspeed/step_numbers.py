@@ -1,4 +1,4 @@
-"""What a step of a DeepSpeed engine has computed before its update."""
+"""The numbers of a DeepSpeed engine's step before its update."""
 
 import sys
 import time
@@ -26,11 +26,11 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class StepNumbers:
-    """The numbers of one engine's step while it is made. Every rank has them.
+    """The numbers of one engine's current step. Every rank has them.
 
     Args:
-        engine: Before its methods are hooked further.
-        version: Of DeepSpeed.
+        engine: The engine, before further hooks of its methods.
+        version: DeepSpeed's version.
     """
 
     def __init__(self, engine: Any, version: str, *, is_pipeline: bool) -> None:
@@ -59,8 +59,8 @@ class StepNumbers:
             self._are_shares = is_share
 
     def at_the_door(self) -> None:
-        """All gradients of the step are there. Where nobody else takes their norm: of parameters
-        that are whole on each rank, in float64."""
+        """Note the step's complete gradients. If nobody else takes their norm: the norm of whole
+        parameters, in float64."""
         engine = self._engine
         is_plain = engine.optimizer is getattr(engine, "basic_optimizer", None)
         if self._is_pipeline or not (is_plain and engine.is_gradient_accumulation_boundary()):
@@ -68,10 +68,10 @@ class StepNumbers:
         self._norm = norm_of_gradients(engine.module)
 
     def take(self, result: Any, *, tp: int) -> Numbers:
-        """Return the numbers of the step that has ended. A collective of the replicas.
+        """Return the numbers of the finished step. A collective of the replicas.
 
         Args:
-            result: Of ``train_batch`` of a pipeline, which is the loss.
+            result: The loss, of a pipeline's ``train_batch``.
             tp: Tensor-parallel degree.
         """
         engine = self._engine
@@ -91,7 +91,7 @@ class StepNumbers:
         )
 
     def known(self, result: Any) -> tuple[Any, Any]:
-        """Return loss and norm of the step that has ended as far as no collective is needed."""
+        """Return loss and norm of the finished step, as far as known without a collective."""
         norm = getattr(self._engine.optimizer, "_global_grad_norm", None)
         return (result if self._is_pipeline else None), norm
 
@@ -110,13 +110,13 @@ class StepNumbers:
 
 
 class BareBatch:
-    """A ``train_batch`` of a pipeline without random numbers, up to the door of its update, before
-    or instead of the real one, which gets the same micro-batches.
+    """A ``train_batch`` of a pipeline without random numbers and update, before or instead of the
+    real one, with the same micro-batches.
 
     Args:
         engine: A ``PipelineEngine``.
         train_batch: Its method.
-        args, kwargs: What that is called with.
+        args, kwargs: The call's arguments.
     """
 
     def __init__(self, engine: Any, train_batch: Call, args: Args, kwargs: Kwargs) -> None:

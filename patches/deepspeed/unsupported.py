@@ -1,4 +1,18 @@
-"""What of DeepSpeed cannot change its layout while it trains: said at the start, all of it."""
+"""Features and releases of DeepSpeed that cannot change their layout, refused together at the
+start, and one mended fault.
+
+ZeRO stages of a job are those in which DeepSpeed itself trains the same:
+
+* fp16, 0.18.3 to 0.19.8: without ZeRO ``DeepSpeedEngine.backward`` does not multiply the loss by
+  the loss scale, and the optimizer divides the gradients by it all the same. So moments of stage 0
+  do not go on in stages 1 to 3, nor the reverse: the state is exact, the losses are another
+  training's. A scale of 1 changes nothing.
+* Stage 2, 0.17.6 to 0.18.2: only the last micro-batch of a step counts (DeepSpeed's issue 7718).
+  The number of micro-batches follows from DP.
+
+Source: deepspeed/runtime/engine.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py and
+zero/stage_1_and_2.py (``independent_gradient_partition_epilogue``).
+"""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,21 +29,21 @@ _ZERO_FLAGS: Mapping[str, str] = {
     "zero_quantized_nontrainable_weights": "frozen weights are kept in eight bits with scales",
     "zenflow": "ZenFlow keeps the state of important gradients apart",
 }
-"""Switches of ``zero_optimization`` that must be off, and why."""
+"""Forbidden switches of ``zero_optimization``, with reasons."""
 
 _ENGINE_FLAGS: Mapping[str, str] = {
     "amp_enabled": "Apex keeps the masters inside of its own optimizer. Use bf16 or fp16",
     "random_ltd_enabled": "the schedule of dropped tokens is not carried",
     "eigenvalue_enabled": "the state of the quantization in training is not carried",
 }
-"""Methods of an engine that must say no, and why."""
+"""Forbidden features, by methods of an engine, with reasons."""
 
 
 def refuse_unsupported(engine: Any) -> None:
     """Check an engine.
 
     Raises:
-        RefusedError: Names everything that is in the way, with the reason.
+        RefusedError: Names every obstacle, with the reason.
     """
     refuse_all(_faults(engine))
 
@@ -90,12 +104,12 @@ def refuse_unfit_stages(
 
     Args:
         config: DeepSpeed's configuration.
-        stages: By ``stages_of`` of ``converters/deepspeed/validity.py``.
-        before: That of the round before; None: this is the first.
-        version: DeepSpeed's.
+        stages: Stages from ``stages_of`` of ``converters/deepspeed/validity.py``.
+        before: Stage of the round before; None: this is the first.
+        version: DeepSpeed's version.
 
     Raises:
-        RefusedError: The losses would not go on as they were.
+        RefusedError: The losses would fork.
     """
     passed = stages if before is None else stages | {before}
     refuse_all((*_forking(config, passed, version), *_losing(stages, version)))

@@ -1,4 +1,4 @@
-"""What a step of Megatron-LM's ``train_step`` has computed before its update."""
+"""The numbers of a ``train_step`` of Megatron-LM before its update."""
 
 import functools
 import logging
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 LOSSES, SKIPPED, NORM = 0, 1, 5
 """Places in the result of ``train_step``, from 0.14 on."""
 PARTS = ("data_iterator", "model", "optimizer", "opt_param_scheduler", "forward_backward_func")
-"""Parameters of ``train_step`` that a further pass needs."""
+"""Parameters of ``train_step`` needed for a further pass."""
 TRACKERS = ("get_moe_metrics_tracker", "get_moe_layer_wise_logging_tracker")
-"""Functions that return what is logged of experts: from 0.18 on, and before."""
+"""Functions for the logs of experts: from 0.18 on, and before."""
 RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
-"""Flags with which passes depend on random streams."""
+"""Flags for random numbers in passes."""
 OBSTACLES = {
     "fp8": "FP8 keeps the largest values of each pass",
     "fp4": "FP4 keeps the largest values of each pass",
@@ -39,18 +39,17 @@ OBSTACLES = {
     "moe_paged_stash": "the stash of experts is planned in the first pass",
     "fine_grained_activation_offloading": "offloaded activations are planned in the first pass",
 }
-"""Flags with which a further pass leaves traces that nobody can put back, or keeps its dropout."""
+"""Flags with permanent traces of a further pass, or with dropout in it."""
 
 
 class NormInDouble:
-    """Takes the norm of a step's gradients once more, in float64: torch's own sums in float32 are
-    off by 1e-5 on a CPU, as far as the fault is that is looked for. What the step itself does with
-    its norm stays as it is.
+    """Takes the norm of a step's gradients again, in float64: torch's sums in float32 are off by
+    1e-5 on a CPU, as much as the faults it looks for. The step's own use of its norm stays.
 
     Attributes:
-        norm: Of the step; None: there was none, or it was not finite.
-        norms: Of the parts that a chain of optimizers updates apart: experts, which expert
-            parallelism spreads, and others.
+        norm: Norm of the step; None: none, or not finite.
+        norms: Norms of the parts of a chain of optimizers: experts, spread by expert parallelism,
+            and others.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -127,7 +126,7 @@ def loss_of(result: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def tells_of_steps() -> bool:
-    """Whether this rank is the one that tells of each step: the first of the last stage."""
+    """True if this rank tells of each step: the first of the last stage."""
     from megatron.core import parallel_state
 
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -136,14 +135,14 @@ def tells_of_steps() -> bool:
 
 
 def randomness_of(job: Any, chunks: list[torch.nn.Module]) -> str:
-    """Return what makes steps draw random numbers; empty: nothing is known to."""
+    """Return the sources of random numbers in steps; empty: none known."""
     flags = [f"{name} {value:g}" for name in RANDOM if (value := getattr(job, name, None))]
     return ", ".join(flags) or next(filter(None, map(random_parts, chunks)), "")
 
 
 def obstacle_of(job: Any, given: Mapping[str, Any]) -> str:
-    """Return why no further pass is made; empty: nothing stands in its way. ``given`` is what
-    ``train_step`` is called with."""
+    """Return the obstacle to a further pass; empty: none. ``given`` are the arguments of
+    ``train_step``."""
     for name, reason in OBSTACLES.items():
         if getattr(job, name, None) not in (None, False, "none", ""):
             return reason
@@ -169,10 +168,10 @@ def numbers_of(
 
     Args:
         training: The module ``megatron.training.training``.
-        result: Of ``train_step``.
-        began: When the step did, of ``time.monotonic``.
-        exact: The norm of its gradients; where there is none in it, as of the result.
-        unlike: Why they are of its random streams alone.
+        result: Result of ``train_step``.
+        began: Begin of the step, by ``time.monotonic``.
+        exact: The norm of its gradients; without one the result's counts.
+        unlike: Reason against a comparison, such as random streams.
     """
     import megatron.core
     from megatron.core import parallel_state
@@ -198,13 +197,13 @@ def numbers_of(
 
 
 class BareStep:
-    """A step without random numbers, up to the door of its update, before or instead of the real
-    one, which gets the same micro-batches.
+    """A step without random numbers and update, before or instead of the real one, with the same
+    micro-batches.
 
     Args:
         training: The module ``megatron.training.training``.
         train_step: Its function.
-        given: What that is called with.
+        given: The call's arguments.
     """
 
     def __init__(self, training: Any, train_step: Call, given: dict[str, Any]) -> None:
@@ -246,14 +245,15 @@ class BareStep:
 
 
 def _dealt(iterators: Any, make: Callable[[Any], Any]) -> Any:
-    """Return the same for each iterator: one, a list by chunk, and None where a rank reads none."""
+    """Return ``make`` of each iterator: one, a list by chunk, and None on a rank without data."""
     if isinstance(iterators, list | tuple):
         return [_dealt(each, make) for each in iterators]
     return None if iterators is None else make(iterators)
 
 
 def _changed_by_a_pass(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what a pass of Megatron-LM's changes beside gradients, buffers and random streams."""
+    """Return the objects changed by a pass of Megatron-LM's, beside gradients, buffers and random
+    streams."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -273,7 +273,7 @@ def _changed_by_a_pass(optimizer: Any) -> list[dict[str, Any]]:
 
 @contextmanager
 def _not_written(job: Any) -> Iterator[None]:
-    """Keep ``train_step`` from writing what it computes to files."""
+    """Keep ``train_step`` from writing files."""
     kept: Mapping[str, Any] = {
         key: value
         for key, value in vars(job).items()

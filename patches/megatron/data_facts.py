@@ -1,5 +1,4 @@
-"""What the order of Megatron-LM's training data follows from: so data that have changed between
-rounds are noticed.
+"""Facts behind the order of Megatron-LM's training data, to notice changed data between rounds.
 
 Source: ``get_blend_and_blend_per_split`` of megatron/training/utils.py, ``get_blend_from_list`` of
 megatron/core/datasets/utils.py, ``parse_and_normalize_split`` of
@@ -22,7 +21,7 @@ CONTENT = "content"
 PIECES, PIECE_BYTES = 4, 4096
 """How much of each ``.bin`` is looked at, from its first to its last byte."""
 LOOKED_AT = ("_MMapBinReader", "_FileBinReader", "SourceReader", "MountedReader")
-"""Readers that give a few bytes at the price of a few bytes: Megatron's own, and Scalai's."""
+"""Readers with cheap reads of a few bytes: Megatron's own, and Scalai's."""
 _IN_A_TREE = re.compile(r".*/dataset/([^/]+)/source/")
 PARTS = "samples of each part, in the whole training"
 DIGITS = 9
@@ -30,14 +29,14 @@ DIGITS = 9
 
 
 def facts_of(flags: Mapping[str, Any], dataset: Any, size: int) -> dict[str, Json]:
-    """Return the facts of the training data that were just built.
+    """Return the facts of newly built training data.
 
-    A ``GPTDataset`` shuffles all its epochs together: where a longer training needs more of them,
-    it has another size, and another order. A blend of such keeps its order as it grows.
+    A ``GPTDataset`` shuffles all its epochs together: a longer training with more epochs has
+    another size, and another order. A blend of such keeps its order as it grows.
 
     Args:
         flags: Megatron-LM's parsed arguments. Data may have moved into another folder.
-        dataset: What was built; None: it is not known.
+        dataset: The built data set; None: unknown.
         size: Its samples.
     """
     facts: dict[str, Json] = {name: flags.get(name) for name in ("seed", "dataloader_type")}
@@ -57,7 +56,7 @@ def facts_of(flags: Mapping[str, Any], dataset: Any, size: int) -> dict[str, Jso
 
 
 def _contents(parts: Sequence[Any]) -> dict[str, Json]:
-    """Return what tells the content of each part, where it is known."""
+    """Return the digests of each part's content, as far as known."""
     files = [part for part in parts if hasattr(getattr(part, "dataset", None), "path_prefix")]
     names = _names([part.dataset.path_prefix for part in files])
     found = (
@@ -67,9 +66,8 @@ def _contents(parts: Sequence[Any]) -> dict[str, Json]:
 
 
 def _content(part: Any) -> str | None:
-    """Return a digest of a few pieces of the tokens of a ``GPTDataset`` and of the number of them:
-    the same wherever they lie, and however they are read. None: it is not known. Raises
-    ``OSError``.
+    """Return a digest of a few pieces of a ``GPTDataset``'s tokens and of their number: the same at
+    any place, by any reader. None: unknown. Raises ``OSError``.
 
     Source: ``IndexedDataset`` of megatron/core/datasets/indexed_dataset.py (0.14 to 0.20).
     """
@@ -97,8 +95,7 @@ def stated_data(flags: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _blend(words: Sequence[str]) -> list[Json]:
-    """Return the prefixes without the folders that all of them need not, and their shares, None
-    where they are as large as their data."""
+    """Return the prefixes without common folders, and their shares, None for shares by size."""
     weights: list[float] | None = None
     if len(words) % 2 == 0:
         with suppress(ValueError):
@@ -111,8 +108,8 @@ def _blend(words: Sequence[str]) -> list[Json]:
 
 
 def _names(prefixes: Sequence[str]) -> list[str]:
-    """Return as much of the ends of paths as tells them from each other. In a job's tree a source
-    is ``<name>/…``, so that it is what it was before it was mounted."""
+    """Return the shortest distinct ends of paths. In a job's tree a source is ``<name>/…``, as
+    before it was mounted."""
     parts = [Path(_IN_A_TREE.sub(r"/\1/", prefix)).parts for prefix in prefixes]
     most = max(map(len, parts), default=0)
     kept = next(

@@ -1,4 +1,4 @@
-"""Where this rank stands on megatron's parallel axes."""
+"""This rank's place on megatron's parallel axes, and its random number generators as JSON."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +39,7 @@ def degrees() -> Mapping[str, int]:
 
 
 def coordinate() -> str:
-    """Return this rank's position, ``tp0-pp1-dp0``, with ``-cp1`` where contexts are split.
+    """Return this rank's position, ``tp0-pp1-dp0``, with ``-cp1`` under context parallelism.
 
     Expert ranks are no axis of their own: megatron lays them over the data-parallel ranks.
     """
@@ -54,7 +54,7 @@ def coordinate() -> str:
 
 
 def rng_state() -> Json:
-    """Return the state of all generators of this rank, and the degrees under which it is valid."""
+    """Return the state of all generators of this rank, with its degrees."""
     return {
         "degrees": dict(degrees()),
         **host_rng_state(),
@@ -67,13 +67,13 @@ def rng_state() -> Json:
 
 
 def restore_rng(saved: Json | None, seed: int, step: int) -> str:
-    """Continue the RNG states of this coordinate, or begin new ones where the degrees changed.
+    """Continue the RNG states of this coordinate, or begin new ones at other degrees.
 
-    Never a mix: some of megatron's RNG states are equal on all tensor-parallel ranks, so with other
-    degrees all ranks begin new ones, which ``seed`` and ``step`` determine.
+    Never a mix: some of megatron's RNG states are equal on all tensor-parallel ranks, so at other
+    degrees all ranks begin new ones, from ``seed`` and ``step``.
 
     Returns:
-        One line for the log that says which.
+        One line for the log.
     """
     return restore_rng_state(
         saved, dict(degrees()), seed, step,
@@ -82,7 +82,7 @@ def restore_rng(saved: Json | None, seed: int, step: int) -> str:
 
 
 def continue_rng(saved: Mapping[str, Any]) -> None:
-    """Go on with what ``state`` returned."""
+    """Continue with the result of ``rng_state``."""
     continue_host_rng(saved)
     torch.cuda.set_rng_state(rng_state_of_text(saved["cuda"]))
     tracker = _tracker()

@@ -1,8 +1,12 @@
-"""What of a live model and its optimizer cannot change its layout: said at the start, not at the
-first resize.
+"""The training state of a live megatron-core job, as slots over megatron's own memory.
 
-The law is ``scalai.converters.megatron.rules``, as for the arguments of a script: here it is asked
-by what was built, whatever script did so.
+A model or optimizer without a change of layout is refused at the start, not at the first resize.
+The rules are ``scalai.converters.megatron.rules``, as for the arguments of a script; here they
+apply to the built objects of any script.
+
+Source: the Parallelizable Tensor Collection of Tenplex/Scalai (arXiv 2312.05181, section 3) for
+megatron-core 0.14 to 0.20, without a branch on the version. Differs in: optimizer state is part of
+the collection, also in the distributed optimizer's flat ranges; nothing is gathered.
 """
 
 import os
@@ -47,13 +51,13 @@ def refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Non
     """Check a live model and its optimizer.
 
     Raises:
-        RefusedError: Names everything that is in the way, with the reason.
+        RefusedError: Names every obstacle, with the reason.
     """
     refuse_all((*_faults_of_model(chunks), *_faults_of_optimizer(optimizer)))
 
 
 def fixed_axes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[str]:
-    """Yield the axes whose degree has to stay what it is, as far as model and optimizer show it."""
+    """Yield the axes with a fixed degree, as far as model and optimizer show it."""
     yield "cp"  # no adapter is proven for another split of sequences
     for chunk in chunks:
         configured = getattr(getattr(unwrap(chunk), "config", None), "__dict__", {})
@@ -99,22 +103,21 @@ PARAM, MAIN = "param", "main"
 
 
 class MegatronState:
-    """What one rank of a megatron-core job needs to go on in another layout (``LiveState``).
+    """One rank's state of a megatron-core job for other layouts (``LiveState``).
 
     Build it after the model and the optimizer, on every rank; nothing here communicates.
 
     Args:
-        chunks: The model as the training loop has it: one module, or one a virtual stage.
-        optimizer: What ``get_megatron_optimizer`` returned; None carries parameters alone.
-        scheduler: ``OptimizerParamScheduler`` or another one whose ``state_dict`` is plain values.
-        seed: The job's seed. Where the degrees change, new RNG states begin from it and the
-            step.
-        fixed: Axes whose degree has to stay what it is, beside those that the optimizer shows.
-        asked: What the flags have made of the scheduler (``scalars.asked_of``), where a person may
-            change them before a restart; None: the state's values win.
+        chunks: The training loop's model: one module, or one a virtual stage.
+        optimizer: Optimizer from ``get_megatron_optimizer``; None carries parameters alone.
+        scheduler: ``OptimizerParamScheduler`` or another one with a ``state_dict`` of plain values.
+        seed: The job's seed. At other degrees, new RNG states begin from it and the step.
+        fixed: Axes with a fixed degree, beside those from the optimizer.
+        asked: The flags' scheduler (``asked_of``), if a person may change flags before a restart;
+            None: the state's values win.
 
     Raises:
-        RefusedError: The job uses something that cannot change its layout; the message names it.
+        RefusedError: The job uses a feature without a change of layout; the message names it.
     """
 
     def __init__(
@@ -140,16 +143,15 @@ class MegatronState:
         return grid.coordinate()
 
     def watch_steps(self, session: Session) -> None:
-        """Have the norm of the gradients told where it is wanted, in a loop of one's own."""
+        """Tell the norm of the gradients in steps of a proof, in an own loop."""
         watch_optimizer(session, self._chunks, self._optimizer)
 
     def slots(self) -> Sequence[Slot]:
         """List parameters, persistent buffers, masters and optimizer state of this rank.
 
-        A fresh optimizer gets the state that its first step would make, so call this once the
-        optimizer exists and before the first step. With the distributed optimizer a rank vouches
-        for its own range of a parameter alone: the rest is one step old while
-        ``overlap_param_gather`` is on.
+        A fresh optimizer gets its first-step state, so call this once the optimizer exists and
+        before the first step. With the distributed optimizer a rank vouches for its own range of a
+        parameter alone: the rest is one step old under ``overlap_param_gather``.
         """
         owned = {id(entry.parameter): entry for entry in owned_parameters(self._optimizer)}
         is_split = any(map(is_distributed, leaf_optimizers(self._optimizer)))
@@ -161,7 +163,7 @@ class MegatronState:
         ]
 
     def scalars(self) -> Mapping[str, Json]:
-        """Return schedule, loss scale, parameter groups, and the degrees that may not change."""
+        """Return schedule, loss scale, parameter groups, and the fixed degrees."""
         degrees = grid.degrees()
         return {
             "megatron": dict(take_scalars(*self._small, self._asked)),
@@ -169,7 +171,7 @@ class MegatronState:
         }
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
-        """Put back what ``scalars`` returned. ``RefusedError`` where a fixed degree changed."""
+        """Restore the result of ``scalars``. ``RefusedError`` if a fixed degree changed."""
         refuse_changed_axes(scalars["fixed_degrees"], grid.degrees())
         put_scalars(scalars["megatron"], *self._small, self._asked)
 
@@ -179,7 +181,7 @@ class MegatronState:
 
     @cached_property
     def _names(self) -> Names:
-        """The names of what the optimizer updates."""
+        """The names of the tensors under the optimizer."""
         of = {
             id(shard.data): [part.name for part in shard.parts] for shard in shards_of(self._chunks)
         }
@@ -191,7 +193,7 @@ class MegatronState:
         return grid.rng_state()
 
     def load_rank_state(self, state: Json | None, step: int) -> str:
-        """Continue this rank's RNG states, or begin new ones where any degree changed."""
+        """Continue this rank's RNG states, or begin new ones at other degrees."""
         return grid.restore_rng(state, self._seed, step)
 
 

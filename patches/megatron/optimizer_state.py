@@ -1,9 +1,15 @@
-"""What megatron's optimizers keep for each model parameter on this rank.
+"""State of megatron's optimizers for each model parameter on this rank, and its small part as JSON:
+schedule, loss scale, parameter groups.
 
-Taken from the optimizers' own parallel lists and range maps, which are the same from 0.14 to 0.20.
-Not through their ``sharded_state_dict``: its ``fully_reshardable`` form is silently wrong with
-several buckets (0.15.3 to 0.19.0), and not through ``model_param_group_index_map``, which counts in
-another order than ``param_groups`` where a group mixes fp32 and 16-bit parameters.
+Tensors are taken from the optimizers' own parallel lists and range maps, the same from 0.14 to
+0.20. Not through their ``sharded_state_dict``: its ``fully_reshardable`` form is silently wrong
+with several buckets (0.15.3 to 0.19.0), and not through ``model_param_group_index_map``, which
+counts in another order than ``param_groups`` in a group of fp32 and 16-bit parameters.
+
+A later round builds schedule and groups from the flags alone, though the first one may have built
+them from flags and a checkpoint (``--load``), and a script may have set some since. So every value
+is carried, and has the last word. Only flags changed by a person since the state was written are
+followed, by Megatron-LM's own rule (``asked_of``).
 """
 
 import inspect
@@ -22,9 +28,9 @@ from scalai.patches.optimizers import Group, check_schedule, put_groups, take_gr
 from scalai.patches.plain import all_live, all_plain, only_plain, plain
 
 _MASTER = "master_param"
-"""What FusedAdam and HybridDeviceOptimizer call the masters that they keep among their state."""
+"""Key of the masters in the state of FusedAdam and HybridDeviceOptimizer."""
 _KEEPS_MASTERS = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
-"""Of an OptimizerConfig: whether the inner optimizer keeps the masters."""
+"""Attribute of an OptimizerConfig: True if the inner optimizer keeps the masters."""
 _NO_STATE = (
     "the state of {} does not exist before its first step, and megatron has no function to make "
     "it. Use --optimizer adam or sgd."
@@ -33,13 +39,12 @@ _NO_STATE = (
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Owned:
-    """Elements ``[low, high)`` of a flattened model parameter, which this rank's optimizer updates.
+    """Elements ``[low, high)`` of a flattened model parameter, under this rank's optimizer.
 
-    ``main`` is what the inner optimizer works on: [high - low] fp32 masters, a view of the
-    parameter, or the parameter itself. ``state`` is the inner optimizer's own dict for it, without
-    its ``master``: the elements that a precision-aware optimizer keeps itself, in a dtype of its
-    own, or None. ``is_sharded``: other data-parallel ranks own the other elements (the distributed
-    optimizer).
+    ``main`` is the inner optimizer's tensor: [high - low] fp32 masters, a view of the parameter, or
+    the parameter itself. ``state`` is the inner optimizer's own dict for it, without its
+    ``master``: a precision-aware optimizer's own elements, in a dtype of its own, or None.
+    ``is_sharded``: other data-parallel ranks own the other elements (the distributed optimizer).
     """
 
     parameter: torch.Tensor
@@ -52,7 +57,7 @@ class Owned:
 
 
 def leaf_optimizers(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that own parameters, in order, from inside megatron's chains."""
+    """Yield the optimizers with parameters, in order, from inside megatron's chains."""
     if hasattr(optimizer, "chained_optimizers"):
         for link in optimizer.chained_optimizers:
             yield from leaf_optimizers(link)
@@ -62,7 +67,7 @@ def leaf_optimizers(optimizer: Any) -> Iterator[Any]:
 
 
 def owned_parameters(optimizer: Any) -> Iterator[Owned]:
-    """Yield what this rank's optimizers own, with the state that a fresh optimizer lacks yet."""
+    """Yield this rank's optimized parameters, with the state a fresh optimizer lacks."""
     for leaf in leaf_optimizers(optimizer):
         _ensure_state(leaf)
         for parameter, main, low, high in _parameters(leaf):
@@ -72,12 +77,12 @@ def owned_parameters(optimizer: Any) -> Iterator[Owned]:
 
 
 def is_distributed(leaf: Any) -> bool:
-    """Whether this is the optimizer that splits its state over data-parallel ranks."""
+    """True for the optimizer with state split over data-parallel ranks."""
     return hasattr(leaf, "gbuf_ranges")
 
 
 def _parameters(leaf: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-    """Yield (model parameter, what the inner optimizer updates, low, high) of one leaf."""
+    """Yield (model parameter, tensor of the inner optimizer, low, high) of one leaf."""
     if is_distributed(leaf):
         models = _flat(leaf.model_float16_groups), _flat(leaf.model_fp32_groups)
         # A precision-aware optimizer works on the 16-bit shards, and keeps their masters itself.
@@ -108,10 +113,10 @@ def _flat(groups: Iterable[Iterable[torch.Tensor]]) -> Iterator[torch.Tensor]:
 
 
 def _ensure_state(leaf: Any) -> None:
-    """Give a fresh inner optimizer the state of a job that has made no step yet.
+    """Give a fresh inner optimizer the state of a job without steps.
 
     Torch makes it in the first step. Megatron's own ``init_state_fn`` leaves out torch Adam's
-    ``step``, so that the first step then fails.
+    ``step``, so the first step fails.
     """
     inner = leaf.optimizer
     if hasattr(inner, "sub_optimizers"):  # HybridDeviceOptimizer: copies of parameters on the host
@@ -124,7 +129,7 @@ def _ensure_state(leaf: Any) -> None:
 
 
 def _make_state(inner: Any) -> bool:
-    """Give an optimizer the state that its first step would make; False: nobody knows it here."""
+    """Give an optimizer its first-step state; False: it is unknown here."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             if inner.state[parameter]:
@@ -158,21 +163,21 @@ def _let_megatron_make_state(leaf: Any) -> None:
 log = logging.getLogger(__name__)
 
 Names = Mapping[int, Sequence[str]]
-"""Of a tensor that the optimizer updates, by its ``id``: the names of what it is a part of."""
+"""Names of the parts of a tensor under the optimizer, by its ``id``."""
 
 _LAW = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What ``OptimizerParamScheduler`` reads of a group; the group's own value wins over its own."""
+"""A group's keys for ``OptimizerParamScheduler``; they win over its own values."""
 _FLAGS = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
 
 
 def take_scalars(optimizer: Any, scheduler: Any, names: Names, asked: Json) -> Mapping[str, Json]:
-    """Return the scalars of this rank: the groups are those in which it owns parameters.
+    """Return the scalars of this rank, with the groups of its parameters.
 
     Args:
-        asked: What ``asked_of`` returned.
+        asked: Result of ``asked_of``.
 
     Raises:
-        RefusedError: The scheduler keeps something that JSON cannot hold.
+        RefusedError: The scheduler has a value without a JSON form.
     """
     leaves = list(leaf_optimizers(optimizer))
     scalers = [leaf.grad_scaler for leaf in leaves if getattr(leaf, "grad_scaler", None)]
@@ -188,12 +193,12 @@ def take_scalars(optimizer: Any, scheduler: Any, names: Names, asked: Json) -> M
 def put_scalars(
     scalars: Mapping[str, Any], optimizer: Any, scheduler: Any, names: Names, asked: Json
 ) -> None:
-    """Put back what ``take_scalars`` returned, united over all ranks.
+    """Restore the result of ``take_scalars``, united over all ranks.
 
     Raises:
-        RefusedError: A parameter group of this job was not there when the scalars were taken, or is
-            not told from others; groups or scheduler do not keep what they are given; or a person
-            has changed flags of the schedule, and has not said whether they count.
+        RefusedError: A parameter group of this job was missing in the state, or is ambiguous;
+            groups or scheduler do not keep their values; or a person has changed flags of the
+            schedule without a choice between flags and state.
     """
     leaves = list(leaf_optimizers(optimizer))
     groups = list(_groups(leaves, names))
@@ -217,8 +222,8 @@ def put_scalars(
 
 
 def asked_of(optimizer: Any, scheduler: Any) -> Json:
-    """Return what a job's flags make of Megatron-LM's scheduler and the groups that it sets. Call
-    it before a checkpoint is loaded into them. None of another scheduler."""
+    """Return Megatron-LM's scheduler and its groups as the flags make them; None for another
+    scheduler. Call it before a checkpoint is loaded into them."""
     if not _is_megatrons(scheduler):
         return None
     laws = {
@@ -274,13 +279,13 @@ def _follow_flags(
     groups: Sequence[Group],
     built: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Go by flags that a person has changed since the state was written, where they say so.
+    """Follow flags changed by a person since the state was written, if they are chosen.
 
     Within a run they are the same, and nothing happens.
 
     Args:
-        then, now: What the flags made, by ``asked_of``.
-        built: What they have made of each group.
+        then, now: Results of ``asked_of``.
+        built: Values of each group from the flags.
     """
     changed = [
         f"{key} {value!r} (the state's flags: {then['schedule'][key]!r})"
@@ -311,11 +316,11 @@ def _follow_flags(
 def _put_stated(
     stated: Mapping[str, Mapping[str, Json]], groups: Sequence[Group], *, may_be_alike: bool
 ) -> None:
-    """Put values of groups that are known by those keys alone by which Megatron-LM's checkpoints
-    match them: of a converted checkpoint.
+    """Put values of a converted checkpoint's groups, known only by the keys of Megatron-LM's own
+    matching.
 
     Args:
-        may_be_alike: Two groups may have one identity: the scheduler tells them apart itself.
+        may_be_alike: True if two groups may have one identity: the scheduler distinguishes them.
     """
     laws: dict[str, tuple[Sequence[str], Json]] = {}
     for group, names in groups:

@@ -1,8 +1,8 @@
-"""Which layouts that a job may come to are refused by Megatron-LM's own classes.
+"""Layouts refused by Megatron-LM's own classes.
 
-What flags say of a layout is checked by ``core/degrees/degrees.py``; what only Megatron-LM knows,
-its argument checks and the configurations that they make, a worker of the first round asks before
-the model is built. The coordinator then offers none of what was refused.
+``core/degrees/degrees.py`` checks a layout by flags. Megatron-LM's argument checks and
+configurations are asked by a worker of the first round, before the model is built. The coordinator
+then offers no refused layout.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from scalai.core.errors import ScalaiError
 REFUSED = "refused_layouts"
 """Under this name it is told: a list of TP, PP, VPP and the reason."""
 MOST_CUT = 1024
-"""Ranks of a replica beyond which nobody asks."""
+"""Most ranks of a replica in a question."""
 MOST_ASKED = 256
-"""Layouts that are asked for."""
+"""Most questions."""
 _MODULES = ("megatron.training.argument_utils", "megatron.training.arguments")
-"""Where ``core_transformer_config_from_args`` lies: in 0.20, and before."""
+"""Modules of ``core_transformer_config_from_args``: in 0.20, and before."""
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +47,15 @@ Validate = Callable[[Any], object]
 def refused_layouts(
     flags: Sequence[str], parsed: Any, validate: Validate, release: tuple[int, ...]
 ) -> list[list[int | str]]:
-    """Ask for every layout that the flags allow, beside the present one.
+    """Ask for every layout allowed by the flags, beside the present one.
 
     Args:
         flags: The script's command line, with those of the present layout.
         parsed: The namespace before ``validate_args``; a copy of it is changed.
 
     Returns:
-        What ``REFUSED`` tells. Nothing where the present layout itself is not taken like this, so
-        that the question is not Megatron-LM's.
+        The value of ``REFUSED``. Nothing if the present layout itself is refused like this: then
+        the question is not Megatron-LM's.
     """
     arguments = read_arguments(flags, release=release, allow_untested=True)
     asked = arguments.initial
@@ -74,7 +74,7 @@ def refused_layouts(
 
 
 def _offered(arguments: MegatronArguments) -> Iterator[Degrees]:
-    """Yield each cut of the model that flags allow, with the fewest replicas, small ones first."""
+    """Yield each cut of the model allowed by flags, with the fewest replicas, small ones first."""
     policy = DegreePolicy(initial=arguments.initial, min_model_parallel=1)
     case = Case(MOST_CUT, arguments.limits, policy, None, ())
     for split in sorted(splits(case, MOST_CUT, 1), key=lambda each: each.tp * each.pp):

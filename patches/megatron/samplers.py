@@ -1,10 +1,21 @@
-"""Megatron-LM's random sampler, in the order that it has at the job's first degrees.
+"""Megatron-LM's samplers under hooks: one order and the same rows at any layout, and the places
+drawn by each step.
 
-It draws by the number of replicas and by the micro-batch: with data sharding each replica has its
-own part of the data, and where an epoch ends follows from both. Here each replica draws its share
-of the order of the first degrees instead; at those, that is what the sampler itself draws.
+* Places are read from the sampler: blocks of ``micro_batch_size * dp`` samples in the order of its
+  data set, with a share for each rank. Loaders with several workers ask ahead of the steps, so
+  samples wait for their step.
+* The random sampler follows replicas and micro-batch: with data sharding each replica has its own
+  part of the data, and the end of an epoch follows from both. Here each replica draws its share of
+  the order at the first degrees; at those, it is the sampler's own.
+* ``--full-validation``: a rank's share of a validation set, and the number of times it has each
+  row, follow from micro-batch and DP. Here every evaluation begins with the first row and takes all
+  rows.
+* ``--fim-data``: one stream of random numbers permutes a process's samples in the order of reads.
+  Here each sample has its own, as in Megatron-LM's masked data sets (``MaskedWordPieceDataset``):
+  ``seed + place``.
 
-Source: megatron/training/datasets/data_samplers.py (0.16).
+Source: megatron/training, 0.16 to 0.20: datasets/data_samplers.py, ``evaluate`` of training.py,
+``GPTFIMDataset`` of datasets/fim_dataset.py.
 """
 
 import inspect
@@ -29,11 +40,11 @@ from scalai.patches.hooking import Args, Call, Kwargs
 from scalai.patches.megatron.data_facts import facts_of
 
 KEPT_PASSES = 2
-"""Permutations that are kept: a micro-batch may lie in two passes."""
+"""Kept permutations: a micro-batch may lie in two passes."""
 
 
 def micro_batches(sampler: Any, first: ShuffledBlocks) -> Iterator[list[int]]:
-    """Yield a replica's micro-batches of the pass under way, and count what was consumed as the
+    """Yield a replica's micro-batches of the current pass, and count consumed samples as the
     sampler does: the loader asks it again at the end of each pass.
 
     Args:
@@ -59,11 +70,10 @@ def micro_batches(sampler: Any, first: ShuffledBlocks) -> Iterator[list[int]]:
 
 
 def refuse_two_seeds(sampler: Any, first: ShuffledBlocks) -> None:
-    """Check that no micro-batch will be of two passes, where each pass makes its samples with other
-    seeds.
+    """Check for micro-batches of two passes, if each pass makes its samples with other seeds.
 
     Raises:
-        RefusedError: One would be, at the end of this pass or of a later one.
+        RefusedError: There would be one, at the end of this pass or of a later one.
     """
     block = sampler.micro_batch_size * sampler.data_parallel_size
     left = first.length - sampler.consumed_samples % first.length
@@ -77,11 +87,11 @@ def refuse_two_seeds(sampler: Any, first: ShuffledBlocks) -> None:
 
 
 def refuse_too_few(sampler: Any) -> None:
-    """Check that the data set fills one micro-batch of every replica: else a pass is empty, and the
+    """Check the data set for one micro-batch of every replica: else a pass is empty, and the
     sampler divides by its length.
 
     Raises:
-        RefusedError: It does not.
+        RefusedError: It is too small.
     """
     each, replicas = sampler.micro_batch_size, sampler.data_parallel_size
     if sampler.total_samples < each * replicas:
@@ -116,8 +126,8 @@ def _permutation(samples: int, epoch: int) -> Places:
 
 
 TRAIN = "train"
-"""The data set that is trained on, as the ledger calls it; a blend is one. That of a later phase
-(``--phase-transition-iterations``) has the number of the first sample of the phase behind it."""
+"""Name of the training data in the ledger; a blend is one. A later phase
+(``--phase-transition-iterations``) has its first sample's number behind it."""
 
 ENERGON = "megatron.energon"
 
@@ -133,12 +143,12 @@ class SamplerWatch:
     """One sampler of training data.
 
     Args:
-        data_set: The name of what it draws from.
-        begins: The place from which on it gives samples, over all passes.
+        data_set: Name of its data set.
+        begins: Its first place, over all passes.
         size, length: Samples of its data set, and places of a pass over it.
-        micro_batch_size, dp, dp_rank: How it deals.
-        is_random: Whether it gives a shuffled order: then places are counted, in the order that
-            ``random_order`` deals.
+        micro_batch_size, dp, dp_rank: Its share of a block.
+        is_random: True for a shuffled order: then places are counted, in the order of the first
+            degrees.
     """
 
     def __init__(
@@ -153,13 +163,13 @@ class SamplerWatch:
         self._drawn: list[tuple[int, int]] = []
 
     def gives(self, batches: Iterator[Sequence[int]]) -> Iterator[Sequence[int]]:
-        """Pass on what the sampler gives, and keep it until it is drawn."""
+        """Pass the sampler's batches on, and keep them until they are drawn."""
         for batch in batches:
             self._given.append(batch)
             yield batch
 
     def draws(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Pass on what the training loop draws."""
+        """Pass the training loop's draws on."""
         for batch in batches:
             self._draw()
             yield batch
@@ -182,7 +192,7 @@ class SamplerWatch:
         self._place += self._block
 
     def step(self) -> Sequence[Draw]:
-        """Return what the step has drawn, and begin the next one."""
+        """Return the step's draws, and begin the next one."""
         drawn, self._drawn = self._drawn, []
         name, kind = self.data_set, (self._length, self.size)
         if self._is_random:
@@ -191,18 +201,18 @@ class SamplerWatch:
 
 
 class TrainingDraws:
-    """The watch on the sampler of this rank's training data; chunks of virtual stages have one
-    each, of which the first that draws counts.
+    """The watch on the sampler of this rank's training data. Chunks of virtual stages have one
+    each; the first with draws counts.
 
     Attributes:
-        first: The micro-batch size and the number of replicas that the job began with, whose order
-            random samplers keep; None: not known, and they deal as they do.
+        first: Micro-batch size and number of replicas at the job's begin, for the order of random
+            samplers; None: unknown, and they keep their own.
     """
 
     def __init__(self) -> None:
         self.first: tuple[int, int] | None = None
         self._consumed: int | None = None
-        """Samples consumed, where iterators are being built."""
+        """Consumed samples, while iterators are being built."""
         self._built: SamplerWatch | None = None
         self._dataset: Any = None
         self._watches: list[SamplerWatch] = []
@@ -249,7 +259,7 @@ class TrainingDraws:
         return ShuffledBlocks(sampler.total_samples, *self.first, sampler.data_sharding)
 
     def made(self, given: Any, *, is_random: bool) -> SamplerWatch | None:
-        """A sampler was made: the first of a set of iterators is that of the training data."""
+        """Note a new sampler: the first of a set of iterators belongs to the training data."""
         if self._consumed is None or self._built is not None:
             return None
         self._dataset = given.get("dataset")
@@ -265,11 +275,11 @@ class TrainingDraws:
         return self._built
 
     def build(self, consumed: int, wrapped: Call, args: Args, kwargs: Kwargs) -> Any:
-        """Build the iterators of a training that has ``consumed`` samples, and watch what is drawn
-        from that of the training data.
+        """Build the iterators of a training behind ``consumed`` samples, and watch the draws of its
+        training data.
 
         Raises:
-            RefusedError: It is a loader whose place cannot be kept.
+            RefusedError: It is a loader without a fixed place.
         """
         self._consumed, self._built, self._dataset = consumed, None, None
         try:
@@ -295,8 +305,8 @@ class TrainingDraws:
         return iterators
 
     def sources(self, flags: Mapping[str, Any]) -> Mapping[str, Mapping[str, Json]]:
-        """Return what the order of the training data just built follows from; nothing on a rank
-        that draws none.
+        """Return the facts behind the order of the new training data; nothing on a rank without
+        draws.
 
         Args:
             flags: Megatron-LM's parsed arguments.
@@ -306,30 +316,30 @@ class TrainingDraws:
         return {self._built.data_set: facts_of(flags, self._dataset, self._built.size)}
 
     def step(self, stage: int = 0) -> Sequence[Draw] | None:
-        """Return what the step has drawn, as the first chunk that draws has it: nothing on a rank
-        that draws none; None where the loader is the script's own, and nobody knows.
+        """Return the step's draws, from the first chunk with draws: nothing on a rank without any;
+        None for the script's own loader, with unknown draws.
 
         Args:
-            stage: Of the pipeline. The first one speaks for all: others draw in an iteration that
-                ``--iterations-to-skip`` leaves out, and may not in one that is made.
+            stage: Stage of the pipeline. The first one speaks for all: others draw in an iteration
+                left out by ``--iterations-to-skip``, and may not in a real one.
         """
         drawn = [watch.step() for watch in self._watches if stage == 0]
         return None if self._has_own_loader else next((each for each in drawn if each), ())
 
 
 SEEDS = 2**32
-"""Seeds that numpy's ``RandomState`` takes."""
+"""Seeds of numpy's ``RandomState``."""
 MANY_STEPS = 64
-"""Steps within which an evaluation takes rows again until it has each as often as any other."""
+"""Most steps of an evaluation with equally many passes over each row."""
 
 
 class WholePasses:
-    """Micro-batches of one replica, for ever, and as its length the steps of one evaluation: the
-    fewest that take each row as often as any other; where these are many, those of fewer passes
-    over the rows, and the last step is filled with the first rows.
+    """Micro-batches of one replica, without end, with the steps of one evaluation as length: the
+    fewest with each row equally often; if these are many, those of fewer passes over the rows, and
+    the last step is filled with the first rows.
 
     Args:
-        rows: Of the validation set.
+        rows: Rows of the validation set.
         batch: Samples of a step of the evaluation, over all replicas.
         size: Samples of a micro-batch.
     """
@@ -352,7 +362,7 @@ class WholePasses:
 
 
 def hook_samplers(samplers: Any) -> None:
-    """Hook the module that makes loaders."""
+    """Hook the module of the loaders."""
 
     def build(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         loader, job = wrapped(*args, **kwargs), samplers.get_args()

@@ -1,7 +1,7 @@
-"""The process that writes a rank's asynchronous saves ends with that rank.
+"""Ties the process of a rank's asynchronous saves to the rank.
 
-It holds copies of tensors, and a rank that is killed cannot end it. Left alone, it would wait for
-ever for the next save, or write on into a checkpoint that the next round saves again.
+It holds copies of tensors, and a killed rank cannot end it. Left alone, it would wait for the next
+save for ever, or write on into a checkpoint of the next round.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ from scalai.runtime.orphans import end_with
 MCORE = "megatron.core.dist_checkpointing.strategies.async_utils"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 _UNTIED = "_untied_"
-"""Begins the names under which a caller keeps its own loops."""
+"""Prefix of the names of a caller's own loops."""
 
 
 def install() -> None:
@@ -30,14 +30,14 @@ def install() -> None:
 
 @cache
 def tie_children() -> None:
-    """From now on what this process forks by multiprocessing ends with it (the writers of a save
-    before 0.17, the server of the queue of results), and so does a server that it spawns."""
+    """From now on end this process's multiprocessing forks with it (the writers of a save before
+    0.17, the server of the queue of results), and spawned servers too."""
     wrapt.wrap_function_wrapper(BaseProcess, "_bootstrap", _begin_tied)
     wrapt.wrap_function_wrapper(BaseManager, "start", _start_tied)
 
 
 def end_with_the_rank() -> None:
-    """Of a process that multiprocessing has started: end when the one that asked for it does."""
+    """End this process, started by multiprocessing, with its parent."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         end_with(parent.pid)
@@ -49,7 +49,7 @@ def mcore_loop(*arguments: Any) -> None:
 
 
 def nvrx_loop(*arguments: Any) -> None:
-    """Stand in for that of nvidia-resiliency-ext."""
+    """Stand in for the one of nvidia-resiliency-ext."""
     _run(NVRX, "async_loop", arguments)
 
 

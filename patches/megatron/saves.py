@@ -1,9 +1,16 @@
-"""What a save finds where it will write: an iteration is saved again where the training went back
-behind it.
+"""Megatron-LM's asynchronous saves (``--async-save``), and the place of a save.
 
-Megatron writes over what is there, file by file, while the tracker may name it. A checkpoint of the
-same training that is whole and named stays as it is: the state would be the same. Anything else is
-made invisible before its first file is written over.
+A process of each rank writes, and all ranks together finish the save at the begin of a later step:
+only then the tracker file names it. A rank must not leave before; it names the save in flight, and
+the change waits while the training goes on.
+
+After a step back, an iteration is saved again. Megatron overwrites its files one by one, while the
+tracker may name it. A whole, named checkpoint of the same training stays as it is: the state would
+be the same. Anything else is made invisible before its first file is overwritten.
+
+Source: megatron/training/async_utils.py, core/dist_checkpointing/strategies/async_utils.py (0.14 to
+0.20), nvidia_resiliency_ext/checkpointing/async_ckpt/core.py (0.4 to 0.6); the used parts are the
+same in all.
 """
 
 import atexit
@@ -29,18 +36,18 @@ from scalai.store.atomic import replace_file
 log = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""The file under ``--save`` and ``--load`` that names the newest checkpoint."""
+"""File under ``--save`` and ``--load`` with the newest checkpoint's iteration."""
 JOURNAL = ".scalai-saves.json"
-"""The file under ``--save`` that says which iterations one training has saved."""
+"""File under ``--save`` with the iterations saved by one training."""
 KEPT = 16
 """So many of the newest are noted."""
 LAST_WRITTEN = (".metadata", "metadata.json")
-"""What the end of a save writes: a checkpoint has both. Source: ``save_state_dict_async_finalize``
-and ``metadata_finalize_fn``, megatron/core/dist_checkpointing (0.14 to 0.20)."""
+"""Last files of a save: a checkpoint has both. Source: ``save_state_dict_async_finalize`` and
+``metadata_finalize_fn``, megatron/core/dist_checkpointing (0.14 to 0.20)."""
 
 
 class SavedPlaces:
-    """The folders under ``--save`` that one training has written.
+    """The folders written by one training under ``--save``.
 
     Attributes:
         run: Identity of the training, over all rounds.
@@ -50,13 +57,13 @@ class SavedPlaces:
         self.run = secrets.token_hex(8)
 
     def is_done(self, job: Any, iteration: int) -> bool:
-        """Make the place of a save ready. Collective, by all ranks, before it begins.
+        """Prepare the place of a save. Collective, by all ranks, before it begins.
 
         Args:
             job: Megatron-LM's arguments.
 
         Returns:
-            Whether this training has saved this iteration already, and nothing is left to do.
+            True if this training has saved this iteration already, and nothing is left to do.
         """
         if not _is_in_folders(job):
             return False
@@ -97,7 +104,7 @@ class SavedPlaces:
 
 
 def _is_in_folders(job: Any) -> bool:
-    """Whether a save makes a folder with ``.metadata``, of files of this machine's file systems."""
+    """True if a save makes a folder with ``.metadata`` in a local file system."""
     is_sharded = getattr(job, "ckpt_format", None) == "torch_dist"
     return bool(job.save) and is_sharded and "://" not in str(job.save)
 
@@ -107,7 +114,7 @@ def _folder(root: Path, iteration: int) -> Path:
 
 
 def _named(root: Path) -> int | None:
-    """Return the iteration that the tracker names."""
+    """Return the tracker's iteration."""
     try:
         text = (root / TRACKER).read_text().strip()
     except OSError:
@@ -120,7 +127,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _name_another(root: Path, iteration: int) -> None:
-    """Have the tracker name the newest other checkpoint that is whole, or nothing."""
+    """Make the tracker name the newest other whole checkpoint, or nothing."""
     others = [
         int(folder.name.removeprefix("iter_"))
         for folder in root.glob("iter_*")
@@ -136,21 +143,22 @@ def _name_another(root: Path, iteration: int) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a checkpoint, first those without which it is none; what else a person
-    keeps there is not touched."""
+    """Yield the files of a checkpoint, the essential ones first; a person's own files there are not
+    touched."""
     yield from (folder / name for name in LAST_WRITTEN)
     yield folder / "common.pt"
     yield from sorted(folder.glob("*.distcp"))
 
 
 QUEUE = "megatron.training.async_utils"
-"""Has Megatron's queue of saves in ``_async_calls_queue``, which may be None before the first."""
+"""Module with Megatron's queue of saves in ``_async_calls_queue``; it may be None before the first.
+"""
 LOOK_S = 0.1
-"""How often it is asked whether a save that all wait for has ended."""
+"""Interval between looks at a save all ranks wait for, in seconds."""
 
 
 class AsyncSaves:
-    """What a rank knows of its saves: the same as every other rank after the same step."""
+    """A rank's saves: the same as every other rank's after the same step."""
 
     _session: Session | None = None
 
@@ -190,8 +198,8 @@ class AsyncSaves:
         return result
 
     def _finalize(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Megatron looks whether saves have ended: without waiting before each step, and waiting at
-        the end of the training."""
+        """Watch Megatron's look for finished saves: without waiting before each step, and waiting
+        at the end of the training."""
         self._check()
         is_last = bool(kwargs.get("terminate", args[1] if len(args) > 1 else False))
         if kwargs.get("blocking", args[0] if args else False):
@@ -203,8 +211,8 @@ class AsyncSaves:
         return result
 
     def at_boundary(self, finalize: Call) -> None:
-        """After a step, by all ranks. Where saves overlap or follow each other closely, there may
-        never be none in flight: then all wait here for them as soon as a change does.
+        """Wait for saves behind a step, by all ranks, as soon as a change does: if saves overlap or
+        follow closely, there may always be one in flight.
 
         Args:
             finalize: Megatron's ``maybe_finalize_async_save``. Collective.
@@ -227,8 +235,8 @@ class AsyncSaves:
         log.info("event=saves_ended took_s=%.1f", time.monotonic() - began)
 
     def leave(self) -> None:
-        """End the process that writes, which waits for the next save: no save is in flight, or this
-        process fails and what it began counts for nothing."""
+        """End the writing process, which waits for the next save: no save is in flight, or this
+        process fails and its begun saves count for nothing."""
         queue = _queue()
         for process in _persistent_processes(queue):
             with suppress(ValueError):  # it was closed
@@ -258,8 +266,8 @@ class AsyncSaves:
             self._session.note_save(self._pending[0][0] if self._pending else None)
 
     def _check(self, *, is_saving: bool = False) -> None:
-        """Raise ``RuntimeError`` where the process that writes has died with a save in flight, or
-        before the next one: Megatron would wait for it, for ever."""
+        """Raise ``RuntimeError`` if the writing process has died with a save in flight, or before
+        the next one: Megatron would wait for it, for ever."""
         queue = _queue()
         if queue is None or not (is_saving or queue.async_calls):
             return
@@ -281,7 +289,7 @@ def _queue() -> Any:
 
 
 def _persistent_processes(queue: Any) -> Iterator[Any]:
-    """Yield the process that writes this rank's saves one after the other, where there is one."""
+    """Yield the process of this rank's saves, if there is one."""
     if queue is None:
         return
     processes = [caller.process for caller in _persistent_callers(queue)]
@@ -292,7 +300,7 @@ def _persistent_processes(queue: Any) -> Iterator[Any]:
 
 
 def _persistent_callers(queue: Any) -> Iterator[Any]:
-    """Yield what talks to that process."""
+    """Yield the callers of this process."""
     for owner, name in (
         (queue, "persistent_caller"),  # nvrx; mcore before 0.17
         (type(queue), "_persistent_caller"),
@@ -304,7 +312,7 @@ def _persistent_callers(queue: Any) -> Iterator[Any]:
 
 
 def _has_written(queue: Any) -> bool:
-    """Whether the oldest save in flight was written before the process ended."""
+    """True if the oldest save in flight was written before the process ended."""
     caller = queue.async_calls[0].async_caller
     answers = getattr(caller, "comp_q", None) or getattr(caller, "_persistent_comp_q", None)
     if getattr(caller, "cur_item", None) is not None or answers is None:
@@ -313,7 +321,7 @@ def _has_written(queue: Any) -> bool:
 
 
 def _highest(value: int) -> int:
-    """Return the highest value that any rank has: hosts hear of a change at different moments."""
+    """Return the highest value of all ranks: hosts hear of a change at different moments."""
     found = torch.tensor([value], device=torch.cuda.current_device())
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     return int(found.item())

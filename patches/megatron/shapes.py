@@ -1,8 +1,8 @@
-"""Which global tensors a model's parameters are, and which boxes of them this rank holds.
+"""Global tensors of a model's parameters, and this rank's boxes of them.
 
-Source: what ``sharded_state_dict`` of megatron-core (0.14 to 0.19) says for its checkpoints.
-Differs in: no data is touched and nothing is gathered. Factories, which cut a parameter into
-several shards, are asked what they would cut by running them on a tensor without memory.
+Source: ``sharded_state_dict`` of megatron-core (0.14 to 0.19) for its checkpoints. Differs in: no
+data is touched and nothing is gathered. Factories, which cut a parameter into several shards, are
+run on a tensor without memory.
 """
 
 import io
@@ -20,12 +20,12 @@ from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.tensors.region import Box, Piece, row_major
 
 _CONTAINERS = ("layers", "experts.experts")
-"""Modules whose index megatron may turn into a leading axis of the tensor, the outermost first."""
+"""Modules with an index as leading axis of the tensor, the outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """The boxes of one global tensor that a local parameter holds.
+    """A local parameter's boxes of one global tensor.
 
     ``name`` is the same in every layout. ``pieces`` count positions in the flattened local
     parameter.
@@ -38,7 +38,8 @@ class ParameterPart:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ModelShard:
-    """A parameter or persistent buffer: the framework's own object, and what it is a part of."""
+    """A parameter or persistent buffer: the framework's own object, and its parts of global
+    tensors."""
 
     data: torch.Tensor
     parts: tuple[ParameterPart, ...]
@@ -125,8 +126,8 @@ def global_name(key: str, index: Iterable[int]) -> str:
     """Write the index on megatron's leading axes into the key.
 
     ``decoder.layers.mlp.experts.experts.w`` at [3, 1] is
-    ``decoder.layers.3.mlp.experts.experts.1.w``. Keys that have the layer in them already keep it,
-    so both of megatron's ways to name layers give the same.
+    ``decoder.layers.3.mlp.experts.experts.1.w``. Keys with the layer in them keep it, so both of
+    megatron's ways to name layers give the same.
     """
     for position in index:
         for container in _CONTAINERS:
@@ -159,7 +160,7 @@ def _strided_shards(item: Any) -> Iterator[tuple[Any, int, tuple[int, ...]]]:
 
 
 def _affine(positions: torch.Tensor, key: str) -> tuple[int, tuple[int, ...]]:
-    """Return start and strides of a tensor of positions that is a strided view in disguise."""
+    """Return start and strides of a tensor of positions, a strided view in disguise."""
     start = int(positions.flatten()[0])
     stride = tuple(
         int(positions.select(axis, 1).flatten()[0]) - start if size > 1 else 0
@@ -178,9 +179,9 @@ def _affine(positions: torch.Tensor, key: str) -> tuple[int, tuple[int, ...]]:
 
 
 def _duplicated(model: torch.nn.Module) -> set[int]:
-    """Return the identities of parameters that all tensor-parallel ranks have the same, whatever
-    their attributes say: Transformer Engine marks each weight as cut, also those of a module that
-    it does not cut, and Megatron-LM takes the mark away from 0.17 on alone (``TELinear``)."""
+    """Return the identities of parameters equal on all tensor-parallel ranks, whatever their
+    attributes say: Transformer Engine marks each weight as cut, also in uncut modules, and
+    Megatron-LM takes the mark away from 0.17 on alone (``TELinear``)."""
     return {
         id(parameter)
         for module in model.modules()
@@ -190,8 +191,8 @@ def _duplicated(model: torch.nn.Module) -> set[int]:
 
 
 def _refuse_uncut(key: str, data: torch.Tensor, parts: Sequence[ParameterPart]) -> None:
-    """Refuse a parameter that says tensor parallelism cuts it, where its sharded state says that
-    all tensor-parallel ranks have the same: one rank's part would be taken for all."""
+    """Refuse a parameter cut by tensor parallelism, but whole by its sharded state: one rank's part
+    would be taken for all."""
     from megatron.core import parallel_state
 
     is_expert = ".experts." in key or not getattr(data, "allreduce", True)

@@ -1,8 +1,13 @@
-"""What a job consumed and how it learned, step by step: for comparing a run with another one.
+"""Logs of a job's steps: Scalai's ledger for comparisons of runs, TensorBoard, Weights & Biases.
 
-The samples are hashed at consumption, in the order-free way of ``core/degrees/batches.py``: added
-over the data-parallel ranks, a step's value is that of its global batch, in any layout. `scalai
+The ledger hashes samples at consumption, in the order-free way of ``core/degrees/batches.py``:
+added over the data-parallel ranks, a step's value is its global batch's, in any layout. `scalai
 ledger` reads the lines.
+
+TensorBoard and Weights & Biases go on in the same run when the workers start anew. The writers are
+built before the state is restored, on the last rank, perhaps on another host than before. Steps
+written by a lost worker are not written again: TensorBoard's own ``purge_step`` would also delete
+every scalar plotted by Megatron over samples instead of steps.
 """
 
 import importlib
@@ -24,17 +29,17 @@ from scalai.core.degrees.batches import combine_hashes, sample_hashes
 from scalai.core.errors import UsageError
 
 LEDGER_DIR = "SCALAI_LEDGER_DIR"
-"""Environment variable: the folder where each rank writes what it consumed; unset: nothing."""
+"""Environment variable: folder of each rank's ledger; unset: none."""
 
 _SAMPLES = ("tokens", "text", "text_enc", "text_dec")
-"""Keys of a batch under which its samples stand: GPT's, BERT's, T5's two."""
+"""Keys of a batch's samples: GPT's, BERT's, T5's two."""
 
 
 class StepLedger:
     """Writes ``rank-<r>.jsonl`` in ``directory``, from the hooks of Megatron-LM's training loop.
 
     A line holds the round, the step, the samples consumed so far, the learning rate, and on the
-    ranks that have them: the hash of the step's samples (TP rank 0 of the first stage) and the loss
+    ranks with them: the hash of the step's samples (TP rank 0 of the first stage) and the loss
     (last stage). Rates and losses are read from the device once a step: for tests, not for speed.
     """
 
@@ -46,10 +51,10 @@ class StepLedger:
         self._loss: float | None = None
 
     def count(self, iterators: Any) -> None:
-        """Count what the training iterator gives from now on, if this rank is one that counts.
+        """Count the training iterator's samples from now on, on a counting rank.
 
         Args:
-            iterators: What build_train_valid_test_data_iterators() returned; virtual stages call it
+            iterators: Result of build_train_valid_test_data_iterators(); virtual stages call it
                 once a chunk, and the first chunk of the first stage reads the samples.
         """
         train = iterators[0]
@@ -59,7 +64,7 @@ class StepLedger:
             train.iterable = self._counted(train.iterable)
 
     def keep_loss(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Keep the reduced losses of a step, which the last stage has."""
+        """Keep the reduced losses of a step, on the last stage."""
         loss = losses.get("lm loss")
         self._loss = None if loss is None else float(loss.item())
 
@@ -83,7 +88,7 @@ class StepLedger:
 
 
 def samples_of(batch: Mapping[str, torch.Tensor]) -> NDArray[Any]:
-    """Return the samples of a batch, [samples, tokens]: what GPT, BERT and T5 read, side by side.
+    """Return the samples of a batch, [samples, tokens]: those of GPT, BERT and T5, side by side.
 
     Raises:
         UsageError: The batch has none of their names.
@@ -132,7 +137,7 @@ def resumed_run(wandb: Any, run_id: str) -> Iterator[None]:
 
 
 def skip_written_steps(writer: Any, written: dict[str, int]) -> None:
-    """Make ``writer.add_scalar`` leave out what the log holds already.
+    """Make ``writer.add_scalar`` leave out steps in the log.
 
     Args:
         writer: A ``SummaryWriter``.
@@ -154,8 +159,7 @@ def written_steps(directory: Path, records: int = 10_000) -> dict[str, int]:
 
     Args:
         directory: ``--tensorboard-dir``.
-        records: How many events are looked at, from the end: more than a job writes between two
-            states that it may have to go back to.
+        records: Number of events to read, from the end: more than a job writes between two states.
     """
     logs = [path for path in directory.glob("events.out.tfevents.*") if path.stat().st_size]
     for path in sorted(logs, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -178,7 +182,7 @@ def _scalars(path: Path, records: int) -> Iterator[tuple[str, int]]:
 
 
 def _records(content: mmap.mmap) -> list[tuple[int, int]]:
-    """List where the events lie; what a killed writer left unfinished at the end is left out."""
+    """List the places of events, without an unfinished one of a killed writer at the end."""
     places, at = [], 0
     while at + _HEADER_BYTES <= len(content):
         start = at + _HEADER_BYTES

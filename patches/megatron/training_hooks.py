@@ -1,4 +1,10 @@
-"""What of Megatron-LM's training scripts may surprise."""
+"""Hooks that make Megatron-LM's own training scripts elastic, without editing them.
+
+The two main functions, ``setup_model_and_optimizer`` and ``checkpoint_and_decide_exit`` of
+``megatron/training/training.py``, are looked up in their module at each call, and are the same from
+0.12 on. Decisions are in ``continuation``, ``versions``, and in
+``scalai.converters.megatron.rules``, as for the launcher.
+"""
 
 import importlib
 import inspect
@@ -49,7 +55,7 @@ from scalai.runtime.session import Session
 
 
 def warnings_of(args: Any) -> Iterator[str]:
-    """Yield what goes, but may surprise: one line each, for the log."""
+    """Yield warnings of accepted but surprising flags: one line each, for the log."""
     if getattr(args, "exit_signal_handler", False):
         yield (
             "--exit-signal-handler: a signal that reaches the workers themselves ends the job by "
@@ -66,11 +72,11 @@ def warnings_of(args: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """What Megatron-LM's scripts count in their arguments while they train.
+    """Megatron-LM's counters in its arguments.
 
     ``iteration`` is the number of steps done, the samples are global counts,
     ``num_floating_point_operations_so_far`` is Megatron's own estimate. ``padded_vocab_size``, in
-    rows, has to stay what it is: another size is another model.
+    rows, is fixed: another size is another model.
     """
 
     iteration: int
@@ -85,7 +91,7 @@ class TrainingProgress:
 
 
 def take_progress(args: Any, iteration: int, flops: float) -> TrainingProgress:
-    """Read the counters that Megatron-LM keeps in its arguments; the others are in its loop."""
+    """Read Megatron-LM's counters from its arguments; the others are in its loop."""
     return TrainingProgress(
         iteration=iteration,
         consumed_train_samples=args.consumed_train_samples,
@@ -97,7 +103,7 @@ def take_progress(args: Any, iteration: int, flops: float) -> TrainingProgress:
 
 
 def put_progress(args: Any, saved: Mapping[str, Json]) -> None:
-    """Set Megatron-LM's counters to what ``Progress.to_json`` saved.
+    """Set Megatron-LM's counters from ``TrainingProgress.to_json``.
 
     Raises:
         LayoutError: The vocabulary is padded to another size than before.
@@ -119,12 +125,12 @@ def put_progress(args: Any, saved: Mapping[str, Json]) -> None:
 
 
 def checkpoint_step(tracker: str | None, ckpt_step: int | None, is_finetune: bool) -> int | None:
-    """Return the iteration that ``--load`` would bring, or None if there is no checkpoint.
+    """Return the iteration of ``--load``, or None without a checkpoint.
 
     Args:
-        tracker: Content of ``latest_checkpointed_iteration.txt``; None where there is no such file.
+        tracker: Content of ``latest_checkpointed_iteration.txt``; None: no such file.
         ckpt_step: ``--ckpt-step``, which overrides the tracker.
-        is_finetune: ``--finetune`` takes the weights and counts from 0.
+        is_finetune: True for ``--finetune``, which takes the weights and counts from 0.
     """
     if tracker is None:
         return None
@@ -139,15 +145,15 @@ def checkpoint_step(tracker: str | None, ckpt_step: int | None, is_finetune: boo
 log = logging.getLogger(__name__)
 
 SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers")
-"""Where the samplers live: from 0.16 on, and before."""
+"""Modules of the samplers: from 0.16 on, and before."""
 FIM = "megatron.training.datasets.fim_dataset"
 FIRST_SHARE = "first_share"
 """Under this name it is told how the first round dealt: micro-batch size and replicas."""
 CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 LOADED_FROM = ("load", "pretrained_checkpoint")
-"""Arguments by which ``setup_model_and_optimizer`` reads a checkpoint."""
+"""Arguments of ``setup_model_and_optimizer`` for a checkpoint to load."""
 NO_CHECKPOINT = -1
-"""Stands for "no checkpoint" where a number has to be agreed on."""
+"""Stands for "no checkpoint" in a number all ranks agree on."""
 
 
 @cache
@@ -171,7 +177,7 @@ def install(get_session: Callable[[], Session]) -> None:
 
 
 class TrainingHooks:
-    """The hooks and what they remember between two calls. Every rank has them."""
+    """The hooks and their memory between two calls. Every rank has them."""
 
     _session: Session
     _training: Any
@@ -252,7 +258,7 @@ class TrainingHooks:
         return built
 
     def build_scheduler(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Note what the flags say of the schedule, before a checkpoint is loaded into it."""
+        """Note the schedule from the flags, before a checkpoint is loaded into it."""
         from scalai.patches.megatron.optimizer_state import asked_of
 
         scheduler = wrapped(*args, **kwargs)
@@ -306,8 +312,8 @@ class TrainingHooks:
         return False
 
     def _first_step(self, train_step: Call, args: Args, kwargs: Kwargs) -> Any:
-        """Make the round's first step, and tell its numbers: where it is compared and draws random
-        numbers, those of a further pass without any."""
+        """Make the round's first step, and tell its numbers: in a comparison with random numbers,
+        those of a further pass without any."""
         given, job = given_to(train_step, args, kwargs), self._training.get_args()
         random = randomness_of(job, given.get("model", []))
         bare, obstacle = None, obstacle_of(job, given)
@@ -327,8 +333,8 @@ class TrainingHooks:
     def _first_numbers(
         self, told: Numbers | None, result: Any, began: float, norm: NormInDouble, unlike: str
     ) -> Numbers:
-        """Return the numbers of the round's first step; they say whether those of later ones are of
-        all replicas, or of this one's share alone."""
+        """Return the numbers of the round's first step; they show if later ones are of all
+        replicas, or of this one's share alone."""
         numbers = numbers_of(self._training, result, began, norm, unlike)
         mine = loss_of(result)
         if mine is not None and numbers.loss is not None:
@@ -353,7 +359,7 @@ class TrainingHooks:
         return wrapped(*args, **kwargs)
 
     def _check(self, job: Any) -> tuple[int, ...]:
-        """Refuse what cannot be elastic, before anything is built; return Megatron-core's
+        """Refuse a job without elasticity, before anything is built; return Megatron-core's
         release."""
         import megatron.core
 
@@ -370,7 +376,7 @@ class TrainingHooks:
         return release_of(megatron.core.__version__)
 
     def _ask_of_layouts(self, release: tuple[int, ...]) -> None:
-        """Tell once which layouts Megatron-LM's own classes refuse."""
+        """Tell the layouts refused by Megatron-LM's own classes, once."""
         from scalai.patches.megatron.other_layouts import REFUSED, refused_layouts
 
         if not _UNCHECKED or REFUSED in self._session.facts:
@@ -383,7 +389,7 @@ class TrainingHooks:
             self._session.report_facts(**{REFUSED: found})
 
     def _keep_first_degrees(self, job: Any) -> None:
-        """Tell the degrees that the job began with; random samplers keep their order."""
+        """Tell the degrees of the job's begin; random samplers keep their order."""
         here = [job.micro_batch_size, job.data_parallel_size]
         first = self._session.facts.get(FIRST_SHARE, here)
         self._session.report_facts(**{FIRST_SHARE: first})
@@ -391,7 +397,7 @@ class TrainingHooks:
             self.draws.first = first[0], first[1]
 
     def _is_generation_newer(self, job: Any) -> bool:
-        """Whether to restore our generation. Called by all ranks: they agree on the checkpoint."""
+        """True to restore our generation. Called by all ranks: they agree on the checkpoint."""
         generation = self._session.restorable_step
         if generation is None:
             return False
@@ -470,7 +476,7 @@ def _hook_arguments(arguments: Any) -> None:
 
 
 _UNCHECKED: list[tuple[Any, Callable[[Any], object]]] = []
-"""The arguments of this process before Megatron-LM has checked them, and what checks them."""
+"""This process's arguments before Megatron-LM's checks, and the checking function."""
 
 
 def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -492,7 +498,7 @@ def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _agreed_checkpoint_step(job: Any) -> int | None:
-    """Return the iteration under --load, the newest that any rank sees. A collective, if --load."""
+    """Return the iteration under --load, the newest seen by any rank. A collective, if --load."""
     if job.load is None:
         return None
     tracker = Path(job.load, TRACKER)

@@ -1,1 +1,1 @@
-"""What a checkpoint of DeepSpeed holds, and how it gets into live memory."""
+"""The content of a DeepSpeed checkpoint, and its way into live memory."""

@@ -1,4 +1,8 @@
-"""Columns and what describes them as bytes: numpy's format, without pickles."""
+"""Agreement between the ranks of a job on one outcome: a refusal of one is a refusal of all.
+
+Bytes and JSON go between ranks, columns in numpy's format, no pickles. Every method is a collective
+of all ranks.
+"""
 
 import io
 import json
@@ -28,7 +32,7 @@ _BOXES = ("tensor", "offset", "shape")
 
 
 def packed(collection: Collection, head: Json, columns: Mapping[str, Column]) -> bytes:
-    """Return what ``unpacked`` reads."""
+    """Return bytes for ``unpacked``."""
     stream = io.BytesIO()
     tensors = [[tensor.name, list(tensor.shape), tensor.dtype] for tensor in collection.tensors]
     arrays: dict[str, Any] = {
@@ -57,14 +61,14 @@ Result = TypeVar("Result")
 _KINDS = {
     kind.__name__: kind for kind in (LayoutError, ProofError, RefusedError, StoreError, UsageError)
 }
-"""Errors that are the same on the ranks that only hear of them."""
+"""Errors with the same class on the other ranks."""
 
 
 class EngineRanks:
     """All ranks of a job.
 
     Args:
-        device: Where the backend of the default group takes tensors from.
+        device: Device of the default group's tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,11 +77,11 @@ class EngineRanks:
         self.world_size = dist.get_world_size()
 
     def together(self, step: Callable[[], Result]) -> Result:
-        """Return what ``step`` returns on this rank, once it has ended on all.
+        """Return ``step()`` of this rank, once it has ended on all.
 
         Raises:
-            ScalaiError: It has failed on some rank: its own error where it failed, the same kind
-                with the rank's number on the others.
+            ScalaiError: Some rank failed: its own error there, the same kind with the rank's number
+                on the others.
         """
         result: Result | None = None
         own: Exception | None = None
@@ -95,7 +99,7 @@ class EngineRanks:
         return result  # type: ignore[return-value]
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
-        """Return what ``make`` returns on rank 0, on all ranks. Raises as ``together``."""
+        """Return rank 0's ``make()`` on all ranks. Raises as ``together``."""
         made = self.together(lambda: make() if self.rank == 0 else b"")
         size = torch.tensor([len(made)], device=self._device)
         dist.broadcast(size, src=0)
@@ -104,11 +108,11 @@ class EngineRanks:
         return data.cpu().numpy().tobytes()
 
     def to_first(self, payload: bytes) -> list[bytes]:
-        """Return what each rank gives, by rank, on rank 0; nothing on others."""
+        """Return each rank's payload, by rank, on rank 0; nothing on others."""
         return self._gather(payload, everywhere=False)
 
     def any_of(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return where any rank's mask, of one length on all, is true."""
+        """Return the union of all ranks' masks of one length."""
         found = torch.from_numpy(mask.astype(np.uint8)).to(self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return np.asarray(found.cpu().numpy() != 0)

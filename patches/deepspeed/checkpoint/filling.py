@@ -1,7 +1,9 @@
-"""What a load reads is compared with the checksums that torch keeps in its files.
+"""Fills live memory from a checkpoint's files, and proves it.
 
-A rank reads the pieces that it wants, while a checksum is of a whole storage. So the storages that
-any rank reads are dealt out: each is read whole by one rank, before anything is written.
+Before anything is written, the files' storages are compared with torch's checksums. A rank reads
+pieces, and a checksum covers a whole storage: so storages read by any rank are dealt out, each
+whole to one rank. Then each rank reads its parts through one small buffer. Fingerprints of the read
+bytes are taken by the source's geometry, those of live memory by the engine's.
 """
 
 from collections.abc import Sequence
@@ -29,14 +31,14 @@ from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot, collection_of, piece_view
 
 THREADS = 4
-"""Storages that a rank reads at once."""
+"""Storages read at once by a rank."""
 _FILE_BITS = 44
 """A file has less than 2^44 bytes (16 TiB): its number and a byte in it make one key."""
 _UNTOUCHED = "The engine is as it was."
 
 
 def touched(storages: Sequence[FileStorage], pieces: Placed) -> npt.NDArray[np.bool_]:
-    """Return in which storages pieces lie, [storages]."""
+    """Return the storages with pieces in them, [storages]."""
     number = {file.path: at for at, file in enumerate(pieces.files)}
     keys = np.array([(number[s.file] << _FILE_BITS) + s.begin for s in storages], dtype=np.int64)
     ends = keys + np.array([s.size_bytes for s in storages], dtype=np.int64)
@@ -50,10 +52,10 @@ def touched(storages: Sequence[FileStorage], pieces: Placed) -> npt.NDArray[np.b
 
 
 def share(storages: Sequence[FileStorage], rank: int, world_size: int) -> list[FileStorage]:
-    """Return the storages that a rank checks: as many bytes a rank as whole storages allow.
+    """Return a rank's storages to check: as many bytes a rank as whole storages allow.
 
-    Ranks take neighbours, because what a rank wants of a flat buffer lies in few files: most of
-    what it checks here it reads again from its host's page cache.
+    Ranks take neighbours, because a rank's parts of a flat buffer lie in few files: it reads most
+    of them again from its host's page cache.
     """
     ends = np.cumsum([stored.size_bytes for stored in storages])
     if not len(ends):
@@ -100,14 +102,14 @@ _SPOILT = (
 
 
 def work_into(source: Placed, wanted: Collection) -> Work:
-    """Plan what fills the wanted rows.
+    """Plan the filling of the wanted rows.
 
     Args:
         source: Pieces in files, under the names and dtypes of ``wanted``.
         wanted: The rows of live memory.
 
     Raises:
-        LayoutError: Something wanted is held by no piece.
+        LayoutError: No piece holds a wanted element.
     """
     rows = np.zeros(len(wanted), dtype=np.int64)
     memory = (CheckpointFile("live memory", 0),)
@@ -120,8 +122,8 @@ def fill(directory: Path, work: Work, rows: Sequence[Row]) -> npt.NDArray[np.uin
     """Read the wanted rows into live memory; return their fingerprints, [rows].
 
     Raises:
-        StoreError: A file cannot be read. ProofError: Live memory is not what was read. Of both,
-            the engine's state is spoilt.
+        StoreError: A file cannot be read; the engine's state is spoilt.
+        ProofError: Live memory differs from the read bytes; the engine's state is spoilt.
     """
     read: list[list[int]] = [[] for _ in rows]
     units = [unit for task in work.tasks for unit in task.units]
@@ -154,27 +156,27 @@ def _check(rows: Sequence[Row], read: npt.NDArray[np.uint64], live: npt.NDArray[
 
 
 def _signed(bits: Bits) -> torch.Tensor:
-    """Return bits as the integers that ``piece_view`` has."""
+    """Return bits as integers, like ``piece_view``."""
     return torch.from_numpy(bits.view(_SIGNED[bits.itemsize]))
 
 
 def proof(rows: Sequence[Row], prints: npt.NDArray[np.uint64]) -> bytes:
-    """Return what ``check_proofs`` needs of a rank: its rows and their fingerprints."""
+    """Return a rank's part for ``check_proofs``: its rows and their fingerprints."""
     return packed(collection_of(rows), None, {"prints": prints})
 
 
 def check_proofs(directory: Path, source: Collection, proofs: Sequence[bytes]) -> None:
-    """Add up the fingerprints of all ranks to those of tensors, and compare them with those that a
-    conversion left beside the checkpoint.
+    """Add up the fingerprints of all ranks to those of tensors, and compare them with a
+    conversion's report beside the checkpoint.
 
     Args:
-        directory: The checkpoint's.
+        directory: The checkpoint's directory.
         source: Its tensors.
-        proofs: Of each rank what ``proof`` returned.
+        proofs: Each rank's result of ``proof``.
 
     Raises:
-        LayoutError: Together the ranks do not have every element of every tensor.
-        ProofError: Ranks that have the same elements differ, or tensors from what was converted.
+        LayoutError: The ranks together miss elements of a tensor.
+        ProofError: Ranks with the same elements differ, or tensors differ from the conversion's.
     """
     parts = [unpacked(part) for part in proofs]
     rows = concatenate([collection for collection, _, _ in parts])

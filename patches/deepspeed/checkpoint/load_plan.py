@@ -1,9 +1,10 @@
-"""A checkpoint's tensors under the names and dtypes that an engine has.
+"""One rank's part of a load, planned whole before anything is written: a checkpoint's tensors under
+the engine's names and dtypes.
 
 Names of parameters are the same. Kinds and dtypes differ with the precision: fp32 weights are their
-own masters (``param``), 16-bit ones have masters beside them (``main``). So what an engine computes
-with comes, where its dtype is not that of the checkpoint, from the fp32 values, rounded where it is
-16 bits: as ZeRO's own load makes the weights from the masters.
+own masters (``param``), 16-bit ones have masters beside them (``main``). So weights of another
+dtype than the checkpoint's come from the fp32 values, rounded for 16 bits, as ZeRO's own load makes
+the weights from the masters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,17 +39,17 @@ _FP32 = "F32"
 
 @dataclass(frozen=True, slots=True)
 class TensorOrigin:
-    """The tensor of a checkpoint that fills one of an engine; rounded to that one's dtype."""
+    """A checkpoint's tensor as the source of an engine's; rounded to the engine's dtype."""
 
     tensor: Tensor
     is_rounded: bool = False
 
 
 def origins(source: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, TensorOrigin]:
-    """Return by an engine's tensor what fills it. Those that nothing fills are left out.
+    """Return the sources by an engine's tensor. Tensors without a source are left out.
 
     Raises:
-        RefusedError: Shapes differ, or dtypes that do not follow from fp32.
+        RefusedError: Shapes differ, or dtypes other than from fp32.
     """
     found, unfit = {}, []
     for name, tensor in wanted.items():
@@ -76,9 +77,9 @@ def origins(source: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[
 def fitted(
     source: Placed, found: Mapping[str, TensorOrigin], wanted: Mapping[str, Tensor]
 ) -> Placed:
-    """Return the pieces of what fills an engine's tensors, under its names and dtypes.
+    """Return the sources' pieces under an engine's names and dtypes.
 
-    Pieces that lie there rounded already stay as they are.
+    Pieces rounded in the files stay as they are.
     """
     number = {tensor.name: at for at, tensor in enumerate(source.collection.tensors)}
     by_tensor = np.argsort(source.collection.tensor, kind="stable")
@@ -103,8 +104,8 @@ def fitted(
 
 
 def used(source: Collection, found: Mapping[str, TensorOrigin]) -> npt.NDArray[np.bool_]:
-    """Return which tensors of a checkpoint belong to something that this rank takes: of a weight
-    all that follows from it, [tensors]."""
+    """Return the tensors of a checkpoint related to this rank's sources, [tensors]: for a weight
+    all its kinds."""
     names = {origin.tensor.name for origin in found.values()}
     weights = {split_name(name)[1] for name in names if _is_weight(name)}
     return np.array(
@@ -149,11 +150,11 @@ class LoadPlan:
     """One rank's part of a load.
 
     Attributes:
-        rows: The live memory that is filled.
-        work: From where.
-        used: Which tensors of the checkpoint this rank has a use for, [tensors].
-        masters: What the optimizer updates; none where its state is not loaded.
-        path: The model file that stands for this rank's.
+        rows: The live memory to fill.
+        work: Its sources.
+        used: Tensors of the checkpoint used by this rank, [tensors].
+        masters: Tensors under the optimizer; none if its state is not loaded.
+        path: The model file for this rank.
         values: Its entries: counters, the schedule's state, the script's own.
     """
 
@@ -213,9 +214,9 @@ class LoadPlan:
         return plan
 
     def refuse_left_over(self, is_used: npt.NDArray[np.bool_]) -> None:
-        """Refuse a checkpoint with tensors that no rank has a use for.
+        """Refuse a checkpoint with tensors unused by all ranks.
 
-        ``is_used`` [tensors]: of all ranks.
+        ``is_used`` [tensors]: over all ranks.
         """
         if not self.request.load_module_strict:
             return
@@ -254,7 +255,7 @@ class LoadPlan:
         return self.request.load_lr_scheduler_states and self.engine.lr_scheduler is not None
 
     def _try_out(self) -> None:
-        """Refuse what ``put_scalars`` could not set."""
+        """Refuse values ``put_scalars`` could not set."""
         self._put_groups(_copies(self.masters))
         if self.request.load_module_only:
             return
@@ -288,8 +289,8 @@ def _kind(tensor: Tensor) -> str:
 def _refuse_missing(
     wanted: Mapping[str, Tensor], found: Mapping[str, Any], *, is_strict: bool
 ) -> None:
-    """Refuse what the checkpoint does not fill; without strictness weights that are not trained
-    may stay as they are."""
+    """Refuse tensors missing in the checkpoint; without strictness untrained weights may stay as
+    they are."""
     missing = [name for name in wanted if name not in found]
     trained = {split_name(name)[1] for name in wanted if not name.startswith(f"{PARAM}/")}
     needed = [name for name in missing if is_strict or split_name(name)[1] in trained]
@@ -301,7 +302,7 @@ def _refuse_missing(
 
 
 def _copies(masters: Sequence[Master]) -> list[Master]:
-    """Return masters whose steps and groups may be changed without a trace."""
+    """Return masters with copied steps and groups, to change without a trace."""
     groups = {id(master.group): _copied(master.group) for master in masters}
     return [
         replace(
@@ -314,7 +315,7 @@ def _copies(masters: Sequence[Master]) -> list[Master]:
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of which tensors that lie in a parameter group or are a step are new."""
+    """Return values with cloned tensors, of a parameter group or a step."""
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in values.items()

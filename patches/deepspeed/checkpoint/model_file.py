@@ -1,4 +1,5 @@
-"""How far a DeepSpeed checkpoint is, and what a script saved beside its state.
+"""Values of a checkpoint's model file: its step, and a script's own. They are read without running
+any code of the file.
 
 Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
 """
@@ -32,12 +33,12 @@ _DEEPSPEEDS_OWN = frozenset((
     "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
     "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts",
 ))  # fmt: skip
-"""Entries that are not a script's own."""
+"""DeepSpeed's own entries; others are a script's."""
 
 
 def checkpoint_step(directory: Path) -> int | None:
-    """Return the step of a checkpoint: by its tag where DeepSpeed chose that, else by what its
-    first file says. None: neither says."""
+    """Return the step of a checkpoint: from DeepSpeed's own tag, else from its first file. None:
+    unknown."""
     match = _STEP_TAG.fullmatch(directory.name)
     if match is not None:
         return int(match[1])
@@ -46,12 +47,12 @@ def checkpoint_step(directory: Path) -> int | None:
 
 
 def client_state_of(directory: Path) -> dict[str, Json]:
-    """Return what a script saved beside the state of a checkpoint, as far as it is JSON."""
+    """Return a checkpoint's entries of the script, as far as they are JSON."""
     return plain_client_state(_first_file(directory))
 
 
 def plain_client_state(content: Mapping[str, Any]) -> dict[str, Json]:
-    """Return of what ``load_checkpoint`` returns the entries that are a script's own and JSON."""
+    """Return the script's entries with a JSON form from the content of a model file."""
     own = {name: value for name, value in content.items() if name not in _DEEPSPEEDS_OWN}
     return {name: value for name, value in own.items() if _is_json(value)}
 
@@ -75,16 +76,15 @@ _OF_THE_LAYOUT = frozenset((
     "module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "buffer_names", "checkpoint_parallel_dimensions",
 ))  # fmt: skip
-"""Entries that are true of the saved degrees alone, or are tensors of the state."""
+"""Entries true at the saved degrees alone, or with tensors of the state."""
 _LOADED = frozenset((
     "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd",
 ))  # fmt: skip
-"""Entries that ``load_checkpoint`` keeps to itself."""
+"""Entries kept back by ``load_checkpoint``."""
 
 
 def own_file(engine: Any, tag: Tag) -> Path:
-    """Return the model file of a tag that this rank saved, or where degrees differ one that stands
-    for it."""
+    """Return the model file of a tag saved by this rank, or at other degrees one in its place."""
     here = parallel_ranks.degrees(engine)
     is_alike = len(tag.ranks) == here["tp"] * here["pp"] and len(tag.layers or [1]) == here["tp"]
     files = tag.ranks[engine.checkpoint_mp_rank if is_alike else 0].model
@@ -93,7 +93,7 @@ def own_file(engine: Any, tag: Tag) -> Path:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return the entries of a model file that hold at any degrees.
+    """Return the entries of a model file valid at any degrees.
 
     Raises:
         RefusedError: It is damaged, or an entry holds an object of a class that is not plain.
@@ -107,8 +107,8 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def client_state(values: Mapping[str, Any], request: LoadRequest) -> dict[str, Any]:
-    """Return of ``live_values`` what ``load_checkpoint`` returns to the script: all but what it has
-    loaded, as ``_load_checkpoint`` of deepspeed/runtime/engine.py does (0.19.8)."""
+    """Return the script's part of ``live_values``: all but loaded entries, as ``_load_checkpoint``
+    of deepspeed/runtime/engine.py does (0.19.8)."""
     loaded = frozenset() if request.load_module_only else _LOADED
     schedule = {"lr_scheduler"} if request.load_lr_scheduler_states else set()
     return {key: value for key, value in values.items() if key not in loaded | schedule}
@@ -119,7 +119,7 @@ def live_value(value: Any, what: str) -> Any:
 
     Args:
         value: A tree of plain values, ``NewTensor`` and stand-ins.
-        what: Whose it is, for the message.
+        what: Name of the value, for the message.
 
     Raises:
         RefusedError: It holds an object of a class that is not plain.
@@ -143,7 +143,7 @@ def live_value(value: Any, what: str) -> Any:
 
 
 def _of_torch(value: Any, what: str) -> Any:
-    """Return the dtype, device, array or bytes that a stand-in is of. Raises as ``live_value``."""
+    """Return the dtype, device, array or bytes of a stand-in. Raises as ``live_value``."""
     module, name = value.path
     if isinstance(value, Array):
         return value.array()

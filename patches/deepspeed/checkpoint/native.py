@@ -1,4 +1,4 @@
-"""Whether DeepSpeed loads a checkpoint into an engine by itself: decided by looking at both.
+"""Recognizes checkpoints DeepSpeed loads into an engine by itself.
 
 Source: ``load_checkpoint``, ``_load_checkpoint`` and ``_load_zero_checkpoint`` of
 deepspeed/runtime/engine.py, ``SDLoaderBase.load`` of runtime/state_dict_factory.py, 0.19.8.
@@ -22,7 +22,7 @@ Shapes = list[list[tuple[str, tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a script asks of ``load_checkpoint``: its arguments, with their defaults."""
+    """A script's arguments of ``load_checkpoint``, with their defaults."""
 
     load_dir: str
     tag: str | None
@@ -43,11 +43,11 @@ class LoadRequest:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the optimizer's state is asked for, too."""
+        """True if the optimizer's state is requested, too."""
         return self.load_optimizer_states and not self.load_module_only
 
     def directory(self) -> Path | None:
-        """Return where the checkpoint lies; None: there is none of a kind that is known here."""
+        """Return the checkpoint's directory; None: there is none of a known kind."""
         path = Path(self.load_dir)
         found = find_tag(path, None) if self.tag is None else path / str(self.tag)
         # Without a tag this may be the tag's own directory; DeepSpeed does not take it.
@@ -56,8 +56,8 @@ class LoadRequest:
 
 
 def is_out_of_scope(engine: Any) -> bool:
-    """Tell whether this engine's checkpoints are DeepSpeed's own business: universal ones, experts,
-    files on each node's disks, an engine that does not train."""
+    """True if this engine's checkpoints are left to DeepSpeed: universal ones, experts, files on
+    each node's disks, an engine without training."""
     return bool(
         engine.load_universal_checkpoint()
         or engine.has_moe_layers
@@ -67,7 +67,7 @@ def is_out_of_scope(engine: Any) -> bool:
 
 
 def loads_itself(engine: Any, directory: Path, request: LoadRequest) -> bool:
-    """Tell whether DeepSpeed loads this on this rank: the same stage, degrees and flat buffers.
+    """True if DeepSpeed loads this on this rank: the same stage, degrees and flat buffers.
 
     Raises:
         RefusedError: Files are missing or damaged.
@@ -91,7 +91,7 @@ def loads_itself(engine: Any, directory: Path, request: LoadRequest) -> bool:
 
 
 def _has_equal_buffers(engine: Any, path: Path) -> bool:
-    """Tell whether flat buffers hold the same parameters in the same order, for one optimizer."""
+    """True if flat buffers hold the same parameters in the same order, for one optimizer."""
     model = read_dictionary(path, trust=True)  # to look at; DeepSpeed itself believes it
     config = model.get("ds_config")
     config = config if isinstance(config, dict) else {}

@@ -1,8 +1,8 @@
-"""What a checkpoint holds, as all ranks have to know it: read once, sent as bytes.
+"""The content of a checkpoint for all ranks: read once, sent as bytes.
 
-Rank 0 reads every file's header, checks them, and shares where which piece lies; then each rank
-reads what it wants. Steps, parameter groups and loss scale are in the words of the live state
-(``steps``, ``groups``, ``loss_scale``).
+Rank 0 reads every file's header, checks them, and shares the places of pieces; then each rank reads
+its own. Steps, parameter groups and loss scale are in the words of the live state (``steps``,
+``groups``, ``loss_scale``).
 """
 
 import json
@@ -45,14 +45,14 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that rank 0 has read.
+    """A checkpoint read by rank 0.
 
     Attributes:
-        placed: Where its tensors lie, without steps.
-        steps: By parameter, how many the optimizer has made.
-        groups: Hyperparameters and their parameters, as ``take_groups`` has them.
-        loss_scale: Of fp16's dynamic scale, as ``take_loss_scale`` has it; empty of others.
-        storages: What has a checksum in the files.
+        placed: Places of its tensors, without steps.
+        steps: Number of the optimizer's steps, by parameter.
+        groups: Hyperparameters and their parameters, as from ``take_groups``.
+        loss_scale: State of fp16's dynamic scale, as from ``take_loss_scale``; else empty.
+        storages: Parts of the files with a checksum.
     """
 
     placed: Placed
@@ -62,7 +62,7 @@ class SavedCheckpoint:
     storages: Sequence[FileStorage]
 
     def to_bytes(self) -> bytes:
-        """Return what ``from_bytes`` reads."""
+        """Return bytes for ``from_bytes``."""
         placed = self.placed
         files = [[file.path, file.size_bytes] for file in placed.files]
         return packed(
@@ -78,7 +78,7 @@ class SavedCheckpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "SavedCheckpoint":
-        """Read what ``to_bytes`` returned."""
+        """Read the bytes of ``to_bytes``."""
         collection, (paths, steps, groups, loss_scale, storages), rows = unpacked(data)
         files = tuple(CheckpointFile(path, size) for path, size in paths)
         columns = rows["file"], rows["begin"], rows["stride"]
@@ -90,18 +90,18 @@ class SavedCheckpoint:
 def read_saved(
     directory: Path, cuts: str | None = None, order: Order | None = None, *, is_whole: bool = True
 ) -> SavedCheckpoint:
-    """Read the headers of all files of a tag, and check that they are of one whole save.
+    """Read the headers of all files of a tag, and check them for one whole save.
 
     Args:
-        cuts: Name or path of a file that says how tensor-parallel ranks cut parameters, where the
-            checkpoint does not.
-        order: Of the optimizer's parameters, where the checkpoint does not say it.
-        is_whole: Whether the optimizer's states are wanted, too.
+        cuts: Name or path of a file with the cuts of tensor-parallel ranks, if the checkpoint has
+            none.
+        order: Order of the optimizer's parameters, if the checkpoint has none.
+        is_whole: True if the optimizer's states are wanted, too.
 
     Raises:
         UsageError: There is no such file of cuts.
-        RefusedError: It is damaged, incomplete or of a kind that is not read, or nothing tells
-            whose the optimizer's states are.
+        RefusedError: It is damaged, incomplete or of an unknown kind, or the owner of the
+            optimizer's states is unknown.
         ProofError: Second copies differ at their start.
     """
     mapping = find_mapping(cuts, "cuts") if cuts else None
@@ -134,7 +134,7 @@ def read_saved(
 
 
 def _without_steps(placed: Placed) -> Placed:
-    """Return the pieces that lie in files; readers make up files for steps."""
+    """Return the pieces in files; readers make up files for steps."""
     is_stored = np.array([file.content is None for file in placed.files], dtype=bool)
     rows = np.flatnonzero(is_stored[placed.file])
     files = tuple(file for file in placed.files if file.content is None)

@@ -1,1 +1,1 @@
-"""What an engine keeps, and where: its tensors' elements, and its small state."""
+"""State of an engine: its tensors' elements, and its small state."""

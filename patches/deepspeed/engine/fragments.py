@@ -1,7 +1,7 @@
-"""Where DeepSpeed's flat buffers hold which elements of a parameter.
+"""Places of a parameter's elements in DeepSpeed's flat buffers.
 
-Where a parameter lies is read from its address: DeepSpeed lets its parameters be views of the flat
-buffers, so the order that it chose (``round_robin_gradients``, alignment) need not be known.
+They are read from addresses: DeepSpeed's parameters are views of the flat buffers, so its order
+(``round_robin_gradients``, alignment) need not be known.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from scalai.core.tensors.region import Piece, clip
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Fragment:
-    """Elements ``[low, high)`` of a flattened parameter, which lie at ``start`` of a flat buffer.
+    """Elements ``[low, high)`` of a flattened parameter, at ``start`` of a flat buffer.
 
-    ``low == high``: none of them are on this rank. ``cuts``: where in the flattened parameter the
-    ranges of two ranks meet, ascending, without its ends. Pieces end there on all ranks alike, so
-    that equal elements lie in equal boxes.
+    ``low == high``: this rank has none of them. ``cuts``: borders between ranks in the flattened
+    parameter, ascending, without its ends. Pieces end there on all ranks alike, so equal elements
+    lie in equal boxes.
     """
 
     parameter: torch.Tensor
@@ -30,7 +30,7 @@ class Fragment:
 
 
 def offset_in(flat: torch.Tensor, part: torch.Tensor, name: str) -> int:
-    """Return where ``part``, a contiguous view of ``flat``, begins in it, in elements.
+    """Return the begin of ``part``, a contiguous view of ``flat``, in elements.
 
     Raises:
         LayoutError: It is not such a view.
@@ -50,8 +50,8 @@ def offset_in(flat: torch.Tensor, part: torch.Tensor, name: str) -> int:
 def partitioned(
     parameter: torch.Tensor, numel: int, offset: int, partition_numel: int, rank: int
 ) -> Fragment:
-    """Return the fragment of a parameter that lies at ``offset`` of a flat buffer of equal
-    partitions, of which this rank owns number ``rank``."""
+    """Return this rank's fragment of a parameter at ``offset`` of a flat buffer of equal
+    partitions; the rank owns partition ``rank``."""
     begin = rank * partition_numel
     low = min(max(begin - offset, 0), numel)
     high = min(max(begin + partition_numel - offset, 0), numel)
@@ -66,8 +66,8 @@ def cut_pieces(
     """Yield the boxes of elements ``[low, high)`` of a flattened parameter, none across a cut.
 
     Args:
-        pieces: The boxes of the global tensor that the whole parameter holds, and where in it.
-        start: Where element ``low`` lies in the buffer that the result counts in.
+        pieces: The whole parameter's boxes of the global tensor, and their places in it.
+        start: Place of element ``low`` in the buffer of the result.
     """
     ends = [cut for cut in cuts if low < cut < high]
     for begin, end in zip((low, *ends), (*ends, high), strict=True):

@@ -1,4 +1,13 @@
-"""What the base optimizer's first step would make, with DeepSpeed's own optimizers."""
+"""The tensors and state of DeepSpeed's optimizers for a model's parameters, by class.
+
+Ranks with the same parameter cut it alike. The borders of ZeRO's partitions depend on neighbours,
+so a tied weight is cut elsewhere on another stage of a pipeline, and a whole parameter on another
+tensor-parallel rank if the shards beside it are uneven. Boxes of one tensor have to be equal in any
+overlap: every rank cuts at the borders of all.
+
+Source: deepspeed/runtime (0.16.0 to 0.19.8): zero/stage_1_and_2.py, zero/stage3.py,
+bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +25,10 @@ from scalai.patches.optimizers import Group, torch_state
 
 
 def ensure_state(optimizer: Any, values: torch.Tensor, group: dict[str, Any]) -> None:
-    """Give a fresh optimizer the state for ``values`` that its first step would make.
+    """Give a fresh optimizer its first-step state for ``values``.
 
     Raises:
-        RefusedError: It is not known what it would make.
+        RefusedError: This state is unknown.
     """
     if optimizer.state[values]:
         return
@@ -50,16 +59,16 @@ Names = Mapping[torch.Tensor, str]
 
 
 Dealt = tuple[Sequence[Sequence[str]], bool]
-"""By group its parameters, in the optimizer's order; whether that is the module's."""
+"""Parameters by group, in the optimizer's order; True if it is the module's."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Master:
-    """A tensor that the base optimizer updates, with its own dict of state for it.
+    """A tensor under the base optimizer's update, with its own dict of state.
 
     ``values``: the parameter itself, its fp32 copy, or a flat buffer of several. ``fragments``: one
-    for each parameter that the buffer was made of, also where this rank has none of its elements.
-    ``group``: its parameter group.
+    for each parameter of the buffer, even without elements on this rank. ``group``: its parameter
+    group.
     """
 
     values: torch.Tensor
@@ -69,12 +78,13 @@ class Master:
 
 
 def masters_of(engine: Any) -> list[Master]:
-    """List what the optimizer of an engine updates on this rank, with its state.
+    """List the tensors under an engine's optimizer on this rank, with their state.
 
-    A fresh optimizer gets the state that its first step would make.
+    A fresh optimizer gets its first-step state.
 
     Raises:
-        RefusedError: The optimizer is not known. LayoutError: Its buffers are not as expected.
+        RefusedError: The optimizer is unknown.
+        LayoutError: Its buffers are not as expected.
     """
     optimizer = engine.optimizer
     adapter = _ADAPTERS.get(type(optimizer).__name__)
@@ -96,10 +106,10 @@ def masters_of(engine: Any) -> list[Master]:
 
 
 def groups_of(masters: Sequence[Master], names: Names, *, vouched: bool) -> list[Group]:
-    """List the parameter groups of this rank, with the names of the parameters in them.
+    """List the parameter groups of this rank, with the names of their parameters.
 
     Args:
-        vouched: Of those alone of which this rank has elements that it may vouch for.
+        vouched: True for parameters with elements under this rank's vouch alone.
     """
     members: dict[int, tuple[dict[str, Any], list[str]]] = {}
     for master in masters:
@@ -121,10 +131,10 @@ def order_here(engine: Any) -> Dealt:
 
 
 def order_of(ranks: Sequence[Dealt]) -> Order:
-    """Return what deals parameters to the optimizer's groups, as the ranks of a job do.
+    """Return the order of parameters in the optimizer's groups, as the job's ranks have it.
 
-    It tells the order of parameters that one rank has all of; of those that several have, as
-    stages of another pipeline, where each keeps the module's order.
+    It knows the order of parameters that one rank has all of; over several ranks, as in stages of
+    another pipeline, only if each keeps the module's order.
     """
 
     def order(names: Sequence[str]) -> Sequence[Sequence[str]] | None:
@@ -142,7 +152,7 @@ def order_of(ranks: Sequence[Dealt]) -> Order:
 
 
 def vouched_parts(masters: Sequence[Master], names: Names) -> Iterator[tuple[str, Master]]:
-    """Yield the names of the parameters of which this rank has elements that it may vouch for."""
+    """Yield the names of parameters with elements under this rank's vouch."""
     for master in masters:
         for fragment in master.fragments:
             if fragment.low < fragment.high and is_vouched(fragment.parameter):
@@ -150,8 +160,8 @@ def vouched_parts(masters: Sequence[Master], names: Names) -> Iterator[tuple[str
 
 
 def is_vouched(parameter: torch.Tensor) -> bool:
-    """Whether this rank's copy is the one that counts. Later stages of a pipeline have copies of
-    tied modules too, of which only the tied weights are trained as the first stage's are."""
+    """True if this rank's copy counts. Later stages of a pipeline have copies of tied modules too;
+    of these only the tied weights are trained like the first stage's."""
     return not getattr(parameter, "ds_pipe_replicated", False)
 
 
@@ -253,7 +263,7 @@ def _stage_3(optimizer: Any, names: Names) -> _Parts:
 
 
 def shard_fragment(parameter: Any, flat: torch.Tensor, name: str) -> Fragment:
-    """Return the range of a parameter of stage 3 that this rank has, which lies in ``flat``."""
+    """Return this rank's range of a stage 3 parameter, as it lies in ``flat``."""
     shard = parameter.ds_tensor
     world, rank = _size_and_rank(parameter.ds_process_group)
     if shard.numel() * world < parameter.ds_numel:
@@ -299,9 +309,9 @@ Cuts = tuple[int, ...]
 
 
 def cut_alike(engine: Any, masters: Sequence[Master]) -> list[Master]:
-    """Return the masters with the cuts of all ranks that hold the same parameters united.
+    """Return the masters with the united cuts of all ranks with the same parameters.
 
-    Those ranks exchange a few numbers for each parameter; without pipeline and tensor parallelism
+    These ranks exchange a few numbers for each parameter; without pipeline and tensor parallelism
     nothing is done. Call it on every rank.
     """
     cuts = {id(f.parameter): f.cuts for master in masters for f in master.fragments}
@@ -319,7 +329,7 @@ def cut_alike(engine: Any, masters: Sequence[Master]) -> list[Master]:
 
 
 def _sharers(engine: Any) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-    """Yield groups of ranks, this one among them, and the parameters that all of them hold.
+    """Yield groups of ranks with this one, and their common parameters.
 
     Source: ``PipelineModule._index_tied_modules``, runtime/pipe/module.py (0.16.0 to 0.19.8).
     """

@@ -1,8 +1,8 @@
-"""Which boxes of a global tensor a tensor-parallel rank's parameter holds.
+"""This rank's place on the parallel axes of an engine, and its boxes of a cut parameter.
 
-The parameter itself says it: layers in Megatron's manner set ``tensor_model_parallel``,
+The parameter itself has the cut: layers in Megatron's manner set ``tensor_model_parallel``,
 ``partition_dim`` and ``partition_stride``, DeepSpeed's AutoTP an affine map (from 0.19 on). One
-that says nothing is equal on all ranks, as DeepSpeed takes it when it adds up gradient norms.
+without is equal on all ranks, as DeepSpeed's gradient norms assume.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class TensorParallel:
         return self._sliced(name, dim, getattr(parameter, "partition_stride", 1), shape)
 
     def is_cut(self, name: str, parameter: Any) -> bool:
-        """Whether other ranks hold other elements of a parameter. Raises as ``pieces``."""
+        """True if other ranks hold other elements of a parameter. Raises as ``pieces``."""
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         return self.pieces(name, parameter, shape)[0] != shape
 
@@ -123,8 +123,7 @@ def degrees(engine: Any) -> Mapping[str, int]:
 
 
 def fixed_degrees(engine: Any) -> Mapping[str, int]:
-    """Return the degrees that may not change: no adapter is proven for another split of
-    sequences."""
+    """Return the fixed degrees: no adapter is proven for another split of sequences."""
     return {"sp": degrees(engine)["sp"]}
 
 
@@ -135,7 +134,7 @@ def coordinate(engine: Any) -> str:
 
 
 def tensor_parallel(engine: Any) -> TensorParallel:
-    """Return this rank's place among the ranks that cut parameters."""
+    """Return this rank's tensor-parallel place."""
     from deepspeed.utils import bwc
 
     return TensorParallel(
@@ -145,7 +144,7 @@ def tensor_parallel(engine: Any) -> TensorParallel:
 
 
 def is_first_replica(engine: Any) -> bool:
-    """Whether this rank is the first of those that have the same layers."""
+    """True for the first rank among those with the same layers."""
     return dist.get_rank(engine.seq_data_parallel_group) == 0 == tensor_parallel(engine).rank
 
 

@@ -17,7 +17,7 @@ from scalai.patches.deepspeed.engine import parallel_ranks
 
 
 def state(engine: Any) -> Json:
-    """Return the state of all generators of this rank, and the layout under which it is valid."""
+    """Return the state of all generators of this rank, with its layout."""
     return {
         "degrees": _layout(engine),
         **host_rng_state(),
@@ -29,13 +29,13 @@ def state(engine: Any) -> Json:
 
 
 def restore(engine: Any, saved: Json | None, seed: int, step: int) -> str:
-    """Continue the RNG states of this coordinate, or begin new ones where the layout changed.
+    """Continue the RNG states of this coordinate, or begin new ones in another layout.
 
-    New ones are equal on all ranks but for the stages of a pipeline, as DeepSpeed's users seed
-    them; ``seed`` and ``step`` determine them.
+    New ones are equal on all ranks except for a pipeline's stages, as DeepSpeed's users seed them;
+    ``seed`` and ``step`` determine them.
 
     Returns:
-        One line for the log that says which.
+        One line for the log.
     """
     return restore_rng_state(
         saved, _layout(engine), seed, step,
@@ -44,12 +44,12 @@ def restore(engine: Any, saved: Json | None, seed: int, step: int) -> str:
 
 
 def _layout(engine: Any) -> dict[str, int]:
-    """Return all degrees and the ZeRO stage, which decides on when modules run."""
+    """Return all degrees and the ZeRO stage, which orders the runs of modules."""
     return {**parallel_ranks.degrees(engine), "zero": engine.zero_optimization_stage()}
 
 
 def go_on(saved: Mapping[str, Any]) -> None:
-    """Go on with what ``state`` returned."""
+    """Continue with the result of ``state``."""
     continue_host_rng(saved)
     _accelerator().set_rng_state(rng_state_of_text(saved["device"]))
     if saved["tracker"]:
@@ -64,7 +64,7 @@ def _begin(seed: int) -> None:
 
 
 def _tracker() -> Any:
-    """Return the RNG states of model-parallel regions, which activation checkpointing keeps."""
+    """Return the RNG states of model-parallel regions, of activation checkpointing."""
     return _checkpointing().get_cuda_rng_tracker()
 
 

@@ -1,4 +1,4 @@
-"""Which global tensors the parameters and buffers of an engine's model are."""
+"""Global tensors of an engine's parameters and buffers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class EngineShard:
 
     Attributes:
         name: The same in every layout.
-        shape: Of the global tensor.
+        shape: Shape of the global tensor.
         data: DeepSpeed's own parameter, or the buffer.
-        pieces: The boxes that it holds, as positions in it, flattened; with ZeRO 3, as if it were
-            gathered.
-        memory: Flat memory of the model, and ``range`` what part of ``data`` lies where in it.
-        is_vouched: Whether this rank may vouch for it.
+        pieces: Its boxes, as positions in it, flattened; with ZeRO 3, as if gathered.
+        memory: Flat memory of the model.
+        range: Range of ``data``, and its place in ``memory``.
+        is_vouched: True if this rank may vouch for it.
     """
 
     name: str
@@ -54,7 +54,7 @@ def shards_of(
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that belong to a model's ``state_dict``, with their names."""
+    """Yield the buffers of a model's ``state_dict``, with their names."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
@@ -90,7 +90,7 @@ def _buffer_shard(name: str, buffer: torch.Tensor, is_first_replica: bool) -> En
 
 
 def _whole(name: str, data: torch.Tensor) -> tuple[torch.Tensor, Fragment]:
-    """Return flat memory that holds all of ``data``."""
+    """Return flat memory with all of ``data``."""
     if not data.is_contiguous():
         raise RefusedError(
             f"{name} has strides {data.stride()} for shape {list(data.shape)}, so it is not one "

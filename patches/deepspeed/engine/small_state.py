@@ -1,4 +1,9 @@
-"""The loss scale of fp16: what of DeepSpeed's scalers changes while they train."""
+"""The small part of an engine's training state, as JSON: schedule, loss scale, groups, counters,
+steps.
+
+Steps are carried by the parameter's name, because Adam corrects its bias by them. DeepSpeed keeps
+one number for all parameters of a flat buffer, the base optimizer one for each of its parameters.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +22,12 @@ _OVERRIDE = ("custom_loss_scaler", "external_loss_scale")
 
 
 def take_loss_scale(optimizer: Any) -> Json:
-    """Return the scale and what decides on its next change; empty where nothing is scaled."""
+    """Return the scale and the counters behind its next change; empty without scaling."""
     return {**_taken(_scaler(optimizer), _SCALER), **_taken(optimizer, _OVERRIDE)}
 
 
 def put_loss_scale(saved: Mapping[str, Json], optimizer: Any) -> None:
-    """Set what ``take_loss_scale`` returned and this optimizer has, too."""
+    """Set the values of ``take_loss_scale`` known to this optimizer."""
     for owner, keys in ((_scaler(optimizer), _SCALER), (optimizer, _OVERRIDE)):
         for key in keys:
             if key in saved and hasattr(owner, key):
@@ -30,7 +35,7 @@ def put_loss_scale(saved: Mapping[str, Json], optimizer: Any) -> None:
 
 
 def _scaler(optimizer: Any) -> Any:
-    """Return what counts: ``LossScaleConfig`` of ZeRO 0 (before 0.18 the optimizer itself), or
+    """Return the scaler: ``LossScaleConfig`` of ZeRO 0 (before 0.18 the optimizer itself), or
     ``LossScaler`` of ZeRO 1 to 3."""
     for name in ("loss_scale_config", "loss_scaler"):
         if hasattr(optimizer, name):
@@ -64,7 +69,7 @@ def take_steps(masters: Sequence[Master], names: Names) -> dict[str, float]:
 
 def _read(entries: Iterable[Any]) -> dict[int, float]:
     """Return numbers and tensors of one element as numbers, by identity. Each device is asked once,
-    because an answer waits for what is queued there."""
+    because an answer waits for its queue."""
     found = {id(entry): entry for entry in entries}
     tensors = defaultdict[torch.device, dict[int, torch.Tensor]](dict)
     for key, entry in found.items():
@@ -76,11 +81,11 @@ def _read(entries: Iterable[Any]) -> dict[int, float]:
 
 
 def put_steps(steps: Mapping[str, float], masters: Sequence[Master], names: Names) -> None:
-    """Set the steps that ``take_steps`` returned, of all ranks.
+    """Set the steps from ``take_steps``, of all ranks.
 
     Raises:
-        RefusedError: Parameters that are in one buffer here have made unequal numbers of steps, or
-            there is none for a parameter.
+        RefusedError: Parameters of one buffer have unequal numbers of steps, or a parameter has
+            none.
     """
     for master in masters:
         if STEP not in master.state:
@@ -132,7 +137,7 @@ def take_scalars(engine: Any, masters: Sequence[Master]) -> Json:
 
 
 def put_scalars(saved: Mapping[str, Any], engine: Any, masters: Sequence[Master]) -> None:
-    """Put back what ``take_scalars`` returned, united over all ranks.
+    """Restore the result of ``take_scalars``, united over all ranks.
 
     Raises:
         RefusedError: Steps or parameter groups do not fit the layout of this engine.

@@ -1,4 +1,4 @@
-"""What gloo does otherwise than NCCL.
+"""Differences of gloo from NCCL.
 
 Gather and coalescing are left alone: gloo has them in torch 2.13.
 """

@@ -1,4 +1,5 @@
-"""Places in ``megatron.core`` that need CUDA, Apex or Transformer Engine: patched on import."""
+"""Places in ``megatron.core`` and ``megatron.training`` with a need of CUDA, Apex, Transformer
+Engine or a compiler: patched on import."""
 
 import copy
 import importlib.metadata
@@ -139,7 +140,7 @@ def _make_adam_state(optimizer: Any) -> None:
 
 HELPERS = "megatron.core.datasets.helpers_cpp"
 DEVICES = 8
-"""What ``torch.cuda.device_count()`` answers: initialize.py skips model parallelism at 0."""
+"""Answer of ``torch.cuda.device_count()``: initialize.py skips model parallelism at 0."""
 
 
 def install_training() -> None:
@@ -177,7 +178,7 @@ def _wheel_helpers() -> Iterator[Path]:
 
 
 def _helpers_of_the_wheel(datasets: Any) -> None:
-    """Where a checkout has no compiled dataset helpers take the wheel's, with the same API."""
+    """Give a checkout without compiled dataset helpers the wheel's, with the same API."""
     if importlib.util.find_spec(HELPERS) is not None:
         return
     for path in _wheel_helpers():
@@ -214,8 +215,8 @@ def _queue_in_process(filesystem_async: Any) -> None:
 
 
 def _saves_of_copies(strategies_torch: Any) -> None:
-    """Megatron takes what lies in host memory for a copy of what lies on the device already; here
-    it is the model itself, which the next steps change while it is written."""
+    """Copy tensors of an asynchronous save: Megatron takes those in host memory for copies of the
+    device's; here they are the model itself, changed by the next steps."""
     planner = strategies_torch.MCoreSavePlanner
     resolve_data = planner.resolve_data
 
@@ -234,8 +235,8 @@ def _saves_asynchronously() -> bool:
 
 
 def _never_run_the_script_again() -> None:
-    """Python's spawned processes import the script, which imports megatron before it is patched,
-    and takes 4 s and 200 MB a process. What a save's processes run is not the script's."""
+    """Keep spawned processes from importing the script, which imports megatron before it is
+    patched, in 4 s and 200 MB a process. Processes of a save do not run the script."""
     get_data = spawn.get_preparation_data
 
     @wraps(get_data)

@@ -1,4 +1,5 @@
-"""How the shims replace what a module offers."""
+"""Modules and names imported by megatron without condition and missing on a CPU machine, and tools
+to replace names."""
 
 import importlib.machinery
 import importlib.util
@@ -21,10 +22,10 @@ def replace(*owners: Any, **values: Any) -> None:
 
 
 def returning(value: Any) -> Callable[..., Any]:
-    """Return a new function that takes anything and returns ``value``.
+    """Return a new function with any arguments and the result ``value``.
 
-    One for each name that is replaced: torch's compiler keeps a table by function and refuses to
-    find one under two names.
+    One for each replaced name: torch's compiler keeps a table by function and refuses to find one
+    under two names.
     """
 
     def answer(*args: Any, **kwargs: Any) -> Any:
