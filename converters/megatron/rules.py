@@ -2,10 +2,10 @@
 the parsed arguments of its workers, for live models and for checkpoints.
 
 ``--check-elastic`` and the coordinator apply it to the flags (``arguments.py``), a worker to the
-namespace of ``get_args()`` (``patches/megatron/training_hooks.py``) and to the configurations of its
-model (``patches/megatron/megatron_state.py``), ``scalai reshard`` to the arguments in a checkpoint
-(``model_limits.py``). Rules differ between releases; a script's release is read from the checkout
-around it. ``sums.py`` has a model's sums over tokens, grouped otherwise in another layout.
+namespace of ``get_args()`` (``patches/megatron/training_hooks.py``) and to the configurations of
+its model (``patches/megatron/megatron_state.py``), ``scalai reshard`` to the arguments in a
+checkpoint (``model_limits.py``). Rules differ between releases; a script's release is read from the
+checkout around it. ``sums.py`` has a model's sums over tokens, grouped otherwise in another layout.
 
 Source: megatron/training/arguments.py of 0.14.0 to 0.19.0 and of 0.20 (d98e8a64).
 """
