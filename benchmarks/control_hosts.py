@@ -25,6 +25,8 @@ from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings, Want
 from scalai.core.messages import commands
+from scalai.core.messages.events import Committed, Prepared, Replicated
+from scalai.core.messages.reports import Grown
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     BeginSnapshot,
@@ -135,9 +137,9 @@ class Hands:
     def generations(self) -> frozenset[int]:
         return frozenset(self._host.store.generations)
 
-    def seen(self, current: Round | None) -> events.Seen | None:
+    def seen(self, current: Round | None) -> events.GroupSeen | None:
         group = None if current is None else self.groups.get(current.number)
-        return None if group is None else events.Seen(newest=group.newest_step())
+        return None if group is None else events.GroupSeen(newest=group.newest_step())
 
     def arrivals(self) -> Iterable[Event]:
         return ()
@@ -149,11 +151,11 @@ class Hands:
         match action:
             case actions.Tell(report):
                 self._host.link.tell(report)
-            case actions.Answer(call, value):
+            case actions.AnswerCall(call, value):
                 self._answered(call, value)
-            case actions.Welcome(call):
+            case actions.AnswerHello(call):
                 self._answered(call, None)
-            case actions.Refuse(call):
+            case actions.RefuseCall(call):
                 self._waits.pop(call, None)
             case actions.StartGroup(workers):
                 group = self.groups[workers.round] = Group(workers)
@@ -162,19 +164,19 @@ class Hands:
             case actions.EndGroup(number):
                 group = self.groups.pop(number)
                 return [events.GroupEnded(number, group.newest_step())]
-            case actions.Propose(number, stop):
+            case commands.Prepare(number, stop):
                 group = self.groups[number]
                 newest = group.newest_step()
                 group.go_on(stop)
-                return [events.Proposed(number, stop, newest)]
-            case actions.Agree(number, stop):
+                return [Prepared(self._host.name, number, stop, newest)]
+            case commands.Agree(number, stop):
                 group = self.groups[number]
                 group.pause(stop)
                 self._later(self._all, group, "stop")
                 return [events.Agreed(number, stop)]
-            case actions.Space(number, begin, every):
-                return [events.Spaced(number, begin, every, self.groups[number].newest_step())]
-            case actions.WithdrawStop(number):
+            case commands.Space(number):
+                return [events.Spaced(action, self.groups[number].newest_step())]
+            case commands.Withdraw(number):
                 self.groups[number].go_on()
             case actions.Rejoin():
                 self._host.rejoin()
@@ -190,21 +192,22 @@ class Hands:
                 self._later(host.agent.feed, events.Reserved(number, slot))
             case actions.Seal():
                 host.background.run(partial(host.seal, action), host.feed_later)
-            case actions.Fetch(start, wants):
+            case actions.FetchWanted(start, wants):
                 work = partial(host.verify, start, wants)
                 host.background.run(work, lambda found: host.later(partial(host.found, found)))
-            case actions.TryCommit(generation, snapshot):
-                if snapshot not in host.store.sealed:
+            case actions.TryCommit(command):
+                generation = command.generation
+                if command.snapshot not in host.store.sealed:
                     return [events.NothingToCommit(generation, "here")]
-                sealed = host.store.sealed.pop(snapshot)
-                host.store.generations[generation] = committed(sealed, action)
-                return [events.CommitDone(generation)]
+                sealed = host.store.sealed.pop(command.snapshot)
+                host.store.generations[generation] = committed(sealed, command)
+                return [Committed(host.name, generation)]
             case actions.DiscardSealed(kept):
                 sealed_parts = host.store.sealed
                 host.store.sealed = {n: part for n, part in sealed_parts.items() if n in kept}
-            case actions.Replicate(command):  # without tensors there is nothing to fetch
-                return [events.Replicated(command.order, None, 0)]
-            case actions.Drop(generation):
+            case commands.Replicate(order):  # without tensors there is nothing to fetch
+                return [Replicated(host.name, order, 0)]
+            case commands.Drop(generation):
                 host.store.generations.pop(generation, None)
         return ()
 
@@ -350,7 +353,7 @@ class Host:
     def _lost(self, error: PeerError) -> None:
         self.watch.say(f"{self.name} has lost the coordinator: {error}")
         self.watch.count("gave_up")
-        self.agent.feed(events.CoordinatorLost(str(error)))
+        self.agent.feed(events.JobLost(str(error)))
 
     def _expelled(self, error: PeerError) -> None:
         self.watch.say(f"{self.name} is expelled: {error}")
@@ -373,6 +376,10 @@ class Host:
     def _is_before(self, group: Group) -> bool:
         return group.workers.placement.world_size == self._layouts.before.world_size
 
+    def _feed_all(self, found: tuple[Event, ...]) -> None:
+        for event in found:
+            self.feed_later(event)
+
     def feed_later(self, event: Event) -> None:
         self.later(partial(self.agent.feed, event))
 
@@ -382,7 +389,7 @@ class Host:
         about = {**action.about, "time": time.time()}
         made = manifest(self.name, action.step, about, tuple(sorted(action.parts)), rows)
         self.store.sealed[str(about["snapshot"])] = made
-        return events.Sealed(action.round, action.slot, summary_bytes(made))
+        return events.SealDone(action.round, action.slot, summary_bytes(made))
 
     def verify(self, start: commands.Start, wants: Mapping[int, Want]) -> commands.Start:
         """Check a start's sources, which arrived with their digest; beside the loop."""
@@ -395,7 +402,7 @@ class Host:
         """The sources are verified: go on with the restore once the benchmark says so."""
         assert start.sources is not None
         self.sources, self._group = start.sources.value, start.workers.placement.group
-        self.watch.when("move", lambda: self.background.run(self._fetched, self.feed_later))
+        self.watch.when("move", lambda: self.background.run(self._fetched, self._feed_all))
 
     def plan(self) -> tuple[float, int]:
         """Ask the hosts that hold what this one wants, and plan. Returns the seconds that it took,
@@ -405,15 +412,15 @@ class Host:
         count = ask_and_plan(self.sources, self.store, self._wants, self._group, TOKEN)
         return time.perf_counter() - begin, count
 
-    def _fetched(self) -> Event:
+    def _fetched(self) -> tuple[Event, ...]:
         """Have all that the workers want, as if it had been planned and moved; beside the loop."""
         assert self.sources is not None
         own = self.store.generations[self.sources.generation]
         rows = self._layouts.fetched[min(self._wants) // SLOTS]
         nothing = Source(_nothing_to_read(), own.step, 1, NO_FACTS, NO_FACTS)
-        return events.Fetched(
-            self._round, dict.fromkeys(self._wants, nothing), grown(own, rows), 0.0, 0.0, 0, 0
-        )
+        sources, made = dict.fromkeys(self._wants, nothing), grown(own, rows)
+        fetched = events.WantedFetched(self._round, sources, 0.0, 0.0, 0, 0)
+        return (fetched,) if made is None else (Grown(made), fetched)
 
     def tick(self) -> None:
         if not self.agent.is_over():

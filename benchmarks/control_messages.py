@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from control_layout import fingerprints
 
-from scalai.core.host.actions import TryCommit
 from scalai.core.host.state import Want
+from scalai.core.messages.commands import Commit
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.fingerprint import Committed
 from scalai.core.tensors.plan import plan
@@ -36,9 +36,9 @@ def ask_and_plan(
     return len(parts.others)
 
 
-def committed(sealed: HostManifest, action: TryCommit) -> HostManifest:
+def committed(sealed: HostManifest, command: Commit) -> HostManifest:
     """Return what a sealed part becomes by its commit."""
-    return replace(sealed, generation=action.generation, committed=action.committed)
+    return replace(sealed, generation=command.generation, committed=command.committed)
 
 
 def grown(part: HostManifest, fetched: Collection) -> bytes | None:

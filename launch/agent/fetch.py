@@ -3,7 +3,7 @@ orders to read."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from scalai.core.host import events
 from scalai.core.host.state import Want
 from scalai.core.jsonable import Json
 from scalai.core.messages.commands import Start
-from scalai.core.messages.reports import Suspected
+from scalai.core.messages.reports import Grown, Suspected
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import ReadOrder, Source
 from scalai.core.tensors.collection import concatenate
@@ -65,17 +65,14 @@ class Restore:
     bytes_remote: int
     suspected: Suspected | None = None
 
-    def to_event(self, round: int) -> events.Fetched:
-        """Return it as an event of the host's round."""
-        return events.Fetched(
-            round=round,
-            sources=self.sources,
-            grown=None if self.grown is None else summary_bytes(self.grown),
-            plan_s=self.plan_s,
-            move_s=self.move_s,
-            bytes_local=self.bytes_local,
-            bytes_remote=self.bytes_remote,
-            suspected=self.suspected,
+    def to_events(self, round: int) -> Iterable[events.Event]:
+        """Yield it as events of the host's round."""
+        if self.grown is not None:
+            yield Grown(summary_bytes(self.grown))
+        if self.suspected is not None:
+            yield self.suspected
+        yield events.WantedFetched(
+            round, self.sources, self.plan_s, self.move_s, self.bytes_local, self.bytes_remote
         )
 
 

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from scalai.core.host.events import HealthChecked
-
 END_S = 5.0
 """How long a command that was killed may take to end."""
 KEPT_BYTES = 4096
@@ -37,7 +35,8 @@ class HealthCheck:
             healthy.
         timeout_s: How long the command may take.
         variables: What the command finds in its environment beside the agent's own.
-        feed: Takes what comes of a check, in any thread.
+        done: Takes the number of an order and the fault of the host (None: it is healthy), in any
+            thread.
     """
 
     def __init__(
@@ -45,10 +44,10 @@ class HealthCheck:
         command: str | None,
         timeout_s: float,
         variables: Mapping[str, str],
-        feed: Callable[[HealthChecked], None],
+        done: Callable[[int, str | None], None],
     ) -> None:
         self._words = shlex.split(command or "")
-        self._timeout_s, self._variables, self._feed = timeout_s, variables, feed
+        self._timeout_s, self._variables, self._done = timeout_s, variables, done
         self._asked = queue.SimpleQueue[tuple[int, str]]()
         self._stuck: subprocess.Popen[bytes] | None = None
         """A command that was killed and has not ended."""
@@ -67,7 +66,7 @@ class HealthCheck:
         if self.has_command:
             self._asked.put((order, reason))
         else:
-            self._feed(HealthChecked(order, is_healthy=True, reason=""))
+            self._done(order, None)
 
     def _work(self) -> None:
         while True:
@@ -77,7 +76,7 @@ class HealthCheck:
             except Exception as error:  # our own slip: the job would wait for an answer for ever
                 log.exception("event=error in a health check")
                 fault = f"the check itself failed: {error!r}"
-            self._feed(HealthChecked(order, is_healthy=fault is None, reason=fault or ""))
+            self._done(order, fault)
 
     def run(self, reason: str) -> str | None:
         """Return why this host is not healthy, None where it is. Blocks for the command's time and

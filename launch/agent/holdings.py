@@ -203,7 +203,7 @@ class Holdings:
     def told_to_exit(self, leave: LeaveState) -> None:
         """The coordinator ends this host's part; if the job has come to its end, that is kept in
         the durable directory, with the ledger of all samples."""
-        self._keeps, ending = leave.keeps_state, leave.ending
+        self._keeps, ending = leave.command.keeps_state, leave.command.ending
         if ending is None or self._folder is None or not leave.last_step:
             return
         step = max(leave.last_step, ending.step)

@@ -22,6 +22,7 @@ from scalai.core.host.events import Event
 from scalai.core.host.law import advance
 from scalai.core.host.state import HostState, Round
 from scalai.core.messages.commands import Command
+from scalai.core.messages.reports import Slots
 from scalai.core.messages.worker_messages import WorkerRequest
 from scalai.launch.agent.worker_group import WorkerGroup
 
@@ -60,7 +61,7 @@ class Doer(Protocol):
     @property
     def groups(self) -> Mapping[int, WorkerGroup]: ...
     def generations(self) -> frozenset[int]: ...
-    def seen(self, current: Round | None) -> events.Seen | None: ...
+    def seen(self, current: Round | None) -> events.GroupSeen | None: ...
     def arrivals(self) -> Iterable[Event]: ...
     def take_call(self, answer: "Future[Any]") -> int: ...
     def perform(self, action: Action) -> Iterable[Event]: ...
@@ -124,7 +125,7 @@ class Agent:
                 except (ScalaiError, OSError) as error:
                     # For want of room, of a file or of a process: the round fails, not the agent.
                     log.exception("event=error host=%s", self.state.host)
-                    pending.append(events.ActionFailed(str(error)))
+                    pending.append(events.WorkFailed(None, str(error)))
 
     def put(self, event: Event) -> None:
         """Have the loop feed an event. Any thread may call it."""
@@ -146,7 +147,7 @@ class Agent:
         """Time passes; in the loop."""
         for event in self._performer.arrivals():
             self.feed(event)
-        self.feed(events.Ticked(time.monotonic(), self._performer.seen(self.state.round)))
+        self.feed(events.TimePassed(time.monotonic(), self._performer.seen(self.state.round)))
         if not self.is_over():
             self._watches()
 
@@ -177,4 +178,4 @@ class Agent:
 
     def set_slots(self, slots: int) -> None:
         """The device probe reports another number."""
-        self.put(events.SlotsChanged(slots))
+        self.put(Slots(slots))

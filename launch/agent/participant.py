@@ -13,6 +13,7 @@ from scalai.core.host import events
 from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
 from scalai.core.job.underway import Underway
+from scalai.core.messages.events import HealthChecked
 from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.caretaker import say_ahead
@@ -83,7 +84,7 @@ class Participant:
                 self._served.link.rejoin(self._brings(), joined)
             else:
                 text = f"event=not_rejoined host={self._agent.state.host}: {failed} The agent ends."
-                self._agent.feed(events.NotRejoined(text))
+                self._agent.feed(events.JobLost(text))
 
         if self._agent.state.round is None:
             self._served.holdings.attach_beside(join)
@@ -144,7 +145,7 @@ class Participant:
         """The coordinator is gone, or refuses this host; in the loop."""
         served = self._served
         self._agent.feed(
-            events.CoordinatorLost(
+            events.JobLost(
                 f"event=coordinator_lost {error} Workers stop; what was committed stays in "
                 f"{served.store.directory} ({served.holdings.newest()}): start the job again. If "
                 "it has ended meanwhile, this host has not heard how: look for event=exit in the "
@@ -332,7 +333,11 @@ def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> 
 def _health_check(spec: JobSpec, host: str, feed: Callable[[events.Event], None]) -> HealthCheck:
     variables = {"SCALAI_HOST": host, "SCALAI_JOB": spec.job}
     probe = spec.config.probe
-    check = HealthCheck(probe.health_check, probe.health_timeout_s, variables, feed)
+
+    def done(order: int, fault: str | None) -> None:
+        feed(HealthChecked(host, order, fault is None, fault or ""))
+
+    check = HealthCheck(probe.health_check, probe.health_timeout_s, variables, done)
     check.start()
     return check
 

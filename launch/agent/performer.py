@@ -20,11 +20,13 @@ from scalai.core.dataset.table import DATASET
 from scalai.core.errors import PeerError, ProofError, ScalaiError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
-from scalai.core.host.events import Event, GroupOver, Seen
+from scalai.core.host.events import Event, GroupOver, GroupSeen
 from scalai.core.host.state import Call, Round, Want
 from scalai.core.job.deadlines import GONE_S
+from scalai.core.messages import commands, reports
+from scalai.core.messages import events as job_events
 from scalai.core.messages.commands import Replicate, Start
-from scalai.core.messages.reports import Holding, Report
+from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent.background import THREADS, Background
@@ -105,13 +107,13 @@ class Performer:
         """Return the generations that the store holds."""
         return frozenset(self._store.generations())
 
-    def seen(self, current: Round | None) -> Seen | None:
+    def seen(self, current: Round | None) -> GroupSeen | None:
         """Return how the workers of a round are, None where there are none."""
         group = None if current is None else self.groups.get(current.number)
         if current is None or group is None:
             return None
         page, first = group.page, current.ranks.start
-        return Seen(
+        return GroupSeen(
             newest=group.newest_step(),
             save=page.save_in_flight(),
             looks=page.save_looks(),
@@ -123,7 +125,7 @@ class Performer:
         """Yield news of bytes that come from other hosts."""
         news = None if self._moving is None else self._moving.news()
         if self._moving is not None and news is not None:
-            yield events.Moved(self._moving.round, news)
+            yield reports.Moved(self._moving.round, news)
 
     # ------------------------------------------------------------------ calls of workers
 
@@ -139,7 +141,7 @@ class Performer:
     def _refuse(self, call: Call, reason: str) -> None:
         self._calls.pop(call).set_exception(PeerError(reason))
 
-    def _welcome(self, action: actions.Welcome) -> None:
+    def _welcome(self, action: actions.AnswerHello) -> None:
         workers, spec = action.workers, self._hands.spec
         welcome = Welcome(
             degrees=workers.degrees,
@@ -171,11 +173,11 @@ class Performer:
                 log.log(LEVELS[level], "%s", text)
             case actions.Tell(report):
                 self._hands.tell(report)
-            case actions.Answer(call, value):
+            case actions.AnswerCall(call, value):
                 self._answer(call, value)
-            case actions.Refuse(call, reason):
+            case actions.RefuseCall(call, reason):
                 self._refuse(call, reason)
-            case actions.Welcome():
+            case actions.AnswerHello():
                 self._welcome(action)
             case actions.LeaveState():
                 self._hands.holdings.told_to_exit(action)
@@ -192,7 +194,7 @@ class Performer:
             # Without a round there is none to fail, and nobody would try again.
             log.exception("event=not_rejoined host=%s", self._hands.host)
             return [
-                events.NotRejoined(
+                events.JobLost(
                     f"event=not_rejoined host={self._hands.host}: {error} The agent ends; the "
                     f"state stays in {self._store.directory}."
                 )
@@ -209,33 +211,36 @@ class Performer:
                 reached("relaunch")
             case actions.EndGroup(round, grace_s):
                 self._end_group(round, grace_s)
-            case actions.Poll(round):
+            case actions.PollGroup(round):
                 return self._poll(round)
             case actions.WantStop(round, urgency):
                 self.groups[round].page.want_stop(urgency)
-            case actions.Propose(round, stop):
+            case commands.Prepare(round, stop):
                 self.groups[round].page.prepare(stop)
-                return [events.Proposed(round, stop, self.groups[round].newest_step())]
-            case actions.Agree(round, stop, probes):
+                newest = self.groups[round].newest_step()
+                return [job_events.Prepared(self._hands.host, round, stop, newest)]
+            case commands.Agree(round, stop, probes):
                 over = self._poll(round)
                 if over:
                     return over
                 self.groups[round].page.agree(stop, probes=probes)
                 return [events.Agreed(round, stop)]
-            case actions.Space(round, begin, every):
-                return [events.Spaced(round, begin, every, self.groups[round].space(begin, every))]
-            case actions.WithdrawStop(round):
+            case commands.Space(round, begin, every):
+                return [events.Spaced(action, self.groups[round].space(begin, every))]
+            case commands.Withdraw(round):
                 self.groups[round].page.withdraw()
             case actions.Kill(round, ranks):
                 self._kill(round, ranks)
             case actions.ShowStacks(round):
                 self._hands.stacks.ask(self.groups[round].pids())
-            case actions.CheckHealth(order, reason):
+            case commands.CheckHealth(order, reason):
                 assert self._hands.health is not None
                 self._hands.health.begin(order, reason)
-            case actions.Knock(order, peers):
-                feed = self._hands.feed
-                begin_to_knock(peers, lambda unheard: feed(events.Knocked(order, unheard)))
+            case commands.Knock(order, peers):
+                host, feed = self._hands.host, self._hands.feed
+                begin_to_knock(
+                    peers, lambda unheard: feed(job_events.Knocked(host, order, unheard))
+                )
             case actions.WarmUp(imports):
                 self._hands.groups.warm_up(imports, self._hands.background.submit)
             case _:
@@ -249,40 +254,41 @@ class Performer:
                 self._reserve(action)
             case actions.StopReserving():
                 store.stop_reserving()
-            case actions.Discard(slot):
+            case actions.ReuseFiles(slot):
                 store.discard(_files(slot))
             case actions.Seal():
                 self._seal(action)
-            case actions.Fetch(start, wants):
+            case actions.FetchWanted(start, wants):
                 self._fetch(start, wants)
-            case actions.Prove(generation):
+            case actions.TrustFetched(generation):
                 self._hands.background.submit(lambda: store.prove(generation))
-            case actions.TryCommit():
-                return self._try_commit(action)
+            case actions.TryCommit(command, is_again):
+                return self._try_commit(command, is_again=is_again)
             case actions.DiscardSealed(kept):
                 for name, sealed in self._sealed().items():
                     if name not in kept:
                         store.discard(sealed)
                 store.set_damaged_aside()
-            case actions.Drop(generation) if generation in store.generations():
-                store.drop(generation)
-            case actions.Drop(_, snapshot) | actions.DropSnapshot(snapshot):
+            case commands.Drop(generation):
+                if generation in store.generations():
+                    store.drop(generation)
+            case commands.DropSnapshot(snapshot):
                 if snapshot in (waiting := self._sealed()):
                     store.discard(waiting[snapshot])
-            case actions.Save(generation):
+            case commands.Save(generation):
                 holdings.save(generation)
-            case actions.Archive(command):
-                holdings.archiver.obey(command)
-            case actions.Examine(generation):
+            case commands.Archive() | commands.FinishArchive() | commands.Retire():
+                holdings.archiver.obey(action)
+            case commands.Examine(generation):
                 holdings.examine(generation)
-            case actions.Doubt(generation):
+            case commands.Doubt(generation):
                 holdings.doubt(generation)
-            case actions.Look():
+            case commands.Look():
                 holdings.look()
-            case actions.Replicate(command):
-                self._replicate(command)
+            case commands.Replicate():
+                self._replicate(action)
             case actions.TellHeld(round, held):
-                self._hands.tell(Holding(round, held, self._store.most_bytes()))
+                self._hands.tell(reports.Holding(round, held, self._store.most_bytes()))
             case _:
                 raise AssertionError(f"nobody carries out {action!r}")
         return ()
@@ -368,24 +374,28 @@ class Performer:
     # ------------------------------------------------------------------ the store
 
     def _run(
-        self, round: int, what: str, work: Callable[[], Event], *, on_disk: bool = False
+        self, round: int, what: str, work: Callable[[], Iterable[Event]], *, on_disk: bool = False
     ) -> None:
-        """Have a thread work for a round, and feed what comes of it."""
+        """Have a thread work for a round, and feed its results."""
 
-        def safely() -> Event:
+        def safely() -> Iterable[Event]:
             try:
                 return work()
             except (ScalaiError, OSError) as error:
-                return events.WorkFailed(round, f"{what}: {error}")
+                return [events.WorkFailed(round, f"{what}: {error}")]
 
-        self._hands.background.run(safely, self._hands.feed, on_disk=on_disk)
+        self._hands.background.run(safely, self._feed_all, on_disk=on_disk)
+
+    def _feed_all(self, found: Iterable[Event]) -> None:
+        for event in found:
+            self._hands.feed(event)
 
     def _reserve(self, action: actions.Reserve) -> None:
-        def reserve() -> Event:
+        def reserve() -> Iterable[Event]:
             try:
-                return events.Reserved(action.round, self._store.reserve(action.held))
+                return [events.Reserved(action.round, self._store.reserve(action.held))]
             except (ScalaiError, OSError) as error:
-                return events.NoRoom(action.round, str(error))
+                return [events.NoRoom(action.round, str(error))]
 
         self._run(action.round, "making room for a snapshot", reserve)
 
@@ -394,7 +404,7 @@ class Performer:
         about[DATASET] = self._hands.spec.dataset(action.about.get("facts", {})).to_json()
         reached("seal")
 
-        def seal() -> Event:
+        def seal() -> Iterable[Event]:
             began = time.monotonic()
             try:
                 manifest = self._store.seal(
@@ -407,7 +417,7 @@ class Performer:
                 raise
             log.info("event=seal step=%d took_s=%.3f", action.step, time.monotonic() - began)
             reached("sealed")
-            return events.Sealed(action.round, slot, summary_bytes(manifest))
+            return [events.SealDone(action.round, slot, summary_bytes(manifest))]
 
         self._run(action.round, "sealing the snapshot", seal)
 
@@ -418,14 +428,14 @@ class Performer:
         reached("plan")
         store, token = self._store, self._hands.token
 
-        def fetch() -> Event:
+        def fetch() -> Iterable[Event]:
             try:
                 found = prepare_restore(store, start, wants, token, moving.arrived)
             except ProofError as error:
-                return events.NotProven(round, str(error))  # the coordinator decides
+                return [reports.Unproven(round, str(error))]  # the coordinator decides
             finally:
                 moving.round = -1  # what is reported next says more
-            return found.to_event(round)
+            return found.to_events(round)
 
         source = start.sources
         on_disk = source is not None and store.is_attached(source.value.generation)
@@ -435,27 +445,27 @@ class Performer:
         self._replicas.begin(command.order)
         on_disk = self._store.is_attached(command.sources.value.generation)
         self._hands.background.run(
-            lambda: self._replicas.replicated(command), self._hands.feed, on_disk=on_disk
+            lambda: self._replicas.replicated(command), self._feed_all, on_disk=on_disk
         )
 
-    def _try_commit(self, action: actions.TryCommit) -> Iterable[Event]:
-        generation, store = action.generation, self._store
-        if not action.is_again:
+    def _try_commit(self, command: commands.Commit, *, is_again: bool) -> Iterable[Event]:
+        generation, store = command.generation, self._store
+        if not is_again:
             reached("commit")
         is_there = generation in store.generations()
-        if not is_there or snapshot_name(store.manifest(generation)) != action.snapshot:
+        if not is_there or snapshot_name(store.manifest(generation)) != command.snapshot:
             sealed = self._sealed()
-            if action.snapshot not in sealed:
+            if command.snapshot not in sealed:
                 found = f"sealed in {store.directory}, but {sorted(sealed)}"
-                return () if action.is_again else [events.NothingToCommit(generation, found)]
+                return () if is_again else [events.NothingToCommit(generation, found)]
             try:
-                store.commit(sealed[action.snapshot], generation, action.committed)
+                store.commit(sealed[command.snapshot], generation, command.committed)
             except (ScalaiError, OSError) as error:
-                level = logging.DEBUG if action.is_again else logging.ERROR
+                level = logging.DEBUG if is_again else logging.ERROR
                 log.log(level, "event=late_commit generation=%d: %s", generation, error)
                 return [events.CommitWaits(generation)]
         reached("committed")
-        return [events.CommitDone(generation)]
+        return [job_events.Committed(self._hands.host, generation)]
 
     def _sealed(self) -> dict[str, Snapshot]:
         return {snapshot_name(manifest): sealed for sealed, manifest in self._store.sealed()}

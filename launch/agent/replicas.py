@@ -15,10 +15,10 @@ from scalai.core.errors import (
     is_memory_short,
 )
 from scalai.core.fields import mapped
-from scalai.core.host.events import Replicated
 from scalai.core.jsonable import Json
 from scalai.core.messages.commands import Replicate
-from scalai.core.messages.reports import Suspected
+from scalai.core.messages.events import Replicated
+from scalai.core.messages.reports import Grown, Report, Suspected
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.replicas import to_keep
 from scalai.core.tensors.sources import Holder
@@ -95,8 +95,10 @@ class Replicas:
             finally:
                 self._rate.end()
 
-    def replicated(self, command: Replicate) -> Replicated:
-        """Do what ``keep`` does, and return what comes of it as an event of the host."""
+    def replicated(self, command: Replicate) -> tuple[Report, ...]:
+        """Do the work of ``keep``, and return its results as reports; ``Replicated`` is the
+        last."""
+        host, order = self._store.host, command.order
         try:
             kept = self.keep(command)
         except (ScalaiError, OSError, MemoryError) as error:
@@ -104,12 +106,16 @@ class Replicas:
             reason = str(error) or "the agent's memory ran out"
             hosts = error.hosts if isinstance(error, MismatchError) else ()
             wrong = suspected(command.sources.value.generation, dict.fromkeys(hosts, reason))
-            return Replicated(command.order, None, 0, reason, is_lasting, suspected=wrong)
-        grown = None if kept.grown is None else summary_bytes(kept.grown)
-        return Replicated(
-            command.order, grown, kept.size_bytes, kept.reason,
-            unchanged_bytes=kept.unchanged_bytes, suspected=kept.suspected,
-        )  # fmt: skip
+            failed = Replicated(host, order, 0, reason, is_lasting)
+            return (failed,) if wrong is None else (wrong, failed)
+        found: list[Report] = []
+        if kept.grown is not None:
+            found.append(Grown(summary_bytes(kept.grown)))
+        if kept.suspected is not None:
+            found.append(kept.suspected)
+        unchanged = kept.unchanged_bytes
+        done = Replicated(host, order, kept.size_bytes, kept.reason, unchanged_bytes=unchanged)
+        return (*found, done)
 
 
 def _keep(

@@ -42,7 +42,7 @@ class NotingHands:
     def generations(self) -> frozenset[int]:
         return self.held
 
-    def seen(self, current: Round | None) -> events.Seen | None:
+    def seen(self, current: Round | None) -> events.GroupSeen | None:
         return None
 
     def arrivals(self) -> Iterable[Event]:
@@ -109,7 +109,7 @@ def test_the_law_knows_what_the_store_holds_before_it_decides() -> None:
 def test_calls_of_workers_are_numbered_and_refused_where_there_is_no_round() -> None:
     made = Made()
     made.agent.call(Future(), Hello(0, 1))
-    assert made.hands.done == [actions.Refuse(1, "this round of workers has ended.")]
+    assert made.hands.done == [actions.RefuseCall(1, "this round of workers has ended.")]
 
 
 def test_a_loop_ticks_however_much_there_is_to_do() -> None:
@@ -140,7 +140,7 @@ def test_signals_reach_the_law_from_any_thread_and_a_second_one_ends_the_loop() 
     again = Made()
     again.agent.leave()
     again.agent.set_slots(1)
-    again.agent.put(events.CoordinatorLost("it is gone."))
+    again.agent.put(events.JobLost("it is gone."))
     assert again.agent.run() == 1
     assert again.reported() == [reports.Leaving("a signal", 9.0), reports.Slots(1)]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.core.host.events import HealthChecked
 from scalai.launch.agent import health
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.config.elastic_config import ProbeConfig
@@ -19,7 +18,7 @@ DEADLINE_S = 60.0
 
 def check(command: str | None, timeout_s: float = DEADLINE_S) -> HealthCheck:
     variables = {"SCALAI_HOST": "a", "SCALAI_JOB": "j"}
-    return HealthCheck(command, timeout_s, variables, lambda event: None)
+    return HealthCheck(command, timeout_s, variables, lambda order, fault: None)
 
 
 def test_a_host_is_healthy_where_the_command_ends_with_0() -> None:
@@ -83,25 +82,25 @@ def test_beside_a_command_that_cannot_be_killed_no_other_is_started(
 
 
 def test_answers_come_beside_the_loop_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    fed: queue.Queue[HealthChecked] = queue.Queue()
-    asked = HealthCheck("test -e /", DEADLINE_S, {}, fed.put)
+    fed: queue.Queue[tuple[int, str | None]] = queue.Queue()
+    asked = HealthCheck("test -e /", DEADLINE_S, {}, lambda *found: fed.put(found))
     asked.start()
     asked.begin(1, "it joins")
-    assert fed.get(timeout=DEADLINE_S) == HealthChecked(1, is_healthy=True, reason="")
+    assert fed.get(timeout=DEADLINE_S) == (1, None)
 
     def fail(reason: str) -> None:
         raise KeyError(reason)
 
     monkeypatch.setattr(asked, "run", fail)
     asked.begin(2, "it failed")
-    found = fed.get(timeout=DEADLINE_S)
-    assert not found.is_healthy and "the check itself failed: KeyError" in found.reason
+    order, fault = fed.get(timeout=DEADLINE_S)
+    assert order == 2 and fault is not None and "the check itself failed: KeyError" in fault
 
 
 def test_without_a_command_a_host_is_healthy() -> None:
-    fed: queue.Queue[HealthChecked] = queue.Queue()
-    HealthCheck(None, 1.0, {}, fed.put).begin(7, "it joins")
-    assert fed.get(timeout=DEADLINE_S).is_healthy
+    found: list[tuple[int, str | None]] = []
+    HealthCheck(None, 1.0, {}, lambda *done: found.append(done)).begin(7, "it joins")
+    assert found == [(7, None)]
 
 
 @pytest.mark.parametrize("command", ["", "  ", "check 'no end"])

@@ -13,6 +13,8 @@ from scalai.core.dataset.table import DatasetTable
 from scalai.core.errors import PeerError, ProofError, StoreError
 from scalai.core.host import actions, events
 from scalai.core.host.events import Event
+from scalai.core.messages import commands, reports
+from scalai.core.messages import events as job_events
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
@@ -124,14 +126,15 @@ def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
     name = snapshot_name(manifest)
     with monkeypatch.context() as context:
         context.setattr("os.fsync", full)
-        first = actions.TryCommit(3, name, None, is_again=False)
+        command = commands.Commit(3, name, None, {})
+        first = actions.TryCommit(command, is_again=False)
         assert made.perform(first) == [events.CommitWaits(3)]
-        again = actions.TryCommit(3, name, None, is_again=True)
+        again = actions.TryCommit(command, is_again=True)
         assert made.perform(again) == [events.CommitWaits(3)]
     assert [sealed.directory for sealed, _ in store.sealed()] == [slot.directory]
     assert caplog.text.count("it stays sealed. Make room") == 1
     made.perform(actions.DiscardSealed(frozenset({name})))
-    assert made.perform(again) == [events.CommitDone(3)]
+    assert made.perform(again) == [job_events.Committed("a", 3)]
     assert is_whole(store, 3, step=3) and made.performer.generations() == {3}
 
 
@@ -142,26 +145,29 @@ def test_what_waits_for_its_commit_is_let_go_of_with_its_number(
     name = snapshot_name(manifest)
     with monkeypatch.context() as context:
         context.setattr("os.fsync", full)
-        commit = actions.TryCommit(3, name, None, is_again=False)
+        commit = actions.TryCommit(commands.Commit(3, name, None, {}), is_again=False)
         assert made.perform(commit) == [events.CommitWaits(3)]
-    made.perform(actions.Drop(2, "another"))
+    made.perform(commands.DropSnapshot("another"))
     assert [sealed.directory for sealed, _ in store.sealed()] == [slot.directory]
-    made.perform(actions.Drop(3, name))
+    made.perform(commands.Drop(3))
+    made.perform(commands.DropSnapshot(name))
     assert store.sealed() == [] and store.generations() == [] and not slot.directory.exists()
 
 
 def test_nothing_to_commit_is_said_once(store: HostStore, made: Set) -> None:
     snapshot(store, 3)
-    (found,) = made.perform(actions.TryCommit(4, "another", None, is_again=False))
+    nothing = commands.Commit(4, "another", None, {})
+    (found,) = made.perform(actions.TryCommit(nothing, is_again=False))
     assert isinstance(found, events.NothingToCommit) and "sealed in" in found.found
-    assert made.perform(actions.TryCommit(4, "another", None, is_again=True)) == []
+    assert made.perform(actions.TryCommit(nothing, is_again=True)) == []
     assert store.generations() == []
 
 
 def test_a_commit_that_is_told_twice_is_done_once(store: HostStore, made: Set) -> None:
     manifest = generation(store, 3, step=3)
-    again = actions.TryCommit(3, snapshot_name(manifest), None, is_again=False)
-    assert made.perform(again) == [events.CommitDone(3)] and store.generations() == [3]
+    command = commands.Commit(3, snapshot_name(manifest), None, {})
+    again = actions.TryCommit(command, is_again=False)
+    assert made.perform(again) == [job_events.Committed("a", 3)] and store.generations() == [3]
 
 
 def test_what_was_sealed_and_has_no_number_is_given_up(store: HostStore, made: Set) -> None:
@@ -174,9 +180,9 @@ def test_a_sealed_snapshot_that_is_no_state_goes_and_others_stay(
     store: HostStore, made: Set
 ) -> None:
     slot, manifest = snapshot(store, 3)
-    made.perform(actions.DropSnapshot("another"))
+    made.perform(commands.DropSnapshot("another"))
     assert len(store.sealed()) == 1
-    made.perform(actions.DropSnapshot(snapshot_name(manifest)))
+    made.perform(commands.DropSnapshot(snapshot_name(manifest)))
     assert store.sealed() == [] and not slot.directory.exists()
 
 
@@ -220,7 +226,7 @@ def test_what_is_not_what_was_promised_fails_no_round(
     made: Set, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error, expected in (
-        (ProofError("2 pieces differ"), events.NotProven(7, "2 pieces differ")),
+        (ProofError("2 pieces differ"), reports.Unproven(7, "2 pieces differ")),
         (PeerError("b is gone"), events.WorkFailed(7, "planning and moving: b is gone")),
     ):
 
@@ -228,7 +234,7 @@ def test_what_is_not_what_was_promised_fails_no_round(
             raise error
 
         monkeypatch.setattr(performer_module, "prepare_restore", fail)
-        assert made.later(actions.Fetch(start(7), {})) == expected
+        assert made.later(actions.FetchWanted(start(7), {})) == expected
 
 
 def test_bytes_that_come_are_told_of_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +263,7 @@ def test_no_bytes_are_told_of_behind_what_was_restored(
         return restore
 
     monkeypatch.setattr(performer_module, "prepare_restore", fetch)
-    assert isinstance(made.later(actions.Fetch(start(7), {})), events.Fetched)
+    assert isinstance(made.later(actions.FetchWanted(start(7), {})), events.WantedFetched)
     assert all(getattr(event, "round", None) != 7 for event in made.performer.arrivals())
 
 
@@ -268,14 +274,14 @@ def test_workers_are_started_asked_and_ended(made: Set) -> None:
     assert made.perform(actions.StartGroup(workers(3), is_standby=False)) == [
         events.GroupStarted(3)
     ]
-    assert made.perform(actions.Propose(3, 8)) == [events.Proposed(3, 8, 7)]
-    assert made.perform(actions.Space(3, 9, 4)) == [events.Spaced(3, 9, 4, 7)]
-    assert made.perform(actions.Poll(3)) == []
-    assert made.perform(actions.Agree(3, 8)) == [events.Agreed(3, 8)]
+    assert made.perform(commands.Prepare(3, 8)) == [job_events.Prepared("a", 3, 8, 7)]
+    assert made.perform(commands.Space(3, 9, 4)) == [events.Spaced(commands.Space(3, 9, 4), 7)]
+    assert made.perform(actions.PollGroup(3)) == []
+    assert made.perform(commands.Agree(3, 8)) == [events.Agreed(3, 8)]
     assert made.group.page.written == [("prepare", 8), ("space", 9, 4), ("agree", 8)]
     made.group.outcome = SimpleNamespace(failures=("rank 1 was killed by SIGKILL",))
     over = events.GroupOver(3, ("rank 1 was killed by SIGKILL",), False, True)
-    assert made.perform(actions.Poll(3)) == [over] == made.perform(actions.Agree(3, 9))
+    assert made.perform(actions.PollGroup(3)) == [over] == made.perform(commands.Agree(3, 9))
     assert made.later(actions.EndGroup(3, 5.0)) == events.GroupEnded(3, 7)
     assert made.group.is_ended and not made.performer.groups
 
@@ -309,7 +315,9 @@ def test_what_is_seen_of_workers_is_their_page_and_their_ends(made: Set) -> None
     assert made.performer.seen(host.state.round) is None
     host.begin(3)
     made.perform(actions.StartGroup(workers(3), is_standby=False))
-    assert made.performer.seen(host.state.round) == events.Seen(newest=7, reached=frozenset({1}))
+    assert made.performer.seen(host.state.round) == events.GroupSeen(
+        newest=7, reached=frozenset({1})
+    )
     host.agree(8, 3)
     seen = made.performer.seen(host.state.round)
     assert seen is not None and seen.ended == {1: -9}
@@ -320,10 +328,12 @@ def test_calls_are_answered_refused_and_welcomed(made: Set) -> None:
 
     answers: list[Future[Any]] = [Future() for _ in range(4)]
     calls = [made.performer.take_call(answer) for answer in answers]
-    made.perform(actions.Answer(calls[0], 5))
-    made.perform(actions.Refuse(calls[1], "it has ended."))
+    made.perform(actions.AnswerCall(calls[0], 5))
+    made.perform(actions.RefuseCall(calls[1], "it has ended."))
     made.perform(
-        actions.Welcome(calls[2], workers(3, facts=JsonText.of({"a": 1}), snapshot_every=5), True)
+        actions.AnswerHello(
+            calls[2], workers(3, facts=JsonText.of({"a": 1}), snapshot_every=5), True
+        )
     )
     assert answers[0].result() == 5
     with pytest.raises(PeerError, match="it has ended"):
@@ -340,4 +350,4 @@ def test_a_host_that_cannot_join_again_says_why(made: Set) -> None:
     assert made.perform(actions.Rejoin()) == []
     made.rejoin_error = StoreError("/durable cannot be read.")
     (failed,) = made.perform(actions.Rejoin())
-    assert isinstance(failed, events.NotRejoined) and "/durable cannot be read" in failed.reason
+    assert isinstance(failed, events.JobLost) and "/durable cannot be read" in failed.reason

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from scalai.core.errors import StoreError
+from scalai.core.messages.events import Replicated
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.replica_pace import FIRST_RATE, Traffic
 from scalai.launch.agent.replica_rate import ReplicaRate
@@ -202,8 +203,9 @@ def test_a_host_that_goes_while_its_bytes_come_slowly_is_named_and_holds_nobody_
         job.write(1, {BIG: 0})
         command = job.command()
         job.keepers["b"].begin(command.order)
-        found = job.keepers["b"].replicated(travelled(command))
-        assert found.grown is None and found.reason and not found.is_lasting, found
+        (found,) = job.keepers["b"].replicated(travelled(command))
+        assert isinstance(found, Replicated)
+        assert found.reason and not found.is_lasting, found
         assert made._traffic is Traffic.NONE and gave[0]
         store = job.stores["b"]
         assert store.manifest(1).files == job.parts["b"].files

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from scalai.core.errors import DamageError, RoomError, StoreError
-from scalai.core.host.events import Replicated
 from scalai.core.messages.commands import Replicate
+from scalai.core.messages.events import Replicated
+from scalai.core.messages.reports import Report, Suspected
 from scalai.core.messages.shared import Shared
 from scalai.core.messages.worker_messages import RankSnapshot
 from scalai.core.tensors.collection import Collection, Tensor
@@ -67,7 +68,7 @@ class Job:
         addresses = {name: server.address for name, server in self.servers.items()}
         return Replicate(order, listed(self.parts, addresses, ranks=3), Shared(ring))
 
-    def replicated(self, host: str, order: int = 1) -> Replicated:
+    def replicated(self, host: str, order: int = 1) -> tuple[Report, ...]:
         self.keepers[host].begin(order)
         return self.keepers[host].replicated(travelled(self.command(order)))
 
@@ -147,14 +148,15 @@ def change(store: HostStore, begin: int, *, is_cut: bool = False) -> None:
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_what_a_host_has_not_committed_is_not_kept_and_it_is_named(job: Job, is_cut: bool) -> None:
     change(job.stores["a"], 97, is_cut=is_cut)  # the weight is the last 96 bytes
-    given = job.replicated("b")
-    assert given.suspected is not None and given.suspected.hosts == ("a",)
-    assert given.grown is None and re.search(r"\ba\b", given.reason)
+    suspects, given = job.replicated("b")
+    assert isinstance(suspects, Suspected) and suspects.hosts == ("a",)
+    assert isinstance(given, Replicated) and re.search(r"\ba\b", given.reason)
     assert not list(job.stores["b"].directory.glob("**/fetched-*"))
     assert job.stores["a"].examine(1), "it finds that itself"
     job.parts["a"] = job.stores["a"].manifest(1)
-    again = job.replicated("b", 2)
-    assert again.suspected is None and again.reason == "", "there is nothing to keep of it"
+    *grown, again = job.replicated("b", 2)
+    assert not any(isinstance(report, Suspected) for report in grown)
+    assert isinstance(again, Replicated) and again.reason == "", "there is nothing to keep of it"
 
 
 def test_parts_of_a_damaged_piece_are_refused_by_who_has_it(job: Job, tmp_path: Path) -> None:
@@ -222,5 +224,6 @@ def test_an_agent_whose_memory_runs_out_lives_on(job: Job, monkeypatch: pytest.M
     ring = Shared(ring_of(dict.fromkeys(HOSTS, ""), 1))
     addresses = {name: server.address for name, server in job.servers.items()}
     job.keepers["b"].begin(1)
-    found = job.keepers["b"].replicated(Replicate(1, listed(job.parts, addresses), ring))
-    assert found.is_lasting and "memory ran out" in found.reason and found.grown is None
+    (found,) = job.keepers["b"].replicated(Replicate(1, listed(job.parts, addresses), ring))
+    assert isinstance(found, Replicated)
+    assert found.is_lasting and "memory ran out" in found.reason

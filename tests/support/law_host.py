@@ -49,7 +49,7 @@ class LawHost:
         return due
 
     def obey(
-        self, command: commands.Command, seen: events.Seen | None = None
+        self, command: commands.Command, seen: events.GroupSeen | None = None
     ) -> tuple[Action, ...]:
         return self.feed(events.Commanded(command, seen))
 
@@ -59,8 +59,10 @@ class LawHost:
         self.feed(events.Called(self._calls, request))
         return self._calls
 
-    def tick(self, seconds: float = 0.1, seen: events.Seen | None = None) -> tuple[Action, ...]:
-        return self.feed(events.Ticked(self.state.now + seconds, seen))
+    def tick(
+        self, seconds: float = 0.1, seen: events.GroupSeen | None = None
+    ) -> tuple[Action, ...]:
+        return self.feed(events.TimePassed(self.state.now + seconds, seen))
 
     # ------------------------------------------------------------------ what was done
 
@@ -77,14 +79,14 @@ class LawHost:
 
     def answers(self) -> dict[int, object]:
         """Return the answers so far, by call."""
-        return {action.call: action.value for action in self.all(actions.Answer)}
+        return {action.call: action.value for action in self.all(actions.AnswerCall)}
 
     def discarded(self) -> list[object]:
         """Return the files that are used again."""
-        return [action.slot for action in self.all(actions.Discard)]
+        return [action.slot for action in self.all(actions.ReuseFiles)]
 
     def refused(self) -> dict[int, str]:
-        return {action.call: action.reason for action in self.all(actions.Refuse)}
+        return {action.call: action.reason for action in self.all(actions.RefuseCall)}
 
     def log(self) -> str:
         return "\n".join(action.text for action in self.all(actions.Log))

@@ -13,6 +13,7 @@ from scalai.core.host.state import Round
 from scalai.core.job.function_proof import Numbers
 from scalai.core.job.schedule import Schedule
 from scalai.core.messages import commands, reports
+from scalai.core.messages import events as job_events
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     AwaitFreeze,
@@ -55,13 +56,13 @@ class SimulatedHands:
     def generations(self) -> frozenset[int]:
         return frozenset(self._host.store)
 
-    def seen(self, current: Round | None) -> events.Seen | None:
+    def seen(self, current: Round | None) -> events.GroupSeen | None:
         group = None if current is None else self._groups.get(current.number)
         if group is None:
             return None
         workers = group.workers.values()
         agreed = group.agreed
-        return events.Seen(
+        return events.GroupSeen(
             newest=max((worker.step for worker in workers), default=0),
             save=self._host.world.save_of(current.number) if current is not None else None,
             looks=int(Clock.now),
@@ -82,11 +83,11 @@ class SimulatedHands:
                 host.log.append(action.text)
             case actions.Tell(report):
                 host.unsent.append(report)
-            case actions.Answer(call, value):
+            case actions.AnswerCall(call, value):
                 self._answered(call, value)
-            case actions.Welcome(call):
+            case actions.AnswerHello(call):
                 self._answered(call, "welcome")
-            case actions.Refuse(call):
+            case actions.RefuseCall(call):
                 self.waits.pop(call, None)
                 self.threads.pop(call, None)
                 self._copy_answered(self.copies.pop(call, None), None)
@@ -95,25 +96,25 @@ class SimulatedHands:
             case actions.EndGroup(number):
                 ended = self._end(number)  # its memory may be in use for long
                 host.work.append(lambda: ended)
-            case actions.Poll(number):
+            case actions.PollGroup(number):
                 return self._poll(number)
-            case actions.Propose(number, stop):
+            case commands.Prepare(number, stop):
                 group = self._groups[number]
                 group.proposed = stop
                 newest = max(worker.step for worker in group.workers.values())
-                return [events.Proposed(number, stop, newest)]
-            case actions.Agree(number, stop):
+                return [job_events.Prepared(host.name, number, stop, newest)]
+            case commands.Agree(number, stop):
                 over = self._poll(number)
                 if over:
                     return over
                 self._groups[number].agreed = stop
                 return [events.Agreed(number, stop)]
-            case actions.Space(number, begin, every):
+            case commands.Space(number, begin, every):
                 group = self._groups[number]
                 group.spaced = Schedule(every, begin)
                 newest = max(worker.step for worker in group.workers.values())
-                return [events.Spaced(number, begin, every, newest)]
-            case actions.WithdrawStop(number):
+                return [events.Spaced(action, newest)]
+            case commands.Withdraw(number):
                 self._groups[number].proposed = self._groups[number].agreed = None
             case actions.Kill(number, ranks):
                 for rank in ranks:
@@ -136,37 +137,42 @@ class SimulatedHands:
                 )  # fmt: skip
             case actions.Seal():
                 host.work.append(lambda: host.seal(action))
-            case actions.Fetch(start, wants):
+            case actions.FetchWanted(start, wants):
                 host.work.append(lambda: host.fetch(start, wants))
             case actions.TryCommit():
                 return host.commit(action)
             case actions.DiscardSealed(kept):
                 host.sealed = {n: m for n, m in host.sealed.items() if n in kept}
-            case actions.DropSnapshot(name):
+            case commands.DropSnapshot(name):
                 host.sealed.pop(name, None)
-            case actions.Drop(generation, snapshot):
+            case commands.Drop(generation):
                 host.store.pop(generation, None)
-                host.sealed.pop(snapshot, None)
-            case actions.Examine(generation):
+            case commands.Examine(generation):
                 host.work.append(lambda: host.examine(generation))
-            case actions.Doubt(generation):
+            case commands.Doubt(generation):
                 left = host.store.get(generation)
                 found = None if left is None else summary_bytes(left)
                 host.unsent.append(reports.Doubted(generation, found))
-            case actions.Replicate(command):
-                host.work.append(lambda: host.replicate(command))
-            case actions.Archive(commands.Retire(before)):
+            case commands.Replicate():
+                host.work.append(lambda: host.replicate(action))
+            case commands.Retire(before):
                 host.work.append(lambda: host.world.disk.retire(before))
-            case actions.Archive(commands.Archive() | commands.FinishArchive() as order):
-                host.work.append(lambda: host.world.disk.obey(host, order))
-            case actions.CheckHealth(asked):
-                host.work.append(lambda: events.HealthChecked(asked, not host.is_sick, "no device"))
-            case actions.Knock(asked, peers):
+            case commands.Archive() | commands.FinishArchive():
+                host.work.append(lambda: host.world.disk.obey(host, action))
+            case commands.CheckHealth(asked):
+                host.work.append(
+                    lambda: job_events.HealthChecked(
+                        host.name, asked, not host.is_sick, "no device"
+                    )
+                )
+            case commands.Knock(asked, peers):
                 names = [name for name, _ in peers]
                 host.work.append(
-                    lambda: events.Knocked(asked, host.world.unheard(host.name, names))
+                    lambda: job_events.Knocked(
+                        host.name, asked, host.world.unheard(host.name, names)
+                    )
                 )
-            case actions.Look():
+            case commands.Look():
                 host.unsent.append(reports.Attached(host.found(), ()))
         return ()
 

@@ -17,8 +17,8 @@ from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
 from scalai.core.job.deadlines import STALL_S
 from scalai.core.messages import commands
-from scalai.core.messages.events import HealthChecked, Stalled
-from scalai.core.messages.reports import Examined, Report, Suspected
+from scalai.core.messages.events import Committed, HealthChecked, Replicated, Stalled
+from scalai.core.messages.reports import Examined, Grown, Report, Suspected
 from scalai.core.messages.shared import JsonText, Named
 from scalai.core.messages.worker_messages import (
     Source,
@@ -36,6 +36,10 @@ from support.wire import travelled
 
 if TYPE_CHECKING:
     from support.two_laws import World
+
+
+Found = Event | list[Event] | None
+"""Results of work beside the loop."""
 
 
 class SimulatedHost:
@@ -79,7 +83,7 @@ class SimulatedHost:
         self.seen_steps: tuple[int, dict[int, int], float] = (0, {}, 0.0)
         """The steps of the workers of a round, and since when they are these."""
         self.unsent: list[Report] = []
-        self.work: list[Callable[[], Event | None]] = []
+        self.work: list[Callable[[], Found]] = []
         self.wants_to_join, self.is_in = True, False
         self.term = 0
         """Of the coordinator that it has joined last."""
@@ -122,7 +126,7 @@ class SimulatedHost:
         about = {**action.about, "time": self.clock_s}
         made = self.manifest(action.step, tensors.values(), about, tuple(sorted(action.parts)))
         self.sealed[snapshot_name(made)] = made
-        return events.Sealed(action.round, action.slot, summary_bytes(made))
+        return events.SealDone(action.round, action.slot, summary_bytes(made))
 
     def damage(self, what: str, count: int) -> None:
         """The files of some tensors of its newest part change, or are cut."""
@@ -175,7 +179,7 @@ class SimulatedHost:
         held = {tensor.name for tensor in self.held_by(worker, number).tensors}
         return any(self.reads.get(name) in ("cut", "wrong for the script") for name in held)
 
-    def fetch(self, start: commands.Start, wants: Any) -> Event:
+    def fetch(self, start: commands.Start, wants: Any) -> Found:
         number = start.workers.round
         assert start.sources is not None
         listed = start.sources.value
@@ -198,7 +202,7 @@ class SimulatedHost:
         source = Source(None, listed.step, 1, none, none, 2)  # type: ignore[arg-type]
         sources = dict.fromkeys(wants, source)
         if not wanted:  # its workers hold nothing
-            return events.Fetched(number, sources, None, 0.0, 0.0, 0, 0)
+            return events.WantedFetched(number, sources, 0.0, 0.0, 0, 0)
         one = next(iter(given.values()))
         damaged = self.damaged.get(one.generation, {})
         self.reads = {name: damaged[name] for name in wanted if name in own and name in damaged}
@@ -207,9 +211,10 @@ class SimulatedHost:
             names |= {tensor.name: tensor for tensor in mine.collection.tensors}
         made = self.like(one, names.values(), one.ranks)
         self.store[one.generation] = made
-        return events.Fetched(number, sources, summary_bytes(made), 0.0, 0.0, 0, 0)
+        fetched = events.WantedFetched(number, sources, 0.0, 0.0, 0, 0)
+        return [Grown(summary_bytes(made)), fetched]
 
-    def replicate(self, command: commands.Replicate) -> Event:
+    def replicate(self, command: commands.Replicate) -> Found:
         """Copy what this host is to keep for others, as far as these give it."""
         listed, ring = command.sources.value, command.ring.value
         number = listed.generation
@@ -225,21 +230,21 @@ class SimulatedHost:
         )  # fmt: skip
         if damaged:
             wrong = Suspected(number, tuple(damaged), "it differs")
-            return events.Replicated(command.order, None, 0, "it differs", suspected=wrong)
+            return [wrong, Replicated(self.name, command.order, 0, "it differs")]
         missing = [ward for ward in ring.wards(self.name) if ward in set(listed.hosts) - set(given)]
         reason = f"{missing} give nothing" if missing else ""
         wanted = to_keep(ring, self.name, {name: part.collection for name, part in given.items()})
         if self.is_full or not len(wanted):
-            return events.Replicated(
-                command.order, None, 0, "full" if self.is_full else reason, self.is_full
-            )
+            reason = "full" if self.is_full else reason
+            return Replicated(self.name, command.order, 0, reason, self.is_full)
         one, mine = next(iter(given.values())), self.store.get(number)
         names = {wanted.tensors[row].name: wanted.tensors[row] for row in wanted.tensor.tolist()}
         if mine is not None:
             names |= {tensor.name: tensor for tensor in mine.collection.tensors}
         made = self.like(one, names.values(), ())
         self.store[number] = made
-        return events.Replicated(command.order, summary_bytes(made), 16, reason)
+        done = Replicated(self.name, command.order, 16, reason)
+        return [Grown(summary_bytes(made)), done]
 
     def found(self) -> tuple[bytes, ...]:
         """Make what the disk shows this host's own; return what it holds then."""
@@ -247,16 +252,17 @@ class SimulatedHost:
         return tuple(summary_bytes(part) for part in self.store.values())
 
     def commit(self, action: actions.TryCommit) -> Iterable[Event]:
-        number, there = action.generation, self.store.get(action.generation)
-        if there is not None and snapshot_name(there) == action.snapshot:
-            return [events.CommitDone(number)]
-        if action.snapshot not in self.sealed:
+        command = action.command
+        number, there = command.generation, self.store.get(command.generation)
+        if there is not None and snapshot_name(there) == command.snapshot:
+            return [Committed(self.name, number)]
+        if command.snapshot not in self.sealed:
             return () if action.is_again else [events.NothingToCommit(number, "sealed")]
         if self.is_full:
             return [events.CommitWaits(number)]
-        made = self.sealed.pop(action.snapshot)
-        self.store[number] = replace(made, generation=number, committed=action.committed)
-        return [events.CommitDone(number)]
+        made = self.sealed.pop(command.snapshot)
+        self.store[number] = replace(made, generation=number, committed=command.committed)
+        return [Committed(self.name, number)]
 
     # ------------------------------------------------------------------ the network
 
@@ -280,7 +286,7 @@ class SimulatedHost:
         try:
             answer: Any = self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]
         except ScalaiError as error:
-            self.agent.feed(events.CoordinatorLost(str(error)))
+            self.agent.feed(events.JobLost(str(error)))
             return
         self.term = max(self.term, answer.term)
         self.is_in = True

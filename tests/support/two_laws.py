@@ -286,8 +286,8 @@ class World:
             host.exchange(is_repeated=is_repeated)
         elif what == "work" and host.work:
             self.happened += 1
-            event = host.work.pop(0)()
-            if event is not None:
+            found = host.work.pop(0)()
+            for event in found if isinstance(found, list) else [found] if found else []:
                 host.agent.feed(event)
         elif what == "workers":
             self._let_work(host)
@@ -431,7 +431,7 @@ class World:
                 self._ended(host)
             elif not host.is_silent and host.agent.exit is None:
                 host.agent.feed(
-                    events.Ticked(host.clock_s, host.hands.seen(host.agent.state.round))
+                    events.TimePassed(host.clock_s, host.hands.seen(host.agent.state.round))
                 )
 
     def _ended(self, host: SimulatedHost) -> None:

@@ -1,5 +1,6 @@
-"""What must be done on a host: the actions that ``law.advance`` returns, for the agent to carry out
-in order. What comes of one is an event."""
+"""Output of a host's law (``law.advance``), for the agent to carry out in order: the coordinator's
+commands that the law hands on as they came, and the acts of a host that travel on no wire. Their
+results are ``events``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,17 +8,15 @@ from enum import Enum
 
 from scalai.core.host.state import Call, Slot, Want
 from scalai.core.jsonable import Json
-from scalai.core.messages import commands
-from scalai.core.messages.commands import Ending, Start, Workers
+from scalai.core.messages.commands import Command, Commit, Exit, Start, Workers
 from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Imports, RankSnapshot, WriteOrder
 from scalai.core.tensors.collection import Collection
-from scalai.core.tensors.fingerprint import Committed
 
 
 class Level(Enum):
-    """How urgent a line of the log is."""
+    """Urgency of a line of the log."""
 
     INFO = "info"
     WARNING = "warning"
@@ -40,7 +39,7 @@ class Tell:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Answer:
+class AnswerCall:
     """Answer a worker's call, with a value of the type that its request names."""
 
     call: Call
@@ -48,7 +47,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseCall:
     """Answer a worker's call with an error."""
 
     call: Call
@@ -56,8 +55,8 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
-    """Answer a worker's first call with what it has to know."""
+class AnswerHello:
+    """Answer a worker's first call with ``Welcome``."""
 
     call: Call
     workers: Workers
@@ -66,8 +65,8 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class StartGroup:
-    """Start the workers of a round: ``GroupStarted`` or ``GroupNotStarted``. Where they come beside
-    present ones, only where memory holds both models; ``on_devices``: theirs is device memory."""
+    """Start the workers of a round: ``GroupStarted`` or ``GroupNotStarted``. Beside present workers
+    only where memory holds both models; ``on_devices``: theirs is device memory."""
 
     workers: Workers
     is_standby: bool
@@ -76,23 +75,24 @@ class StartGroup:
 
 @dataclass(frozen=True, slots=True)
 class BeginGroup:
-    """Workers that were on standby are the present ones from now on."""
+    """The workers on standby are the present ones from now on."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class EndGroup:
-    """End the workers of a round, once they had so long to leave by themselves: ``GroupEnded``."""
+    """End the workers of a round, after ``grace_s`` seconds to leave by themselves:
+    ``GroupEnded``."""
 
     round: int
     grace_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Poll:
-    """Look whether the workers of a round have ended by themselves, or one has failed:
-    ``GroupOver``, if so."""
+class PollGroup:
+    """Look for workers of a round that have ended: ``GroupOver`` where all have, or one has
+    failed."""
 
     round: int
 
@@ -106,43 +106,8 @@ class WantStop:
 
 
 @dataclass(frozen=True, slots=True)
-class Propose:
-    """Write the proposed stop, then read the workers: ``Proposed``."""
-
-    round: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Agree:
-    """Write the agreed stop, unless the workers have ended: ``Agreed`` or ``GroupOver``;
-    ``probes``: behind it they make a step more, without its update."""
-
-    round: int
-    stop: int
-    probes: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """Write on the workers' page how many steps lie between snapshots from step ``begin`` on, then
-    read the workers: ``Spaced``."""
-
-    round: int
-    begin: int
-    every: int
-
-
-@dataclass(frozen=True, slots=True)
-class WithdrawStop:
-    """Forget the stop on the workers' page."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
 class Kill:
-    """End those of these ranks that live, at once."""
+    """End the living ones of these ranks at once."""
 
     round: int
     ranks: frozenset[int]
@@ -150,14 +115,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class ShowStacks:
-    """Have the workers of a round say where they stand."""
+    """Have the workers of a round log their stacks."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Start the fork server of later rounds with what a script has imported."""
+    """Start the fork server of later rounds with the imports of a script."""
 
     imports: Imports
 
@@ -172,19 +137,19 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class StopReserving:
-    """Files that are being made are not needed any more."""
+    """Files in the making are not needed any more."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Discard:
-    """Use these files again."""
+class ReuseFiles:
+    """A slot is free: the next snapshot may use its files."""
 
     slot: Slot
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Seal:
-    """Seal a snapshot: ``Sealed``, or ``WorkFailed`` and its room is given back."""
+    """Seal a snapshot: ``SealDone``, or ``WorkFailed`` and its room is given back."""
 
     round: int
     slot: Slot
@@ -195,142 +160,64 @@ class Seal:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Fetch:
-    """Plan what the workers of a round want and fetch what this host lacks: ``Fetched``,
-    ``NotProven`` or ``WorkFailed``, and ``Moved`` now and then."""
+class FetchWanted:
+    """Plan the restore of a round's workers and fetch the pieces that this host lacks:
+    ``WantedFetched``, ``Unproven`` or ``WorkFailed``, and ``Moved`` now and then."""
 
     start: Start
     wants: Mapping[int, Want]
 
 
 @dataclass(frozen=True, slots=True)
-class Prove:
-    """What was fetched of a generation is proven: it is as good as what was written."""
+class TrustFetched:
+    """The fetched pieces of a generation are proven: as good as written ones."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class TryCommit:
-    """Make the sealed ``snapshot`` a generation: ``CommitDone``, ``CommitWaits`` or
+    """Make a sealed snapshot a generation: ``Committed``, ``CommitWaits`` or
     ``NothingToCommit``."""
 
-    generation: int
-    snapshot: str
-    committed: Committed | None
+    command: Commit
     is_again: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DiscardSealed:
-    """Give up what is sealed, but for these snapshots."""
+    """Give up all sealed snapshots except these."""
 
     kept: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class DropSnapshot:
-    """Give up the sealed snapshot of this name."""
-
-    snapshot: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Let go of a generation, and of the sealed snapshot of this name that would become it; "":
-    there is none. ``Holds``."""
-
-    generation: int
-    snapshot: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Bring the part of a generation to the durable directory, and report it."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """Bring the part of a generation to the durable directory beside the training, let it appear
-    there and report either, or let older ones go. What was asked for before is given up."""
-
-    command: commands.Archive | commands.FinishArchive | commands.Retire
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """Fetch what this host is to keep for others: ``Replicated``. An earlier one is given up."""
-
-    command: commands.Replicate
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class TellHeld:
-    """Report what the workers of a round hold together, and what room the store has: the
-    coordinator knows then what replicas take."""
+    """Report the pieces held by all workers of a round, with the store's room: ``Holding``."""
 
     round: int
     held: Collection
 
 
 @dataclass(frozen=True, slots=True)
-class Examine:
-    """Compare this host's part of a generation with what was committed, beside the loop; what is
-    damaged counts no more. Report both."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """Give up what was fetched of a generation, and report what is left."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Report what the durable directory holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Knock:
-    """Knock at the data planes of these hosts, beside the loop: ``Knocked``."""
-
-    order: int
-    peers: tuple[tuple[str, tuple[str, int]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckHealth:
-    """Run the health check beside the loop, for this reason: ``HealthChecked``."""
-
-    order: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class LeaveState:
-    """The agent will end: whether its store stays as it is, and how the job has ended; the last
-    step of this host's workers that have come to the end of their script, and their ledger."""
+    """The agent will end, by this command: keep or remove the store, and write down the end of the
+    job. ``last_step`` is the highest last step of a finished worker of this host; ``ledger`` that
+    worker's ledger of samples."""
 
-    keeps_state: bool
-    ending: Ending | None
+    command: Exit
     last_step: int
     ledger: JsonText | None
 
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Join the job again with what the store holds: ``Rejoined`` or ``NotRejoined``."""
+    """Join the job again with the store's generations: ``Rejoined`` or ``JobLost``."""
 
 
 Action = (
-    Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
-    | Propose | Agree | Space | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
-    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | DropSnapshot | Drop | Save
-    | Archive | Replicate | TellHeld | Examine | Doubt | Look | CheckHealth | Knock
-    | LeaveState | Rejoin
+    Log | Tell | AnswerCall | RefuseCall | AnswerHello | StartGroup | BeginGroup | EndGroup
+    | PollGroup | WantStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving | ReuseFiles
+    | Seal | FetchWanted | TrustFetched | TryCommit | DiscardSealed | TellHeld | LeaveState | Rejoin
+    | Command
 )  # fmt: skip

@@ -1,5 +1,7 @@
-"""Commits of a host: what was sealed gets its number; where the store has no room for that, it is
-tried again."""
+"""Commits of a host: a sealed snapshot gets its number; without room in the store for it, the host
+tries again."""
+
+from collections.abc import Mapping
 
 from scalai.core.host import actions, snapshots
 from scalai.core.host.step import Step
@@ -9,24 +11,20 @@ from scalai.core.messages import events as job_events
 
 def commit(step: Step, command: commands.Commit) -> None:
     """Make the sealed snapshot of this name the generation of this number, and report it."""
-    late = {**step.state.late, command.generation: (command.snapshot, command.committed)}
-    step.change(late=late)
+    step.change(late={**step.state.late, command.generation: command})
     snapshots.settled(step, command.snapshot)
-    step.do(
-        actions.TryCommit(command.generation, command.snapshot, command.committed, is_again=False)
-    )
+    step.do(actions.TryCommit(command, is_again=False))
 
 
-def done(step: Step, generation: int) -> None:
-    """It has its number."""
-    late = {number: each for number, each in step.state.late.items() if number != generation}
-    step.change(late=late, generations=step.state.generations | {generation})
-    step.tell(job_events.Committed(step.state.host, generation))
-    snapshots.reserve(step)
+def _others(step: Step, generation: int) -> Mapping[int, commands.Commit]:
+    return {number: each for number, each in step.state.late.items() if number != generation}
 
 
-def waits(step: Step, generation: int) -> None:
-    """There was no room: what is sealed stays, and is tried again."""
+def done(step: Step, report: job_events.Committed) -> None:
+    """A sealed snapshot has its number."""
+    held = step.state.generations | {report.generation}
+    step.change(late=_others(step, report.generation), generations=held)
+    step.tell(report)
     snapshots.reserve(step)
 
 
@@ -35,9 +33,8 @@ def nothing(step: Step, generation: int, found: str) -> None:
     that this host holds nothing of it."""
     if generation not in step.state.late:
         return
-    snapshot, _ = step.state.late[generation]
-    late = {number: each for number, each in step.state.late.items() if number != generation}
-    step.change(late=late)
+    snapshot = step.state.late[generation].snapshot
+    step.change(late=_others(step, generation))
     if snapshots.was_given_up(step, snapshot):
         step.tell(reports.Doubted(generation, None))
         step.tell(job_events.Committed(step.state.host, generation))
@@ -47,31 +44,32 @@ def nothing(step: Step, generation: int, found: str) -> None:
     )
 
 
-def drop(step: Step, generation: int) -> None:
-    """Let go of a generation. What there was no room for yet is committed no more: the job has left
-    it behind, and would not know that it takes room."""
-    snapshot, _ = step.state.late.get(generation, ("", None))
-    late = {number: each for number, each in step.state.late.items() if number != generation}
-    step.change(late=late)
-    step.do(actions.Drop(generation, snapshot))
+def drop(step: Step, command: commands.Drop) -> None:
+    """Let go of a generation, and of its sealed snapshot that had no room yet: the job has left it
+    behind, and would not count its bytes."""
+    late = step.state.late.get(command.generation)
+    step.change(late=_others(step, command.generation))
+    step.do(command)
+    if late is not None:
+        step.do(commands.DropSnapshot(late.snapshot))
 
 
 def retry(step: Step) -> None:
-    """Commit what there was no room for, where there is some now."""
-    for generation, (snapshot, committed) in step.state.late.items():
-        step.do(actions.TryCommit(generation, snapshot, committed, is_again=True))
+    """Try the commits again that had no room."""
+    for command in step.state.late.values():
+        step.do(actions.TryCommit(command, is_again=True))
 
 
 def forget(step: Step) -> None:
-    """The job goes on without this host: what has a number and is not committed is reported as
-    sealed when it joins again, and the coordinator says what becomes of it."""
+    """The job goes on without this host, or under another coordinator: snapshots with a number that
+    wait for room are reported as sealed in the next join, and the coordinator decides."""
     step.change(late={})
 
 
 def discard(step: Step) -> None:
-    """Give up what was sealed and not committed, but for what has a number: the job goes on without
-    it."""
-    step.do(actions.DiscardSealed(frozenset(snapshot for snapshot, _ in step.state.late.values())))
+    """Give up the sealed snapshots without a number: the job goes on without them."""
+    late = step.state.late.values()
+    step.do(actions.DiscardSealed(frozenset(command.snapshot for command in late)))
 
 
 def holds(step: Step, generations: frozenset[int]) -> None:

@@ -6,9 +6,9 @@ A thread of each worker does it, while the main thread may hang in a collective 
 
 from dataclasses import replace
 
-from scalai.core.host import actions, snapshots
+from scalai.core.host import actions, commits, snapshots
 from scalai.core.host.actions import Level
-from scalai.core.host.events import Seen
+from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import Call, Emergency, Snapshot
 from scalai.core.host.step import Step
 from scalai.core.job.deadlines import FREEZE_ALL_S
@@ -35,7 +35,7 @@ def failed(step: Step, request: RankFailed) -> None:
     current = step.present()
     if not current.raised:
         step.change_round(raised=f"rank {request.rank}: {request.reason}", raised_at=step.now)
-        step.do(actions.Poll(current.number))
+        step.do(actions.PollGroup(current.number))
 
 
 def freeze(step: Step) -> None:
@@ -110,7 +110,7 @@ def write(step: Step, at: int) -> None:
         _done(step)
         return
     if current.emergency.has_sealed:  # of a step of which not enough was written
-        step.do(actions.DiscardSealed(frozenset(name for name, _ in step.state.late.values())))
+        commits.discard(step)
     step.change_round(
         emergency=replace(current.emergency, step=at, has_sealed=False, is_done=False)
     )
@@ -178,7 +178,7 @@ def _done(step: Step) -> None:
     step.tell(job_events.Rescued(step.state.host, current.number, emergency.step))
 
 
-def watch(step: Step, seen: Seen | None) -> None:
+def watch(step: Step, seen: GroupSeen | None) -> None:
     """Do without workers that end or hang meanwhile."""
     current = step.round
     if current is not None and current.raised and step.now - current.raised_at >= CAUSE_S:

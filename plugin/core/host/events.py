@@ -1,22 +1,25 @@
-"""What may happen to a host: the events that ``law.advance`` takes."""
+"""Input of a host's law (``law.advance``): the coordinator's commands, the calls of workers, the
+results of actions, and reports that the agent's own parts make."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.host.state import Call, Slot
-from scalai.core.messages.commands import Command
-from scalai.core.messages.reports import Suspected
+from scalai.core.messages.commands import Command, Space
+from scalai.core.messages.reports import Report
 from scalai.core.messages.worker_messages import Source, WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """How the present group of workers is, as their control page and the kernel have it.
+class GroupSeen:
+    """The present group of workers, by their control page and the kernel.
 
-    ``newest`` is the furthest step that any has ended; ``save`` the iteration of the save of the
-    training's own that is in flight, and ``looks`` how often the workers have looked for its end.
-    ``reached`` are ranks that have come to the agreed stop; ``ended`` the exit codes of those that
-    have ended (0: or have come to their script's end and wait for the others).
+    Attributes:
+        newest: Furthest step that any worker has ended.
+        save: Iteration of the training's own save in flight.
+        looks: Number of times the workers have looked for the end of a save.
+        reached: Ranks at the agreed stop.
+        ended: Exit code by rank of ended workers; 0 also while one waits at the end of its script.
     """
 
     newest: int = 0
@@ -28,16 +31,15 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Commanded:
-    """The coordinator has the host do something. ``seen``: how the workers were then, None where
-    there are none."""
+    """A command of the coordinator. ``seen``: the workers at its arrival, None without workers."""
 
     command: Command
-    seen: Seen | None = None
+    seen: GroupSeen | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Called:
-    """A worker asks for something, and waits for the answer."""
+    """A worker's call; it waits for the answer."""
 
     call: Call
     request: WorkerRequest
@@ -45,19 +47,19 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
-    """The connection of a worker has ended. ``seen`` as of ``Commanded``."""
+    """The connection of a worker has ended. ``seen`` as in ``Commanded``."""
 
     round: int
     rank: int
-    seen: Seen | None = None
+    seen: GroupSeen | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time passes. ``seen`` as of ``Commanded``."""
+class TimePassed:
+    """Time in seconds, from the agent's clock. ``seen`` as in ``Commanded``."""
 
     at: float
-    seen: Seen | None = None
+    seen: GroupSeen | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,7 @@ class GroupNotStarted:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """No worker of a round is alive (``EndGroup``); ``newest`` is the step that they had come
-    to."""
+    """No worker of a round is alive (``EndGroup``); ``newest`` is their last step."""
 
     round: int
     newest: int
@@ -86,9 +87,8 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class GroupOver:
-    """The workers of a round have ended by themselves (``Poll``): no ``failures`` means that every
-    one came to the end of its script. ``out_of_memory`` and ``is_chance`` as of
-    ``reports.Failed``."""
+    """The workers of a round have ended by themselves (``PollGroup``); without ``failures`` each
+    came to the end of its script. ``out_of_memory`` and ``is_chance`` as in a reported failure."""
 
     round: int
     failures: tuple[str, ...] = ()
@@ -97,17 +97,8 @@ class GroupOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposed:
-    """The proposed stop was written, and then the workers were read (``Propose``)."""
-
-    round: int
-    stop: int
-    newest: int
-
-
-@dataclass(frozen=True, slots=True)
 class Agreed:
-    """The agreed stop was written (``Agree``)."""
+    """The agreed stop is on the workers' page (``commands.Agree``)."""
 
     round: int
     stop: int
@@ -115,12 +106,10 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Spaced:
-    """It was written how many steps lie between snapshots from ``begin`` on, and then the workers
-    were read (``Space``)."""
+    """The spacing of snapshots is on the workers' page (``command``); ``newest`` was their furthest
+    step afterwards."""
 
-    round: int
-    begin: int
-    every: int
+    command: Space
     newest: int
 
 
@@ -141,7 +130,7 @@ class NoRoom:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Sealed:
+class SealDone:
     """A snapshot is sealed (``Seal``): its manifest, as bytes."""
 
     round: int
@@ -150,50 +139,25 @@ class Sealed:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Fetched:
-    """What the workers of a round restore is on this host (``Fetch``): for each rank what it reads.
-    ``grown`` is the manifest of the host's part with what came from others, as bytes, None where
-    nothing did. Times in seconds. ``suspected``: who gave what is damaged."""
+class WantedFetched:
+    """All pieces for the workers of a round are on this host (``FetchWanted``): the source of each
+    rank. Times in seconds."""
 
     round: int
     sources: Mapping[int, Source]
-    grown: bytes | None
     plan_s: float
     move_s: float
     bytes_local: int
     bytes_remote: int
-    suspected: Suspected | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NotProven:
-    """What came from other hosts is not what these had committed."""
-
-    round: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """So many bytes have come from other hosts for a round."""
-
-    round: int
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkFailed:
-    """Work for a round has failed for want of room, of a file or of a process."""
+    """Work for a round has failed for want of room, of a file or of a process. ``round`` None: an
+    action itself has failed, in the present round."""
 
-    round: int
+    round: int | None
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class CommitDone:
-    """A sealed snapshot has its number (``TryCommit``)."""
-
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +169,7 @@ class CommitWaits:
 
 @dataclass(frozen=True, slots=True)
 class NothingToCommit:
-    """The snapshot that is to be a generation is not sealed here; ``found`` says what is."""
+    """The snapshot of a generation is not sealed here; ``found`` names the sealed ones."""
 
     generation: int
     found: str
@@ -219,30 +183,14 @@ class Holds:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
-    """What this host keeps for others is here (``Replicate``), so many bytes of it have come, and
-    ``unchanged_bytes`` more it had: ``grown`` is the manifest of its part, as bytes, None where
-    nothing came; or there is a ``reason`` why not, ``is_lasting`` where it has no room.
-    ``suspected``: who gave what is damaged."""
-
-    order: int
-    grown: bytes | None
-    size_bytes: int
-    reason: str = ""
-    is_lasting: bool = False
-    unchanged_bytes: int = 0
-    suspected: Suspected | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class LeaveAsked:
     """A first SIGTERM or SIGINT: the host drains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """A ``source`` says that this host will be taken away in so many seconds (None: at some time).
-    What a source has said before holds no more."""
+    """A ``source`` announces the removal of this host in ``left_s`` seconds (None: at some time).
+    It replaces an earlier notice of the same source."""
 
     source: str
     left_s: float | None
@@ -250,38 +198,14 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class NoticeWithdrawn:
-    """A source says that this host stays after all."""
+    """A source takes its notice back."""
 
     source: str
 
 
 @dataclass(frozen=True, slots=True)
-class SlotsChanged:
-    """The device probe reports another number."""
-
-    slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class Knocked:
-    """Of the hosts at which ``order`` had this one knock it does not hear these."""
-
-    order: int
-    unheard: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HealthChecked:
-    """The health check that ``order`` asked for has ended; ``reason``: why it has failed."""
-
-    order: int
-    is_healthy: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Expelled:
-    """The job goes on without this host, which was paused or cut off."""
+    """The job goes on without this host, after a pause or a cut of its network."""
 
     reason: str
 
@@ -292,37 +216,20 @@ class Rejoined:
 
 
 @dataclass(frozen=True, slots=True)
-class NotRejoined:
-    """The host cannot join again."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorLost:
-    """The coordinator is gone, or refuses this host."""
+class JobLost:
+    """The coordinator is gone or refuses this host, or the host cannot join again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorReplaced:
-    """Another coordinator has taken the place of one that is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActionFailed:
-    """An action has failed for want of room, of a file or of a process."""
-
-    reason: str
+    """Another coordinator has taken the place of a lost one."""
 
 
 Event = (
-    Commanded | Called | WorkerGone | Ticked | GroupStarted | GroupNotStarted | GroupEnded
-    | GroupOver | Proposed | Agreed | Spaced | Reserved | NoRoom | Sealed | Fetched | NotProven
-    | Moved
-    | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | Replicated | LeaveAsked
-    | Noticed | NoticeWithdrawn | SlotsChanged | HealthChecked | Knocked | Expelled | Rejoined
-    | NotRejoined
-    | CoordinatorLost | CoordinatorReplaced | ActionFailed
+    Commanded | Called | WorkerGone | TimePassed | GroupStarted | GroupNotStarted | GroupEnded
+    | GroupOver | Agreed | Spaced | Reserved | NoRoom | SealDone | WantedFetched | WorkFailed
+    | CommitWaits | NothingToCommit | Holds | LeaveAsked | Noticed | NoticeWithdrawn | Expelled
+    | Rejoined | JobLost | CoordinatorReplaced | Report
 )  # fmt: skip

@@ -68,8 +68,8 @@ def advance(state: HostState, event: events.Event) -> tuple[HostState, tuple[Act
 
 def _on(step: Step, event: events.Event) -> None:
     match event:
-        case events.Ticked(at, seen):
-            _ticked(step, at, seen)
+        case events.TimePassed(at, seen):
+            _time_passed(step, at, seen)
         case events.Commanded(command, seen):
             _commanded(step, command, seen)
         case events.Called(call, request):
@@ -85,8 +85,6 @@ def _on(step: Step, event: events.Event) -> None:
             rounds.group_ended(step, number, newest)
         case events.GroupOver():
             rounds.group_over(step, event)
-        case events.Proposed(number, stop, newest):
-            stops.proposed(step, number, stop, newest)
         case events.Agreed(number, stop):
             stops.agreed(step, number, stop)
         case events.Spaced():
@@ -97,18 +95,14 @@ def _on(step: Step, event: events.Event) -> None:
         case events.NoRoom(number, reason):
             if not step.is_present(number) or not emergency.cannot(step, reason):
                 snapshots.no_room(step, number, reason)
-        case events.Sealed(number, slot, manifest):
+        case events.SealDone(number, slot, manifest):
             snapshots.sealed(step, number, slot, manifest)
             emergency.go_on(step, number)
-        case events.Fetched():
+        case events.WantedFetched():
             rounds.fetched(step, event)
-        case events.NotProven(number, reason):
-            if step.is_present(number):
-                step.tell(reports.Unproven(number, reason))
-        case events.Moved(number, count):
-            if step.is_present(number):
-                step.tell(reports.Moved(number, count))
-        case events.WorkFailed(number, reason):
+        case events.WorkFailed(None, reason):
+            step.fail(reason)
+        case events.WorkFailed(int() as number, reason):
             is_present = step.is_present(number) and not emergency.cannot(step, reason)
             if is_present and not snapshots.cannot(step, reason):
                 step.fail(reason)
@@ -117,62 +111,54 @@ def _on(step: Step, event: events.Event) -> None:
 
 
 def _of_the_host(step: Step, event: events.Event) -> None:
-    """Events that are of no round."""
+    """Events of no round, and reports made by the agent's own parts: these go on as they came."""
     match event:
-        case events.CommitDone(generation):
-            commits.done(step, generation)
-        case events.CommitWaits(generation):
-            commits.waits(step, generation)
+        case events.CommitWaits():
+            snapshots.reserve(step)  # the sealed snapshot stays, and is tried again
         case events.NothingToCommit(generation, found):
             commits.nothing(step, generation, found)
         case events.Holds(generations):
             commits.holds(step, generations)
-        case events.Replicated():
-            if event.grown is not None:
-                step.tell(reports.Grown(event.grown))
-            if event.suspected is not None:
-                step.tell(event.suspected)
-            step.tell(
-                job_events.Replicated(
-                    step.state.host,
-                    event.order,
-                    event.size_bytes,
-                    event.reason,
-                    event.is_lasting,
-                    event.unchanged_bytes,
-                )
-            )
         case events.LeaveAsked():
             leaving.asked(step)
         case events.Noticed():
             leaving.noticed(step, event)
         case events.NoticeWithdrawn(source):
             leaving.withdrawn(step, source)
-        case events.SlotsChanged(slots):
-            if slots != step.state.slots:
-                step.change(slots=slots)
-                step.tell(reports.Slots(slots))
-        case events.HealthChecked(order, is_healthy, reason):
-            step.tell(job_events.HealthChecked(step.state.host, order, is_healthy, reason))
-        case events.Knocked(order, unheard):
-            step.tell(job_events.Knocked(step.state.host, order, unheard))
         case events.Expelled(reason):
             _expelled(step, reason)
         case events.Rejoined():
             _rejoined(step)
         case events.CoordinatorReplaced():
             succession.replaced(step)
-        case events.NotRejoined(reason) | events.CoordinatorLost(reason):
+        case events.JobLost(reason):
             step.log(Level.ERROR, reason)
             step.change(exit=1)
-        case events.ActionFailed(reason):
-            step.fail(reason)
+        case job_events.Committed():
+            commits.done(step, event)
+        case reports.Slots(slots):
+            if slots != step.state.slots:
+                step.change(slots=slots)
+                step.tell(event)
+        case job_events.Prepared() | reports.Moved() | reports.Unproven():
+            if step.is_present(event.round):
+                step.tell(event)
+        case (
+            reports.Grown()
+            | reports.Suspected()
+            | job_events.Replicated()
+            | job_events.HealthChecked()
+            | job_events.Knocked()
+        ):
+            step.tell(event)
+        case _:
+            raise AssertionError(f"nobody decides about {event!r}")
 
 
 # ---------------------------------------------------------------------- time
 
 
-def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
+def _time_passed(step: Step, at: float, seen: events.GroupSeen | None) -> None:
     step.change(now=at)
     if leaving.is_over(step, seen):
         return
@@ -189,7 +175,7 @@ def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
 # ---------------------------------------------------------------------- what the coordinator says
 
 
-def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) -> None:
+def _commanded(step: Step, command: commands.Command, seen: events.GroupSeen | None) -> None:
     if isinstance(command, OF_THE_PRESENT_ROUND) and not step.is_present(command.round):
         return
     match command:
@@ -207,8 +193,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             rounds.proceed(step)
         case commands.Prepare(_, stop):
             stops.prepare(step, stop, seen)
-        case commands.Agree(_, stop, probes):
-            stops.agree(step, stop, probes=probes)
+        case commands.Agree():
+            stops.agree(step, command)
         case commands.TakeSnapshot():
             stops.take_snapshot(step)
         case commands.Withdraw():
@@ -223,45 +209,27 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             commits.commit(step, command)
         case commands.Discard():
             commits.discard(step)
-        case commands.Space(number, begin, every):
+        case commands.Space(number):
             if step.is_present(number) and step.present().has_group:
-                step.do(actions.Space(number, begin, every))
+                step.do(command)
         case commands.DropSnapshot(snapshot):
             snapshots.settled(step, snapshot)
-            step.do(actions.DropSnapshot(snapshot))
-        case commands.Drop(generation):
-            commits.drop(step, generation)
-        case commands.Save(generation):
-            step.do(actions.Save(generation))
-        case commands.Archive() | commands.FinishArchive() | commands.Retire():
-            step.do(actions.Archive(command))
-        case commands.Replicate():
-            step.do(actions.Replicate(command))
-        case commands.Examine(generation):
-            step.do(actions.Examine(generation))
-        case commands.Doubt(generation):
-            step.do(actions.Doubt(generation))
-        case commands.Look():
-            step.do(actions.Look())
-        case commands.CheckHealth(order, reason):
-            step.do(actions.CheckHealth(order, reason))
-        case commands.Knock(order, peers):
-            step.do(actions.Knock(order, peers))
+            step.do(command)
+        case commands.Drop():
+            commits.drop(step, command)
         case commands.Report():
             if step.round is not None and step.round.has_group:
                 step.do(actions.ShowStacks(step.round.number))
         case commands.Exit():
             _exit(step, command)
+        case _:  # for the store, the data plane and the health check, as it came
+            step.do(command)
 
 
 def _exit(step: Step, command: commands.Exit) -> None:
     code, reason = command.code, command.reason
     step.log(Level.INFO, f"event=exit host={step.state.host} code={code} reason={reason!r}")
-    step.do(
-        actions.LeaveState(
-            command.keeps_state, command.ending, step.state.last_step, step.state.last_ledger
-        )
-    )
+    step.do(actions.LeaveState(command, step.state.last_step, step.state.last_ledger))
     step.change(exit=code)
 
 
@@ -309,7 +277,7 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
         case Hello():
             is_standby = not step.is_present(request.round)
             step.change_of(request.round, calls=current.calls)
-            step.do(actions.Welcome(call, current.workers, is_standby))
+            step.do(actions.AnswerHello(call, current.workers, is_standby))
         case Publish():
             rounds.publish(step, call, request)
         case AwaitSlot():

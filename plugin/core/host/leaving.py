@@ -4,7 +4,7 @@ drains; what it was told may be withdrawn; and it does not stay for ever."""
 from collections.abc import Mapping
 
 from scalai.core.host.actions import Level
-from scalai.core.host.events import Noticed, Seen
+from scalai.core.host.events import GroupSeen, Noticed
 from scalai.core.host.state import HostState
 from scalai.core.host.step import Step
 from scalai.core.messages import reports
@@ -65,7 +65,7 @@ def tell_again(step: Step) -> None:
         _tell(step, min(step.state.notices))
 
 
-def is_over(step: Step, seen: Seen | None) -> bool:
+def is_over(step: Step, seen: GroupSeen | None) -> bool:
     """Whether the host leaves without a goodbye, because its time is over. The time of a save that
     it waits for is its own where a signal has told it to leave, as long as the workers look for the
     save's end; a host that is taken away has no time of its own."""
@@ -81,7 +81,7 @@ def is_over(step: Step, seen: Seen | None) -> bool:
     return _has_drained_too_long(step, seen)
 
 
-def _has_drained_too_long(step: Step, seen: Seen | None) -> bool:
+def _has_drained_too_long(step: Step, seen: GroupSeen | None) -> bool:
     state, patience_s = step.state, step.state.settings.drain_timeout_s
     if state.leaving_at is None:
         return False

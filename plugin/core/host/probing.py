@@ -3,7 +3,7 @@ and nobody waits long for it. Their state is sealed by then, so whatever becomes
 failure."""
 
 from scalai.core.host import actions, snapshots
-from scalai.core.host.events import Seen
+from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import Round
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import PROOF_S, merged
@@ -49,7 +49,7 @@ def _is_over(current: Round, ended: frozenset[int]) -> bool:
     return current.is_complete(current.probed | current.lost | ended)
 
 
-def watch(step: Step, seen: Seen | None) -> None:
+def watch(step: Step, seen: GroupSeen | None) -> None:
     """End a round that makes its step no more, or for too long."""
     current, aside = step.round, step.state.probing
     if current is not None and current.probe_until and not current.is_ending:
@@ -61,7 +61,7 @@ def watch(step: Step, seen: Seen | None) -> None:
     if aside is not None and step.now >= aside.probe_until:
         end(step)
     elif aside is not None:
-        step.do(actions.Poll(aside.number))
+        step.do(actions.PollGroup(aside.number))
 
 
 def _grace_s(step: Step, current: Round) -> float:

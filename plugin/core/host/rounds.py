@@ -6,7 +6,7 @@ import numpy as np
 from scalai.core.errors import ProofError
 from scalai.core.host import actions, probing, snapshots
 from scalai.core.host.actions import Level
-from scalai.core.host.events import Fetched, GroupOver
+from scalai.core.host.events import GroupOver, WantedFetched
 from scalai.core.host.state import Call, Published, Round, Want
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import merged
@@ -157,7 +157,7 @@ def dismiss(step: Step, ended: Round) -> None:
     waiters = {call for _, call in ended.slot_waiters}
     for call in sorted(ended.calls):
         if call in waiters:
-            step.do(actions.Answer(call))
+            step.do(actions.AnswerCall(call))
         else:
             step.refuse(call, ENDED)
 
@@ -166,10 +166,10 @@ def poll(step: Step) -> None:
     """Look for workers that have ended."""
     current, standby = step.round, step.state.standby
     if standby is not None and standby.has_group:
-        step.do(actions.Poll(standby.number))
+        step.do(actions.PollGroup(standby.number))
     is_left_alone = current is not None and (current.is_draining or current.emergency is not None)
     if current is not None and current.has_group and not is_left_alone:
-        step.do(actions.Poll(current.number))
+        step.do(actions.PollGroup(current.number))
 
 
 def group_over(step: Step, over: GroupOver) -> None:
@@ -241,7 +241,7 @@ def _begin_restore(step: Step) -> None:
     if current.is_restoring:
         assert isinstance(current.command, commands.Start)
         wants = {rank: entry.want for rank, entry in current.published.items()}
-        step.do(actions.Fetch(current.command, wants))
+        step.do(actions.FetchWanted(current.command, wants))
         return
     step.change_round(is_proven=True)
     for entry in current.published.values():
@@ -249,12 +249,8 @@ def _begin_restore(step: Step) -> None:
     snapshots.reserve(step)
 
 
-def fetched(step: Step, found: Fetched) -> None:
-    """All that the workers restore is on this host."""
-    if found.grown is not None:
-        step.tell(reports.Grown(found.grown))
-    if found.suspected is not None:
-        step.tell(found.suspected)
+def fetched(step: Step, found: WantedFetched) -> None:
+    """All pieces for the workers are on this host."""
     if not step.is_present(found.round):
         return
     current = step.present()
@@ -311,7 +307,7 @@ def proceed(step: Step) -> None:
     generation = current.workers.generation
     assert generation is not None, "what was proven is of a generation"
     step.change_round(is_proven=True)
-    step.do(actions.Prove(generation))
+    step.do(actions.TrustFetched(generation))
     for _, call in current.restored.values():
         step.answer(call)
 

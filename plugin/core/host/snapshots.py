@@ -17,7 +17,7 @@ from scalai.core.job.remembered import ASKED
 from scalai.core.jsonable import Json
 from scalai.core.messages import events as job_events
 from scalai.core.messages import reports
-from scalai.core.messages.commands import Start
+from scalai.core.messages.commands import DropSnapshot, Start
 from scalai.core.messages.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
@@ -63,7 +63,7 @@ def reserve(step: Step) -> None:
 def reserved(step: Step, number: int, slot: Slot) -> None:
     """There are files; of a round that has ended nobody needs them."""
     if not step.is_present(number):
-        step.do(actions.Discard(slot))
+        step.do(actions.ReuseFiles(slot))
         return
     current = step.change_round(reserved=slot, is_reserving=False, reserve_at=0.0)
     if current.emergency is not None:
@@ -148,7 +148,7 @@ def give_back(step: Step, ended: Round) -> None:
     step.do(actions.StopReserving())
     is_sealing = ended.snapshot is not None and ended.snapshot.is_sealing
     if ended.reserved is not None and not is_sealing:
-        step.do(actions.Discard(ended.reserved))
+        step.do(actions.ReuseFiles(ended.reserved))
 
 
 def await_slot(step: Step, call: Call, request: AwaitSlot) -> None:
@@ -219,10 +219,11 @@ def _pass_over(step: Step, under_way: Snapshot, later: BeginSnapshot) -> None:
 
 def spaced(step: Step, event: Spaced) -> None:
     """The workers can read at which steps snapshots are."""
-    if step.is_present(event.round):
-        step.change_round(every=event.every)
-    text = f"event=spaced round={event.round} begin={event.begin} every={event.every}"
-    if event.newest < event.begin:
+    round, begin, every = event.command.round, event.command.begin, event.command.every
+    if step.is_present(round):
+        step.change_round(every=every)
+    text = f"event=spaced round={round} begin={begin} every={every}"
+    if event.newest < begin:
         step.log(Level.INFO, text)
         return
     text += f": a worker was at step {event.newest} by then, and may leave out or add a snapshot"
@@ -446,7 +447,7 @@ def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
     count on it by now: the job went on without this host."""
     if not step.is_present(number):
         if number not in step.state.expelled:
-            step.do(actions.Discard(slot))
+            step.do(actions.ReuseFiles(slot))
         return
     _tell_sealed(step, manifest)
     current = step.present()
@@ -474,7 +475,7 @@ def give_up_older(step: Step, newest: int) -> None:
             f"event=snapshot_given_up snapshot={name} nobody has committed it, and {SEALED_KEPT} "
             "later ones are sealed: is the coordinator silent?",
         )
-        step.do(actions.DropSnapshot(name))
+        step.do(DropSnapshot(name))
     reserve(step)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from scalai.core.job.function_proof import Numbers
 from scalai.core.job.remembered import Remembered
 from scalai.core.jsonable import Json
-from scalai.core.messages.commands import Build, Start, Workers
+from scalai.core.messages.commands import Build, Commit, Start, Workers
 from scalai.core.messages.reports import Failed
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.messages.worker_messages import (
@@ -22,7 +22,6 @@ from scalai.core.messages.worker_messages import (
     WriteOrder,
 )
 from scalai.core.tensors.collection import Collection
-from scalai.core.tensors.fingerprint import Committed
 
 Call = int
 """A worker's call that waits for its answer."""
@@ -300,7 +299,7 @@ class HostState:
     """One host's part in a job.
 
     Attributes:
-        now: The law's clock, in seconds; it moves by ``Ticked`` alone.
+        now: The law's clock, in seconds; it moves by ``TimePassed`` alone.
         slots: Workers that the host can run.
         generations: Those that the host's store holds.
         round, standby: The present round, and one that was built beside it.
@@ -308,7 +307,7 @@ class HostState:
         ending: Numbers of rounds whose workers are being ended, and those that were given up.
         held: A proposed stop that waits for a save.
         standing: Calls of workers that stand at an agreed stop with a save in flight.
-        late: Snapshots and statements by generation that have a number and are not committed.
+        late: Commits by generation that wait for room in the store.
         expelled: Rounds that ended because the job went on without this host: what they seal may
             be brought when it joins again.
         save_looks: How often the workers had looked for a save when a leaving host last asked.
@@ -332,7 +331,7 @@ class HostState:
     ending: Mapping[int, Round | None] = field(default_factory=dict)
     held: HeldStop | None = None
     standing: tuple[Call, ...] = ()
-    late: Mapping[int, tuple[str, Committed | None]] = field(default_factory=dict)
+    late: Mapping[int, Commit] = field(default_factory=dict)
     expelled: frozenset[int] = frozenset()
     save_looks: int = 0
     leaving_at: float | None = None

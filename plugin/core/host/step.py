@@ -86,11 +86,11 @@ class Step:
         for found in (self.state.round, self.state.standby, self.state.probing):
             if found is not None and call in found.calls:
                 self.change_of(found.number, calls=found.calls - {call})
-                self.due.append(actions.Answer(call, value))
+                self.due.append(actions.AnswerCall(call, value))
                 return
 
     def refuse(self, call: Call, reason: str) -> None:
-        self.due.append(actions.Refuse(call, reason))
+        self.due.append(actions.RefuseCall(call, reason))
 
     def fail(
         self,

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from scalai.core.host import actions, snapshots
 from scalai.core.host.actions import Level
-from scalai.core.host.events import Seen
+from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import Call, HeldStop, Round
 from scalai.core.host.step import Step
+from scalai.core.messages import commands
 from scalai.core.messages import events as job_events
 from scalai.core.messages.worker_messages import Stand
 
@@ -19,7 +20,7 @@ UNLOOKED_S = 60.0
 """Workers look after each step whether a save has ended: who has not for so long may hang."""
 
 
-def prepare(step: Step, stop: int, seen: Seen | None) -> None:
+def prepare(step: Step, stop: int, seen: GroupSeen | None) -> None:
     """Propose a stop. While a save is in flight, that waits: the training goes on, and the
     coordinator hears what for."""
     current = step.round
@@ -32,10 +33,10 @@ def prepare(step: Step, stop: int, seen: Seen | None) -> None:
         return
     step.change(held=None)
     step.do(actions.WantStop(current.number, 2 if current.was_put_off else 0))
-    step.do(actions.Propose(current.number, stop))
+    step.do(commands.Prepare(current.number, stop))
 
 
-def _hold(step: Step, seen: Seen) -> None:
+def _hold(step: Step, seen: GroupSeen) -> None:
     """Report what a proposed stop waits for, or propose it where that has ended."""
     held, now = step.state.held, step.now
     if held is None:
@@ -55,12 +56,6 @@ def _hold(step: Step, seen: Seen) -> None:
         held = replace(held, log_at=now + HELD_LOG_S)
         step.log(Level.INFO, f"event=held a change waits: {what}. The training goes on.")
     step.change(held=held)
-
-
-def proposed(step: Step, number: int, stop: int, newest: int) -> None:
-    """The workers may have seen the proposed stop: report how far they are."""
-    if step.is_present(number):
-        step.tell(job_events.Prepared(step.state.host, number, stop, newest))
 
 
 def stand(step: Step, call: Call, request: Stand) -> None:
@@ -85,7 +80,7 @@ def withdraw(step: Step) -> None:
     if current is None or not current.has_group:
         return
     # First, so that nobody whom an answer sends on comes to it again.
-    step.do(actions.WantStop(current.number, 0), actions.WithdrawStop(current.number))
+    step.do(actions.WantStop(current.number, 0), commands.Withdraw(current.number))
     step.change_round(stop=None, has_arrived=False)
     snapshots.withdraw(step)
     standing = step.state.standing
@@ -94,12 +89,12 @@ def withdraw(step: Step) -> None:
         step.answer(call)
 
 
-def agree(step: Step, stop: int, *, probes: bool) -> None:
+def agree(step: Step, command: commands.Agree) -> None:
     """All workers of the job see this stop: they may come to it."""
     current = step.round
     if current is not None and current.has_group:
-        step.change_round(probes=probes)
-        step.do(actions.Agree(current.number, stop, probes))
+        step.change_round(probes=command.probes)
+        step.do(command)
 
 
 def agreed(step: Step, number: int, stop: int) -> None:
@@ -117,7 +112,7 @@ def take_snapshot(step: Step) -> None:
     snapshots.seal_if_complete(step)
 
 
-def watch(step: Step, seen: Seen | None) -> None:
+def watch(step: Step, seen: GroupSeen | None) -> None:
     """Look after workers that are on their way to the stop, and give up those that may write and do
     not."""
     current, held = step.round, step.state.held
@@ -136,7 +131,7 @@ def watch(step: Step, seen: Seen | None) -> None:
         _give_up_who_hangs(step, current, seen)
 
 
-def worker_gone(step: Step, number: int, rank: int, seen: Seen | None) -> None:
+def worker_gone(step: Step, number: int, rank: int, seen: GroupSeen | None) -> None:
     """The connection of a worker of the present round has ended."""
     current = step.round
     if current is None or current.number != number or not current.has_group:
@@ -163,7 +158,7 @@ def _go_on(step: Step) -> None:
     snapshots.seal_if_complete(step)
 
 
-def _look_for_ends(step: Step, current: Round, seen: Seen) -> None:
+def _look_for_ends(step: Step, current: Round, seen: GroupSeen) -> None:
     """Workers that have ended before their stop have finished, or have failed. One that has ended
     at it is lost, and replicas of it may write for it: to poll would end those with it."""
     died = {rank for rank, code in seen.ended.items() if code != 0}
@@ -171,13 +166,13 @@ def _look_for_ends(step: Step, current: Round, seen: Seen) -> None:
     if early:
         step.fail(f"ranks {early} died on their way to the stop", is_chance=True)
     elif set(current.ranks) <= set(seen.ended) - died:
-        step.do(actions.Poll(current.number))
+        step.do(actions.PollGroup(current.number))
     elif died - current.lost:
         step.change_round(lost=current.lost | died)
         _go_on(step)
 
 
-def _give_up_who_hangs(step: Step, current: Round, seen: Seen) -> None:
+def _give_up_who_hangs(step: Step, current: Round, seen: GroupSeen) -> None:
     """End workers that have an order and do not write; the clock begins anew whenever one does."""
     patience_s = step.state.settings.drain_timeout_s
     hung = (current.snapshot.unwritten if current.snapshot else frozenset()) - current.lost

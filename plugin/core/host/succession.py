@@ -3,7 +3,7 @@ one with what it knows of their round."""
 
 from scalai.core.host import actions, commits, rounds, stops
 from scalai.core.host.actions import Level
-from scalai.core.host.events import Seen
+from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import HostState
 from scalai.core.host.step import Step
 from scalai.core.job.underway import Underway
@@ -46,7 +46,7 @@ def tell_again(step: Step) -> None:
         step.tell(job_events.Finished(step.state.host, current.number))
 
 
-def underway(state: HostState, seen: Seen | None) -> Underway | None:
+def underway(state: HostState, seen: GroupSeen | None) -> Underway | None:
     """Return what a host brings of its round; None where it has none, or is ending its workers."""
     current = state.round
     if current is None or current.is_ending:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scalai.core.host import actions, events
-from scalai.core.host.events import NoRoom, Reserved, Sealed
+from scalai.core.host.events import NoRoom, Reserved, SealDone
 from scalai.core.job.deadlines import FREEZE_ALL_S
 from scalai.core.job.membership import Phase
 from scalai.core.messages import commands, reports
@@ -196,7 +196,7 @@ def written(rank: int, step: int = 9) -> RankWritten:
 
 
 def orders(host: LawHost) -> list[Any]:
-    return [a.value.rank for a in host.all(actions.Answer) if hasattr(a.value, "rank")]
+    return [a.value.rank for a in host.all(actions.AnswerCall) if hasattr(a.value, "rank")]
 
 
 def test_who_was_killed_is_named_though_its_end_is_seen_after_others_have_raised() -> None:
@@ -231,7 +231,7 @@ def test_workers_are_asked_at_once_and_written_when_it_is_wanted() -> None:
         host.ask(written(rank))
     seal = host.all(actions.Seal)[-1]
     assert seal.step == 9 and set(seal.parts) == {0, 1}
-    host.feed(Sealed(1, seal.slot, b"manifest"))
+    host.feed(SealDone(1, seal.slot, b"manifest"))
     sealed, done = host.reports()[-2:]
     assert isinstance(sealed, reports.Sealed) and sealed.reason == "emergency"
     assert done == job_events.Rescued("a", 1, 9)
@@ -286,7 +286,7 @@ def rescued_behind_a_snapshot() -> tuple[LawHost, Any]:
         host.ask(RankFrozen(rank, 1, 9, ""))
     host.obey(commands.Rescue(1, 9))
     assert not host.all(actions.Seal)[1:], "the one before is being sealed"
-    host.feed(Sealed(1, slot, b"manifest"))
+    host.feed(SealDone(1, slot, b"manifest"))
     assert not any(isinstance(r, job_events.Rescued) for r in host.reports())
     return host, slot
 

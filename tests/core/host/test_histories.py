@@ -138,7 +138,9 @@ def without_coordinator(world: World, seconds: float) -> Iterator[None]:
         world.train()
         Clock.now += TICK_S
         for host in world.hosts.values():
-            host.agent.feed(events.Ticked(host.clock_s, host.hands.seen(host.agent.state.round)))
+            host.agent.feed(
+                events.TimePassed(host.clock_s, host.hands.seen(host.agent.state.round))
+            )
         yield
 
 

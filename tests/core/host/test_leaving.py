@@ -2,11 +2,11 @@
 
 from scalai.core.host.events import (
     Expelled,
+    GroupSeen,
     LeaveAsked,
     Noticed,
     NoticeWithdrawn,
     Rejoined,
-    Seen,
 )
 from scalai.core.messages import reports
 from support.law_host import LawHost
@@ -55,7 +55,7 @@ def test_the_time_of_a_save_is_not_the_hosts_own_where_it_is_taken_away() -> Non
     host = LawHost()
     host.feed(Noticed("gcp", 30.0))
     for looks in range(1, 5):
-        host.tick(8.0, Seen(save=4, looks=looks))
+        host.tick(8.0, GroupSeen(save=4, looks=looks))
     assert host.state.exit == 1
 
 

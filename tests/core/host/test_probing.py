@@ -3,7 +3,7 @@
 import pytest
 
 from scalai.core.host import actions
-from scalai.core.host.events import Agreed, GroupEnded, GroupOver, GroupStarted, Sealed, Seen
+from scalai.core.host.events import Agreed, GroupEnded, GroupOver, GroupSeen, GroupStarted, SealDone
 from scalai.core.job.function_proof import PROOF_S, Numbers
 from scalai.core.messages import commands
 from scalai.core.messages import events as job_events
@@ -28,7 +28,7 @@ def host() -> LawHost:
     host.obey(commands.TakeSnapshot(1))
     for rank in range(2):
         host.ask(RankWritten(rank, 1, 8, (rank,), f"dp{rank}", NONE, NONE, 12, {}))
-    host.feed(Sealed(1, slot, b""))
+    host.feed(SealDone(1, slot, b""))
     return host
 
 
@@ -50,11 +50,11 @@ def test_where_the_next_workers_stand_by_the_old_ones_go_on_beside_them(host: La
     host.obey(commands.Stop(1, has_written=True))
     assert host.reported()[-1] == "stopped" and not host.all(actions.EndGroup)
     host.obey(start(2, 3, is_built=True))
-    answers = len(host.all(actions.Answer))
+    answers = len(host.all(actions.AnswerCall))
     tell(host, 0)
     assert stepped(host)[-1].round == 1 and stepped(host)[-1].numbers is None, "of the first step"
     tell(host, 1, 5.0)
-    assert len(host.all(actions.Answer)) == answers + 2, "they leave, and their memory is free"
+    assert len(host.all(actions.AnswerCall)) == answers + 2, "they leave, and their memory is free"
     assert stepped(host)[-1] == job_events.Stepped("a", 1, NUMBERS)
     host.feed(GroupOver(1, ("rank 0 was killed",)))
     assert host.all(actions.EndGroup) == [actions.EndGroup(1, 0.0)]
@@ -91,9 +91,9 @@ def test_elsewhere_the_round_ends_behind_the_step(host: LawHost) -> None:
 def test_a_step_that_hangs_or_is_left_out_ends_the_round_too(host: LawHost, is_late: bool) -> None:
     host.obey(commands.Stop(1, has_written=True))
     if is_late:
-        host.tick(PROOF_S + 1, Seen())
+        host.tick(PROOF_S + 1, GroupSeen())
     else:
-        host.tick(1, Seen(ended={0: 0, 1: 0}))
+        host.tick(1, GroupSeen(ended={0: 0, 1: 0}))
     assert host.all(actions.EndGroup) == [actions.EndGroup(1, 0.0)]
     assert stepped(host)[-1] == job_events.Stepped("a", 1, None)
 

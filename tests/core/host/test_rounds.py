@@ -5,28 +5,24 @@ import pytest
 
 from scalai.core.host import actions
 from scalai.core.host.events import (
-    ActionFailed,
-    CommitDone,
     CommitWaits,
-    CoordinatorLost,
     Expelled,
-    Fetched,
     GroupEnded,
     GroupNotStarted,
     GroupOver,
     GroupStarted,
+    JobLost,
     LeaveAsked,
-    Moved,
     NothingToCommit,
-    NotProven,
-    NotRejoined,
     Rejoined,
     Reserved,
-    SlotsChanged,
+    WantedFetched,
+    WorkFailed,
 )
 from scalai.core.host.rounds import ENDED
 from scalai.core.host.state import Slot
 from scalai.core.messages import commands, reports
+from scalai.core.messages import events as job_events
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     BeginSnapshot,
@@ -62,7 +58,7 @@ def test_workers_are_welcomed_and_publish_what_they_hold() -> None:
     host = LawHost()
     host.begin()
     host.ask(Hello(1, 1))
-    (welcome,) = host.all(actions.Welcome)
+    (welcome,) = host.all(actions.AnswerHello)
     assert welcome.workers.round == 1 and not welcome.is_standby
     calls = host.publish(held=HELD)
     (published,) = host.reports()
@@ -75,13 +71,14 @@ def test_workers_are_welcomed_and_publish_what_they_hold() -> None:
 def test_a_restore_waits_for_all_and_is_proven_before_anybody_trains() -> None:
     host = LawHost()
     calls = restoring(host)
-    (fetch,) = host.all(actions.Fetch)
+    (fetch,) = host.all(actions.FetchWanted)
     assert {rank: want.pieces for rank, want in fetch.wants.items()} == HELD
     assert not host.answers()
-    host.feed(Moved(1, 5))
-    host.feed(Moved(2, 6))
+    host.feed(reports.Moved(1, 5))
+    host.feed(reports.Moved(2, 6))
     found = sources()
-    host.feed(Fetched(1, found, b"grown", 0.1, 0.2, 3, 4))
+    host.feed(reports.Grown(b"grown"))
+    host.feed(WantedFetched(1, found, 0.1, 0.2, 3, 4))
     assert host.reported() == ["published", "moved", "grown"]
     assert [host.answers()[call] for call in calls] == [found[0], found[1]]
     prints = np.arange(len(HELD[0]), dtype=np.uint64)
@@ -93,13 +90,15 @@ def test_a_restore_waits_for_all_and_is_proven_before_anybody_trains() -> None:
     assert (restored.bytes_local, restored.bytes_remote) == (3, 4)
     assert not set(waits) & set(host.answers())
     host.obey(commands.Proceed(1))
-    assert set(waits) <= set(host.answers()) and host.all(actions.Prove) == [actions.Prove(4)]
+    assert set(waits) <= set(host.answers()) and host.all(actions.TrustFetched) == [
+        actions.TrustFetched(4)
+    ]
 
 
 def test_replicas_of_one_host_that_differ_are_reported_and_nobody_trains() -> None:
     host = LawHost()
     restoring(host)
-    host.feed(Fetched(1, sources(), None, 0.1, 0.2, 3, 4))
+    host.feed(WantedFetched(1, sources(), 0.1, 0.2, 3, 4))
     prints = np.arange(len(HELD[0]), dtype=np.uint64)
     waits = [host.ask(RankRestored(r, 1, prints + np.uint64(r), {}, "")) for r in (0, 1)]
     unproven = host.reports()[-1]
@@ -110,9 +109,9 @@ def test_replicas_of_one_host_that_differ_are_reported_and_nobody_trains() -> No
 def test_what_was_not_promised_is_left_to_the_coordinator() -> None:
     host = LawHost()
     restoring(host)
-    host.feed(NotProven(1, "2 pieces"))
+    host.feed(reports.Unproven(1, "2 pieces"))
     assert host.reported()[-1] == "unproven" and "failed" not in host.reported()
-    host.feed(NotProven(7, "of an earlier round"))
+    host.feed(reports.Unproven(7, "of an earlier round"))
     assert host.reported().count("unproven") == 1
 
 
@@ -123,7 +122,8 @@ def test_what_comes_when_its_round_has_ended_is_still_told_of() -> None:
     host.obey(commands.Stop(1, False))
     host.feed(GroupEnded(1, 0))
     assert {host.refused()[call] for call in calls} == {ENDED}
-    host.feed(Fetched(1, sources(), b"grown", 0.1, 0.2, 3, 4))
+    host.feed(reports.Grown(b"grown"))
+    host.feed(WantedFetched(1, sources(), 0.1, 0.2, 3, 4))
     assert host.reported()[-1] == "grown" and not host.answers()
 
 
@@ -133,7 +133,7 @@ def test_workers_that_were_on_standby_begin_when_the_round_does() -> None:
     host.obey(commands.Build(workers(2, 0, 2)))
     host.feed(GroupStarted(2))
     host.ask(Hello(0, 2))
-    assert host.all(actions.Welcome)[-1].is_standby
+    assert host.all(actions.AnswerHello)[-1].is_standby
     calls = host.publish(2, held=HELD)
     assert host.reported()[-1] == "built" and not set(calls) & set(host.answers())
     host.obey(commands.Stop(1, True))
@@ -241,14 +241,14 @@ def test_steps_ends_and_failures_of_workers_are_told_of_once() -> None:
     assert host.reported().count("stepped") == 1
     host.ask(RankFinished(0, 1, 41))
     host.tick(seen=None)
-    assert actions.Poll(1) in host.done
+    assert actions.PollGroup(1) in host.done
     host.feed(GroupOver(1))
     host.feed(GroupOver(1))
     assert host.reported().count("finished") == 1
     other = LawHost()
     other.train()
     other.feed(GroupOver(1, ("rank 1 was killed by SIGKILL",), False, True))
-    other.feed(ActionFailed("and no room"))
+    other.feed(WorkFailed(None, "and no room"))
     failed = [report for report in other.reports() if isinstance(report, reports.Failed)]
     assert len(failed) == 1 and failed[0].is_chance
 
@@ -290,13 +290,14 @@ def test_imports_of_a_first_step_warm_the_fork_server() -> None:
 def test_what_there_is_no_room_for_is_committed_later() -> None:
     host = LawHost()
     host.obey(commands.Commit(3, "r-1-7", None, {}))
-    assert host.all(actions.TryCommit) == [actions.TryCommit(3, "r-1-7", None, is_again=False)]
+    command = commands.Commit(3, "r-1-7", None, {})
+    assert host.all(actions.TryCommit) == [actions.TryCommit(command, is_again=False)]
     host.feed(CommitWaits(3))
     host.obey(commands.Discard())
     assert host.all(actions.DiscardSealed) == [actions.DiscardSealed(frozenset({"r-1-7"}))]
     host.tick()
     assert host.all(actions.TryCommit)[-1].is_again
-    host.feed(CommitDone(3))
+    host.feed(job_events.Committed("a", 3))
     assert host.reported() == ["committed"]
     host.tick()
     assert len(host.all(actions.TryCommit)) == 2
@@ -310,12 +311,12 @@ def test_what_there_is_no_room_for_goes_where_the_job_has_left_it_behind() -> No
     host.obey(commands.Commit(3, "r-1-7", None, {}))
     host.feed(CommitWaits(3))
     host.obey(commands.Drop(3))
-    assert host.all(actions.Drop) == [actions.Drop(3, "r-1-7")]
+    assert host.done[-2:] == [commands.Drop(3), commands.DropSnapshot("r-1-7")]
     before = len(host.all(actions.TryCommit))
     host.tick()
     assert len(host.all(actions.TryCommit)) == before and not host.state.late
     host.obey(commands.Drop(2))
-    assert host.all(actions.Drop)[-1] == actions.Drop(2)
+    assert host.done[-1] == commands.Drop(2)
 
 
 def test_nothing_to_commit_fails_the_round() -> None:
@@ -361,7 +362,7 @@ def test_a_host_without_workers_joins_again_at_once_and_ends_where_it_cannot() -
     host = LawHost()
     host.feed(Expelled("host 'a' is not in the job."))
     assert host.done[-1] == actions.Rejoin()
-    host.feed(NotRejoined("/durable cannot be read."))
+    host.feed(JobLost("/durable cannot be read."))
     assert host.state.exit == 1 and "/durable cannot be read" in host.log()
 
 
@@ -379,7 +380,7 @@ def test_a_host_leaves_without_a_goodbye_where_nobody_lets_it_go() -> None:
 def test_a_probe_that_tells_nothing_new_is_not_told_of() -> None:
     host = LawHost()
     for slots in (2, 1, 1):
-        host.feed(SlotsChanged(slots))
+        host.feed(reports.Slots(slots))
     assert host.reports() == [reports.Slots(1)]
 
 
@@ -387,10 +388,11 @@ def test_an_agent_that_exits_does_nothing_more() -> None:
     host = LawHost()
     host.train()
     ending, ledger = commands.Ending(41, 3), JsonText("{}")
+    leave = commands.Exit(0, "done", False, ending)
     host.ask(RankFinished(0, 1, 41, ledger))
     host.ask(RankFinished(1, 1, 41))  # it draws no samples
-    host.obey(commands.Exit(0, "done", False, ending))
-    assert host.all(actions.LeaveState) == [actions.LeaveState(False, ending, 41, ledger)]
+    host.obey(leave)
+    assert host.all(actions.LeaveState) == [actions.LeaveState(leave, 41, ledger)]
     assert host.state.exit == 0
     assert host.tick() == () and host.feed(LeaveAsked()) == ()
 
@@ -410,7 +412,7 @@ def test_workers_that_have_written_may_leave_by_themselves(grace: bool) -> None:
 
 def test_a_coordinator_that_is_lost_ends_the_agent() -> None:
     host = LawHost()
-    host.feed(CoordinatorLost("event=coordinator_lost it is gone."))
+    host.feed(JobLost("event=coordinator_lost it is gone."))
     assert host.state.exit == 1 and "event=coordinator_lost" in host.log()
 
 

@@ -9,13 +9,13 @@ from scalai.core.host import actions, events, snapshots
 from scalai.core.host.events import (
     Expelled,
     GroupEnded,
+    GroupSeen,
     Holds,
     NoRoom,
     Reserved,
-    Sealed,
-    Seen,
+    SealDone,
     Spaced,
-    Ticked,
+    TimePassed,
     WorkerGone,
     WorkFailed,
 )
@@ -67,7 +67,7 @@ def test_a_snapshot_is_sealed_once_all_have_written_and_the_next_one_has_room() 
     seal = snapshot(host)
     assert seal.slot is slot and seal.about["snapshot"] == "r-1-7" and set(seal.parts) == {0, 1}
     assert seal.about["hosts"] == ["a"] and seal.about["tensors"] == 5
-    host.feed(Sealed(1, slot, b"manifest"))
+    host.feed(SealDone(1, slot, b"manifest"))
     sealed = host.reports()[-1]
     assert isinstance(sealed, reports.Sealed) and sealed.manifest == b"manifest"
     assert (sealed.reason, dict(sealed.seconds)) == ("snapshot", {"snapshot": 1.0})
@@ -81,13 +81,13 @@ def test_while_nobody_commits_the_two_newest_snapshots_stay_and_older_ones_go() 
     slot = host.train()
     for at in (7, 14, 21, 28):
         snapshot(host, at)
-        host.feed(Sealed(1, slot, b""))
-        host.tick(seen=Seen(newest=at))
+        host.feed(SealDone(1, slot, b""))
+        host.tick(seen=GroupSeen(newest=at))
         host.feed(events.Reserved(1, slot))
-        assert len(host.all(actions.DropSnapshot)) <= max(0, at // 7 - 3), "others may not have it"
-        host.tick(seen=Seen(newest=at + 2))
-    assert host.all(actions.DropSnapshot) == [
-        actions.DropSnapshot("r-1-7"), actions.DropSnapshot("r-1-14")
+        assert len(host.all(commands.DropSnapshot)) <= max(0, at // 7 - 3), "others may not have it"
+        host.tick(seen=GroupSeen(newest=at + 2))
+    assert host.all(commands.DropSnapshot) == [
+        commands.DropSnapshot("r-1-7"), commands.DropSnapshot("r-1-14")
     ]  # fmt: skip
     assert "event=snapshot_given_up snapshot=r-1-7" in host.log()
     # It is back, and has heard of all of them.
@@ -95,11 +95,11 @@ def test_while_nobody_commits_the_two_newest_snapshots_stay_and_older_ones_go() 
     host.feed(events.NothingToCommit(3, "sealed"))
     assert host.reports()[-2:] == [reports.Doubted(3, None), job_events.Committed("a", 3)]
     host.obey(commands.Commit(4, "r-1-21", None, {}))
-    host.feed(events.CommitDone(4))
+    host.feed(job_events.Committed("a", 4))
     snapshot(host, 35)
-    host.feed(Sealed(1, slot, b""))
-    host.tick(seen=Seen(newest=37))
-    assert len(host.all(actions.DropSnapshot)) == 2, "one that has its number is not given up"
+    host.feed(SealDone(1, slot, b""))
+    host.tick(seen=GroupSeen(newest=37))
+    assert len(host.all(commands.DropSnapshot)) == 2, "one that has its number is not given up"
     assert "failed" not in host.reported()
 
 
@@ -107,7 +107,7 @@ def test_a_snapshot_that_is_missing_and_was_not_given_up_fails_its_round() -> No
     host = LawHost()
     slot = host.train()
     snapshot(host)
-    host.feed(Sealed(1, slot, b""))
+    host.feed(SealDone(1, slot, b""))
     host.obey(commands.Commit(3, "r-1-7", None, {}))
     host.feed(events.NothingToCommit(3, "sealed"))
     assert "failed" in host.reported()
@@ -147,7 +147,7 @@ def test_no_files_are_made_while_the_store_holds_two_generations() -> None:
     slot = host.train()
     snapshot(host)
     host.feed(Holds(frozenset({1, 2})))
-    host.feed(Sealed(1, slot, b""))
+    host.feed(SealDone(1, slot, b""))
     host.feed(Holds(frozenset({1, 2, 3})))
     assert len(host.all(actions.Reserve)) == 1
     host.feed(Holds(frozenset({3})))
@@ -163,7 +163,7 @@ def test_a_round_that_trains_goes_on_without_room_and_takes_it_when_it_is_there(
     for rank in range(2):
         host.ask(RankStepped(rank, 1, 1, None))
     slot = snapshot(host).slot
-    host.feed(Sealed(1, slot, b""))
+    host.feed(SealDone(1, slot, b""))
     host.feed(Holds(frozenset({1})))
     host.feed(NoRoom(1, "no room."))
     assert "no room. Until there is room the training goes on" in host.log()
@@ -186,7 +186,7 @@ def without_files(hang_s: float = 0.0) -> LawHost:
     host = LawHost(hang_s=hang_s)
     host.train()
     slot = snapshot(host).slot
-    host.feed(Sealed(1, slot, b""))
+    host.feed(SealDone(1, slot, b""))
     host.feed(Holds(frozenset({1})))
     host.feed(NoRoom(1, "no room."))
     return host
@@ -231,7 +231,7 @@ def test_what_is_sealed_after_its_round_is_kept_where_the_host_joins_again(
         host.obey(commands.Stop(1, False))
     host.feed(GroupEnded(1, 9))
     assert slot not in host.discarded(), "it is being sealed"
-    host.feed(Sealed(1, slot, b""))
+    host.feed(SealDone(1, slot, b""))
     assert host.discarded() == ([] if is_expelled else [slot])
 
 
@@ -349,10 +349,10 @@ def test_who_dies_at_the_stop_with_a_snapshot_under_way_does_not_hold_up_the_sto
     host.agree(8)
     host.ask(written(0))
     host.ask(BeginSnapshot(0, 1, "stop", 8))
-    host.feed(WorkerGone(1, 1, Seen(reached=frozenset({0, 1}))))
+    host.feed(WorkerGone(1, 1, GroupSeen(reached=frozenset({0, 1}))))
     (seal,) = host.all(actions.Seal)
     assert set(seal.parts) == {0} and seal.step == 7
-    host.feed(Sealed(1, slot, b"manifest"))
+    host.feed(SealDone(1, slot, b"manifest"))
     assert host.reported()[-2:] == ["sealed", "arrived"]
 
 
@@ -400,7 +400,7 @@ def test_a_worker_that_is_ahead_by_a_snapshot_waits_for_the_others() -> None:
     early = host.ask(BeginSnapshot(0, 1, "snapshot", 9))
     assert early not in host.answers()
     host.ask(written(1))
-    host.feed(Sealed(1, slot, b""))
+    host.feed(SealDone(1, slot, b""))
     host.feed(Holds(frozenset({1})))
     host.feed(Reserved(1, MadeSlot(range(2))))
     assert host.answers()[early] is not None
@@ -416,7 +416,7 @@ def test_who_comes_to_a_later_snapshot_writes_nothing_of_an_earlier_one() -> Non
     later = host.ask(BeginSnapshot(1, 1, "snapshot", 9))
     (seal,) = host.all(actions.Seal)
     assert seal.step == 7 and set(seal.parts) == {0} and not seal.taken_over
-    host.feed(Sealed(1, slot, b""))
+    host.feed(SealDone(1, slot, b""))
     host.feed(Holds(frozenset({1})))
     host.feed(Reserved(1, MadeSlot(range(2))))
     assert host.answers()[later] is not None
@@ -442,13 +442,13 @@ def test_a_snapshot_that_others_have_passed_over_holds_up_nobody() -> None:
 def test_a_change_of_the_steps_with_snapshots_is_told_and_said(newest: int, level: str) -> None:
     host = LawHost()
     host.obey(commands.Space(1, 20, 5))
-    assert not host.all(actions.Space), "nobody trains"
+    assert not host.all(commands.Space), "nobody trains"
     host.train()
     host.obey(commands.Space(2, 20, 5))
-    assert not host.all(actions.Space), "of another round"
+    assert not host.all(commands.Space), "of another round"
     host.obey(commands.Space(1, 20, 5))
-    assert host.all(actions.Space) == [actions.Space(1, 20, 5)]
-    host.feed(Spaced(1, 20, 5, newest))
+    assert host.all(commands.Space) == [commands.Space(1, 20, 5)]
+    host.feed(Spaced(commands.Space(1, 20, 5), newest))
     (said,) = [each for each in host.all(actions.Log) if "event=spaced" in each.text]
     assert said.level.name == level and "begin=20 every=5" in said.text
 
@@ -471,13 +471,13 @@ def test_where_nobody_else_holds_it_what_the_dead_had_is_left_out(lost: set[int]
     host = LawHost()
     host.train(slot=MadeSlot(range(2), shared=False))
     host.agree(8)
-    from scalai.core.host.events import Seen, WorkerGone
+    from scalai.core.host.events import GroupSeen, WorkerGone
 
     for rank in range(2):
         host.ask(BeginSnapshot(rank, 1, "stop", 8))
     host.obey(commands.TakeSnapshot(1))
     for rank in lost:
-        host.feed(WorkerGone(1, rank, Seen(reached=frozenset({0, 1}))))
+        host.feed(WorkerGone(1, rank, GroupSeen(reached=frozenset({0, 1}))))
     for rank in {0, 1} - lost:
         host.ask(written(rank, 8))
     if lost == {0, 1}:
@@ -490,7 +490,7 @@ def test_where_nobody_else_holds_it_what_the_dead_had_is_left_out(lost: set[int]
 
 
 def test_a_substitute_that_dies_too_is_not_waited_for() -> None:
-    from scalai.core.host.events import Seen, WorkerGone
+    from scalai.core.host.events import GroupSeen, WorkerGone
 
     host = LawHost()
     host.train(ranks=3)
@@ -498,7 +498,7 @@ def test_a_substitute_that_dies_too_is_not_waited_for() -> None:
     for rank in range(3):
         host.ask(BeginSnapshot(rank, 1, "stop", 8))
     host.obey(commands.TakeSnapshot(1))
-    seen = Seen(reached=frozenset({0, 1, 2}))
+    seen = GroupSeen(reached=frozenset({0, 1, 2}))
     host.feed(WorkerGone(1, 1, seen))
     host.ask(written(0, 8))
     host.ask(written(2, 8))
@@ -515,6 +515,6 @@ def test_the_longest_time_of_each_phase_is_kept() -> None:
 
 def test_time_moves_by_ticks_alone() -> None:
     host = LawHost()
-    host.feed(Ticked(500.0))
+    host.feed(TimePassed(500.0))
     host.obey(start(1, 0, 2))
     assert host.state.now == 500.0

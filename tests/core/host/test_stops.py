@@ -7,10 +7,9 @@ from scalai.core.host import actions, stops
 from scalai.core.host.events import (
     Agreed,
     GroupOver,
+    GroupSeen,
     GroupStarted,
-    Proposed,
-    Sealed,
-    Seen,
+    SealDone,
     WorkerGone,
 )
 from scalai.core.messages import commands
@@ -30,8 +29,8 @@ from support.law_host import LawHost
 from support.wire_words import start
 
 NONE = JsonText.of(None)
-FREE = Seen(newest=7)
-SAVING = Seen(newest=7, save=4, looks=1)
+FREE = GroupSeen(newest=7)
+SAVING = GroupSeen(newest=7, save=4, looks=1)
 
 
 def written(rank: int) -> WorkerRequest:
@@ -47,8 +46,8 @@ def host() -> LawHost:
 
 def test_a_stop_is_proposed_and_reported_as_far_as_the_workers_are(host: LawHost) -> None:
     host.obey(commands.Prepare(1, 8), FREE)
-    assert host.done[-2:] == [actions.WantStop(1, 0), actions.Propose(1, 8)]
-    host.feed(Proposed(1, 8, 7))
+    assert host.done[-2:] == [actions.WantStop(1, 0), commands.Prepare(1, 8)]
+    host.feed(job_events.Prepared("a", 1, 8, 7))
     (prepared,) = host.reports()
     assert (prepared.stop, prepared.newest, prepared.round) == (8, 7, 1)  # type: ignore[union-attr]
 
@@ -61,10 +60,10 @@ def test_a_stop_is_proposed_once_no_save_is_in_flight(
     host.tick(seen=SAVING)
     assert host.reported() == ["held", "held"], "it is told again"
     assert "iteration 4 is in flight" in str(host.reports()[0])
-    assert actions.WantStop(1, 1) in host.done and not host.all(actions.Propose)
+    assert actions.WantStop(1, 1) in host.done and not host.all(commands.Prepare)
     host.tick(seen=FREE)
     host.tick(seen=FREE)
-    assert host.all(actions.Propose) == [actions.Propose(1, 8)]
+    assert host.all(commands.Prepare) == [commands.Prepare(1, 8)]
     assert host.all(actions.WantStop)[-1] == actions.WantStop(1, 0)
 
 
@@ -79,7 +78,7 @@ def test_a_held_stop_that_is_taken_back_or_whose_round_has_ended_is_not_proposed
     host.obey(start(2, 0, 2))
     host.feed(GroupStarted(2))
     host.tick(seen=FREE)
-    assert host.reported() == ["held", "held"] and not host.all(actions.Propose)
+    assert host.reported() == ["held", "held"] and not host.all(commands.Prepare)
 
 
 def test_workers_that_come_to_a_stop_with_a_save_are_sent_on_and_that_is_told_once(
@@ -122,10 +121,10 @@ def test_a_leaving_host_waits_for_a_save_as_long_as_somebody_looks_for_it(host: 
 
     host.feed(LeaveAsked())
     for looks in range(1, 5):
-        host.tick(8.0, Seen(save=4, looks=looks))
+        host.tick(8.0, GroupSeen(save=4, looks=looks))
     assert host.state.exit is None
-    host.tick(8.0, Seen(save=4, looks=4))
-    host.tick(8.0, Seen(save=4, looks=4))
+    host.tick(8.0, GroupSeen(save=4, looks=4))
+    host.tick(8.0, GroupSeen(save=4, looks=4))
     assert host.state.exit == 1, "the workers hang"
 
 
@@ -186,7 +185,7 @@ def test_a_worker_that_dies_at_the_stop_is_written_for_by_a_replica() -> None:
     slot = host.train()
     host.agree(8)
     host.ask(BeginSnapshot(0, 1, "stop", 8))
-    host.feed(WorkerGone(1, 1, Seen(reached=frozenset({0, 1}))))
+    host.feed(WorkerGone(1, 1, GroupSeen(reached=frozenset({0, 1}))))
     assert host.reported()[-1] == "arrived"
     host.obey(commands.TakeSnapshot(1))
     first = host.ask(written(0))
@@ -206,8 +205,8 @@ def test_workers_that_leave_once_all_is_sealed_are_not_called_lost() -> None:
     host.obey(commands.TakeSnapshot(1))
     for rank in range(2):
         host.ask(written(rank))
-    host.feed(Sealed(1, slot, b"manifest"))
-    host.feed(WorkerGone(1, 0, Seen(reached=frozenset({0, 1}))))
+    host.feed(SealDone(1, slot, b"manifest"))
+    host.feed(WorkerGone(1, 0, GroupSeen(reached=frozenset({0, 1}))))
     assert not [each for each in host.all(actions.Log) if "worker_lost" in each.text]
 
 
@@ -215,9 +214,9 @@ def test_a_worker_that_dies_before_the_stop_fails_the_round() -> None:
     host = LawHost()
     host.train()
     host.agree(8)
-    host.feed(WorkerGone(1, 1, Seen()))
+    host.feed(WorkerGone(1, 1, GroupSeen()))
     assert "failed" not in host.reported(), "how it ends tells"
-    host.tick(seen=Seen(ended={1: -9}))
+    host.tick(seen=GroupSeen(ended={1: -9}))
     failed = host.reports()[-1]
     assert isinstance(failed, Failed) and failed.is_chance and "ranks [1] died" in failed.reason
 
@@ -227,8 +226,8 @@ def test_workers_that_have_finished_on_the_way_to_a_stop_are_told_of_once() -> N
     host.train()
     host.agree(8)
     for _ in range(3):
-        host.tick(seen=Seen(ended={0: 0, 1: 0}))
-        if host.done[-1] == actions.Poll(1):
+        host.tick(seen=GroupSeen(ended={0: 0, 1: 0}))
+        if host.done[-1] == actions.PollGroup(1):
             host.feed(GroupOver(1))
     assert host.reported().count("finished") == 1
 
@@ -242,7 +241,7 @@ def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again(
         host.ask(BeginSnapshot(rank, 1, "stop", 8))
     host.obey(commands.TakeSnapshot(1))
     host.ask(written(0))
-    dead = Seen(reached=frozenset({0, 1}), ended={1: -9})
+    dead = GroupSeen(reached=frozenset({0, 1}), ended={1: -9})
     host.tick(1.0, dead)
     assert not host.all(actions.Kill)
     host.tick(6.0, dead)
@@ -259,7 +258,7 @@ def test_workers_that_hang_in_their_snapshot_are_ended() -> None:
     for rank in range(2):
         host.ask(BeginSnapshot(rank, 1, "stop", 8))
     host.obey(commands.TakeSnapshot(1))
-    seen = Seen(reached=frozenset({0, 1}))
+    seen = GroupSeen(reached=frozenset({0, 1}))
     for seconds in (1.0, 4.0):
         host.tick(seconds, seen)
     assert not host.all(actions.Kill)
