@@ -49,6 +49,7 @@ from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
+from scalai.launch.coordinator.named_once import HostLists
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import summary_bytes
 
@@ -336,7 +337,8 @@ class Host:
         self.link.follow(self.agent, self.agent.obey)
 
     def _brings(self, incarnation: str) -> Join:
-        parts = tuple(summary_bytes(part) for part in self.store.generations.values())
+        named = HostLists()
+        parts = named.take(map(summary_bytes, self.store.generations.values()))
         return Join(
             job=self._spec.job,
             host=self.name,
@@ -346,6 +348,7 @@ class Host:
             address=self._data.address,
             parts=parts,
             sealed=(),
+            hosts=named.lists,
             damaged=(),
             spec=JsonText.of(self._spec.to_json()),
         )

@@ -28,7 +28,6 @@ from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import Named, Request
 from scalai.launch.agent.coordinator_line import Health, Line, Waits
 from scalai.launch.agent.current_round import CurrentRound
-from scalai.launch.agent.joining import join
 from scalai.launch.coordinator.calls import (
     Bye,
     Farewell,
@@ -144,7 +143,7 @@ class CoordinatorLink:
         began = time.monotonic()
         while True:
             try:
-                answer = join(partial(self._ask, member, member.calls.try_call), request)
+                answer = self._ask(member, member.calls.try_call, request)
                 break
             except SilentError:  # of many that come at once it takes some in later; twice is once
                 if time.monotonic() - began > self._waits.knock_s:
@@ -161,7 +160,7 @@ class CoordinatorLink:
         def come() -> None:
             if member.is_over.wait(REJOIN_S):
                 return
-            answer = join(partial(self._ask, member, member.calls.call), request)
+            answer = self._ask(member, member.calls.call, request)
             self._term = max(self._term, answer.term)
             self._taken_in = member.incarnation
             self._put(joined)

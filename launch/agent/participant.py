@@ -33,6 +33,7 @@ from scalai.launch.agent.worker_group import WorkerGroups
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
+from scalai.launch.coordinator.named_once import HostLists
 from scalai.launch.coordinator.registers import registers_of
 from scalai.launch.coordinator.succession import Succession
 from scalai.launch.long_waits import said
@@ -98,7 +99,8 @@ class Participant:
         """Return what this host joins with, as an incarnation: its devices, what its store holds,
         and its command line."""
         served, state = self._served, self._agent.state
-        found, spec = served.holdings.found(), JsonText.of(self._spec.to_json())
+        found, spec, named = served.holdings.found(), JsonText.of(self._spec.to_json()), HostLists()
+        parts, sealed = named.take(found.parts), named.take(found.sealed)
         return lambda incarnation: Join(
             job=self._spec.job,
             host=state.host,
@@ -106,8 +108,9 @@ class Participant:
             store=_identity(served.store.directory),
             slots=state.slots,
             address=served.data.address,
-            parts=found.parts,
-            sealed=found.sealed,
+            parts=parts,
+            sealed=sealed,
+            hosts=named.lists,
             damaged=found.damaged,
             spec=spec,
             domain=self._spec.options.domain or "",

@@ -10,13 +10,14 @@ from scalai.core.job.membership import Phase
 from scalai.core.messages import commands, events, reports
 from scalai.core.messages.reports import HostEvent, Report
 from scalai.launch.coordinator.live_job import LiveJob
+from scalai.launch.coordinator.named_once import BroughtPart
 from scalai.launch.coordinator.proving import doubted
 from scalai.launch.coordinator.replica_room import refuse_early, weigh_late
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import snapshot_name
 
-Manifests = Mapping[bytes, HostManifest]
-"""What a call brings, by the bytes that came: read before the coordinator's lock is taken."""
+Manifests = Mapping[bytes | BroughtPart, HostManifest]
+"""What a call brings, by what came: read before the coordinator's lock is taken."""
 
 
 class AgentEvents:

@@ -13,6 +13,7 @@ from scalai.core.messages.commands import Command, Exit
 from scalai.core.messages.events import Stalled
 from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText, Named, Request, Shared
+from scalai.launch.coordinator.named_once import BroughtPart
 from scalai.launch.coordinator.person_calls import PersonCall
 
 
@@ -29,13 +30,11 @@ class StoreIdentity:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """A host takes part: in which ``round`` the job is, and whether the host sets its durable
-    directory aside, because the job begins anew. ``term`` counts the coordinators of the job. Where
-    pieces of its join are ``wanted``, by their places, it takes no part yet, and brings them."""
+    directory aside, because the job begins anew. ``term`` counts the coordinators of the job."""
 
     round: int
     sets_aside: bool
     term: int
-    wanted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,9 @@ class Join(Request[Joined]):
 
     ``incarnation`` is a random name of the agent's present try; ``address`` is where its data plane
     listens; hosts of one ``domain`` (of no name: none) may fail together; one that ``has_check``
-    passes it before it runs workers. ``parts`` are the manifests, as bytes, of the committed
-    generations in its store, ``sealed`` those of what is sealed there and not committed;
+    passes it before it runs workers. ``parts`` are the manifests of the committed generations in
+    its store, ``sealed`` those of what is sealed there and not committed; ``hosts`` are the lists
+    of hosts that they name;
     ``damaged`` are numbers of generations that it cannot read, with the reason (``UNNUMBERED``:
     what it had sealed), ``examined`` those of which it has found damage when it read its part
     again, a line a piece that it does not hold whole since. ``spec`` is the job as the agent's
@@ -60,8 +60,8 @@ class Join(Request[Joined]):
     store: StoreIdentity | None
     slots: int
     address: tuple[str, int]
-    parts: tuple[bytes, ...]
-    sealed: tuple[bytes, ...]
+    parts: tuple[BroughtPart, ...]
+    sealed: tuple[BroughtPart, ...]
     damaged: tuple[tuple[int, str], ...]
     spec: JsonText
     domain: str = ""
@@ -71,18 +71,7 @@ class Join(Request[Joined]):
     term: int = 0
     remembered: Shared[Remembered] | None = None
     examined: tuple[tuple[int, tuple[str, ...]], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class JoinBriefly(Request[Joined]):
-    """As ``Join``, whose bytes are the pieces of these ``digests``, in order; some are ``brought``
-    along, and of the others the coordinator says which it wants (``runtime.pieces``)."""
-
-    job: str
-    host: str
-    incarnation: str
-    digests: tuple[bytes, ...]
-    brought: tuple[bytes, ...]
+    hosts: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,5 +132,5 @@ class Farewell(Request[Exit | None]):
     incarnation: str
 
 
-AgentCall = Join | JoinBriefly | Poll | Tell | Bye | Farewell
+AgentCall = Join | Poll | Tell | Bye | Farewell
 CoordinatorRequest = AgentCall | PersonCall

@@ -7,7 +7,7 @@ agents are numbered too, so that a connection that breaks costs nothing.
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 
 from scalai.core.degrees.passes import AS_GIVEN
@@ -22,7 +22,6 @@ from scalai.core.messages.shared import JsonText
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
-from scalai.launch.coordinator.brief_joins import BriefJoins
 from scalai.launch.coordinator.calls import (
     AgentCall,
     Bye,
@@ -30,7 +29,6 @@ from scalai.launch.coordinator.calls import (
     CoordinatorRequest,
     Farewell,
     Join,
-    JoinBriefly,
     Joined,
     Poll,
     Tell,
@@ -38,12 +36,13 @@ from scalai.launch.coordinator.calls import (
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.losses import Losses, Patience, tick_s
 from scalai.launch.coordinator.members import Member
+from scalai.launch.coordinator.named_once import read_part, shared
 from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
 from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.requests import resume, scale
 from scalai.runtime.calls import Peer
-from scalai.store.manifest import HostManifest, manifest_of_bytes
+from scalai.store.manifest import manifest_of_bytes
 from scalai.store.places import check_host
 
 READS = (Status, ReadSpec, Farewell)
@@ -90,7 +89,6 @@ class Desk:
         self._losses = Losses(self._live, patience, refusals)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the coordinator knows of the round under way."""
-        self._brief_joins = BriefJoins()
 
     def tick_s(self) -> float:
         """Return how long after a tick the next one is due."""
@@ -127,11 +125,6 @@ class Desk:
             return self._handle(peer, request)
 
     def _handle(self, peer: Peer, request: CoordinatorRequest) -> object:
-        if isinstance(request, JoinBriefly):  # without the lock: it waits for other agents
-            found = self._brief_joins.read(request)
-            if isinstance(found, tuple):
-                return Joined(0, sets_aside=False, term=self._live.members.term, wanted=found)
-            request = found
         if isinstance(request, Join) and request.underway is None:  # else its workers have met
             self._stores.wait_ready()  # without the lock, so that it holds up nobody else
         manifests = self._read(request)  # likewise
@@ -152,7 +145,9 @@ class Desk:
         host = request.host if isinstance(request, AgentCall) else ""
         match request:
             case Join():
-                found = (*request.parts, *request.sealed)
+                brought = (*request.parts, *request.sealed)
+                with self._reading:
+                    return {each: read_part(each, request.hosts, host) for each in brought}
             case Tell():
                 match request.report.message:
                     case Sealed(manifest=bytes(part)) | Grown(manifest=bytes(part)):
@@ -164,12 +159,12 @@ class Desk:
         if not found:
             return {}
         with self._reading:
-            return {each: _alike(manifest_of_bytes(each, host)) for each in found}
+            return {each: shared(manifest_of_bytes(each, host)) for each in found}
 
     def _of_another_job(self, request: CoordinatorRequest) -> ScalaiError:
         """Return why a call that is meant for another job is refused; an agent of that joins
         anew, and is refused for good."""
-        is_member = isinstance(request, AgentCall) and not isinstance(request, Join | JoinBriefly)
+        is_member = isinstance(request, AgentCall) and not isinstance(request, Join)
         return (StaleError if is_member else UsageError)(
             f"job {request.job!r} is called, and the coordinator of job {self._spec.job!r} listens "
             "here. Look for that of the other: it may have ended."
@@ -325,25 +320,3 @@ def _spec_of(text: JsonText) -> JobSpec:
         if isinstance(error, ScalaiError):
             raise
         raise UsageError(f"an agent brings no job: {error!r}. Do the versions differ?") from error
-
-
-def _alike(part: HostManifest) -> HostManifest:
-    """Return a part with the one list of each kind that all parts share which name the same hosts:
-    of thousands, each names all."""
-    named, committed = part.about.get("hosts"), part.committed
-    if isinstance(named, list):
-        part = replace(part, about={**part.about, "hosts": _one_list(tuple(named))})
-    if committed is not None:
-        hosts = _one_tuple(committed.hosts)
-        part = replace(part, committed=replace(committed, hosts=hosts))
-    return part
-
-
-@lru_cache(maxsize=64)
-def _one_list(names: tuple[Json, ...]) -> list[Json]:
-    return list(names)
-
-
-@lru_cache(maxsize=64)
-def _one_tuple(names: tuple[str, ...]) -> tuple[str, ...]:
-    return names

@@ -26,6 +26,7 @@ from scalai.core.tensors.source_list import Pieces, SourceList
 from scalai.launch.agent import data_plane
 from scalai.launch.coordinator import calls
 from scalai.launch.coordinator import person_calls as asked
+from scalai.launch.coordinator.named_once import BroughtPart
 from scalai.runtime.codec import decode, encode
 from support.wire import travelled
 from support.wire_words import start, workers
@@ -102,9 +103,9 @@ PARTS: list[Any] = [
     words.RankStepped(1, 2, 8, None, Numbers(5.0, None, True, "float16", "f", "dropout", 0.5)),
     words.RankStepped(1, 2, 8, None, Numbers(5.0, norms={"experts": 0.1}, is_random=True)),
     calls.Bye("j", "a", "i"),
-    calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
-               TEXT, remembered=Shared(KNOWN)),
-    calls.JoinBriefly("j", "a", "i", (b"x" * 16,), (b"y",)),
+    calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1),
+               (BroughtPart(MANIFEST, 0, -1),), (), (),
+               TEXT, remembered=Shared(KNOWN), hosts=(("a", "b"),)),
     *(calls.Tell("j", "a", "i", 1, Named(reports.Leaving())), calls.Farewell("j", "a", "i")),
     *(asked.Status("j"), asked.Scale(4, None, "tp2", True), asked.Resume(3, False)),
     asked.ReadSpec(),

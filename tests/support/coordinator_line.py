@@ -20,6 +20,7 @@ from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, Poll, Tell
 from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.named_once import HostLists
 from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores, Then
 from scalai.launch.coordinator.server import Coordinator
@@ -137,13 +138,14 @@ class FakeAgent:
             Channel(line.coordinator.address, TOKEN, call_s=DEADLINE_S, connect_s=DEADLINE_S)
             for _ in range(2)
         )
+        named = HostLists()
         joined = self._calls.call(
             Join(
                 job="j", host=host, damaged=damaged, examined=examined,
                 incarnation=self.incarnation,
                 store=store_identity(store), slots=2, address=address,
-                parts=tuple(manifest_bytes(part) for part in parts),
-                sealed=tuple(manifest_bytes(part) for part in sealed),
+                parts=named.take(map(manifest_bytes, parts)),
+                sealed=named.take(map(manifest_bytes, sealed)), hosts=named.lists,
                 spec=JsonText.of((spec or line.spec).to_json()),
             )
         )  # fmt: skip

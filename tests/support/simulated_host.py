@@ -28,6 +28,7 @@ from scalai.core.tensors.region import whole
 from scalai.core.tensors.replicas import to_keep
 from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.coordinator.calls import Farewell, Join, Poll, StoreIdentity, Tell
+from scalai.launch.coordinator.named_once import HostLists
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.parts import pieces_of, snapshot_name, summary_bytes
 from support.simulated_hands import SimulatedHands
@@ -273,15 +274,16 @@ class SimulatedHost:
         self.incarnation = f"{self.name}{self.world.joins}"  # no other agent ever had it
         self.wants_to_join, self.reported, self.received = False, 0, 0
         self.unsent.clear()
+        named = HostLists()
         request = Join(
             "j", self.name, self.incarnation, StoreIdentity("m", hash(self.name) % 1000, 0),
-            self.slots, ("h", 1), self.found(),
-            tuple(summary_bytes(part) for part in self.sealed.values()), (),
+            self.slots, ("h", 1), named.take(self.found()),
+            named.take(map(summary_bytes, self.sealed.values())), (),
             JsonText.of(self.world.spec.to_json()),
             underway=underway(self.agent.state, self.hands.seen(self.agent.state.round)),
             last_round=self.agent.state.last_round, term=self.term,
             remembered=self.agent.state.remembered,
-            has_check=self.world.has_checks, examined=self.examined(),
+            has_check=self.world.has_checks, examined=self.examined(), hosts=named.lists,
         )  # fmt: skip
         try:
             answer: Any = self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]
