@@ -47,14 +47,21 @@ class RendezvousStores:
     Args:
         interface: The address at which workers meet.
         say: Takes log lines.
-        linger_s: How long the process stays without a coordinator and without clients: workers may
-            be about to connect.
+        linger_s: Time for which the process stays without a coordinator and without clients:
+            workers may be about to connect.
+        open_s: Time that a process that is ready may take to open a store; then another one is
+            asked.
     """
 
     def __init__(
-        self, interface: str, say: Callable[[str], None], linger_s: float = LINGER_S
+        self,
+        interface: str,
+        say: Callable[[str], None],
+        linger_s: float = LINGER_S,
+        open_s: float = OPEN_S,
     ) -> None:
         self._interface, self._say, self._linger_s = interface, say, linger_s
+        self._open_s = open_s
         self._requests = queue.SimpleQueue[Then | int | None]()
         """Who is told of a store that is to be opened, the port of one to be closed, or None: the
         job has ended."""
@@ -147,12 +154,12 @@ class RendezvousStores:
             self._ready.wait(STORE_READY_S)
         self._tell(request)
         try:
-            return self._answers.get(timeout=OPEN_S)
+            return self._answers.get(timeout=self._open_s)
         except queue.Empty:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ENDED_S)
-            return {"error": f"its process did not answer for {OPEN_S:.0f} s"}
+            return {"error": f"its process did not answer for {self._open_s:.0f} s"}
 
 
 def _read(

@@ -14,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from scalai.core.errors import PeerError
-from scalai.launch.coordinator import rendezvous_store
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores, _Stores, connections
 from support.stopping import stop
 
 DEADLINE_S = 120.0
 LINGER_S = 1.0
+STOPPED_S = 5.0
+"""Many times what a ready process needs to open a store."""
 
 
 @pytest.fixture(scope="module")
@@ -92,27 +93,21 @@ def test_it_outlives_its_coordinator_while_workers_are_connected_and_no_longer(
     assert is_open("127.0.0.1", opened(stores))
 
 
-def test_where_its_process_is_stopped_another_one_opens_the_store(
-    stores: RendezvousStores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_its_process_is_stopped_another_one_opens_the_store() -> None:
     """The job would end by it."""
-    begin = stores._begin
-
-    def begin_another() -> None:
-        monkeypatch.setattr(rendezvous_store, "OPEN_S", DEADLINE_S)
-        begin()
-
-    opened(stores)
-    monkeypatch.setattr(stores, "_begin", begin_another)
-    monkeypatch.setattr(rendezvous_store, "OPEN_S", 0.5)
-    stopped, answers = stores._process, queue.SimpleQueue[int | PeerError]()
-    stop(stopped.pid)
-    stores.open(answers.put)
-    stores.close(1)
-    assert answers.empty(), "nobody has waited for it"
-    port = answers.get(timeout=DEADLINE_S)
-    assert isinstance(port, int) and is_open("127.0.0.1", port)
-    assert stopped.wait(DEADLINE_S) == -signal.SIGKILL
+    stores = RendezvousStores("127.0.0.1", print, LINGER_S, open_s=STOPPED_S)
+    try:
+        stores.wait_ready()
+        stopped, answers = stores._process, queue.SimpleQueue[int | PeerError]()
+        stop(stopped.pid)
+        stores.open(answers.put)
+        stores.close(1)
+        assert answers.empty(), "nobody has waited for it"
+        port = answers.get(timeout=DEADLINE_S)
+        assert isinstance(port, int) and is_open("127.0.0.1", port)
+        assert stopped.wait(DEADLINE_S) == -signal.SIGKILL
+    finally:
+        stores.end()
 
 
 def test_where_its_process_dies_of_the_question_another_one_opens_the_store(
@@ -188,13 +183,8 @@ def test_a_next_store_that_cannot_be_made_ends_none_that_is_open(
 
 
 def test_one_whose_coordinator_has_gone_before_it_was_ready_ends_without_a_word() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "scalai.launch.coordinator.rendezvous_store",
-        "127.0.0.1",
-        "0.1",
-    ]
+    module = "scalai.launch.coordinator.rendezvous_store"
+    command = [sys.executable, "-m", module, "127.0.0.1", "0.1"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
