@@ -34,11 +34,10 @@ from scalai.launch.coordinator.calls import (
     Tell,
 )
 from scalai.launch.coordinator.live_job import LiveJob
-from scalai.launch.coordinator.losses import Losses, Patience, tick_s
+from scalai.launch.coordinator.losses import Losses, Patience, PortProbe, tick_s
 from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.named_once import read_part, shared
 from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
-from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.requests import resume, scale
 from scalai.runtime.calls import Peer
@@ -60,7 +59,7 @@ class Desk:
         patience: How long it waits for agents that are away.
         term: Counts the coordinators of the job.
         is_successor: This one takes the place of another, which is gone.
-        refusals: Says which agents' processes are gone; None: nobody knows.
+        probe: Says which agents' processes are gone; None: nobody knows.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Desk:
         term: int = 1,
         *,
         is_successor: bool = False,
-        refusals: Refusals | None = None,
+        probe: PortProbe | None = None,
     ) -> None:
         self._spec, self._stores, self._patience = spec, stores, patience
         self._lock = threading.RLock()
@@ -85,8 +84,8 @@ class Desk:
         )
         self._admission = Admission(spec, self._live)
         self._agent_events = AgentEvents(self._live)
-        self._refusals = refusals
-        self._losses = Losses(self._live, patience, refusals)
+        self._probe = probe
+        self._losses = Losses(self._live, patience, probe)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the coordinator knows of the round under way."""
 
@@ -217,8 +216,8 @@ class Desk:
         replaces = present is not None and self._losses.is_replaceable(present, join.store)
         answer = self._admission.join(peer, join, manifests, spec, replaces=replaces)
         members.name(host, join.incarnation, join.store)
-        if self._refusals is not None:
-            self._refusals.greet(host, members[host])
+        if self._probe is not None:
+            self._probe.greet(host, members[host])
         self._hear_kept()
         return answer
 

@@ -1,12 +1,18 @@
 """Which agents count as lost: whose connections ended and did not come back, and who is silent
 though the coordinator listened."""
 
+import logging
+import queue
+import threading
 import time
 from dataclasses import dataclass
+from typing import TypeVar
 
+from scalai.core.errors import AbsentError, PeerError
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.members import Member
-from scalai.launch.coordinator.refusals import Refusals
+from scalai.runtime.connecting import connect
+from scalai.runtime.handshake import DATA_PLANE, service_key
 
 GRACE_S = 2.0
 """How long an agent whose connections have ended may take to come back."""
@@ -39,6 +45,20 @@ KEPT_S = 2.0
 STALL_S = 0.5
 """A look that comes so much too late tells of a stall of the coordinator itself: it was paused, or
 its lock was held."""
+
+KNOCK_S = 1.0
+"""How long the other side may take to say who it is."""
+
+MOST_KNOCKS = 8192
+"""Answers and addresses that are remembered: those of the hosts of the largest job, some times."""
+
+log = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+_Knock = tuple[str, Address, float | None]
+"""At which host's address, for an agent that has no connection since when."""
 
 
 def tick_s(agents: int) -> float:
@@ -87,6 +107,79 @@ class Patience:
         return self.grace_s if agent.was_sent_exit else max(self.grace_s, self.return_s)
 
 
+class PortProbe:
+    """Knocks at the data planes of agents, in a thread of its own. Any thread may ask.
+
+    A host that says that nobody listens there has lost its agent, and with it its workers, if it
+    could be reached before: else a wall on the way may say so. Silence says nothing, nor does who
+    cannot prove that it knows the token: it may be the agent, and somebody on the way.
+
+    Args:
+        token: The job's secret.
+    """
+
+    def __init__(self, token: bytes) -> None:
+        self._token, self._mutex = token, threading.Lock()
+        self._asked: queue.SimpleQueue[_Knock] = queue.SimpleQueue()
+        self._found: dict[_Knock, bool] = {}
+        """What came of knocking; where that is not over, False."""
+        self._reached: dict[tuple[str, Address], None] = {}
+        """Where somebody of the job has answered."""
+        self._thread: threading.Thread | None = None
+
+    def is_gone(self, host: str, agent: Member) -> bool:
+        """Whether it was seen, since the agent has no connection, that nobody listens where it
+        did. Blocks for nothing: the first question has somebody look."""
+        knock = host, agent.address, agent.unlinked_at
+        with self._mutex:
+            if knock in self._found or knock[:2] not in self._reached:
+                return self._found.get(knock, False)
+        self._ask(knock)
+        return False
+
+    def greet(self, host: str, agent: Member) -> None:
+        """It has joined: see whether it can be reached at all."""
+        self._ask((host, agent.address, None))
+
+    def _ask(self, knock: _Knock) -> None:
+        with self._mutex:
+            _remember(self._found, knock, False)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="port-probe", daemon=True)
+                self._thread.start()
+        self._asked.put(knock)
+
+    def _run(self) -> None:
+        while True:
+            knock = self._asked.get()
+            answers = self._answers(*knock[:2])
+            with self._mutex:
+                _remember(self._found, knock, answers is False)
+                if answers:
+                    _remember(self._reached, knock[:2], None)
+
+    def _answers(self, host: str, address: Address) -> bool | None:
+        """Whether somebody of the job listens there; None: it cannot be told."""
+        try:
+            connect(address, service_key(self._token, DATA_PLANE, host), KNOCK_S).close()
+        except AbsentError:
+            return False
+        except PeerError:
+            return None
+        except Exception as error:  # our own slip: who is gone is lost a little later
+            log.warning("event=not_knocked address=%s: %r", address, error)
+            return None
+        return True
+
+
+def _remember(table: dict[Key, Value], key: Key, value: Value) -> None:
+    """Note this as the newest of a table, of which the oldest goes where it is full."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > MOST_KNOCKS:
+        del table[next(iter(table))]
+
+
 class Losses:
     """Looks at all agents now and then, and loses those that are gone. Whoever calls it holds the
     coordinator's lock.
@@ -94,17 +187,17 @@ class Losses:
     Args:
         live: The job.
         patience: How long agents may be away.
-        refusals: Says whose process is gone: nobody waits for its return. None: all are waited for.
+        probe: Says whose process is gone: nobody waits for its return. None: all are waited for.
     """
 
     def __init__(
         self,
         live: LiveJob,
         patience: Patience,
-        refusals: Refusals | None = None,
+        probe: PortProbe | None = None,
     ) -> None:
         self._live, self._patience = live, patience
-        self._refusals = refusals
+        self._probe = probe
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
@@ -129,7 +222,7 @@ class Losses:
             elif unlinked_s is not None and unlinked_s > grace_s:
                 live.log(f"event=lost host={host}: its connections have ended")
                 live.lose(host)
-            elif unlinked_s is not None and self._refusals and self._refusals.is_gone(host, agent):
+            elif unlinked_s is not None and self._probe and self._probe.is_gone(host, agent):
                 live.log(
                     f"event=lost host={host}: its connections have ended, and nobody listens at "
                     f"{agent.address[0]}:{agent.address[1]} any more"

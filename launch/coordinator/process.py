@@ -25,8 +25,7 @@ from scalai.launch.coordinator.discovery import (
     one_at_a_time,
 )
 from scalai.launch.coordinator.leases import CLAIM_S, Lease
-from scalai.launch.coordinator.losses import Patience
-from scalai.launch.coordinator.refusals import Refusals
+from scalai.launch.coordinator.losses import Patience, PortProbe
 from scalai.launch.coordinator.registers import (
     LEASES,
     Entry,
@@ -122,7 +121,7 @@ def _open(
     patience = Patience(lost_after_s=spec.config.resize.silent_s)
     coordinator = Coordinator(
         spec, address, token, say, alone_s, patience, term=term, is_successor=is_successor,
-        refusals=Refusals(token),
+        probe=PortProbe(token),
     )  # fmt: skip
     entry = Entry(
         term, address[0], int(coordinator.address[1]), named=spec.options.coordinator or ""

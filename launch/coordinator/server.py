@@ -14,8 +14,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.leases import HELD_S, Lease
-from scalai.launch.coordinator.losses import Patience
-from scalai.launch.coordinator.refusals import Refusals
+from scalai.launch.coordinator.losses import Patience, PortProbe
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.host_signals import Heard
 from scalai.runtime.calls import Address, Server
@@ -43,7 +42,7 @@ class Coordinator(Desk):
         alone_s: How long it waits for a first or another agent before it ends.
         patience: How long it waits for agents that are away.
         stores: What workers meet at; a process of its own if not given.
-        term, is_successor, refusals: As of ``Desk``.
+        term, is_successor, probe: As of ``Desk``.
     """
 
     def __init__(
@@ -58,12 +57,12 @@ class Coordinator(Desk):
         term: int = 1,
         *,
         is_successor: bool = False,
-        refusals: Refusals | None = None,
+        probe: PortProbe | None = None,
     ) -> None:
         stores = stores or RendezvousStores(address[0], say)
         super().__init__(
             spec, address[0], stores, say, patience, term,
-            is_successor=is_successor, refusals=refusals,
+            is_successor=is_successor, probe=probe,
         )  # fmt: skip
         self._alone_s = alone_s
         self.lease: Lease | None = None

@@ -22,9 +22,15 @@ from scalai.launch import cli
 from scalai.launch.agent.link import LONGEST_KEPT_S
 from scalai.launch.commands import questions
 from scalai.launch.coordinator.calls import Bye, Tell
-from scalai.launch.coordinator.losses import LOOK_S, MOST_POLL_S, TICK_S, Patience, tick_s
+from scalai.launch.coordinator.losses import (
+    LOOK_S,
+    MOST_POLL_S,
+    TICK_S,
+    Patience,
+    PortProbe,
+    tick_s,
+)
 from scalai.launch.coordinator.members import Member
-from scalai.launch.coordinator.refusals import Refusals
 from scalai.runtime.calls import Peer
 from scalai.runtime.codec import encode
 from scalai.runtime.framing import FramedSocket
@@ -117,9 +123,9 @@ def listens(host: str) -> Listener:
 
 def test_whose_process_is_gone_is_not_waited_for_and_whose_lives_is(tmp_path: Path) -> None:
     """The connections of two hosts end; where one of them listened, nobody does."""
-    patience, refusals = replace(QUICK, grace_s=600.0), Refusals(TOKEN)
+    patience, probe = replace(QUICK, grace_s=600.0), PortProbe(TOKEN)
     line = Line(
-        tmp_path, "--nnodes", "1:4", "--max-restarts", "9", patience=patience, refusals=refusals,
+        tmp_path, "--nnodes", "1:4", "--max-restarts", "9", patience=patience, probe=probe,
     )  # fmt: skip
     with closing(listens("b")) as there:
         goes = listens("c")
@@ -128,7 +134,7 @@ def test_whose_process_is_gone_is_not_waited_for_and_whose_lives_is(tmp_path: Pa
         dies = line.join("c", address=goes.address)
         walled = line.join("d", address=("127.0.0.1", 1))
         wait_until(
-            lambda: {("b", there.address), ("c", goes.address)} <= set(refusals._reached),
+            lambda: {("b", there.address), ("c", goes.address)} <= set(probe._reached),
             "both are reached",
         )
         goes.close()
@@ -148,17 +154,17 @@ def test_a_stranger_that_listens_there_is_neither_the_agent_nor_its_loss() -> No
     """It may be the agent, with somebody on the way who changes what it says."""
     first = listens("a")
     assert isinstance(first.address, tuple)
-    agent, refusals = Member(cast(Peer, None), first.address), Refusals(TOKEN)
-    refusals.greet("a", agent)
-    wait_until(lambda: ("a", first.address) in refusals._reached, "it is reached")
+    agent, probe = Member(cast(Peer, None), first.address), PortProbe(TOKEN)
+    probe.greet("a", agent)
+    wait_until(lambda: ("a", first.address) in probe._reached, "it is reached")
     first.close()
     agent.unlinked_at = 1.0
     with closing(Listener(agent.address, b"another", lambda framed: None, timeout_s=5.0)):
-        assert not refusals.is_gone("a", agent)
+        assert not probe.is_gone("a", agent)
         behind = "a", agent.address, -1.0
-        refusals._asked.put(behind)  # answered by the same thread after the first
-        wait_until(lambda: behind in refusals._found, "both were looked at")
-        assert not refusals.is_gone("a", agent)
+        probe._asked.put(behind)  # answered by the same thread after the first
+        wait_until(lambda: behind in probe._found, "both were looked at")
+        assert not probe.is_gone("a", agent)
 
 
 def test_silence_alone_does_not_end_a_job_that_has_no_other_host(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scalai.core.job import membership as m
-from scalai.launch.coordinator import report_folder
+from scalai.launch.coordinator import timeline as timelines
 from scalai.launch.coordinator.timeline import Timeline
 from scalai.store.atomic import replace_file
 from support.coordinator_line import DEADLINE_S, wait_until
@@ -128,9 +128,9 @@ def test_a_folder_that_answers_nobody_holds_nothing_up(
         replace_file(*given, **how)
 
     logged: list[str] = []
-    monkeypatch.setattr(report_folder, "ANSWER_S", 0.2)
+    monkeypatch.setattr(timelines, "REPORT_S", 0.2)
     timeline = Timeline(tmp_path, logged.append)
-    monkeypatch.setattr(report_folder, "replace_file", hang)
+    monkeypatch.setattr(timelines, "replace_file", hang)
     finish_start(timeline)
     assert "event=report_late" in logged[-1] and str(tmp_path) in logged[-1]
     timeline.begin("scale")

@@ -19,9 +19,8 @@ from scalai.core.messages.shared import JsonText, Named
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, Poll, Tell
-from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.losses import Patience, PortProbe
 from scalai.launch.coordinator.named_once import HostLists
-from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores, Then
 from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Channel
@@ -67,7 +66,7 @@ class Line:
         *flags: str,
         alone_s: float = 60.0,
         patience: Patience = QUICK,
-        refusals: Refusals | None = None,
+        probe: PortProbe | None = None,
     ) -> None:
         config = folder / "elastic.toml"
         config.write_text("[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n")
@@ -76,7 +75,7 @@ class Line:
         self.log: list[str] = []
         self.coordinator = Coordinator(
             self.spec, ("127.0.0.1", 0), TOKEN, self.log.append, alone_s, patience, NoStores(),
-            refusals=refusals,
+            probe=probe,
         )  # fmt: skip
         self.code: list[int] = []
         self.thread = threading.Thread(
