@@ -31,6 +31,7 @@ from scalai.launch.coordinator.losses import (
     tick_s,
 )
 from scalai.launch.coordinator.members import Member
+from scalai.launch.coordinator.named_once import BroughtPart
 from scalai.runtime.calls import Peer
 from scalai.runtime.codec import encode
 from scalai.runtime.framing import FramedSocket
@@ -350,7 +351,7 @@ NONSENSE: dict[str, tuple[str, dict[str, Any], str]] = {
     "no JSON": ("Join", {**BRINGS, "spec": {"text": "{"}}, "brings no job"),
     "depth": ("Join", {**BRINGS, "spec": {"text": "[" * 100_000}}, "brings no job"),
     "argv": ("Join", {**BRINGS, "spec": {"text": '{"options": 1}'}}, "brings no job"),
-    "parts": ("Join", {**BRINGS, "parts": (b'{"generation": 1}',)}, "damaged"),
+    "parts": ("Join", {**BRINGS, "parts": (BroughtPart(b'{"generation": 1}', -1, -1),)}, "damaged"),
     "another job": ("Join", {**BRINGS, "job": "k"}, "job 'k' is called"),
     "scale": ("Scale", {"nproc": "many", "nnodes": None, "degrees": None, "dry_run": True},
               DIFFER),
