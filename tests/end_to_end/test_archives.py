@@ -88,6 +88,7 @@ def test_after_all_hosts_died_others_go_on_from_the_newest_that_is_shown(tmp_pat
         check_steps(agents.lines())
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
 def test_a_disk_that_refuses_ends_nothing(tmp_path: Path) -> None:
     with hosts_ab(tmp_path) as agents:

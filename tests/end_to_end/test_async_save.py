@@ -183,8 +183,10 @@ def kill_writer(job: Job, saving: Saving) -> None:
     os.kill(own[0], signal.SIGKILL)
 
 
+@pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.parametrize(
-    "kill", [kill_worker, pytest.param(kill_writer, marks=pytest.mark.campaign)]
+    "kill", [kill_worker, kill_writer]
 )
 def test_a_kill_leaves_no_half_written_save_that_is_named_and_nobody_who_writes_on(
     kill: Callable[[Job, Saving], None], saving: Saving

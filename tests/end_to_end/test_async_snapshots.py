@@ -85,9 +85,10 @@ def test_a_stop_that_comes_while_a_snapshot_is_written_loses_no_step(tmp_path: P
         assert steps == list(range(1, len(steps) + 1)), agents.logs()
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
-@pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("place", ["copying", pytest.param("written", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("place", ["copying", "written"])
 def test_a_worker_that_dies_or_hangs_while_it_writes_costs_no_step(
     place: str, signal: str, tmp_path: Path
 ) -> None:

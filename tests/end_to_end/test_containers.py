@@ -51,12 +51,13 @@ def pods(folder: Path) -> PodAgents:
     )  # fmt: skip
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
 @pytest.mark.parametrize(
     "shell",
     [
         pytest.param("", id="first"),
-        pytest.param('"$@"; exit $?', id="below-a-shell", marks=pytest.mark.campaign),
+        pytest.param('"$@"; exit $?', id="below-a-shell"),
     ],
 )
 def test_the_agent_that_started_the_coordinator_stays_until_the_job_has_ended(

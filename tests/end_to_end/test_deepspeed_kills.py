@@ -136,26 +136,6 @@ def check_lost(agents: Agents, changes: int, place: str, most: int = 0) -> None:
     assert max(lost) <= most, f"{place}: {lost}\n{agents.logs()}"
 
 
-def test_a_host_may_die_with_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a stage the other host has all: it goes on alone, and no step is lost."""
-    with training(tmp_path, 0, monkeypatch, slots=1) as agents:
-        two_hosts(agents)
-        for place, position in (("write", 1), ("sealed", 0), ("commit", 1), ("restore", 0)):
-            victim = place_of(agents, position)
-            changes = host_dies(agents, place, victim, lambda: agents.scale(nproc=1))
-            agents.remove_store(victim)
-            agents.wait_for_world(1)
-            check_lost(agents, changes, place)
-            agents.scale(nproc=2)
-            if place == "commit":  # it comes back, and dies as it builds
-                host_dies(agents, "build", victim, lambda: agents.start(victim))  # noqa: B023
-                agents.remove_store(victim)
-            changes = len(agents.resizes())
-            agents.start(victim)
-            agents.wait_for_world(2)
-            check_lost(agents, changes, f"{place}, and back")
-
-
 def test_a_host_whose_shards_are_needed_brings_them_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

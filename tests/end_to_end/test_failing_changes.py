@@ -22,6 +22,7 @@ def faulty(folder: Path, degrees: str, *options: str, **settings: Any) -> Iterat
         yield agents
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("standby", ["auto", pytest.param("never", marks=pytest.mark.campaign)])
 def test_degrees_that_a_script_cannot_run_are_given_up_for_those_that_ran(
     tmp_path: Path, standby: str

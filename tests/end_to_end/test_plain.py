@@ -27,6 +27,7 @@ def plain(folder: Path, how: str, *flags: str, nodes: str = "1:2") -> Agents:
     return Agents(folder, None, script, flags=flags, nodes=nodes)
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
 def test_a_script_that_ends_ends_the_job(tmp_path: Path) -> None:
     with plain(tmp_path, "ends", nodes="1") as agents:

@@ -10,51 +10,6 @@ from support.tiny_job import check_steps
 DEGREES = '4 = "tp2"\n2 = "tp1"\n"2->4" = "tp4"\n3 = "tp3"\n1 = "tp1"'
 
 
-def test_hosts_drain_and_join_the_first_one_too_and_no_step_is_lost(tmp_path: Path) -> None:
-    with tiny_agents(tmp_path, DEGREES) as agents:
-        agents.start("a")
-        agents.start("b")
-        agents.wait_for_all(4)
-        agents.drain("b")
-        agents.wait_for_world(2)
-        assert agents.exit_code("b") == 0
-        agents.start("c")
-        step = agents.wait_for_all(4)
-        agents.drain("a")
-        agents.wait_for_world(2)
-        assert agents.exit_code("a") == 0
-        agents.wait_for_step(step + 5, world=2)
-        agents.let_end()
-        assert agents.exit_code("c") == 0
-        steps = check_steps(agents.lines())
-        assert steps == list(range(1, len(steps) + 1)), "each step is made once"
-        changes = agents.resizes()
-        assert [change.get("steps_lost", 0) for change in changes] == [0] * 4
-        assert not agents.workers()
-
-
-@pytest.mark.turns
-def test_training_goes_on_while_the_next_workers_build(tmp_path: Path) -> None:
-    with tiny_agents(tmp_path, DEGREES) as agents:
-        agents.start("a")
-        agents.wait_for_all(2)
-        agents.hold_builds()
-        agents.start("b")
-        agents.wait_until(lambda: len(agents.workers("b")) == 2, "the next workers have started")
-        begun = agents.lines()[-1]["step"]
-        agents.wait_for_step(begun + 5, world=2)
-        agents.let_build()
-        agents.wait_for_all(4)
-        agents.scale(nproc=3)
-        agents.wait_for_all(3)
-        agents.drain("a")
-        agents.drain("b")
-        agents.exit_code("b")
-        steps = check_steps(agents.lines())
-        assert steps == list(range(1, len(steps) + 1)), "each step is made once"
-        assert "are not built" not in agents.text()
-
-
 @pytest.mark.campaign
 def test_a_person_may_forbid_it(tmp_path: Path) -> None:
     settings = {"resize": 'standby = "never"'}

@@ -43,7 +43,7 @@ def replicated_bytes(agents: Agents, count: int = 1) -> int:
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("lost", ["a", "c"])
+@pytest.mark.parametrize("lost", ["a", pytest.param("c", marks=pytest.mark.campaign)])
 def test_a_host_with_shards_of_its_own_may_be_lost_with_its_memory(
     tmp_path: Path, lost: str
 ) -> None:
@@ -77,6 +77,7 @@ def test_one_host_after_the_other_may_be_lost(tmp_path: Path) -> None:
         check_steps(agents.lines())
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
 def test_hosts_of_one_rack_may_be_lost_together(tmp_path: Path) -> None:
     with hosts_abc(tmp_path, settings=EVERY_7) as agents:
@@ -91,6 +92,7 @@ def test_hosts_of_one_rack_may_be_lost_together(tmp_path: Path) -> None:
         check_steps(agents.lines())
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
 def test_without_room_for_replicas_the_training_goes_on_and_says_so(tmp_path: Path) -> None:
     # Two snapshots of 528 bytes and a manifest of 1,315 fit, but no 160 bytes of others beside.

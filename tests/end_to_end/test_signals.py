@@ -59,6 +59,7 @@ def test_a_signal_to_every_process_of_the_last_host_saves_the_state(
         check_drained(agents)
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
 def test_a_signal_while_the_fork_server_starts_leaves_no_traceback(tmp_path: Path) -> None:
     with one_worker(tmp_path, flags=("--durable-dir", str(tmp_path / "disk"))) as agents:
@@ -70,6 +71,7 @@ def test_a_signal_while_the_fork_server_starts_leaves_no_traceback(tmp_path: Pat
         check_drained(agents)
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
 def test_a_signal_while_the_first_workers_start_kills_none_of_them(tmp_path: Path) -> None:
     flags = ("--durable-dir", str(tmp_path / "disk"))
@@ -109,6 +111,7 @@ def test_workers_die_with_an_agent_that_is_killed(tmp_path: Path) -> None:
         agents.wait_until(lambda: not agents.workers(), "the workers are gone")
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
 def test_a_second_signal_ends_the_agent_and_its_workers_at_once(tmp_path: Path) -> None:
     with one_worker(tmp_path) as agents:

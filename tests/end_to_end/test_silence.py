@@ -59,28 +59,7 @@ def test_a_drain_that_a_silent_coordinator_cannot_serve_ends_by_its_timeout(tmp_
         assert "event=drain_timeout" in agents.text()
 
 
-def test_an_agent_whose_host_was_lost_joins_again(tmp_path: Path) -> None:
-    """It was paused for so long that the others went on without it."""
-    flags = ("--max-restarts", "5")
-    degrees = '2 = "tp1"\n1 = "tp1"'
-    settings = {"store": "snapshot_every = 20"}
-    with tiny_agents(tmp_path, degrees, slots=1, flags=flags, settings=settings) as agents:
-        agents.start("a")
-        agents.start("b")
-        agents.wait_for_step(45, world=2)
-        family = [p for p in agents.family() if p.environ().get("RANK") is None]
-        paused = [p for p in family if p.pid == agents._processes["b"].pid]
-        paused += [psutil.Process(pid) for pid in agents.workers("b")]
-        for process in paused:
-            process.suspend()
-        agents.wait_for_world(1)
-        for process in paused:
-            process.resume()
-        agents.wait_for_world(2)
-        assert "event=expelled host=b" in agents.text()
-        assert "event=rejoined host=b" in agents.text()
-
-
+@pytest.mark.campaign
 @pytest.mark.turns
 def test_a_host_is_lost_after_as_much_silence_as_the_command_line_says(tmp_path: Path) -> None:
     """Also where an agent has started the coordinator."""
@@ -95,6 +74,7 @@ def test_a_host_is_lost_after_as_much_silence_as_the_command_line_says(tmp_path:
         assert int(silent_s) < 10, "by default it is 14"
 
 
+@pytest.mark.campaign
 @pytest.mark.turns
 def test_workers_do_not_inherit_the_token_and_meet_on_one_interface(tmp_path: Path) -> None:
     token = "0123456789abcdef-a-secret"

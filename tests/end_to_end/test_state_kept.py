@@ -32,27 +32,6 @@ def goes_on(agents: Agents, made: int) -> None:
     assert steps == list(range(1, len(steps) + 1)), agents.logs()
 
 
-def test_a_job_that_grew_and_was_killed_goes_on_at_the_committed_step(tmp_path: Path) -> None:
-    """What the second host fetched overlaps with what the first one written."""
-    with tiny_agents(tmp_path, '2 = "tp2"\n1 = "tp1"', slots=1, flags=FLAGS) as agents:
-        agents.start("a")
-        agents.wait_for_step(3, world=1)
-        agents.start("b")
-        agents.wait_for_step(5, world=2)
-        agents.wait_until(lambda: len(agents.resizes()) == 2, "every rank has stepped")
-        committed = agents.resizes()[-1]["step"]
-        for process in agents.family():
-            process.kill()
-        agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
-        made = len(agents.lines())
-        agents.start("a")
-        agents.start("b")
-        agents.wait_until(lambda: len(agents.lines()) > made + 3, "it trains again")
-        steps = check_steps(agents.lines())
-        assert steps[made] == committed + 1, agents.logs()
-        assert "not the written one" not in agents.text()
-
-
 @pytest.mark.turns
 def test_a_finished_job_begins_anew_only_where_a_person_says_so(tmp_path: Path) -> None:
     flags = durable(tmp_path)
@@ -114,7 +93,7 @@ def test_a_damaged_newest_state_is_waited_for_until_a_person_decides(tmp_path: P
         assert manifest.exists(), "what is damaged is left as it is"
 
 
-@pytest.mark.campaign
+@pytest.mark.turns
 def test_bytes_that_rot_on_the_disk_end_the_start_and_are_named(tmp_path: Path) -> None:
     with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", flags=durable(tmp_path)) as agents:
         agents.start("a")

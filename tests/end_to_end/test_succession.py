@@ -3,7 +3,6 @@ place, and the job can be changed again."""
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +41,6 @@ def no_step_was_lost(agents: Agents) -> None:
     assert not any(report.get("steps_lost") for report in agents.resizes())
 
 
-def test_workers_train_on_while_another_coordinator_takes_its_place(tmp_path: Path) -> None:
-    with two_hosts(tmp_path) as agents:
-        workers = train(agents)
-        agents.kill_coordinator()
-        adopted(agents)
-        step = agents.lines()[-1]["step"]
-        agents.wait_for_step(step + 5, world=2)
-        assert sorted(agents.workers()) == workers, "they are the same processes"
-        agents.scale(nproc=1)
-        agents.wait_for_world(1)
-        agents.kill_coordinator()
-        adopted(agents, 3)
-        agents.scale(nproc=2)
-        step = agents.wait_for_world(2)
-        agents.wait_for_step(step + 3)
-        no_step_was_lost(agents)
-        agents.let_end()
-        assert agents.exit_code("a") == agents.exit_code("b") == 0
-
-
 @pytest.mark.campaign
 def test_a_coordinator_that_stands_still_is_ended_and_replaced(tmp_path: Path) -> None:
     settings = {"resize": "coordinator_timeout_s = 8"}
@@ -93,18 +72,6 @@ def test_what_stops_a_host_leaves_a_coordinator_alone_that_was_started_there(
                 adopted(agents)
 
 
-@pytest.mark.turns
-def test_a_host_that_dies_with_the_coordinator_costs_no_step(tmp_path: Path) -> None:
-    with two_hosts(tmp_path, REPLICAS) as agents:
-        train(agents)
-        agents.kill_coordinator()
-        agents.kill("b", with_its_memory=True)
-        agents.wait_until(lambda: agents.lines()[-1]["world"] == 1, "the other goes on")
-        step = agents.lines()[-1]["step"]
-        agents.wait_for_step(step + 3, world=1)
-        no_step_was_lost(agents)
-
-
 @pytest.mark.campaign
 def test_a_job_that_has_ended_is_not_taken_over(tmp_path: Path) -> None:
     """An agent stands still while the job ends, and comes back to nobody."""
@@ -117,27 +84,6 @@ def test_a_job_that_has_ended_is_not_taken_over(tmp_path: Path) -> None:
         assert agents.exit_code("a") == 0
         agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
         assert "event=succession" not in agents.text()
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("after_s", [0.0, 0.3, 0.8, 1.5, 2.5, 4.0])
-def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
-    tmp_path: Path, after_s: float
-) -> None:
-    with two_hosts(tmp_path) as agents:
-        train(agents)
-        agents.scale(nproc=1)
-        time.sleep(after_s)
-        agents.kill_coordinator()
-        adopted(agents)
-        step = agents.wait_for_world(1)
-        agents.wait_for_step(step + 5)
-        agents.scale(nproc=2)
-        agents.wait_for_all(2)
-        agents.scale(nproc=1)
-        step = agents.wait_for_world(1)
-        agents.wait_for_step(step + 3)
-        no_step_was_lost(agents)
 
 
 @pytest.mark.campaign

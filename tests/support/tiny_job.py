@@ -97,11 +97,14 @@ class TinyState:
 
 
 def hold(held: Path) -> None:
-    """Return once a file is not there (any more)."""
-    end = time.monotonic() + HELD_S
+    """Return once a file is not there (any more). A file beside it says meanwhile that it is
+    waited for."""
+    end, waits = time.monotonic() + HELD_S, held.with_name(f"{held.name}.held")
     while held.exists():
         assert time.monotonic() < end, f"{held} is still there"
+        waits.touch()
         time.sleep(0.05)
+    waits.unlink(missing_ok=True)
 
 
 def fail(wanted: Path) -> None:

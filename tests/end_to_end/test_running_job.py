@@ -1,0 +1,305 @@
+"""Faults and changes of a job that trains on: workers, agents, hosts and the coordinator die at
+every place of a change, hosts leave and join. Each step is made as in a run without any of it.
+
+Two hosts with two workers each hold replicas of each other's state. One job serves all tests of
+this file: each leaves it training on both hosts.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.agents import Agents, tiny_agents
+from support.tiny_job import check_steps
+
+FLAGS = ("--max-restarts", "1000")
+DEGREES = '4 = "tp2"\n3 = "tp3"\n2 = "tp1"\n1 = "tp1"'
+PLACES = ("build", "write", "commit", "relaunch", "plan", "move", "restore")
+WITHIN_A_RESIZE = ("drain", *PLACES, "written", "seal", "sealed", "committed", "leave", "moved")
+
+
+class SharedJob:
+    """One job for many tests; a new one after a test that failed."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._open = contextlib.ExitStack()
+        self._agents: Agents | None = None
+
+    def get(self) -> Agents:
+        """Return two hosts, a and b, that train on 4 ranks."""
+        if self._agents is None:
+            self._agents = self._start()
+        self._agents.wait_for_all(4)
+        return self._agents
+
+    def _start(self) -> Agents:
+        settings = {"resize": "quarantine_s = 0"}  # the same hosts die again and again
+        jobs = tiny_agents(self._factory.mktemp("job"), DEGREES, flags=FLAGS, settings=settings)
+        agents = self._open.enter_context(jobs)
+        agents.start("a")
+        agents.start("b")
+        agents.wait_until(lambda: len(agents.resizes()) == 1, "every rank has stepped")
+        return agents
+
+    def close(self) -> None:
+        self._agents = None
+        self._open.close()
+
+
+@pytest.fixture(scope="module")
+def shared_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedJob]:
+    shared = SharedJob(tmp_path_factory)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def agents(shared_job: SharedJob, request: pytest.FixtureRequest) -> Iterator[Agents]:
+    """Give two hosts, a and b, that train on 4 ranks. The test must leave them so, without a step
+    that was lost or made twice."""
+    failed_before = request.session.testsfailed
+    agents = shared_job.get()
+    made, changes = len(agents.lines()), len(agents.resizes())
+    yield agents
+    if request.session.testsfailed == failed_before:
+        agents.wait_for_all(4)
+        steps = check_steps(agents.lines())[made - 1 :]
+        assert steps == list(range(steps[0], steps[-1] + 1)), agents.logs()
+        lost = [report.get("steps_lost", 0) for report in agents.resizes()[changes:]]
+        assert not any(lost), f"{lost}\n{agents.logs()}"
+    else:
+        shared_job.close()
+
+
+def change_degrees(agents: Agents) -> int:
+    """Ask for TP 1, or for TP 2 where it is 1. Returns the TP that will be."""
+    tp = 2 if agents.lines()[-1]["tp"] == 1 else 1
+    agents.scale(degrees=f"tp{tp}")
+    return tp
+
+
+def goes_on(agents: Agents, changes: int, world: int = 4) -> dict[str, object]:
+    """Wait until the job trains on ``world`` ranks behind a further change. Returns its report."""
+    agents.wait_until(lambda: len(agents.resizes()) > changes, "the job goes on")
+    report = agents.resizes()[-1]
+    agents.wait_for_step(int(report["step"]) + 3, world=world)
+    return report
+
+
+def adopted(agents: Agents, before: int) -> None:
+    agents.wait_until(
+        lambda: agents.text().count("event=adopted") > before, "another coordinator takes its place"
+    )
+
+
+# ------------------------------------------------------------------ workers
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_a_worker_may_die_at_any_place_of_a_resize(agents: Agents, rank: str) -> None:
+    for place in PLACES:
+        agents.wait_for_all(4)
+        agents.arm(place, rank)
+        changes = len(agents.resizes())
+        tp = change_degrees(agents)
+        agents.wait_for_death()
+        agents.wait_until(lambda: agents.lines()[-1]["tp"] == tp, f"TP {tp} after {place}")  # noqa: B023
+        goes_on(agents, changes)
+
+
+def test_a_worker_that_is_killed_costs_no_step_where_another_has_its_state(agents: Agents) -> None:
+    changes = len(agents.resizes())
+    os.kill(agents.workers("b")[1], signal.SIGKILL)
+    report = goes_on(agents, changes)
+    assert report["is_emergency"] and "was killed by SIGKILL" in str(report["reason"]), report
+    failure = report["failure"]
+    assert isinstance(failure, dict) and failure["host"] == "b", report
+    assert failure["kind"] == "killed by SIGKILL", report
+
+
+@pytest.mark.campaign
+def test_a_worker_that_hangs_in_its_snapshot_is_given_up(tmp_path: Path) -> None:
+    """The other host has written all: what hangs is not waited for longer than told."""
+    settings = {"resize": "drain_timeout_s = 5"}
+    with tiny_agents(tmp_path, '4 = "tp2"', settings=settings, flags=FLAGS) as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_for_step(3, world=4)
+        agents.arm("write", "3", "SIGSTOP")
+        agents.scale(degrees="tp1")
+        agents.wait_for_death()
+        agents.wait_until(lambda: agents.lines()[-1]["tp"] == 1, "the degrees are changed")
+        check_steps(agents.lines())
+        assert not any(report.get("steps_lost") for report in agents.resizes()), agents.logs()
+
+
+# ------------------------------------------------------------------ hosts
+
+
+def agent_dies(agents: Agents, place: str, host: str, *, with_its_memory: bool) -> None:
+    """Kill an agent at a place of a resize; the other host goes on; the agent comes back."""
+    agents.wait_for_all(4)
+    agents.arm(place, host)
+    change_degrees(agents)
+    agents.wait_for_death()
+    agents.exit_code(host)
+    if with_its_memory:
+        agents.remove_store(host)
+    agents.wait_for_all(2)
+    agents.wait_until(lambda: not agents.workers(host), f"no worker of {host} trains on alone")
+    agents.start(host)
+    agents.wait_for_all(4)
+
+
+def test_a_host_may_die_with_its_memory_in_a_resize(agents: Agents) -> None:
+    """The first host too: the coordinator is another process."""
+    agent_dies(agents, "commit", "a", with_its_memory=True)
+
+
+@pytest.mark.campaign
+@pytest.mark.turns
+@pytest.mark.timeout(900)  # twelve kills
+@pytest.mark.parametrize(("with_its_memory", "hosts"), [(True, "ab"), (False, "ba")])
+def test_hosts_may_die_at_every_place(agents: Agents, with_its_memory: bool, hosts: str) -> None:
+    """They take turns: at each place one dies with its memory, and the other one without."""
+    for number, place in enumerate(WITHIN_A_RESIZE):
+        if place != "moved":  # nothing is fetched between hosts that both hold everything
+            agent_dies(agents, place, hosts[number % 2], with_its_memory=with_its_memory)
+    agents.wait_until(
+        lambda: all(len(agents.generations(name)) == 2 for name in "ab"),
+        "each host holds one generation and the files of the next snapshot",
+    )
+
+
+@pytest.mark.parametrize("is_coordinator_lost", [False, True])
+def test_a_host_that_dies_with_its_memory_costs_no_step_where_another_has_its_state(
+    agents: Agents, is_coordinator_lost: bool
+) -> None:
+    changes, adoptions = len(agents.resizes()), agents.text().count("event=adopted")
+    if is_coordinator_lost:
+        agents.kill_coordinator()
+    agents.kill("b", with_its_memory=True)
+    if is_coordinator_lost:
+        adopted(agents, adoptions)
+    goes_on(agents, changes, world=2)
+    agents.start("b")
+
+
+def test_an_agent_whose_host_was_lost_joins_again(agents: Agents) -> None:
+    """It was paused for so long that the others went on without it."""
+    paused = [psutil.Process(pid) for pid in (agents.agent_pid("b"), *agents.workers("b"))]
+    for process in paused:
+        process.suspend()
+    agents.wait_for_world(2)
+    for process in paused:
+        process.resume()
+    agents.wait_for_world(4)
+    assert "event=expelled host=b" in agents.text()
+    assert "event=rejoined host=b" in agents.text()
+
+
+# ------------------------------------------------------------------ changes
+
+
+def test_hosts_drain_and_join_the_first_one_too_and_no_step_is_lost(agents: Agents) -> None:
+    for host in "ba":
+        changes = len(agents.resizes())
+        agents.drain(host)
+        assert agents.exit_code(host) == 0, agents.logs()
+        goes_on(agents, changes, world=2)
+        agents.start(host)
+        agents.wait_for_all(4)
+
+
+def test_training_goes_on_while_the_next_workers_build(agents: Agents) -> None:
+    agents.drain("b")
+    agents.exit_code("b")
+    agents.wait_for_all(2)
+    unbuilt = agents.text().count("are not built")
+    agents.hold_builds()
+    agents.start("b")
+    agents.wait_until(lambda: len(agents.workers("b")) == 2, "the next workers have started")
+    begun = agents.lines()[-1]["step"]
+    agents.wait_for_step(begun + 5, world=2)
+    agents.let_build()
+    agents.wait_for_all(4)
+    agents.scale(nproc=3)
+    agents.wait_for_all(3)
+    agents.scale(nproc=4)
+    agents.wait_for_all(4)
+    assert agents.text().count("are not built") == unbuilt
+
+
+def test_a_second_change_during_a_resize_begins_again_from_the_same_state(agents: Agents) -> None:
+    before = agents.lines()[-1]["tp"]
+    agents.arm("relaunch", "3", "SIGSTOP")
+    change_degrees(agents)
+    agents.wait_for_death()
+    made = len(agents.lines())
+    agents.scale(degrees="tp4")
+    agents.wait_until(lambda: agents.lines()[-1]["tp"] == 4, "TP 4")
+    assert {line["tp"] for line in agents.lines()[made - 1 :]} == {before, 4}
+    agents.scale(degrees="tp2")
+    agents.wait_until(lambda: agents.lines()[-1]["tp"] == 2, "TP 2")
+
+
+# ------------------------------------------------------------------ the coordinator
+
+
+def test_workers_train_on_while_another_coordinator_takes_its_place(agents: Agents) -> None:
+    for world in (2, 4):
+        workers, adoptions = sorted(agents.workers()), agents.text().count("event=adopted")
+        agents.kill_coordinator()
+        adopted(agents, adoptions)
+        agents.wait_for_step(agents.lines()[-1]["step"] + 5)
+        assert sorted(agents.workers()) == workers, "they are the same processes"
+        agents.scale(nproc=world)
+        agents.wait_for_all(world)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 0.8, 1.5, 2.5, 4.0])
+def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
+    agents: Agents, after_s: float
+) -> None:
+    adoptions = agents.text().count("event=adopted")
+    agents.scale(nproc=2)
+    time.sleep(after_s)
+    agents.kill_coordinator()
+    adopted(agents, adoptions)
+    agents.wait_for_all(2)
+    agents.scale(nproc=4)
+    agents.wait_for_all(4)
+
+
+# ------------------------------------------------------------------ everything
+
+
+def test_a_job_that_grew_and_was_killed_goes_on_at_the_committed_step(
+    shared_job: SharedJob,
+) -> None:
+    """Pieces that the second host has fetched overlap with those that the first one has written."""
+    agents = shared_job.get()
+    agents.drain("b")
+    agents.exit_code("b")
+    agents.wait_for_all(2)
+    agents.start("b")
+    agents.wait_for_all(4)
+    committed = agents.resizes()[-1]["step"]
+    for process in agents.family():
+        process.kill()
+    agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
+    made = len(agents.lines())
+    agents.start("a")
+    agents.start("b")
+    agents.wait_until(lambda: len(agents.lines()) > made + 3, "it trains again")
+    assert check_steps(agents.lines())[made] == committed + 1, agents.logs()
+    assert "not the written one" not in agents.text()
+    shared_job.close()  # steps were made twice here
