@@ -185,9 +185,7 @@ def kill_writer(job: Job, saving: Saving) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.turns
-@pytest.mark.parametrize(
-    "kill", [kill_worker, kill_writer]
-)
+@pytest.mark.parametrize("kill", [kill_worker, kill_writer])
 def test_a_kill_leaves_no_half_written_save_that_is_named_and_nobody_who_writes_on(
     kill: Callable[[Job, Saving], None], saving: Saving
 ) -> None:
