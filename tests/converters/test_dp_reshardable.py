@@ -1,16 +1,30 @@
-"""The order of parameters in Megatron's buffers, and what of ``dp_reshardable`` is refused."""
+"""Buckets of ``dp_reshardable``: the order of parameters, their places, and refusals."""
 
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from scalai.converters.megatron.dp_reshardable import read_buckets
+from scalai.converters.megatron.dp_reshardable import (
+    HEAD,
+    BucketPlace,
+    SeveralFitsError,
+    lay,
+    lay_trained,
+    read_buckets,
+)
 from scalai.converters.megatron.modules import Naming
-from scalai.converters.megatron.rank_parameters import OrderedModel, OrderRule
+from scalai.converters.megatron.rank_parameters import (
+    OrderedModel,
+    OrderRule,
+    ParameterPart,
+    RankParameter,
+)
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey
 from scalai.core.errors import RefusedError
-from scalai.core.tensors.region import Box
+from scalai.core.tensors.region import Box, Piece, row_major, whole
 
 BUCKET = "optimizer.distributed.dp_group_idx_{}.gbuf_idx_0.dtype_(torch.float32, torch.float32)"
 LOCAL = OrderRule(Naming(is_local=True))
@@ -175,3 +189,183 @@ def test_what_fits_nothing_is_refused_with_a_way_out_that_is_one(tmp_path: Path)
     other = [*keys, stored("decoder.layers.mixer.weight", 2, 4, axes=1)]
     with pytest.raises(RefusedError, match=r"mixer.* with --no-ckpt-fully-parallel-save"):
         read_buckets(tmp_path, one, other, lambda *_: (0, (), 4), {})
+
+
+def parameters(*sizes: int) -> list[RankParameter]:
+    """Return parameters of these sizes, in the order in which they fill buckets."""
+    return [
+        RankParameter(
+            f"p{at}", (size,), "F32", (ParameterPart(Piece(whole((size,)), 0, (1,)), "file", 0),)
+        )
+        for at, size in enumerate(sizes)
+    ]
+
+
+class Memory:
+    """Buckets and weights in memory: parameters of equal ``values`` have equal content."""
+
+    def __init__(self, sizes: list[int], placed: list[tuple[int, int, int, float]]) -> None:
+        """``placed``: (bucket, start, size, value)."""
+        self.buckets = [np.zeros(size, np.float32) for size in sizes]
+        for bucket, start, size, value in placed:
+            self.buckets[bucket][start : start + size] = value
+        self.values: dict[str, float] = {}
+
+    def weights(self, parameter: RankParameter) -> bytes:
+        count = min(parameter.numel, HEAD)
+        return np.full(count, self.values[parameter.name], np.float32).tobytes()
+
+    def masters(self, bucket: int, start: int, count: int) -> bytes | None:
+        data = self.buckets[bucket][start : start + count]
+        return data.tobytes() if len(data) == count else None
+
+    def is_equal(self, found: BucketPlace) -> bool:
+        data = self.buckets[found.bucket][found.start : found.start + found.parameter.numel]
+        return bool((data == self.values[found.parameter.name]).all())
+
+
+def test_all_parameters_fill_the_buckets_from_multiples_of_64() -> None:
+    found = lay([164, 70], parameters(100, 36, 70))
+    assert found is not None
+    assert [(f.bucket, f.start) for f in found] == [(0, 0), (0, 128), (1, 0)]
+
+
+def test_a_bucket_that_ends_before_a_tied_embedding_is_a_multiple_of_64() -> None:
+    found = lay([192, 256], parameters(64, 70, 256))
+    assert found is not None
+    assert [(f.bucket, f.start) for f in found] == [(0, 0), (0, 64), (1, 0)]
+
+
+@pytest.mark.parametrize("sizes", [[165, 70], [164], [164, 70, 64], [164, 71], [100, 36]])
+def test_other_sizes_do_not_fit(sizes: list[int]) -> None:
+    assert lay(sizes, parameters(100, 36, 70)) is None
+
+
+def test_what_is_not_trained_is_found_by_content() -> None:
+    # p1 and p3 are not trained; p4 is as large and as equal in content as p3.
+    content = Memory([128], [(0, 0, 50, 1.0), (0, 64, 20, 3.0), (0, 84, 44, 0.0)])
+    content.values = {"p0": 1.0, "p1": 2.0, "p2": 3.0, "p3": 5.0}
+    found = lay_trained([84], parameters(50, 30, 20, 20), content)
+    assert found is not None
+    assert [(f.parameter.name, f.bucket, f.start) for f in found] == [("p0", 0, 0), ("p2", 0, 64)]
+
+
+def test_two_that_could_both_be_trained_are_not_guessed() -> None:
+    content = Memory([84], [(0, 0, 50, 1.0), (0, 64, 20, 3.0)])
+    content.values = {"p0": 1.0, "p1": 3.0, "p2": 3.0}
+    with pytest.raises(SeveralFitsError):
+        lay_trained([84], parameters(50, 20, 20), content)
+
+
+def test_content_that_is_nobodys_fits_nothing() -> None:
+    content = Memory([50], [(0, 0, 50, 4.0)])
+    content.values = {"p0": 1.0}
+    assert lay_trained([50], parameters(50), content) is None
+
+
+def test_many_parameters_of_which_every_second_is_trained() -> None:
+    sizes = [32] * 5000
+    content = Memory([64 * 2499 + 32], [(0, 64 * n, 32, 2.0 * n) for n in range(2500)])
+    content.values = {f"p{at}": float(at) for at in range(5000)}
+    found = lay_trained([64 * 2499 + 32], parameters(*sizes), content)
+    assert found is not None
+    assert [f.parameter.name for f in found] == [f"p{at}" for at in range(0, 5000, 2)]
+
+
+LAYERS, EXPERTS, FILE = 4, 4, "all"
+
+
+@dataclass
+class Writer:
+    """A file of fp32 numbers, and the keys that lie in it."""
+
+    numbers: list[np.ndarray] = field(default_factory=list)
+    begin: dict[Extent, int] = field(default_factory=dict)
+    keys: list[StoredKey] = field(default_factory=list)
+    size: int = 0
+
+    def put(self, values: np.ndarray) -> Extent:
+        extent = Extent(FILE, self.size, values.nbytes)
+        self.begin[extent] = self.size
+        self.numbers.append(values.ravel())
+        self.size += values.nbytes
+        return extent
+
+    def weight(self, name: str, shape: tuple[int, ...], axes: int = 0) -> dict[int, np.ndarray]:
+        """Write a parameter, or one an expert; return the values of each."""
+        count = shape[0] if axes else 1
+        found = {at: np.random.default_rng(self.size + at).random(shape[axes:], np.float32)
+                 for at in range(count)}  # fmt: skip
+        chunks = [
+            Chunk(Box((*[at] * axes, *[0] * len(v.shape)), (*[1] * axes, *v.shape)), self.put(v))
+            for at, v in found.items()
+        ]
+        self.keys.append(StoredKey(name, shape, "F32", tuple(chunks)))
+        return found
+
+    def bucket(self, prefix: str, values: list[np.ndarray]) -> list[StoredKey]:
+        """Return the keys of a bucket that holds these, the last module's first."""
+        whole, moments = np.zeros(0, np.float32), np.zeros(0, np.float32)
+        for at in reversed(values):
+            room = np.zeros(-len(whole) % 64, np.float32)
+            whole = np.concatenate([whole, room, at.ravel()])
+            moments = np.concatenate([moments, room, 2 * at.ravel()])
+        return [
+            StoredKey(
+                f"{prefix}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.{kind}",
+                data.shape, "F32", (Chunk(Box((0,), data.shape), self.put(data)),),
+            )
+            for kind, data in (("param", whole), ("exp_avg", moments))
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sparse", [(2, 3), (0, 1), (1, 2, 3)])
+def test_experts_of_some_stages_get_their_own_moments(
+    tmp_path: Path, sparse: tuple[int, ...]
+) -> None:
+    writer = Writer()
+    dense: list[list[np.ndarray]] = [[], []]
+    experts: dict[tuple[int, int], list[np.ndarray]] = {}
+    for layer in range(LAYERS):
+        stage, name = layer // 2, f"decoder.layers.{layer}.mlp"
+        if layer not in sparse:
+            dense[stage].append(writer.weight(f"{name}.linear_fc2.weight", (3, 5))[0])
+            continue
+        dense[stage].append(writer.weight(f"{name}.router.weight", (EXPERTS, 3))[0])
+        up, down = (
+            writer.weight(f"{name}.experts.experts.{part}.weight", (EXPERTS, *shape), 1)
+            for part, shape in (("linear_fc1", (5, 3)), ("linear_fc2", (3, 5)))
+        )
+        for expert in range(EXPERTS):
+            # Groups are numbered stage by stage, in each EP rank by EP rank.
+            of = experts.setdefault((stage, expert // 2), [])
+            of += [up[expert], down[expert]]
+    buckets = [
+        key
+        for stage in range(2)
+        for key in writer.bucket(
+            f"chained_0.optimizer.distributed.dp_group_idx_{stage}", dense[stage]
+        )
+    ]
+    for (stage, ep_rank), values in experts.items():
+        group = f"chained_1.optimizer.distributed.dp_group_idx_{2 * stage + ep_rank}"
+        buckets += writer.bucket(group, values)
+    numbers = np.concatenate(writer.numbers)
+    (tmp_path / FILE).write_bytes(numbers.tobytes())
+    rescued = read_buckets(
+        tmp_path,
+        buckets,
+        writer.keys,
+        lambda _, chunk: (writer.begin[chunk.extent], row_major(chunk.box.shape), 4),
+        {"expert_model_parallel_size": 2, "num_experts": EXPERTS},
+    )
+    found = {piece.tensor.name: piece for piece in rescued.pieces}
+    assert len(found) == len(rescued.pieces) == (LAYERS + 2 * EXPERTS * len(sparse))
+    for stored in writer.keys:
+        for chunk in stored.chunks:
+            at = chunk.box.offset[0]
+            name = stored.key.replace("experts.experts.", f"experts.experts.{at}.")
+            size, moment = chunk.box.numel, found[f"exp_avg/{name}"]
+            weight = writer.begin[chunk.extent] // 4
+            low = moment.begin // 4
+            assert (numbers[low : low + size] == 2 * numbers[weight : weight + size]).all(), name

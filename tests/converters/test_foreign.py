@@ -1,26 +1,27 @@
-"""What is not read is called by its name, with a way out; what is left out is said."""
+"""Unreadable layouts are named with the way out; nothing is lost in silence."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
+from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.megatron.beside_tensors import with_degrees
+from scalai.converters.megatron.model_limits import limits_of
 from scalai.converters.megatron.torch_dist_metadata import Extent, write_metadata
+from scalai.converters.opening import short_layer
 from scalai.core.errors import RefusedError
-from scalai.launch import cli
-from support.checkpoints import state, write
+from support.checkpoints import LIMITS, state, write
+from support.command import run
 from support.damage import merge
-
-
-def run(*arguments: object) -> int:
-    """Run ``scalai`` and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*map(str, arguments)])
-    return int(ended.value.code or 0)
+from support.legacy_checkpoints import convert, gpt
 
 
 def with_keys(*keys: str) -> Callable[[Path], None]:
@@ -167,3 +168,210 @@ def test_an_optimizer_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
     kinds = {tensor.name.partition("/")[0] for tensor in written.placed.collection.tensors}
     assert kinds == {"param", "momentum_buffer"}
     assert run("verify", tmp_path / "sgd", write(tmp_path / "b", source=written).directory) == 0
+
+
+def change(file: Path, edit: Any) -> None:
+    """Change what a file of torch's holds."""
+    content = torch.load(file, weights_only=False)
+    edit(content)
+    torch.save(content, file)
+    for report in file.parents[1].glob("scalai.json"):
+        report.unlink()
+
+
+def groups_of(content: Any) -> Any:
+    return content["optimizer"]["optimizer"]["param_groups"]
+
+
+def test_parameter_groups_that_count_other_steps_are_refused(tmp_path: Path) -> None:
+    convert(gpt(), tmp_path / "a", "torch_dist", is_split=True)
+
+    def edit(content: Any) -> None:
+        groups_of(content)[0]["step"], groups_of(content)[-1]["step"] = 3.0, 5.0
+
+    change(next((tmp_path / "a").glob("iter_*")) / "common.pt", edit)
+    with pytest.raises(RefusedError, match=r"have made \[3\.0, 5\.0\] steps"):
+        open_checkpoint(tmp_path / "a")
+
+
+def test_groups_of_an_old_release_get_what_newer_ones_ask_for(tmp_path: Path) -> None:
+    convert(gpt(), tmp_path / "a", "torch_dist", is_split=True)
+
+    def edit(content: Any) -> None:
+        for group in groups_of(content):
+            group.pop("lr_mult")
+
+    change(next((tmp_path / "a").glob("iter_*")) / "common.pt", edit)
+    source = open_checkpoint(tmp_path / "a")
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
+    assert any("have no lr_mult: 1.0" in note for note in target.notes)
+    Conversion(source, target, tmp_path / "b", LIMITS).run()
+    common = torch.load(next((tmp_path / "b").glob("iter_*")) / "common.pt", weights_only=False)
+    assert {group["lr_mult"] for group in groups_of(common)} == {1.0}
+
+
+def test_the_optimizer_of_a_layer_wise_one_is_not_left_behind(tmp_path: Path) -> None:
+    convert(gpt(), tmp_path / "a", "torch", is_split=False)
+    rank = next((tmp_path / "a").glob("iter_*/mp_rank_00"))
+    change(rank / "model_optim_rng.pt", lambda content: content.pop("optimizer"))
+    assert any("weights alone" in note for note in open_checkpoint(tmp_path / "a").notes)
+    torch.save({}, rank / "layer_wise_optimizer_0.pt")
+    with pytest.raises(RefusedError, match=r"layer_wise_optimizer_0\.pt.*dist_muon"):
+        open_checkpoint(tmp_path / "a")
+
+
+def test_weights_without_an_optimizer_are_said_to_be_so(tmp_path: Path) -> None:
+    convert(gpt(), tmp_path / "a", "torch_dist", is_split=True)
+    change(
+        next((tmp_path / "a").glob("iter_*")) / "common.pt",
+        lambda content: content.pop("optimizer"),
+    )
+    source = open_checkpoint(tmp_path / "a")
+    assert not any("no optimizer" in note for note in source.notes)  # its tensors are there
+    weights = layout_named("safetensors").lay_out(source, WriteOptions({}))
+    Conversion(source, weights, tmp_path / "w", LIMITS).run()
+    bare = layout_named("torch_dist").lay_out(open_checkpoint(tmp_path / "w"), WriteOptions({}))
+    Conversion(open_checkpoint(tmp_path / "w"), bare, tmp_path / "b", LIMITS).run()
+    (tmp_path / "b" / "layer_wise_optimizer_0.pt").write_bytes(b"")
+    (note,) = (n for n in open_checkpoint(tmp_path / "b").notes if "no optimizer" in n)
+    assert "layer_wise_optimizer_0.pt" in note
+
+
+@pytest.mark.parametrize("layout", ["torch_dist", "torch"])
+@pytest.mark.parametrize(
+    ("arguments", "tp", "flag"),
+    [
+        ({"vocab_size": 16, "make_vocab_size_divisible_by": 8}, 2, None),
+        ({"vocab_size": 14, "make_vocab_size_divisible_by": 16}, 2, 8),
+        ({"vocab_size": 14, "make_vocab_size_divisible_by": 16}, 1, None),
+        ({}, 2, 8),
+    ],
+)
+def test_a_vocabulary_that_the_next_job_would_pad_otherwise_is_named(
+    tmp_path: Path, layout: str, arguments: dict[str, Any], tp: int, flag: int | None
+) -> None:
+    source = gpt(**arguments)
+    rows = next(t.shape[0] for t in source.placed.collection.tensors if "word_embed" in t.name)
+    target = layout_named(layout).lay_out(source, WriteOptions({"tp": tp}))
+    found = [note for note in target.notes if "stays padded" in note]
+    assert rows == 16
+    assert [f"--make-vocab-size-divisible-by {flag}," in note for note in found] == [True] * bool(
+        flag
+    )
+
+
+def test_an_optimizer_of_two_kinds_is_muon_whoever_named_it() -> None:
+    source = gpt()
+    adam = source.values.param_groups[0]
+    muon = {key: value for key, value in adam.items() if key not in ("betas", "eps")}
+    values = replace(
+        source.values, param_groups=({**muon, "momentum": 0.9}, adam), degrees={"tp": 1}
+    )
+    tensors = source.placed.collection.tensors
+    assert [axis for axis, _, _ in limits_of(values, tensors).fixed] == ["tp"]
+    assert not limits_of(source.values, tensors).fixed
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["a.0.x", "a.1.x", "e"], None),
+        (["a.0.x", "a.0.y", "a.1.x"], "a.1.y"),
+        (["a.0.mlp", "a.1.experts.0.w", "a.1.experts.1.w"], None),
+        (["a.0.x", "b.0.y"], None),
+    ],
+)
+def test_a_layer_lacks_what_another_has_unless_it_has_its_own(
+    names: list[str], missing: str | None
+) -> None:
+    assert short_layer(names) == missing
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["block.0.attention.bias", *(f"block.{n}.attention.q" for n in range(4))], None),
+        (["net.0.weight", "net.0.bias", "net.2.weight"], None),
+        ([f"a.{n}.mlp.{of}" for n in range(3) for of in "xy" if (n, of) != (1, "y")], "a.1.mlp.y"),
+    ],
+)
+def test_what_one_layer_alone_has_no_other_is_warned_of(
+    names: list[str], missing: str | None
+) -> None:
+    assert short_layer(names, is_usual=True) == missing
+
+
+POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+
+
+@pytest.mark.parametrize("name", [*POINTERS, "model.safetensors", ".metadata"])
+@pytest.mark.parametrize("kind", ["endless", "pipe", "long", "bytes"])
+@pytest.mark.timeout(60)
+def test_a_pointer_is_read_from_a_file_and_to_an_end(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "iter_0000001").mkdir()
+    if kind == "endless":
+        (tmp_path / name).symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(b"1" * 10**6 if kind == "long" else b"\xff\0\xfe")
+    with pytest.raises(RefusedError):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", ".metadata", "common.pt"])
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_files_place_is_refused(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(RefusedError):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["global_step3/x"], "there is no latest beside global_step3"),
+        (["latest", "global_step2/x"], "latest names 'global_step3', which is not there"),
+        (["latest", "global_step3/x"], r"global_step3 has no \*_model_states.pt"),
+        (["latest", "global_step3/x", "a.pt"], r"global_step3 has no \*_model_states.pt"),
+        (["a.safetensors", "b.safetensors"], "neither model.safetensors.index.json"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, files: list[str], words: str) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("global_step3")
+    with pytest.raises(RefusedError, match=words):
+        open_checkpoint(tmp_path)
+
+
+def test_nothing_of_a_file_reaches_a_terminal_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "w\x1b]0;owned\x07\x1b[31m\nrm -rf\u202e\ud800"
+    text = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    data = len(text).to_bytes(8, "little") + text + b"\0\0\xc0\x7f"
+    (tmp_path / "model.safetensors").write_bytes(data)
+    run("inspect", tmp_path)
+    run("verify", tmp_path)
+    run("reshard", tmp_path, tmp_path / "b", "--to", "torch_dist")
+    run("inspect", tmp_path, "--tensor", "no")
+    shown = "".join(capsys.readouterr())
+    assert r"w\x1b]0;owned\x07\x1b[31m\nrm -rf" in shown
+    assert all(c.isprintable() or c == "\n" for c in shown) and "\nrm" not in shown
+
+
+def test_a_trainers_step_and_its_optimizer_are_said(tmp_path: Path) -> None:
+    text = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
+    (tmp_path / "optimizer.bin").write_bytes(b"")
+    source = open_checkpoint(tmp_path)
+    assert source.values.step == 4 and "optimizer.bin of Accelerate" in source.notes[0]
+
+
+def test_arguments_of_uneven_stages_hold_for_as_many_stages_alone() -> None:
+    stated = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 3}
+    assert with_degrees(stated, {"tp": 2}) == stated
+    assert with_degrees(stated, {"pp": 1})["decoder_first_pipeline_num_layers"] is None

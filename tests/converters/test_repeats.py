@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 
 from scalai.converters.layouts import open_checkpoint
-from scalai.launch import cli
 from support.checkpoints import state, write
+from support.command import run
 from support.rot import held, stamp_checksums
 from support.training.deepspeed_jobs import Job, Saver
-
-
-def run(*arguments: object) -> int:
-    """Run ``scalai`` and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*map(str, arguments)])
-    return int(ended.value.code or 0)
 
 
 def repeat(older: Path, newer: Path, kind: str) -> str:

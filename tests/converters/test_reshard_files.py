@@ -1,16 +1,20 @@
-"""Conversions of small checkpoints, without a framework: equal states, kills, room, memory."""
+"""Conversions of small checkpoints, without a framework: equal states, kills, room, remains."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scalai.converters import consistency as verifying
 from scalai.converters.checkpoint import WriteOptions
@@ -18,16 +22,12 @@ from scalai.converters.consistency import compare, verify
 from scalai.converters.engine import Conversion, Limits, table_bytes_of
 from scalai.converters.journal import Journal
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.streaming import Gatherer
+from scalai.converters.work import BATCH_FILES, TASK_BYTES, TURNS, Task, Unit, batches, plan_work
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
-from scalai.launch import cli
+from scalai.core.tensors.region import Box
 from support.checkpoints import LIMITS, SHAPES, state, write
-
-
-def run(*arguments: object) -> int:
-    """Run ``scalai`` and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*map(str, arguments)])
-    return int(ended.value.code or 0)
+from support.command import run
 
 
 def test_two_checkpoints_are_compared_by_their_bytes(
@@ -298,3 +298,73 @@ def test_a_destination_that_is_a_link_is_filled_where_it_leads(
     assert run("reshard", tmp_path / "source", tmp_path / "link") == 2
     assert run("reshard", tmp_path / "source", tmp_path / "link", "--overwrite") == 0
     assert run("verify", tmp_path / "source", tmp_path / "link") == 0
+
+
+def test_a_link_that_names_itself_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "one")
+    os.symlink("loop", tmp_path / "loop")
+    assert run("reshard", tmp_path / "one", tmp_path / "loop", "--tp", "2") == 2
+    assert "is a link that leads nowhere" in capsys.readouterr().err
+
+
+def test_a_file_that_was_replaced_leaves_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    (tmp_path / "there").write_text("a file")
+    assert run("reshard", tmp_path / "one", tmp_path / "there", "--tp", "2", "--overwrite") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "there"]
+
+
+def test_files_that_were_read_are_closed_with_their_reader(tmp_path: Path) -> None:
+    source = write(tmp_path / "one")
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
+    work = plan_work(source, target, 1 << 20)
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always")
+        with Gatherer(work, source.directory) as gatherer:
+            for task in work.tasks:
+                for unit in task.units:
+                    gatherer.gather(unit)
+            assert open_files(source.directory)
+            reader = gatherer.files.opened(source.placed.files[0].path)
+        assert len(open_files(source.directory)) == 1  # somebody reads it
+        assert os.pread(reader.descriptor, 2, 0) == b"PK"
+        del reader
+        assert not open_files(source.directory)
+    assert not reported
+
+
+def open_files(directory: Path) -> list[str]:
+    """Return the files below a directory that this process has open."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if path.startswith(str(directory))]
+
+
+def task(number: int, size_bytes: int) -> Task:
+    return Task(number, number, (Unit(number, Box((0,), (size_bytes,)), size_bytes),))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3 * TASK_BYTES // 2), max_size=300),
+    workers=st.integers(0, 8),
+)
+def test_batches_hold_each_task_once_in_order_and_are_not_larger_than_need_be(
+    sizes: list[int], workers: int
+) -> None:
+    tasks = [task(number, size) for number, size in enumerate(sizes)]
+    found = batches(tasks, workers)
+    assert [one for batch in found for one in batch] == tasks
+    for batch in found:
+        assert 1 <= len(batch) <= BATCH_FILES
+        assert len(batch) == 1 or sum(one.size_bytes for one in batch) <= TASK_BYTES
+
+
+def test_small_files_are_brought_to_disk_together_and_every_worker_gets_some() -> None:
+    found = batches([task(number, 1000) for number in range(200)], workers=2)
+    assert len(found) == TURNS * 2
+    assert {len(batch) for batch in found} == {25}
+    assert len(batches([task(number, TASK_BYTES) for number in range(5)], workers=2)) == 5
