@@ -1,37 +1,4 @@
-"""What users of other tools have asked for, and which test shows that it holds.
-
-The numbers are those of a list of public issue threads: what went wrong there is what must hold
-here.
-
-     1 bit-equal at TP 1 -> 2                 test_reshard_files: a_state_is_the_same
-     2 tp2pp2dp2 -> tp2pp1dp4, equal losses   test_reshard_cross: eight_ranks
-     3 names, shapes, the fix; no allocation  here: a_wrong_shape
-     4 moments bit-equal; RNG states      here: what_becomes_of_random_streams
-     5 PP <-> EP with the experts' moments    test_reshard: rescue-experts; test_reshard_cross
-     6 same samples and learning rate         test_reshard: check
-     7 no sample twice                        test_ledger; counters: test_reshard_legacy
-     8 digests before and after               test_rejects: digest; each conversion's own proof
-     9 vocabulary 50257                       test_reshard_cross: models_that_are_cut
-    10 experts, embedding, small norms        test_reshard: rescue-experts; test_reshard_cross
-    11 more state than memory                 here: memory_does_not_grow_with_the_state
-    12 virtual stages; each tensor once       test_torch_legacy: every_element_survives
-    13 one rank's experts alone               here: experts_that_are_missing
-    14 missing and extra files of ranks       test_rejects: missing file, extra file
-    15 a kill at any byte                     here: a_kill_at_any_byte, a_kill_at_any_call
-    16 ZeRO at DP 4 -> 6, 8 -> 16, 32 -> 128  here: zero_at_any_number_of_ranks
-    17 Hugging Face's Trainer                 test_trainers: a_checkpoint_of_trainer
-    18 layout from param_shapes               test_deepspeed: stages 1 to 3
-    19 Accelerate                             test_trainers: a_checkpoint_of_accelerate
-    20 replicas are compared, never joined    here: replicas_that_differ
-    21 first losses                           test_deepspeed, test_reshard
-    22 ZeRO 3 with tensor parallelism         none here: model-parallel ranks
-    23 hosts with disks of their own          test_data_plane; one shared disk: test_parts
-    24 hardly more bytes than the state       here: a_target_takes_hardly_more
-       free space is looked at first          test_reshard_files: too_little_room
-    25 memory and the number of shards        here: memory_does_not_grow_with_the_shards
-    43 bytes read by each of several hosts    test_parts: each_part_reads_its_share
-    44 a source that changes meanwhile        here: a_source_that_changes
-"""
+"""Failures of other tools, by numbers of a list of public issue threads: what must hold here."""
 
 import argparse
 import os

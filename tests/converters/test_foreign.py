@@ -106,18 +106,13 @@ def test_a_trainers_own_optimizer_is_not_read_and_that_is_said(tmp_path: Path) -
     weights = write(tmp_path / "weights", "safetensors")
     assert weights.notes == ()
     (tmp_path / "weights" / "optimizer.pt").write_bytes(b"")
+    (tmp_path / "weights" / "optimizer.bin").write_bytes(b"")
+    (tmp_path / "weights" / "trainer_state.json").write_text('{"global_step": 4}')
     read = open_checkpoint(tmp_path / "weights")
+    assert read.values.step == 4 and "optimizer.bin of Accelerate" in read.notes[1]
     assert "optimizer.pt of a Trainer without DeepSpeed is not read" in read.notes[0]
     target = layout_named("safetensors").lay_out(read, WriteOptions({}))
     assert target.notes == read.notes, "0 tensors are left out"
-
-
-def test_a_vocabulary_that_tp_does_not_divide_names_the_way_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "source")
-    assert run("reshard", tmp_path / "source", tmp_path / "new", "--tp", 3) == 3
-    assert "vocabulary of 8 rows. Give --repad" in capsys.readouterr().err
 
 
 def with_arguments(directory: Path, **given: object) -> None:
@@ -362,16 +357,17 @@ def test_nothing_of_a_file_reaches_a_terminal_as_it_is(
     assert all(c.isprintable() or c == "\n" for c in shown) and "\nrm" not in shown
 
 
-def test_a_trainers_step_and_its_optimizer_are_said(tmp_path: Path) -> None:
-    text = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
-    (tmp_path / "optimizer.bin").write_bytes(b"")
-    source = open_checkpoint(tmp_path)
-    assert source.values.step == 4 and "optimizer.bin of Accelerate" in source.notes[0]
-
-
 def test_arguments_of_uneven_stages_hold_for_as_many_stages_alone() -> None:
     stated = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 3}
     assert with_degrees(stated, {"tp": 2}) == stated
     assert with_degrees(stated, {"pp": 1})["decoder_first_pipeline_num_layers"] is None
+
+
+def test_a_directory_without_a_checkpoint_says_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stray.txt").write_text("")
+    assert run("verify", tmp_path) == 3
+    assert "stray.txt" in capsys.readouterr().err
+    assert run("verify", tmp_path / "nowhere") == 2
+    assert "does not exist" in capsys.readouterr().err

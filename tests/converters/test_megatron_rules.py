@@ -1,4 +1,4 @@
-"""Fixed facts of a Megatron-LM job: one law for flags, arguments, configurations and checkpoints."""
+"""Fixed facts of a Megatron-LM job: one law for flags, arguments and checkpoints."""
 
 import re
 from pathlib import Path

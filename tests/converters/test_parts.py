@@ -7,14 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scalai.converters import engine
-from scalai.converters import journal as parts
+from scalai.converters import engine, journal
 from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
 from scalai.converters.consistency import verify
 from scalai.converters.engine import Conversion
@@ -37,6 +36,14 @@ DEGREES = {"tp": 2, "pp": 4}
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return write(tmp_path_factory.mktemp("source") / "source", source=state(shapes=SHAPES))
+
+
+def convert(
+    source: Checkpoint, folder: Path, number: int = 1, count: int = 1, **degrees: int
+) -> Mapping[str, Any] | None:
+    """Do a part of a conversion into ``folder/new``; None: another one finishes it."""
+    target = target_of(source, **degrees)
+    return Conversion(source, target, folder / "new", LIMITS, part=RunPart(number, count)).run()
 
 
 def target_of(source: Checkpoint, **degrees: int) -> Target:
@@ -103,23 +110,20 @@ def test_a_part_that_was_killed_is_started_again(tmp_path: Path, source: Checkpo
     assert not (tmp_path / "new").exists()
     assert last_events([start(source, tmp_path / "new", "1/2")]) == ["done"]
     assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
-    assert Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
+    assert convert(source, tmp_path, 2, 2)
 
 
 def test_a_run_of_the_whole_does_what_parts_have_left(tmp_path: Path, source: Checkpoint) -> None:
-    target = target_of(source)
-    assert Conversion(source, target, tmp_path / "new", LIMITS, part=RunPart(2, 3)).run() is None
-    report = Conversion(source, target, tmp_path / "new", LIMITS).run()
+    assert convert(source, tmp_path, 2, 3) is None
+    report = convert(source, tmp_path)
     assert report is not None
-    mine = RunPart(2, 3).files([file.size_bytes for file in target.placed.files])
+    mine = RunPart(2, 3).files([file.size_bytes for file in target_of(source).placed.files])
     assert report["resumed_tasks"] == len(mine) > 0
     assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
 
 
 def test_more_parts_than_files_finish_too(tmp_path: Path, source: Checkpoint) -> None:
-    target = target_of(source, tp=2, pp=1)
-    parts = [RunPart(number, 3) for number in (1, 2, 3)]
-    ends = [Conversion(source, target, tmp_path / "new", LIMITS, part=part).run() for part in parts]
+    ends = [convert(source, tmp_path, number, 3, tp=2, pp=1) for number in (1, 2, 3)]
     assert [end is None for end in ends] == [True, False, False]
     assert ends[1] == ends[2]
 
@@ -127,31 +131,27 @@ def test_more_parts_than_files_finish_too(tmp_path: Path, source: Checkpoint) ->
 def test_a_destination_that_is_another_conversions_is_left_alone(
     tmp_path: Path, source: Checkpoint
 ) -> None:
-    Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(1, 2)).run()
+    convert(source, tmp_path, 1, 2)
     before = sorted(tmp_path.rglob("*"))
-    other = target_of(source, tp=1, pp=2)
     with pytest.raises(UsageError, match="begun with another source, target or --memory"):
-        Conversion(source, other, tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
-    with (
-        Journal(tmp_path / ".new.partial", "x", ".scalai-journal-1-of-4"),
-        pytest.raises(PeerError, match="another process is writing"),
-    ):
-        Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
-    (tmp_path / ".new.partial" / ".scalai-journal-1-of-4").unlink()
+        convert(source, tmp_path, 2, 2, tp=1, pp=2)
+    for name in (".scalai-journal-1-of-4", RunPart(2, 2).journal):  # a stranger; the same part
+        with (
+            Journal(tmp_path / ".new.partial", "x", name),
+            pytest.raises(PeerError, match="another process is writing"),
+        ):
+            convert(source, tmp_path, 2, 2)
+        (tmp_path / ".new.partial" / name).unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / ".new.partial" / RunPart(1, 2).journal).rename(tmp_path / "kept")
+    with pytest.raises(UsageError, match="in the way"):  # it may be of anybody
+        convert(source, tmp_path)
+    (tmp_path / "kept").rename(tmp_path / ".new.partial" / RunPart(1, 2).journal)
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "precious").write_text("data")
     with pytest.raises(UsageError, match="exists"):
-        Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
-
-
-def test_a_part_that_runs_twice_is_refused(tmp_path: Path, source: Checkpoint) -> None:
-    (tmp_path / ".new.partial").mkdir()
-    with (
-        Journal(tmp_path / ".new.partial", "x", RunPart(2, 2).journal),
-        pytest.raises(PeerError, match="another process is writing"),
-    ):
-        Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
+        convert(source, tmp_path, 2, 2)
 
 
 def test_a_file_system_without_locks_is_refused(
@@ -162,7 +162,7 @@ def test_a_file_system_without_locks_is_refused(
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(StoreError, match="cannot be locked"):
-        Conversion(source, target_of(source), tmp_path / "new", LIMITS).run()
+        convert(source, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -221,7 +221,7 @@ def test_each_part_reads_its_share_of_the_bytes(tmp_path: Path, source: Checkpoi
 def test_a_wait_for_another_process_is_told_of_and_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "SILENT_S", 0.0)
+    monkeypatch.setattr(journal, "SILENT_S", 0.0)
     other = open(tmp_path / ".there.lock", "a+b")
     assert try_lock(other)
     reported: list[str] = []
@@ -234,12 +234,12 @@ def test_a_wait_for_another_process_is_told_of_and_ends_with_it(
             other.close()
 
     handler = Told()
-    parts.log.addHandler(handler)
+    journal.log.addHandler(handler)
     try:
         with alone(tmp_path / "there"):
             assert reported and ".there.lock" in reported[0]
     finally:
-        parts.log.removeHandler(handler)
+        journal.log.removeHandler(handler)
         other.close()
     assert not list(tmp_path.iterdir())
 
@@ -250,13 +250,8 @@ def test_a_part_of_another_version_of_fingerprints_is_not_gone_on_from(
     source = write(tmp_path / "source")
     with monkeypatch.context() as other_release:
         other_release.setattr(engine, "VERSION", VERSION + 1)
-        assert (
-            Conversion(
-                source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(1, 2)
-            ).run()
-            is None
-        )
+        assert convert(source, tmp_path, 1, 2) is None
     with pytest.raises(UsageError, match="another release"):
-        Conversion(source, target_of(source), tmp_path / "new", LIMITS, part=RunPart(2, 2)).run()
-    report = Conversion(source, target_of(source), tmp_path / "new", LIMITS).run()
+        convert(source, tmp_path, 2, 2)
+    report = convert(source, tmp_path)
     assert report is not None and report["resumed_tasks"] == 0

@@ -439,3 +439,14 @@ def test_archives_beyond_four_gigabytes_are_read_too(tmp_path: Path) -> None:
     assert (large.shape, large.begin) == ((5 << 30,), archive.begin[0])
     assert (small.shape, small.begin) == ((3,), archive.begin[1])
     assert small.begin > 5 << 30
+
+
+def test_trusted_classes_stay_stand_ins_and_are_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = pickle.dumps(Reduced(os.system, ("echo run > /tmp/this-must-not-be",)))
+    value = pickles.loads(data, "file", trust=True)
+    assert isinstance(value, pickles.Foreign)
+    assert value.path == ("posix", "system")
+    assert "class=posix.system" in caplog.text
+    assert not Path("/tmp/this-must-not-be").exists()

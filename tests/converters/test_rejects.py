@@ -78,11 +78,9 @@ def test_every_item_has_a_case_or_a_reason(layout: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(
-            layout, case, id=f"{layout}-{case.item}-{case.damage.__name__}".replace(" ", "-")
-        )
+        pytest.param(layout, case, id=f"{layout}-{case.item}-{number}".replace(" ", "-"))
         for layout, (cases, _) in TABLE.items()
-        for case in cases
+        for number, case in enumerate(cases)
     ],
 )
 def test_a_bad_checkpoint_is_refused_by_name(

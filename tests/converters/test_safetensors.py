@@ -16,7 +16,6 @@ from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.recorded import fingerprints
 from scalai.core.errors import RefusedError, UsageError
-from scalai.store.files import header_of
 from support.checkpoints import LIMITS, state, write
 
 LLAMA = "llama"
@@ -102,29 +101,3 @@ def test_what_the_mapping_lacks_is_named(tmp_path: Path, llama: Checkpoint) -> N
         export(replace(source, values=llama.values), tmp_path / "weights")
     with pytest.raises(UsageError, match=r"Add \[attention\] num_attention_heads"):
         export(state(shapes=SHAPES), tmp_path / "weights")
-
-
-@pytest.mark.parametrize("dtype", ["C64", "F4"])
-def test_a_dtype_that_is_not_converted_is_named(tmp_path: Path, dtype: str) -> None:
-    entry = {"dtype": dtype, "shape": [1], "data_offsets": [0, 8]}
-    (tmp_path / "model.safetensors").write_bytes(header_of({"odd": entry}, 8) + bytes(8))
-    with pytest.raises(RefusedError, match=f"'odd' of .* is of dtype '{dtype}', which is not conv"):
-        open_checkpoint(tmp_path)
-
-
-def test_a_truncated_file_and_an_index_of_other_files_are_refused(
-    tmp_path: Path, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(safetensors_index, "FILE_BYTES", 2000)
-    export(llama, tmp_path / "weights")
-    first, second, *_ = sorted((tmp_path / "weights").glob("model-*.safetensors"))
-    whole = second.read_bytes()
-    second.write_bytes(whole[:-1])
-    with pytest.raises(RefusedError, match="damaged or truncated"):
-        open_checkpoint(tmp_path / "weights")
-    second.write_bytes(first.read_bytes())
-    with pytest.raises(RefusedError, match="and in model-00001"):
-        open_checkpoint(tmp_path / "weights")
-    second.unlink()
-    with pytest.raises(RefusedError, match=r"is missing; model\.safetensors\.index\.json places"):
-        open_checkpoint(tmp_path / "weights")

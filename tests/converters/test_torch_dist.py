@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from scalai.converters.checkpoint import Checkpoint, FilePiece, Values, WriteOptions, place
+from scalai.converters.checkpoint import (
+    Checkpoint,
+    FilePiece,
+    ReadOptions,
+    Values,
+    WriteOptions,
+    place,
+)
 from scalai.converters.consistency import compare, verify
 from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
@@ -202,3 +210,13 @@ def test_layers_that_are_all_trained_stay_an_axis(tmp_path: Path) -> None:
     assert "non_homogeneous_layers" not in written.values.extra["content_metadata"]
     keys = {stored.key for stored in read_metadata(written.directory).tensors}
     assert "decoder.layers.mlp.linear_fc2.weight" in keys
+
+
+def test_of_several_iterations_the_tracker_or_the_user_chooses(tmp_path: Path) -> None:
+    write(tmp_path / "source", source=state(step=3))
+    write(tmp_path / "other", source=state(step=5))
+    shutil.move(tmp_path / "other" / "iter_0000005", tmp_path / "source")
+    assert open_checkpoint(tmp_path / "source").values.step == 3
+    assert open_checkpoint(tmp_path / "source", ReadOptions(iteration=5)).values.step == 5
+    with pytest.raises(RefusedError, match="holds no iteration 4"):
+        open_checkpoint(tmp_path / "source", ReadOptions(iteration=4))

@@ -1,12 +1,20 @@
 """A checkpoint that was resharded offline is loaded by megatron-core, and training goes on."""
 
+import os
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scalai.converters.consistency import compare, verify
+from scalai.converters.describe import describe
 from scalai.converters.layouts import open_checkpoint
+from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
+from scalai.converters.megatron.dp_reshardable import is_bucket
+from scalai.converters.megatron.modules import Naming, in_order, leading_axes, name_at
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.torch_archive import read_archive
 from scalai.core.errors import ProofError, RefusedError
@@ -15,6 +23,7 @@ from scalai.core.tensors.sources import Holder
 from scalai.store.host import HostStore
 from scalai.store.manifest import read_manifest
 from scalai.store.moves import holders_of, read_orders
+from support.command import run
 from support.rot import ROTS, held, rot
 from support.training.jobs import AFTER, OTHER_SEED, Job, mean_losses
 from support.training.megatron_layouts import (
@@ -23,6 +32,8 @@ from support.training.megatron_layouts import (
     DP2,
     DP3,
     EP2,
+    EP2DP2,
+    EP4,
     FP16,
     FP32,
     GATED,
@@ -30,52 +41,160 @@ from support.training.megatron_layouts import (
     ONE,
     PP2,
     PP2DP2,
+    PP2EP2,
     SPLIT,
     TP2,
     TP2DP2,
     TP2PP2,
     TP4,
     VPP2,
-)
-from support.training.resharded import FLAT, FULL, WHOLE, check, convert, load, save
+)  # fmt: skip
+from support.training.resharded import FLAT, FULL, LEGACY, WHOLE, check, convert, load, save
 from support.training.resize_case import train_and_snapshot
 from support.training.worker_pool import WorkerPool
 
-CASES = [
-    ("rescue-dp2-to-tp2", {**BUCKETS}, FLAT, DP2, TP2, FP32),
-    ("rescue-tp2pp2-to-dp3", {**BUCKETS, "global_batch_size": 6}, FLAT, TP2PP2, DP3, FP32),
-    ("rescue-bf16-tp2pp2-to-dp2", {**BUCKETS, "precision": "bf16"}, FLAT, TP2PP2, DP2, BF16),
-    ("rescue-gated-tp2dp2-to-pp2", {**BUCKETS, **GATED}, FLAT, TP2DP2, PP2, FP32),
-    ("rescue-virtual-to-tp2", {**BUCKETS}, FLAT, VPP2, TP2, FP32),
-    ("rescue-experts-ep2-to-dp2", {**MOE, **SPLIT}, FLAT, EP2, DP2, FP32),
-    ("full-dp2-to-tp2pp2", {**SPLIT}, FULL, DP2, TP2PP2, FP32),
-    ("full-untied-tp4-to-pp2dp2", {**SPLIT, "is_tied": False}, FULL, TP4, PP2DP2, FP32),
-    ("full-experts-dp2-to-ep2", {**MOE, **SPLIT}, FULL, DP2, EP2, FP32),
-    ("full-fp16-tp2-to-pp2", {**SPLIT, "precision": "fp16"}, FULL, TP2, PP2, FP16),
-    ("whole-tp2pp2-to-one", {}, WHOLE, TP2PP2, ONE, FP32),
-    ("whole-bf16-one-to-tp2", {"precision": "bf16"}, WHOLE, ONE, TP2, BF16),
-]
+QK_NORM = {**BUCKETS, **GATED, "has_qk_norm": True, "precision": "bf16"}
+SPARSE = {**SPLIT, "experts": 4, "is_gated": True, "is_rotary": True}
+DENSE_FIRST = {**SPARSE, "has_expert_bias": True, "expert_layers": (0, 1, 1, 1)}
+PREDICTING = {**SPLIT, "predicted": 1, "is_tied": False, "is_rotary": True}
+T5 = {**SPLIT, "is_translator": True, "layers": 2}
+FROZEN = r"embedding|layers\.[01]\.(mlp|self_attention)|linear_fc1\.bias"
+PARTLY = r"input_layernorm|linear_fc1\.weight"
+MUON: dict[str, Any] = {"optimizer": "muon"}
+"""Plain Muon: for matrices, beside Adam for the rest; neither is split over ranks."""
+HALF = {"precision": "bf16"}
+FP16_ = {"precision": "fp16"}
+
+Fields = dict[str, Any]
 
 
-@pytest.mark.turns
+@dataclass(frozen=True)
+class Case:
+    """A save in one form by one job, and the layout and the job that go on from it."""
+
+    model: Fields
+    form: str
+    before: Fields
+    after: Fields
+    to: str = "torch_dist"
+    always: bool = False
+    """In the default run; the other cases are the campaign's."""
+
+    @property
+    def tolerance(self) -> float:
+        return {"bf16": BF16, "fp16": FP16}.get(self.model.get("precision", ""), FP32)
+
+
+CASES = {
+    "flat-dp2-to-tp2": Case(BUCKETS, FLAT, DP2, TP2),
+    "flat-tp2pp2-to-dp3": Case({**BUCKETS, "global_batch_size": 6}, FLAT, TP2PP2, DP3, always=True),
+    "flat-bf16-tp2pp2-to-dp2": Case({**BUCKETS, **HALF}, FLAT, TP2PP2, DP2),
+    "flat-gated-tp2dp2-to-pp2": Case({**BUCKETS, **GATED}, FLAT, TP2DP2, PP2),
+    "flat-virtual-to-tp2": Case(BUCKETS, FLAT, VPP2, TP2),
+    "flat-experts-ep2-to-dp2": Case({**MOE, **SPLIT}, FLAT, EP2, DP2),
+    "full-dp2-to-tp2pp2": Case(SPLIT, FULL, DP2, TP2PP2),
+    "full-untied-tp4-to-pp2dp2": Case({**SPLIT, "is_tied": False}, FULL, TP4, PP2DP2),
+    "full-experts-dp2-to-ep2": Case({**MOE, **SPLIT}, FULL, DP2, EP2),
+    "full-fp16-tp2-to-pp2": Case({**SPLIT, **FP16_}, FULL, TP2, PP2),
+    "whole-tp2pp2-to-one": Case({}, WHOLE, TP2PP2, ONE),
+    "whole-bf16-one-to-tp2": Case(HALF, WHOLE, ONE, TP2),
+    "flat-qk-norm-tp2dp2-to-pp2dp2": Case(QK_NORM, FLAT, TP2DP2, PP2DP2),
+    "flat-dense-first-ep2-to-pp2": Case(DENSE_FIRST, FLAT, EP2, PP2, always=True),
+    "flat-dense-first-pp2ep2-to-one": Case(DENSE_FIRST, FLAT, PP2EP2, ONE),
+    "flat-dense-first-one-to-ep2": Case(DENSE_FIRST, FLAT, ONE, EP2),
+    "flat-dense-last-pp2ep2-to-pp2": Case(
+        {**DENSE_FIRST, "expert_layers": (1, 1, 1, 0)}, FLAT, PP2EP2, PP2
+    ),
+    "flat-experts-ep2dp2-to-pp2": Case({**MOE, **BUCKETS}, FLAT, EP2DP2, PP2),
+    "flat-predicting-pp2-to-tp2": Case(PREDICTING, FLAT, PP2, TP2),
+    "flat-predicting-pp2dp2-to-one": Case({**PREDICTING, "overlap": True}, FLAT, PP2DP2, ONE),
+    "flat-predicting-experts-ep2-to-dp2": Case(
+        {**PREDICTING, **SPARSE, "layers": 2}, FLAT, EP2, DP2
+    ),
+    "flat-t5-dp2-to-tp2": Case(T5, FLAT, DP2, TP2),
+    "flat-t5-tp2dp2-to-one": Case({**T5, "overlap": True, **HALF}, FLAT, TP2DP2, ONE),
+    "flat-frozen-dp2-to-tp2": Case({**SPLIT, "frozen": FROZEN}, FLAT, DP2, TP2),
+    "flat-frozen-bf16-tp2pp2-to-dp2": Case(
+        {**BUCKETS, "frozen": PARTLY, **HALF}, FLAT, TP2PP2, DP2
+    ),
+    "full-muon-dp2-to-pp2": Case(MUON, FULL, DP2, PP2),
+    "full-muon-bf16-pp2-to-one": Case({**MUON, **HALF}, FULL, PP2, ONE),
+    "legacy-split-dp2-to-tp2": Case(SPLIT, LEGACY, DP2, TP2, "torch"),
+    "legacy-buckets-tp2pp2-to-dp3": Case(
+        {**BUCKETS, "global_batch_size": 6}, LEGACY, TP2PP2, DP3, "torch"
+    ),
+    "legacy-buckets-dp2-to-pp2dp2": Case(BUCKETS, LEGACY, DP2, PP2DP2, "torch", always=True),
+    "legacy-buckets-bf16-tp2dp2-to-pp2": Case({**BUCKETS, **HALF}, LEGACY, TP2DP2, PP2, "torch"),
+    "legacy-gated-virtual-to-tp2dp2": Case({**SPLIT, **GATED}, LEGACY, VPP2, TP2DP2, "torch"),
+    "legacy-untied-tp4-to-virtual": Case({**SPLIT, "is_tied": False}, LEGACY, TP4, VPP2, "torch"),
+    "legacy-fp16-tp2-to-pp2": Case({**SPLIT, **FP16_}, LEGACY, TP2, PP2, "torch"),
+    "legacy-experts-ep2-to-dp2": Case({**MOE, **SPLIT}, LEGACY, EP2, DP2, "torch"),
+    "legacy-experts-dp2-to-ep2": Case({**MOE, **SPLIT}, LEGACY, DP2, EP2, "torch"),
+    "legacy-experts-ep4-to-ep2dp2": Case({**MOE, **SPLIT}, LEGACY, EP4, EP2DP2, "torch"),
+    "legacy-experts-ep2dp2-to-ep4": Case({**MOE, **SPLIT}, LEGACY, EP2DP2, EP4, "torch"),
+    "legacy-whole-experts-ep4-to-dp2": Case(MOE, LEGACY, EP4, DP2, "torch"),
+    "legacy-whole-tp2pp2-to-one": Case({}, LEGACY, TP2PP2, ONE, "torch"),
+    "legacy-whole-bf16-one-to-tp2pp2": Case(HALF, LEGACY, ONE, TP2PP2, "torch"),
+    "legacy-whole-gated-fp16-pp2-to-tp2": Case({**GATED, **FP16_}, LEGACY, PP2, TP2, "torch"),
+    "legacy-whole-experts-ep2-to-one": Case(MOE, LEGACY, EP2, ONE, "torch"),
+    "legacy-gated-to-torch_dist": Case({**SPLIT, **GATED}, LEGACY, TP2, PP2),
+    "legacy-bf16-to-torch_dist": Case(HALF, LEGACY, TP2, PP2),
+    "flat-gated-to-legacy": Case({**BUCKETS, **GATED}, FLAT, TP2, PP2DP2, "torch"),
+    "whole-bf16-to-legacy": Case(HALF, WHOLE, TP2, PP2DP2, "torch"),
+}
+
+
 @pytest.mark.parametrize(
-    ("model", "sharding", "before", "after", "tolerance"),
-    [case[1:] for case in CASES],
-    ids=[case[0] for case in CASES],
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if case.always else [pytest.mark.campaign])
+        for name, case in CASES.items()
+    ],
 )
 def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
-    pool: WorkerPool,
-    tmp_path: Path,
-    model: dict[str, Any],
-    sharding: str,
-    before: dict[str, Any],
-    after: dict[str, Any],
-    tolerance: float,
+    pool: WorkerPool, tmp_path: Path, case: Case
 ) -> None:
-    old, new = Job(**{**model, **before}), Job(**{**model, **after})
-    uninterrupted = save(pool, old, tmp_path / "saved", sharding)
+    old, new = Job(**{**case.model, **case.before}), Job(**{**case.model, **case.after})
+    runs = save(pool, old, tmp_path / "saved", case.form)
+    verify(open_checkpoint(tmp_path / "saved"), workers=0)
+    convert(tmp_path / "saved", tmp_path / "converted", new, case.to)
+    if case.to == LEGACY:
+        assert names(tmp_path / "converted") == names(tmp_path / "saved")
+    if case.to == case.form:
+        assert facts(tmp_path / "converted") == facts(tmp_path / "saved")
+    check(runs, load(pool, new, tmp_path / "converted", case.to), case.tolerance)
+
+
+def names(directory: Path) -> dict[str, tuple[str, Any]]:
+    """Return the tensors of a checkpoint with dtypes and shapes."""
+    tensors = describe(open_checkpoint(directory))["tensors"]
+    return {tensor["name"]: (tensor["dtype"], tensor["shape"]) for tensor in tensors}
+
+
+def facts(directory: Path) -> Any:
+    """Return what degrees must not change."""
+    values = open_checkpoint(directory).values
+    counters = {**values.counters, "flops": values.extra["num_floating_point_operations_so_far"]}
+    return values.step, counters, values.scheduler, values.is_split
+
+
+def test_the_newest_form_of_a_default_save_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+    """Norms of queries and keys are of one shape and, in 16 bits, of one content: that each gets
+    its own moments rests on the order alone. And there is no common.pt."""
+    old = Job(**{**QK_NORM, **DP2})
+    runs = save(pool, old, tmp_path / "saved", FLAT, has_file=False)
+    directory = tmp_path / "saved" / f"iter_{AFTER.start:07d}"
+    keys = [stored.key for stored in read_metadata(directory).tensors]
+    names = [
+        Naming(is_local=True).to_rank(name_at(key, (0,) * leading_axes(key)), 0, 0)
+        for key in keys
+        if not is_bucket(key)
+    ]
+    assert names != sorted(names, key=in_order), "the keys stand in the order of the modules"
+    assert open_checkpoint(tmp_path / "saved").values.extra[FORM] == COMMON_OBJECT
+    new = Job(**{**QK_NORM, **TP2})
     convert(tmp_path / "saved", tmp_path / "converted", new)
-    check(uninterrupted, load(pool, new, tmp_path / "converted"), tolerance)
+    check(runs, load(pool, new, tmp_path / "converted"), BF16)
 
 
 def test_a_live_job_goes_on_from_a_converted_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
@@ -156,3 +275,62 @@ def test_what_megatron_saved_wrongly_is_not_converted(pool: WorkerPool, tmp_path
     with pytest.raises(ProofError, match="Masters that are not the weights"):
         convert(tmp_path / "saved", tmp_path / "converted", job)
     assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.campaign
+def test_an_optimizer_that_counts_no_steps_gains_none(pool: WorkerPool, tmp_path: Path) -> None:
+    """Megatron itself has no way to load what it saves of SGD in fp32."""
+    old, new = Job(optimizer="sgd", **DP2), Job(optimizer="sgd", **TP2)
+    save(pool, old, tmp_path / "saved", FULL)
+    convert(tmp_path / "saved", tmp_path / "converted", new)
+    saved, converted = (open_checkpoint(tmp_path / at) for at in ("saved", "converted"))
+    assert list(compare(saved, converted, 1)) == []
+
+
+@pytest.mark.campaign
+def test_muon_of_shards_stays_at_its_tp(
+    pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(pool, Job(**MUON, **DP2), tmp_path / "saved", FULL)
+    assert run("reshard", tmp_path / "saved", tmp_path / "new", "--tp", 2) == 3
+    assert "tp=2 must stay 1: --muon-tp-mode blockwise" in capsys.readouterr().err
+
+
+LATER = {
+    name: Path(os.environ[name]) if name in os.environ else None
+    for name in ("MEGATRON_LM_0_19_PATH", "MEGATRON_LM_MAIN_PATH")
+}
+"""Checkouts of releases that are no packages yet."""
+
+
+@pytest.fixture(scope="module", params=LATER)
+def later_pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    """Workers with a later megatron-core than the installed one."""
+    checkout = LATER[request.param]
+    if checkout is None or not (checkout / "megatron" / "core").is_dir():
+        pytest.skip(f"{request.param} names no Megatron-LM checkout")
+    workers = WorkerPool(4, checkout)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [({**BUCKETS, **GATED}, DP2, TP2), (DENSE_FIRST, PP2EP2, ONE)],
+    ids=["dense", "experts"],
+)
+def test_a_later_release_saves_and_goes_on(
+    later_pool: WorkerPool,
+    tmp_path: Path,
+    model: dict[str, Any],
+    before: dict[str, Any],
+    after: dict[str, Any],
+) -> None:
+    old, new = Job(**{**model, **before}), Job(**{**model, **after})
+    runs = save(later_pool, old, tmp_path / "saved", FLAT)
+    source = open_checkpoint(tmp_path / "saved")
+    assert source.values.extra[FORM] == COMMON_OBJECT
+    verify(source, 1)
+    convert(tmp_path / "saved", tmp_path / "converted", new)
+    check(runs, load(later_pool, new, tmp_path / "converted"), FP32)

@@ -15,7 +15,7 @@ from scalai.converters.pickles import foreign
 from scalai.converters.torch_archive import lay_out_archive, read_archive, with_content
 from scalai.store.files import map_file
 
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
 
 
 def change_tree(path: Path, change: Callable[[Any], Any]) -> None:

@@ -1,6 +1,8 @@
-"""Bad checkpoints as cases: what is done to a whole one, and what is then said."""
+"""Bad checkpoints as cases: the damage to a whole one by small editors, and the words."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 
 from scalai.converters.checkpoint import REPORT
 from scalai.converters.layouts import open_checkpoint
+from support.damage import Damage
 
 ITEMS = {
     "path": "files outside of the checkpoint: absolute, by .., by a link",
@@ -36,12 +39,42 @@ ITEMS = {
 
 @dataclass(frozen=True)
 class Case:
-    """An item of the list, what is done to a whole checkpoint, the words and the exit code."""
+    """An item of the list, the damage to a whole checkpoint, the words and the exit code."""
 
     item: str
-    damage: Callable[[Path], None]
+    damage: Callable[[Path], object]
     words: str
     code: int = 3
+
+
+def on(change: Callable[[Path], object], path: str) -> Damage:
+    """Return a damage of one file or folder."""
+
+    def damage(directory: Path) -> None:
+        change(directory / path)
+
+    return damage
+
+
+def replaced(path: str, old: bytes, new: bytes) -> Damage:
+    return on(lambda file: file.write_bytes(file.read_bytes().replace(old, new, 1)), path)
+
+
+def written(path: str, data: bytes) -> Damage:
+    return on(lambda file: file.write_bytes(data), path)
+
+
+def lost(path: str) -> Damage:
+    return on(lambda at: shutil.rmtree(at) if at.is_dir() else at.unlink(), path)
+
+
+def cut(path: str, size_bytes: int) -> Damage:
+    """Shorten a file; by less than 0: lengthen it."""
+    return on(lambda file: os.truncate(file, file.stat().st_size - size_bytes), path)
+
+
+def copied(path: str, to: str) -> Damage:
+    return lambda directory: shutil.copytree(directory / path, directory / to)
 
 
 def rename(damage: Callable[[Path], None], name: str) -> Callable[[Path], None]:

@@ -10,8 +10,9 @@ from support.training.jobs import AFTER, Job, mean_losses
 from support.training.worker_pool import WorkerPool
 
 LIMITS = Limits(memory_bytes=256 << 20, workers=1)
-WHOLE, FULL, FLAT = "fully_reshardable", "fully_reshardable", "dp_reshardable"
-"""How Megatron saves an optimizer that is whole on every rank, that is split, and by buckets."""
+WHOLE, FULL, FLAT, LEGACY = "fully_reshardable", "fully_reshardable", "dp_reshardable", "torch"
+"""How Megatron saves an optimizer that is whole on every rank, that is split, and by buckets; and
+the legacy layout."""
 
 
 def save(
@@ -22,8 +23,11 @@ def save(
     ``has_file``: as for ``train_save_train``.
     """
     iteration = directory / f"iter_{AFTER.start:07d}"
-    arguments = [(job, str(iteration), sharding, has_file)] * job.world
-    runs = pool.run("checkpoint_worker:train_save_train", arguments)
+    if sharding == LEGACY:
+        runs = pool.run("legacy_worker:train_save_train", [(job, str(iteration))] * job.world)
+    else:
+        arguments = [(job, str(iteration), sharding, has_file)] * job.world
+        runs = pool.run("checkpoint_worker:train_save_train", arguments)
     (directory / "latest_checkpointed_iteration.txt").write_text(str(AFTER.start))
     return runs
 
@@ -45,10 +49,11 @@ def convert(
     Conversion(checkpoint, target, destination, LIMITS).run()
 
 
-def load(pool: WorkerPool, job: Job, directory: Path) -> Any:
+def load(pool: WorkerPool, job: Job, directory: Path, layout: str = "torch_dist") -> Any:
     """Load a converted checkpoint into a fresh job with megatron-core, train on."""
     iteration = directory / f"iter_{AFTER.start:07d}"
-    return pool.run("checkpoint_worker:load_train", [(job, str(iteration))] * job.world)
+    worker = "legacy_worker" if layout == LEGACY else "checkpoint_worker"
+    return pool.run(f"{worker}:load_train", [(job, str(iteration))] * job.world)
 
 
 def check(before: Any, after: Any, tolerance: float) -> None:
