@@ -28,9 +28,8 @@ from report import Report
 from torch.utils.data import DataLoader
 
 from scalai.core.dataset.drawn import Draw
-from scalai.core.dataset.ledger import Ledger, Lost
-from scalai.core.dataset.own_order import Blend, Shuffled
-from scalai.core.dataset.verdict import judge
+from scalai.core.dataset.ledger import Ledger, Lost, judge
+from scalai.core.dataset.order import Blend, Shuffled
 from scalai.patches.megatron.samplers import TrainingDraws
 from scalai.runtime.consumption import Consumption
 

@@ -14,7 +14,7 @@ ABOUT = "The commands around a job: its state, its size, its store, its checkpoi
 MODULES = {
     "status": "questions", "scale": "questions", "resume": "questions", "coordinator": "serving",
     "inspect": "inspect", "reshard": "reshard", "verify": "verify", "clean": "clean",
-    "doctor": "doctor", "chaos": "chaos", "plan": "plan", "ledger": "ledger",
+    "doctor": "doctor", "chaos": "chaos", "plan": "plan", "ledger": "ledger_report",
     "mount": "mount", "unmount": "mount",
 }  # fmt: skip
 """Where each command is: one imports all converters, another what is needed to talk to a job, which

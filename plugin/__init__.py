@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scalai.core.dataset.own_order import Blend, Shuffled
+    from scalai.core.dataset.order import Blend, Shuffled
     from scalai.core.degrees.batches import BatchRamp
     from scalai.core.errors import (
         AbsentError,
@@ -82,13 +82,13 @@ __all__ = [
 
 _PLACES = {
     "BatchRamp": "scalai.core.degrees.batches",
-    "Blend": "scalai.core.dataset.own_order",
+    "Blend": "scalai.core.dataset.order",
     "DeepSpeedState": "scalai.patches.deepspeed.deepspeed_state",
     "MegatronState": "scalai.patches.megatron.megatron_state",
     "OrderedBatches": "scalai.runtime.ordered_batches",
     "ReplicatedState": "scalai.patches.replicated",
     "Session": "scalai.runtime.session",
-    "Shuffled": "scalai.core.dataset.own_order",
+    "Shuffled": "scalai.core.dataset.order",
     "SlabFile": "scalai.slabs.slab_file",
     "Slabs": "scalai.core.tensors.slabs",
     "current": "scalai.runtime.session",

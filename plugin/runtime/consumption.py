@@ -4,9 +4,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scalai.core.dataset.drawn import Draw
-from scalai.core.dataset.ledger import Ledger, Lost
-from scalai.core.dataset.own_order import Order
-from scalai.core.dataset.sources import difference, known_of
+from scalai.core.dataset.ledger import Ledger, Lost, difference, known_of
+from scalai.core.dataset.order import Order
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.messages.worker_messages import Samples

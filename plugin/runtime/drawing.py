@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from scalai.core.dataset.drawn import Draw
-from scalai.core.dataset.own_order import Order
+from scalai.core.dataset.order import Order
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.runtime.consumption import Consumption, Contradiction

@@ -20,8 +20,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from scalai.core.dataset.global_batches import GlobalBatches
-from scalai.core.dataset.own_order import Order
+from scalai.core.dataset.order import GlobalBatches, Order
 from scalai.core.degrees.batches import Batches, BatchRamp, fit_batches
 from scalai.core.errors import RefusedError
 from scalai.runtime.session import Session

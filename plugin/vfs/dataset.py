@@ -11,15 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from scalai.core.dataset.global_batches import GlobalBatches
-from scalai.core.dataset.own_order import Shuffled
+from scalai.core.dataset.order import GlobalBatches, Shuffled
 from scalai.core.errors import RefusedError
-from scalai.vfs.nodes import File, Listed, Node, listed, missing
-from scalai.vfs.records import FixedRecords, Records, json_lines, sequences
-from scalai.vfs.shares import Order, Sequential, Share
-from scalai.vfs.sources import OpenSource, Source, open_files
+from scalai.vfs.nodes import File, ListedFolder, Node, listed, missing
+from scalai.vfs.sources import OpenSource, SourceFile, open_files
 from scalai.vfs.token_index import read_dtype, read_index
-from scalai.vfs.views import ReplicaFolder, Samples
+from scalai.vfs.views import (
+    FixedRecords,
+    ReplicaFolder,
+    ReplicaShare,
+    SampleOrder,
+    SampleRecords,
+    Samples,
+    Sequential,
+    json_lines,
+    sequences,
+)
 
 LINES = ".jsonl"
 """How files end that have a sample in each line."""
@@ -42,7 +49,7 @@ class DatasetSpec:
     tokens: int | None = None
     seed: int | None = None
 
-    def order(self, samples: int) -> Order:
+    def order(self, samples: int) -> SampleOrder:
         """Return the order of so many samples.
 
         Raises:
@@ -110,12 +117,12 @@ class DatasetFolder:
                     del self._replicas[next(iter(self._replicas))]
             return self._replicas[key]
 
-    def _share(self, dp_rank: int, dp: int) -> Share:
+    def _share(self, dp_rank: int, dp: int) -> ReplicaShare:
         """Return what a replica draws. Raises ``FileNotFoundError`` where no job can run so."""
         if self._job.batches is None:
             raise missing(f"dp-{dp_rank}-of-{dp}", "give --global-batch-size for views")
         try:
-            return Share(dp_rank, dp, self._job.batches)
+            return ReplicaShare(dp_rank, dp, self._job.batches)
         except RefusedError as error:
             raise missing(f"dp-{dp_rank}-of-{dp}", str(error)) from error
 
@@ -161,7 +168,9 @@ class DatasetFolder:
             index.close()
         return Samples(source, records, self._spec.order(records.count), ".bin", dtype)
 
-    def _token_records(self, dtype: "np.dtype[Any]", index: Source, bin_bytes: int) -> Records:
+    def _token_records(
+        self, dtype: "np.dtype[Any]", index: SourceFile, bin_bytes: int
+    ) -> SampleRecords:
         """Return the samples of a ``.bin`` of so many bytes."""
         if self._spec.tokens is None:
             return sequences(read_index(index), bin_bytes)
@@ -169,7 +178,7 @@ class DatasetFolder:
         return FixedRecords(bin_bytes // record_bytes, record_bytes)
 
 
-def source_folder(files: Mapping[str, OpenSource]) -> Listed:
+def source_folder(files: Mapping[str, OpenSource]) -> ListedFolder:
     """Return the folder of sources, by their paths: their bytes, unchanged."""
     below: dict[str, dict[str, OpenSource]] = {}
     children: dict[str, Callable[[], Node]] = {}
@@ -180,7 +189,7 @@ def source_folder(files: Mapping[str, OpenSource]) -> Listed:
         else:
             children[first] = partial(_file, open_source)
     folders = listed({name: source_folder(inside) for name, inside in below.items()})
-    return Listed(dict(sorted({**children, **folders.children}.items())), 0.0)
+    return ListedFolder(dict(sorted({**children, **folders.children}.items())), 0.0)
 
 
 def _file(open_source: OpenSource) -> File:

@@ -11,8 +11,8 @@ from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from scalai.vfs.array_files import HEADERS
-from scalai.vfs.nodes import Content, File, Link, Node, is_folder, resolve
+from scalai.vfs.model_files import HEADERS
+from scalai.vfs.nodes import Content, File, Node, TreeLink, is_folder, resolve
 from scalai.vfs.tree import Tree, find_store, read_table
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class ScalaiFile(AbstractBufferedFile):  # type: ignore[misc]
 
 
 def _info(path: str, node: Node) -> dict[str, Any]:
-    assert not isinstance(node, Link), "links were followed"
+    assert not isinstance(node, TreeLink), "links were followed"
     if isinstance(node, File):
         return {"name": path, "size": node.size_bytes, "type": "file", "mtime": node.mtime}
     return {"name": path, "size": 0, "type": "directory", "mtime": node.mtime}

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import mfusepy
 
-from scalai.vfs.nodes import Content, File, Link, Node, is_folder, walk
+from scalai.vfs.nodes import Content, File, Node, TreeLink, is_folder, walk
 from scalai.vfs.tree import Tree
 
 NAMES_S = 1.0
@@ -86,14 +86,14 @@ class TreeOperations(mfusepy.Operations):  # type: ignore[misc]
         if isinstance(node, File):
             return {"st_mode": stat.S_IFREG | 0o400, "st_nlink": 1, "st_size": node.size_bytes,
                     **common}  # fmt: skip
-        if isinstance(node, Link):
+        if isinstance(node, TreeLink):
             return {"st_mode": stat.S_IFLNK | 0o777, "st_nlink": 1, "st_size": len(node.target),
                     **common}  # fmt: skip
         return {"st_mode": stat.S_IFDIR | 0o500, "st_nlink": 2, **common}
 
     def readlink(self, path: str) -> str:
         node = self._at(path)
-        if not isinstance(node, Link):
+        if not isinstance(node, TreeLink):
             raise OSError(errno.EINVAL, f"{path} is no link")
         return node.target
 

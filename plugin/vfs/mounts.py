@@ -62,7 +62,7 @@ def _mount_above(path: Path) -> Mount | None:
     return found if found is not None and found.kind == KIND else None
 
 
-class Health(Enum):
+class MountHealth(Enum):
     """Whether somebody serves a mount."""
 
     ANSWERS = "answers"
@@ -70,22 +70,22 @@ class Health(Enum):
     SILENT = "silent"
 
 
-def health_of(mount: Mount, within_s: float | None = None) -> Health:
+def health_of(mount: Mount, within_s: float | None = None) -> MountHealth:
     """Ask a mount, in a thread: nothing else ends the wait for one that is silent.
 
     Args:
         within_s: It is silent when it has not answered by then, in seconds; None: ``ANSWER_S``.
     """
-    found = Health.SILENT
+    found = MountHealth.SILENT
 
     def ask() -> None:
         nonlocal found
         try:
             os.statvfs(mount.point)  # what stat() answers the kernel may remember
-            found = Health.ANSWERS
+            found = MountHealth.ANSWERS
         except OSError as error:
             is_dead = error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
-            found = Health.DEAD if is_dead else Health.ANSWERS
+            found = MountHealth.DEAD if is_dead else MountHealth.ANSWERS
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
@@ -115,9 +115,9 @@ def prepare(point: Path) -> None:
     mount = find_mount(point)
     if mount is not None and mount.kind == KIND:
         health = health_of(mount)
-        if health is Health.SILENT:
+        if health is MountHealth.SILENT:
             raise UsageError(f"{point} is in use, and {silence_of(point)}")
-        if health is Health.DEAD:
+        if health is MountHealth.DEAD:
             unmount(point, is_lazy=True)
             mount = find_mount(point)
     if mount is not None:
@@ -147,11 +147,11 @@ def unmount(point: Path, *, is_lazy: bool) -> None:
     if mount is None or mount.kind != KIND:
         found = "nothing" if mount is None else f"{mount.source} ({mount.kind})"
         raise UsageError(f"{found} is mounted at {point}, no tree of Scalai's.")
-    health = Health.DEAD if is_lazy else health_of(mount)
-    if health is Health.SILENT:
+    health = MountHealth.DEAD if is_lazy else health_of(mount)
+    if health is MountHealth.SILENT:
         raise RefusedError(f"{point} {silence_of(point)} Or free its name: add --lazy.")
     done = subprocess.run(
-        _program(health is Health.DEAD, point), capture_output=True, text=True,
+        _program(health is MountHealth.DEAD, point), capture_output=True, text=True,
         timeout=UNMOUNT_S, check=False,
     )  # fmt: skip
     if done.returncode:

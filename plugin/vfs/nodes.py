@@ -38,7 +38,7 @@ class Node(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class TreeLink:
     """A name for another path, which is given from the folder that the link lies in."""
 
     target: str
@@ -54,7 +54,7 @@ class File:
     open: Callable[[], Content]
 
 
-class Folder(Node, Protocol):
+class TreeFolder(Node, Protocol):
     """A folder. It may have more children than it lists, such as slices of a tensor."""
 
     def names(self) -> Iterable[str]:
@@ -65,7 +65,7 @@ class Folder(Node, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedFolder:
     """A folder whose children are known: what makes each of them, by name."""
 
     children: dict[str, Callable[[], Node]]
@@ -80,9 +80,9 @@ class Listed:
         return self.children[name]()
 
 
-def listed(nodes: Mapping[str, Node]) -> Listed:
+def listed(nodes: Mapping[str, Node]) -> ListedFolder:
     """Return a folder of these nodes."""
-    return Listed({name: partial(_same, node) for name, node in nodes.items()}, 0.0)
+    return ListedFolder({name: partial(_same, node) for name, node in nodes.items()}, 0.0)
 
 
 def _same(node: Node) -> Node:
@@ -114,7 +114,7 @@ def in_memory(data: bytes, mtime: float) -> File:
 
 def is_folder(node: Node) -> bool:
     """Whether a node has children."""
-    return not isinstance(node, File | Link)
+    return not isinstance(node, File | TreeLink)
 
 
 def missing(name: str, why: str = "there is none of that name") -> FileNotFoundError:
@@ -135,7 +135,7 @@ def walk(root: Node, path: str) -> Node:
             continue
         if name == "..":
             raise missing(path, "a path may not have '..'")
-        if isinstance(node, File | Link):
+        if isinstance(node, File | TreeLink):
             raise NotADirectoryError(errno.ENOTDIR, f"{path}: what lies above {name!r} is a file")
         node = node.child(name)  # type: ignore[attr-defined]
     return node
@@ -155,7 +155,7 @@ def resolve(root: Node, path: str) -> tuple[str, Node]:
     while left:
         name = left.pop(0)
         node = walk(node, name)
-        if isinstance(node, Link):
+        if isinstance(node, TreeLink):
             links += 1
             if links > MAX_LINKS:
                 raise OSError(errno.ELOOP, f"{path} leads through more than {MAX_LINKS} links")

@@ -25,7 +25,7 @@ LOOK_S = 1.0
 _ENDS = (".bin", ".idx")
 
 
-class Source(Protocol):
+class SourceFile(Protocol):
     """A file of samples."""
 
     @property
@@ -124,7 +124,7 @@ def _state(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-OpenSource = Callable[[], Source]
+OpenSource = Callable[[], SourceFile]
 """Opens a source. Raises ``OSError``."""
 
 
@@ -190,7 +190,7 @@ class _Opener:
         self._remote, self._path, self._mutex = remote, path, threading.Lock()
         self._facts: Facts | None = None
 
-    def __call__(self) -> Source:
+    def __call__(self) -> SourceFile:
         with self._mutex:
             source = RemoteSource(self._remote, self._path, self._facts)
             self._facts = source.facts

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.vfs.sources import Source
+from scalai.vfs.sources import SourceFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -36,7 +36,7 @@ class TokenIndex:
     pointers: npt.NDArray[np.int64]
 
 
-def read_index(source: Source) -> TokenIndex:
+def read_index(source: SourceFile) -> TokenIndex:
     """Read an ``.idx``. Raises ``OSError`` where it is none, or is cut."""
     dtype, count, documents = _read_header(source)
     needed = _HEADER.size + count * 12 + documents * 8
@@ -51,12 +51,12 @@ def read_index(source: Source) -> TokenIndex:
     return TokenIndex(dtype, lengths, pointers)
 
 
-def read_dtype(source: Source) -> "np.dtype[Any]":
+def read_dtype(source: SourceFile) -> "np.dtype[Any]":
     """Read of an ``.idx`` only what a token is. Raises ``OSError`` where it is none."""
     return _read_header(source)[0]
 
 
-def _read_header(source: Source) -> "tuple[np.dtype[Any], int, int]":
+def _read_header(source: SourceFile) -> "tuple[np.dtype[Any], int, int]":
     head = source.read(0, _HEADER.size)
     if len(head) == _HEADER.size:
         magic, version, code, count, documents = _HEADER.unpack(head)

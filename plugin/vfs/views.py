@@ -1,22 +1,213 @@
-"""A replica's samples as files: made of ranges of the source, in the order in which the replica
-reads them. Nothing is written; what is asked for is computed and read.
+"""A replica's samples as files: computed from ranges of the source at each read, in the order in
+which the replica draws them. Nothing is written.
 """
 
 import errno
 import re
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
-from scalai.core.dataset.order import Places
+from scalai.core.dataset.order import GlobalBatches, Places
+from scalai.core.degrees.batches import fit_batches
 from scalai.vfs.nodes import Content, File, Node, missing
-from scalai.vfs.records import Records, read_records
-from scalai.vfs.shares import MAX_PLACE, Order, Share
-from scalai.vfs.sources import Source
-from scalai.vfs.token_index import IndexContent, index_content
+from scalai.vfs.sources import SourceFile
+from scalai.vfs.token_index import IndexContent, TokenIndex, index_content
+
+MAX_PLACE = 1 << 62
+"""Behind it no place of the global order is evaluated."""
+
+
+class SampleOrder(Protocol):
+    """The order in which all replicas together draw the samples of a data set, pass after pass."""
+
+    @property
+    def length(self) -> int:
+        """Places of a pass."""
+
+    def samples_at(self, places: Places) -> Places:
+        """Return the samples at these places, which count over all passes, [places]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequential:
+    """The order in which the samples lie."""
+
+    length: int
+
+    def samples_at(self, places: Places) -> Places:
+        return np.asarray(places % self.length, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaShare:
+    """What replica ``dp_rank`` of ``dp`` draws: of each global batch a contiguous part, all of one
+    size, as ``scalai.OrderedBatches`` draws it.
+
+    Its samples are numbered from the job's first one on, so that ``1 / dp`` of the places before a
+    global batch are its own. A replica that has another degree from some step on goes on there.
+
+    Raises:
+        RefusedError: ``dp`` does not divide every global batch.
+    """
+
+    dp_rank: int
+    dp: int
+    batches: GlobalBatches
+    _begin: Places = field(init=False, repr=False, compare=False)
+    _size: Places = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for _, size in self.batches.stages:
+            fit_batches(size, self.dp, size)
+        begin, size = np.array(self.batches.stages, dtype=np.int64).T
+        object.__setattr__(self, "_begin", begin)
+        object.__setattr__(self, "_size", size)
+
+    def before(self, place: int) -> int:
+        """Return how many of its samples lie before a place of the global order."""
+        stage = np.searchsorted(self._begin, place, side="right") - 1
+        begin, share = int(self._begin[stage]), int(self._size[stage]) // self.dp
+        batches, rest = divmod(place - begin, share * self.dp)
+        of_batch = min(max(rest - share * self.dp_rank, 0), share)
+        return begin // self.dp + batches * share + of_batch
+
+    def places(self, low: int, high: int) -> Places:
+        """Return the places of its samples ``[low, high)``, [high - low]."""
+        samples = np.arange(low, high, dtype=np.int64)
+        stage = np.searchsorted(self._begin // self.dp, samples, side="right") - 1
+        begin, size = self._begin[stage], self._size[stage]
+        batch, within = np.divmod(samples - begin // self.dp, size // self.dp)
+        return np.asarray(
+            begin + batch * size + size // self.dp * self.dp_rank + within, dtype=np.int64
+        )
+
+
+SCAN_BYTES = 8 << 20
+MAX_LINES = 1 << 28
+"""Lines of a source whose places are kept in memory: 2 GiB of them."""
+
+
+class SampleRecords(Protocol):
+    """The samples of a source, one behind the other."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    @property
+    def record_bytes(self) -> int | None:
+        """Bytes of each, None where they differ."""
+
+    def begins(self, samples: Places) -> Places:
+        """Return where these samples begin in the source, in bytes, [samples]."""
+
+    def sizes(self, samples: Places) -> Places:
+        """Return how long they are, in bytes, [samples]."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRecords:
+    """Records of one size, from the beginning of the source; an incomplete one at the end is left
+    out."""
+
+    count: int
+    record_bytes: int
+
+    def begins(self, samples: Places) -> Places:
+        return samples * self.record_bytes
+
+    def sizes(self, samples: Places) -> Places:
+        return np.full(len(samples), self.record_bytes, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MeasuredRecords:
+    """Records that begin at ``begin`` [count] and are ``size`` [count] bytes long."""
+
+    begin: Places
+    size: Places
+    record_bytes: None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.begin)
+
+    def begins(self, samples: Places) -> Places:
+        return self.begin[samples]
+
+    def sizes(self, samples: Places) -> Places:
+        return self.size[samples]
+
+
+def sequences(index: TokenIndex, bin_bytes: int) -> SampleRecords:
+    """Return the sequences of Megatron's ``.bin`` of so many bytes as samples.
+
+    Raises:
+        OSError: The index names bytes beyond its end, or sequences of less than no tokens.
+    """
+    begin, size_of = index.pointers, index.lengths.astype(np.int64) * index.dtype.itemsize
+    wrong = np.flatnonzero((size_of < 0) | (begin < 0) | (begin > bin_bytes - size_of))
+    if len(wrong):
+        first = int(wrong[0])
+        raise OSError(
+            errno.EIO,
+            f"the .idx says that sequence {first} has {size_of[first]} bytes from byte "
+            f"{begin[first]} on, and the .bin has {bin_bytes}: they do not belong together, or one "
+            "of them was cut or damaged.",
+        )
+    return MeasuredRecords(begin, size_of)
+
+
+def json_lines(source: SourceFile) -> SampleRecords:
+    """Return the lines of a source; reads all of it once. Empty lines are no samples.
+
+    Raises:
+        OSError: It cannot be read, or has more than ``MAX_LINES`` lines.
+    """
+    ends: list[Places] = []
+    count = 0
+    for low in range(0, source.size_bytes, SCAN_BYTES):
+        data = np.frombuffer(source.read(low, SCAN_BYTES), dtype=np.uint8)
+        ends.append(np.flatnonzero(data == ord("\n")) + low + 1)
+        count += len(ends[-1])
+        if count > MAX_LINES:
+            raise OSError(errno.EFBIG, f"more than {MAX_LINES} lines: cut the source into several")
+    end = np.concatenate([*ends, np.zeros(0, np.int64)])
+    if source.size_bytes and (not len(end) or end[-1] < source.size_bytes):
+        # The last line has no end; ``read_record`` gives it one, so that lines can be dealt out.
+        end = np.append(end, source.size_bytes + 1)
+    begin = np.concatenate([np.zeros(min(len(end), 1), np.int64), end[:-1]])
+    is_line = end - begin > 1
+    return MeasuredRecords(begin[is_line], (end - begin)[is_line])
+
+
+def read_records(source: SourceFile, records: SampleRecords, samples: Places) -> bytes:
+    """Return these samples' bytes, one behind the other. Samples that follow each other in the
+    source are read at once.
+
+    Raises:
+        OSError: The source cannot be read, or ends within a sample.
+    """
+    begins, sizes = records.begins(samples), records.sizes(samples)
+    ends = begins + sizes
+    breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1
+    parts = []
+    for low, high in zip([0, *breaks.tolist()], [*breaks.tolist(), len(samples)], strict=True):
+        begin, size = int(begins[low]), int(ends[high - 1] - begins[low])
+        data = source.read(begin, size)
+        if begin + size == source.size_bytes + 1 and len(data) == size - 1:
+            data += b"\n"
+        if len(data) != size:
+            raise OSError(
+                errno.EIO, f"the source ends at byte {begin + len(data)}, within a sample"
+            )
+        parts.append(data)
+    return b"".join(parts)
+
 
 MAX_MEASURED = 1 << 28
 """Samples of a pass and replica whose places are kept in memory, where their sizes differ."""
@@ -30,9 +221,9 @@ class Samples:
     ``end`` is how a file of them is called; ``dtype`` is that of tokens, None of lines.
     """
 
-    source: Source
-    records: Records
-    order: Order
+    source: SourceFile
+    records: SampleRecords
+    order: SampleOrder
     end: str
     dtype: "np.dtype[Any] | None" = None
 
@@ -44,7 +235,7 @@ class PassContent:
         OSError: There are too many samples of different sizes to know their places.
     """
 
-    def __init__(self, samples: Samples, share: Share, number: int) -> None:
+    def __init__(self, samples: Samples, share: ReplicaShare, number: int) -> None:
         self._samples, self._share = samples, share
         length = samples.order.length
         self._low = share.before(number * length)
@@ -116,7 +307,7 @@ class ReplicaFolder:
     mtime = 0.0
     KEPT = 8
 
-    def __init__(self, samples: Samples, share: Share, at: Callable[[], int]) -> None:
+    def __init__(self, samples: Samples, share: ReplicaShare, at: Callable[[], int]) -> None:
         self._samples, self._share, self._at = samples, share, at
         self._mutex = threading.Lock()
         self._passes: dict[int, PassContent] = {}

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalai.core.dataset.global_batches import GlobalBatches
 from scalai.core.dataset.ledger import Ledger
+from scalai.core.dataset.order import GlobalBatches
 from scalai.core.dataset.table import DatasetTable
 from scalai.vfs.tree import Tree
 from support.agents import Agents, tiny_agents

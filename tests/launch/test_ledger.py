@@ -16,7 +16,7 @@ from scalai.core.dataset.step_lines import StepLine, line_text
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.durable import write_finished, write_ledger
-from scalai.launch.commands import ledger as command
+from scalai.launch.commands import ledger_report as command
 from scalai.runtime.consumption import LEDGER
 from scalai.store.host import HostStore
 from scalai.store.manifest import read_manifest, read_saved_manifest, write_manifest

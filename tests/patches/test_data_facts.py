@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core.dataset.sources import difference
+from scalai.core.dataset.ledger import difference
 from scalai.patches.megatron.data_facts import facts_of
 
 BLEND = ["1", "/en/text", "3", "/de/text"]

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scalai.core.dataset.drawn import Number
-from scalai.core.dataset.ledger import Ledger
-from scalai.core.dataset.verdict import judge
+from scalai.core.dataset.ledger import Ledger, judge
 from scalai.core.degrees.batches import fit_batches
 from scalai.core.errors import RefusedError
 from scalai.patches.data.clock import REMEMBERED, Glances

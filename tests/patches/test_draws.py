@@ -11,9 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from scalai.core.dataset.drawn import Draw, Number
-from scalai.core.dataset.ledger import Ledger
-from scalai.core.dataset.sources import difference
-from scalai.core.dataset.verdict import judge
+from scalai.core.dataset.ledger import Ledger, difference, judge
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron.samplers import TRAIN, TrainingDraws
 from scalai.runtime.consumption import Consumption

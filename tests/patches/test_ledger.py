@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scalai.core.dataset.step_lines import Entry
+from scalai.core.dataset.step_lines import StepEntry
 from scalai.core.degrees.batches import combine_hashes, sample_hashes
 from scalai.core.errors import UsageError
 from scalai.patches.megatron import step_logs
@@ -62,4 +62,4 @@ def test_ranks_that_read_no_samples_write_none(
     book.keep_loss({})
     book.write(1, 4, SimpleNamespace(param_groups=[]))
     assert train.iterable == "untouched"
-    assert read_ledger(tmp_path)[1] == Entry(0, 1, 4, samples_hash=0, loss=None, lr=None)
+    assert read_ledger(tmp_path)[1] == StepEntry(0, 1, 4, samples_hash=0, loss=None, lr=None)

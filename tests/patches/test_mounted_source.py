@@ -26,9 +26,9 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from scalai.core.dataset.sources import difference
+from scalai.core.dataset.ledger import difference
 from scalai.core.errors import RefusedError
-from scalai.patches.megatron import indexed_source, mounted_source
+from scalai.patches.megatron import indexed_source
 from scalai.patches.megatron.data_facts import facts_of
 from scalai.vfs import mounts
 from scalai.vfs.filesystem import ScalaiFileSystem
@@ -91,7 +91,7 @@ def unserved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
 def corpus(unserved: Corpus) -> Corpus:
     """The corpus, mounted."""
     mount = mounts.find_mount(unserved.point)
-    if mount is None or mounts.health_of(mount) is not mounts.Health.ANSWERS:
+    if mount is None or mounts.health_of(mount) is not mounts.MountHealth.ANSWERS:
         unserved.mount()
     return unserved
 
@@ -135,10 +135,10 @@ def test_megatron_draws_the_same_samples_in_all_three_ways_and_the_ledger_lets_i
 def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mounted_source, "LOOK_S", 0.1)
-    monkeypatch.setattr(mounted_source, "SAY_S", 0.2)
-    monkeypatch.setattr(mounted_source, "START_S", 0.5)
-    monkeypatch.setattr(mounted_source, "_WATCH", mounted_source._Watch())
+    monkeypatch.setattr(indexed_source, "LOOK_S", 0.1)
+    monkeypatch.setattr(indexed_source, "SAY_S", 0.2)
+    monkeypatch.setattr(indexed_source, "START_S", 0.5)
+    monkeypatch.setattr(indexed_source, "_WATCH", indexed_source._Watch())
     data = module.IndexedDataset(corpus.mounted)
     corpus.forget()
     stop(corpus.process)

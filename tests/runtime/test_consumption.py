@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from scalai.core.dataset.drawn import Draw, Number
-from scalai.core.dataset.ledger import Ledger, Lost
-from scalai.core.dataset.verdict import judge
+from scalai.core.dataset.ledger import Ledger, Lost, judge
 from scalai.core.errors import RefusedError
 from scalai.runtime.consumption import ANEW, LEDGER, NOTE, Consumption
 

@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import scalai
 from scalai.core.dataset.drawn import Draw, Number
-from scalai.core.dataset.global_batches import GlobalBatches
-from scalai.core.dataset.ledger import Ledger
-from scalai.core.dataset.verdict import judge
+from scalai.core.dataset.ledger import Ledger, judge
+from scalai.core.dataset.order import GlobalBatches
 from scalai.core.errors import RefusedError
 from scalai.runtime.consumption import LEDGER, NOTE, Consumption
 from scalai.runtime.session import Session

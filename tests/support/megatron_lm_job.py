@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core.dataset.step_lines import Entry
+from scalai.core.dataset.step_lines import StepEntry
 from support.accelerator import BACKEND
 from support.agents import SCALAI_RUN
 from support.ledgers import read_ledger
@@ -101,7 +101,7 @@ class Job:
     def log(self) -> str:
         return (self._folder / "log").read_text()
 
-    def ledger(self) -> Mapping[int, Entry]:
+    def ledger(self) -> Mapping[int, StepEntry]:
         return read_ledger(self._folder / "ledger")
 
     def verified(self) -> Mapping[str, Any]:

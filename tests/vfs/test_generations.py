@@ -26,9 +26,8 @@ from scalai.runtime.consumption import LEDGER
 from scalai.store.host import HostStore
 from scalai.store.manifest import manifest_bytes, read_manifest, write_manifest
 from scalai.store.pinned import expire_dropped
-from scalai.vfs.array_files import parse_slice
-from scalai.vfs.model import place_of
-from scalai.vfs.nodes import Content, File, Link, resolve, walk
+from scalai.vfs.model_files import parse_slice, place_of
+from scalai.vfs.nodes import Content, File, TreeLink, resolve, walk
 from scalai.vfs.pins import Pins
 from scalai.vfs.tree import Tree
 from support.store_states import HALF, WEIGHT, Opener, generation, values_of
@@ -196,7 +195,7 @@ def test_an_open_file_stays_what_it_was_while_its_generation_goes(
     content.close()
     assert np.array_equal(np.load(io.BytesIO(data)).view(np.uint32), values_of(WEIGHT, STEP))
     link = walk(tree, "model")
-    assert isinstance(link, Link) and link.target == "generations/5/model"
+    assert isinstance(link, TreeLink) and link.target == "generations/5/model"
     newest = values_of(WEIGHT, STEP + 5)
     assert np.array_equal(loaded(tree, "model/w.npy").view(np.uint32), newest)
 
@@ -419,13 +418,13 @@ class Files:
 
 
 def _elements(rows: Collection, values: Any, tensor: Tensor, wanted: Box) -> Any:
-    from scalai.vfs.tensors import Stored, TensorElements
+    from scalai.vfs.model_files import StoredPiece, TensorElements
 
     pieces, files = [], []
     for row in range(len(rows)):
         box = rows.box(row)[1]
         index = tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))
-        pieces.append(Stored(box, 0, row, 0))
+        pieces.append(StoredPiece(box, 0, row, 0))
         files.append(values[index].tobytes())
     return TensorElements(tensor, wanted, pieces, Files(files))  # type: ignore[arg-type]
 

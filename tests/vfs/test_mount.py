@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from scalai.core.dataset.own_order import Shuffled
+from scalai.core.dataset.order import Shuffled
 from scalai.core.errors import RefusedError, UsageError
 from scalai.store.host import HostStore
 from scalai.vfs import mounts

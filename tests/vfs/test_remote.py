@@ -25,7 +25,7 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.vfs import remote
 from scalai.vfs.filesystem import ScalaiFileSystem
 from scalai.vfs.mounts import find_mount
-from scalai.vfs.sources import Source, open_files
+from scalai.vfs.sources import SourceFile, open_files
 from support import web_server
 from support.at_last import at_last
 from support.data_files import write_tokens
@@ -49,7 +49,7 @@ def server(tmp_path: Path) -> Iterator[WebServer]:
     ScalaiFileSystem.clear_instance_cache()
 
 
-def opened(url: str) -> Source:
+def opened(url: str) -> SourceFile:
     (open_source,) = open_files(url).values()
     return open_source()
 
@@ -204,12 +204,12 @@ def test_many_readers_of_a_silent_server_all_get_an_error_and_few_threads_hang(
     server.site.always = web_server.silent
     said = list[str]()
 
-    def read(source: Source) -> None:
+    def read(source: SourceFile) -> None:
         with pytest.raises(OSError) as raised:
             source.read(0, 1)
         said.append(str(raised.value))
 
-    def all_at_once(sources: list[Source]) -> None:
+    def all_at_once(sources: list[SourceFile]) -> None:
         threads = [threading.Thread(target=read, args=(source,)) for source in sources]
         for thread in threads:
             thread.start()

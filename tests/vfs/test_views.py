@@ -11,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scalai
-from scalai.core.dataset.global_batches import GlobalBatches
-from scalai.core.dataset.order import Places
+from scalai.core.dataset.order import GlobalBatches, Places
 from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import RefusedError
 from scalai.runtime.session import Session
 from scalai.vfs.dataset import DatasetFolder, DatasetSpec, ViewedJob
 from scalai.vfs.nodes import File, walk
-from scalai.vfs.records import sequences
-from scalai.vfs.shares import Order, Sequential, Share
 from scalai.vfs.sources import LocalSource
 from scalai.vfs.token_index import TokenIndex, read_index
+from scalai.vfs.views import ReplicaShare, SampleOrder, Sequential, sequences
 from support.data_files import lines, write_tokens
 
 
@@ -38,7 +36,7 @@ class Backwards:
 class Reversed(DatasetSpec):
     """A data set whose samples come backwards."""
 
-    def order(self, samples: int) -> Order:
+    def order(self, samples: int) -> SampleOrder:
         return Backwards(samples)
 
 
@@ -239,7 +237,7 @@ def test_each_replica_reads_what_the_order_of_ones_own_draws_by_the_same_ramp(
         job = Session()
         job.rank, job.world_size, job.dp, job.consumed_samples = rank, dp, dp, 0
         batches = scalai.OrderedBatches(job, order, ramp)
-        share = Share(rank, dp, GlobalBatches.of(ramp))
+        share = ReplicaShare(rank, dp, GlobalBatches.of(ramp))
         ends = [share.before(number * count) for number in range(passes + 1)]
         found = [order.samples_at(share.places(*ends_of)).tolist() for ends_of in pairwise(ends)]
         mine = list(chain(*found))
@@ -253,7 +251,7 @@ def test_each_replica_reads_what_the_order_of_ones_own_draws_by_the_same_ramp(
 
 def test_a_ramp_beyond_all_samples_is_evaluated_at_any_place() -> None:
     batches = GlobalBatches.of(BatchRamp(32, 32, 10**17, 4096))
-    shares = [Share(rank, 32, batches) for rank in range(32)]
+    shares = [ReplicaShare(rank, 32, batches) for rank in range(32)]
     for end in (10**9 + 7, 10**16 + 1, 3 * 10**17 + 5):
         counts = [share.before(end) for share in shares]
         assert sum(counts) == end

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from scalai.core import fields
-from scalai.core.dataset.verdict import Verdict
+from scalai.core.dataset.ledger import LedgerVerdict
 from scalai.core.degrees.batches import combine_hashes
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
@@ -50,7 +50,7 @@ class StepLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StepEntry:
     """One step of a job as it counts: that of the newest round that did it.
 
     ``samples_hash`` is that of the global batch, ``lr`` the rate after the step.
@@ -93,7 +93,7 @@ def _line(data: Json) -> StepLine:
     )  # fmt: skip
 
 
-def united(files: Iterable[Sequence[StepLine]]) -> Mapping[int, Entry]:
+def united(files: Iterable[Sequence[StepLine]]) -> Mapping[int, StepEntry]:
     """Unite the lines of all ranks to one entry a step, ordered by step; of a step done twice the
     newest round counts."""
     attempts, steps = _attempts(files := list(files)), dict[int, list[StepLine]]()
@@ -102,11 +102,11 @@ def united(files: Iterable[Sequence[StepLine]]) -> Mapping[int, Entry]:
     return {step: _entry(lines, attempts) for step, lines in sorted(steps.items())}
 
 
-def _entry(lines: Sequence[StepLine], attempts: Sequence[tuple[str, int]]) -> Entry:
+def _entry(lines: Sequence[StepLine], attempts: Sequence[tuple[str, int]]) -> StepEntry:
     newest = max((line.attempt for line in lines), key=attempts.index)
     kept = [line for line in lines if line.attempt == newest]
     hashes = [line.samples_hash for line in kept if line.samples_hash is not None]
-    return Entry(
+    return StepEntry(
         kept[0].round, kept[0].step, kept[0].consumed_samples, combine_hashes(*hashes),
         next((line.loss for line in kept if line.loss is not None), None),
         next((line.rate for line in kept if line.rate is not None), None),
@@ -124,7 +124,7 @@ def _attempts(files: Iterable[Sequence[StepLine]]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda attempt: (runs[attempt[0]], attempt[1]))
 
 
-def judge_lines(files: Mapping[str, tuple[Sequence[StepLine], bool]]) -> Verdict:
+def judge_lines(files: Mapping[str, tuple[Sequence[StepLine], bool]]) -> LedgerVerdict:
     """Say whether the steps that were written follow each other, and had the same samples where
     they were done again.
 
@@ -138,7 +138,7 @@ def judge_lines(files: Mapping[str, tuple[Sequence[StepLine], bool]]) -> Verdict
         *_other_samples(lines),
     ]
     torn = [f"{name}: its last line was torn" for name, (_, is_torn) in files.items() if is_torn]
-    return Verdict(tuple(breaks), (*torn, *_repeats(lines)))
+    return LedgerVerdict(tuple(breaks), (*torn, *_repeats(lines)))
 
 
 def _two_writers(name: str, lines: Sequence[StepLine]) -> Iterator[str]:
@@ -154,7 +154,7 @@ def _two_writers(name: str, lines: Sequence[StepLine]) -> Iterator[str]:
         last[line.attempt] = line.step
 
 
-def _gaps(entries: Mapping[int, Entry]) -> Iterator[str]:
+def _gaps(entries: Mapping[int, StepEntry]) -> Iterator[str]:
     for before, after in pairwise(entries.values()):
         if after.step != before.step + 1:
             yield f"steps {before.step + 1} to {after.step - 1} are in no file"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from scalai.core.dataset.global_batches import GlobalBatches
+from scalai.core.dataset.order import GlobalBatches
 from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.jsonable import Json

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scalai.core.dataset import ledger as module
 from scalai.core.dataset.drawn import COUNTED, Draw, Number, split
 from scalai.core.dataset.intervals import Intervals
-from scalai.core.dataset.ledger import Ledger, Lost
-from scalai.core.dataset.verdict import judge
+from scalai.core.dataset.ledger import Ledger, Lost, judge
 from scalai.core.degrees.batches import BatchRamp
 
 

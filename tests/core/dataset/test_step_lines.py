@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from scalai.core.dataset.step_lines import (
-    Entry,
+    StepEntry,
     StepLine,
     judge_lines,
     line_text,
@@ -33,7 +33,7 @@ def test_a_step_unites_what_replicas_and_stages_know() -> None:
         [line(1, samples_hash=2**64 - 1, rate=0.1)], [line(1, samples_hash=3, rate=0.1)],
         [line(1, loss=2.5, rate=0.1)],
     ]  # fmt: skip
-    assert united(ranks)[1] == Entry(0, 1, 8, samples_hash=2, loss=2.5, lr=0.1)
+    assert united(ranks)[1] == StepEntry(0, 1, 8, samples_hash=2, loss=2.5, lr=0.1)
 
 
 def test_of_a_step_done_twice_the_newest_round_counts() -> None:

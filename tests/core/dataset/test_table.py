@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalai.core.dataset.global_batches import GlobalBatches
+from scalai.core.dataset.order import GlobalBatches
 from scalai.core.dataset.table import DatasetTable
 from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import UsageError
