@@ -1,7 +1,6 @@
-"""What steps draw from a pass over a data set, and what was consumed of it.
+"""Draws of steps from a pass over a data set, and the consumed places of passes.
 
-A place is an index of the global order of a pass: the order that all replicas together draw, which
-no layout changes.
+A place is an index of the global order of a pass: all replicas together draw it, in any layout.
 """
 
 from dataclasses import dataclass, replace
@@ -12,12 +11,12 @@ from scalai.core.dataset.intervals import Intervals
 from scalai.core.jsonable import Json
 
 COUNTED = "samples"
-"""The data set of a job that tells only how many samples a step has."""
+"""Name of the data set of a job that tells only the number of samples of a step."""
 
 
 class Number(NamedTuple):
-    """Which pass over a data set: the epoch that the script set, and how often it began one in that
-    epoch before."""
+    """A pass over a data set: the script's epoch, and the number of passes it began in this epoch
+    before."""
 
     epoch: int
     repeat: int = 0
@@ -28,17 +27,17 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one step has drawn from a data set: the places ``start <= place < stop`` of a pass.
+    """One step's draw from a data set: the places ``start <= place < stop`` of a pass.
 
     Attributes:
-        data_set: Its name: the same in each round of the job.
-        number: Which pass.
-        length: Places of the whole pass, what fills its last batch included; None: not known.
-        size: Samples of the data set: places from there on repeat the first ones, to fill the last
-            batch. None: not known.
-        is_dealt: Whether these places are what samplers gave, and not only counted.
-        blend: Of which blend the data set is a part; its parts together have the samples of a step.
-            Empty: it has them all.
+        data_set: Name, the same in each round of the job.
+        number: The pass.
+        length: Places of the whole pass, the filling of its last batch included; None: not known.
+        size: Samples of the data set; later places repeat the first ones, to fill the last batch.
+            None: not known.
+        is_dealt: The places come from samplers, and were not only counted.
+        blend: Blend of which the data set is a part; its parts share the samples of a step. Empty:
+            none.
     """
 
     data_set: str
@@ -53,14 +52,14 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What was consumed of one pass over a data set, or of consecutive ones that are alike.
+    """Consumed places of one pass over a data set, or of consecutive equal ones.
 
     Attributes:
-        first, last: The pass; two numbers where it stands for several, of each of which the same
-            places were consumed, from its beginning on.
-        unproven: Places before this one were consumed, if at all, before the ledger began.
-        taken: The places that steps have consumed.
-        twice: Those of them that more than one step has.
+        first, last: The pass; two numbers for several passes with the same places consumed, from
+            their begin on.
+        unproven: First place of the ledger; earlier ones were consumed, if at all, before it.
+        taken: Places consumed by steps.
+        twice: Places consumed by more than one step.
         length, size, is_dealt: As of ``Draw``.
     """
 
@@ -76,28 +75,28 @@ class Pass:
 
     @property
     def count(self) -> int:
-        """For how many passes it stands."""
+        """Number of passes."""
         return sum(self.last) - sum(self.first) + 1
 
     @property
     def samples(self) -> int:
-        """How many samples steps have consumed, those that came twice counted twice."""
+        """Number of consumed samples; samples seen twice count twice."""
         return len(self.taken) * self.count + len(self.twice)
 
     @property
     def skipped(self) -> Intervals:
-        """Places that steps have passed over."""
+        """Places skipped by steps."""
         return self.taken.holes(self.unproven)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it was consumed from its beginning on, nothing skipped, and nothing twice."""
+        """Consumed from its begin on, nothing skipped and nothing twice."""
         return (
             not self.unproven and not self.twice and self.taken == Intervals.of((0, self.taken.end))
         )
 
     def with_draw(self, draw: Draw) -> "Pass":
-        """Return the pass with what a step has drawn."""
+        """The pass after a draw."""
         if max(self.taken.end, self.unproven) <= draw.start < draw.stop:  # as each step's
             taken, twice = self.taken.followed_by(draw.start, draw.stop), self.twice
         else:
@@ -110,8 +109,8 @@ class Pass:
         )  # fmt: skip
 
     def meets(self, following: "Pass") -> bool:
-        """Whether two entries are passes of one kind of which the same was consumed, the other one
-        the next: of the next epoch, or the same epoch once more."""
+        """Two entries are equal, and ``following`` is of the next epoch, or of the same epoch once
+        more."""
         here, there = self.last, following.first
         along_epochs = (there.epoch, there.repeat) == (here.epoch + 1, 0) and not here.repeat
         along_repeats = there == (here.epoch, here.repeat + 1) and self.first.epoch == here.epoch
@@ -156,9 +155,9 @@ def split(
     is_dealt: bool = False,
     blend: str = "",
 ) -> tuple[Draw, ...]:
-    """Return the draws of a step whose samples are counted over all passes: ``start`` to ``stop``
-    over passes of ``length`` (None: there is one, without end); ``size`` as of ``Draw``, None: as
-    long as a pass; the rest as of ``Draw``."""
+    """Draws of a step from samples counted over all passes: ``start`` to ``stop`` over passes of
+    ``length`` (None: a single one, without end); ``size`` as of ``Draw``, None: as long as a pass;
+    the rest as of ``Draw``."""
     if length is None:
         return (Draw(data_set, Number(0), start, stop, is_dealt=is_dealt, blend=blend),)
     return tuple(
@@ -171,7 +170,7 @@ def split(
 
 
 def joined(passes: tuple[Pass, ...], data_set: str) -> tuple[Pass, ...]:
-    """Let the two newest passes over a data set stand as one, where they are alike."""
+    """Join the two newest passes over a data set, if they are equal."""
     places = [place for place, each in enumerate(passes) if each.data_set == data_set][-2:]
     if len(places) < 2 or not passes[places[0]].meets(passes[places[1]]):
         return passes

@@ -13,7 +13,7 @@ Pair = tuple[int, int]
 class Intervals:
     """Places ``start <= place < stop`` of each pair; pairs ascend, and none meets the next one.
 
-    Make it by ``of``, which brings any pairs into that form.
+    ``of`` makes it from any pairs.
     """
 
     pairs: tuple[Pair, ...] = ()
@@ -25,26 +25,26 @@ class Intervals:
 
     @classmethod
     def of(cls, *pairs: Pair) -> "Intervals":
-        """Return the places that lie in any of these pairs; empty ones hold none."""
+        """Places in any of these pairs; empty ones hold none."""
         return cls(tuple(_merged(pairs)))
 
     @classmethod
     def from_json(cls, value: Json, name: str) -> "Intervals":
-        """Read what ``to_json`` wrote. ``ValueError`` where it is none, naming ``name``."""
+        """Read the list of ``to_json``. Raises ``ValueError`` with ``name`` for anything else."""
         numbers = [fields.whole_number(each, name) for each in fields.listed(value, name)]
         if len(numbers) % 2:
             raise ValueError(f"{name} has a start without a stop")
         return cls(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
 
     def to_json(self) -> list[int]:
-        """Return starts and stops in one list."""
+        """Starts and stops in one list."""
         return [end for pair in self.pairs for end in pair]
 
     def __bool__(self) -> bool:
         return bool(self.pairs)
 
     def __len__(self) -> int:
-        """How many places there are."""
+        """Number of places."""
         return sum(stop - start for start, stop in self.pairs)
 
     def __str__(self) -> str:
@@ -68,19 +68,19 @@ class Intervals:
         return Intervals(tuple(_left(self.pairs, other.pairs)))
 
     def followed_by(self, start: int, stop: int) -> "Intervals":
-        """Return the places with ``start`` to ``stop``, which lie behind all of them: as ``|``, at
-        the cost of one pair."""
+        """Places with ``start`` to ``stop``, behind all others: as ``|``, at the cost of one
+        pair."""
         if self.pairs and self.pairs[-1][1] == start:
             return Intervals((*self.pairs[:-1], (self.pairs[-1][0], stop)))
         return Intervals((*self.pairs, (start, stop)))
 
     def holes(self, begin: int = 0) -> "Intervals":
-        """Return the places from ``begin`` on that lie before the last one and are missing."""
+        """Missing places from ``begin`` to the last one."""
         return Intervals.of((begin, self.end)) - self if self.end > begin else Intervals()
 
 
 def _merged(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """Yield the union of pairs, ascending; those that meet become one."""
+    """Yield the union of pairs, ascending; adjacent ones become one."""
     begin, end = None, 0
     for start, stop in sorted(pair for pair in pairs if pair[0] < pair[1]):
         if begin is None:
@@ -95,7 +95,7 @@ def _merged(pairs: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def _shared(one: Sequence[Pair], two: Sequence[Pair]) -> Iterator[Pair]:
-    """Yield the pairs of places that lie in both sequences."""
+    """Yield the pairs of places in both sequences."""
     i = j = 0
     while i < len(one) and j < len(two):
         start, stop = max(one[i][0], two[j][0]), min(one[i][1], two[j][1])
@@ -108,7 +108,7 @@ def _shared(one: Sequence[Pair], two: Sequence[Pair]) -> Iterator[Pair]:
 
 
 def _left(pairs: Sequence[Pair], taken: Sequence[Pair]) -> Iterator[Pair]:
-    """Yield the pairs of places that ``taken`` lacks."""
+    """Yield the pairs of places without ``taken``."""
     j = 0
     for begin, stop in pairs:
         start = begin

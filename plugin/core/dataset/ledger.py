@@ -18,12 +18,13 @@ from scalai.core.jsonable import Json
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """What the order of a data set follows from.
+    """Facts that determine the order of a data set, from a step on; a data set with other facts is
+    noticed before a step draws from it.
 
     Attributes:
-        data_set: Its name.
-        step: Behind this one it is so.
-        facts: Such as size, seed, and weights of a blend; of what is no fact nobody says anything.
+        data_set: Name.
+        step: Last step before these facts hold.
+        facts: Values by name, such as size, seed, and weights of a blend.
     """
 
     data_set: str
@@ -43,7 +44,7 @@ class SourceFacts:
 
 
 def known_of(sources: Iterable[SourceFacts], data_set: str) -> Mapping[str, Json]:
-    """Return the latest facts that are known of a data set."""
+    """Latest known facts of a data set."""
     found: Mapping[str, Json] = {}
     for source in sources:
         found = source.facts if source.data_set == data_set else found
@@ -51,7 +52,7 @@ def known_of(sources: Iterable[SourceFacts], data_set: str) -> Mapping[str, Json
 
 
 def difference(before: Mapping[str, Json], now: Mapping[str, Json]) -> str:
-    """Say in which facts a data set is another one; empty: in none that both know."""
+    """Differences in the facts that both have, as text; empty: none."""
     return ", ".join(
         f"{name}={now[name]!r} (it was {before[name]!r})"
         for name in sorted(before.keys() & now.keys())
@@ -60,7 +61,7 @@ def difference(before: Mapping[str, Json], now: Mapping[str, Json]) -> str:
 
 
 def changes(sources: Iterable[SourceFacts]) -> tuple[tuple[SourceFacts, str], ...]:
-    """Return where data sets have become others, and in what."""
+    """Changes of data sets, each with its differences as text."""
     known: dict[str, Mapping[str, Json]] = {}
     found = []
     for source in sources:
@@ -72,16 +73,16 @@ def changes(sources: Iterable[SourceFacts]) -> tuple[tuple[SourceFacts, str], ..
 
 VERSION = 1
 MOST_STRETCHES = 512
-"""Of so many rounds the steps are kept, of earlier ones only what they did together."""
+"""Rounds with steps of their own in a ledger; earlier ones are folded into one."""
 EARLIER = "earlier rounds"
 MOST_LOST = 256
-"""Of so many rounds it is kept what they did in vain."""
+"""Entries of lost steps in a ledger, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The steps of one round: from ``step``, at which ``samples`` were consumed, to where the next
-    one begins, or the ledger ends.
+    """The steps of one round: from ``step``, with ``samples`` consumed, to the begin of the next
+    round or the end of the ledger.
 
     Attributes:
         round: ``<run>-<round>``.
@@ -109,8 +110,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Steps that a round did and that the job went back behind: they count for nothing, and are
-    done again.
+    """Steps of a round that count for nothing: the job went back behind them and does them again.
 
     Attributes:
         round: ``<run>-<round>``.
@@ -134,23 +134,22 @@ class Lost:
 
 
 def of_run(run: str, lost: Lost) -> Lost:
-    """Return lost steps of which the round has the name of its run: this one where only its number
-    is known."""
+    """Lost steps with the run in the round's name; ``run``, if there is only a number."""
     return lost if "-" in lost.round else replace(lost, round=f"{run}-{lost.round}")
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What a training has consumed.
+    """Samples that a training has consumed.
 
     Attributes:
-        since: The step at which the ledger begins, and the samples consumed by then: what came
-            before is not proven. Samples are None where the script does not count them.
-        at: The newest step that it knows, and the samples consumed by then.
-        passes: In the order in which they were begun.
-        stretches: The rounds of the job, oldest first.
-        lost: Steps that were done and lost, oldest first.
-        sources: What is known of the data sets, oldest first.
+        since: Step and consumed samples at the begin of the ledger; nothing before is proven.
+            Samples are None where the script does not count them.
+        at: Newest step, and the samples consumed by then.
+        passes: Passes in the order of their begin.
+        stretches: Rounds of the job, oldest first.
+        lost: Lost steps, oldest first.
+        sources: Facts of the data sets, oldest first.
     """
 
     since: tuple[int, int | None]
@@ -162,17 +161,17 @@ class Ledger:
 
     @classmethod
     def begun(cls, step: int, samples: int | None) -> "Ledger":
-        """Return the ledger of a training that has come to this step without one."""
+        """Ledger of a training that has reached this step without one."""
         return cls((step, samples), (step, samples))
 
     def with_round(
         self, round: str, degrees: Mapping[str, int], lost: Iterable[Lost] = ()
     ) -> "Ledger":
-        """Return the ledger with a round that goes on from it.
+        """Ledger with a further round.
 
         Args:
-            lost: What earlier rounds did and is in no generation, as far as the job knows. What of
-                it this ledger has, because it is of a later step, is not lost.
+            lost: Steps of earlier rounds in no generation, as far as the job knows. Those in this
+                ledger, which may be of a later step, are not lost.
         """
         ends = {stretch.round: step for stretch, step, _ in self.rounds()}
         found = dict.fromkeys(self.lost)
@@ -185,7 +184,7 @@ class Ledger:
         return replace(self, stretches=stretches, lost=tuple(found)[-MOST_LOST:])
 
     def with_source(self, data_set: str, facts: Mapping[str, Json]) -> "Ledger":
-        """Return the ledger that knows this of a data set, from its step on."""
+        """Ledger with facts of a data set, from the present step on."""
         if known_of(self.sources, data_set) == facts:
             return self
         return replace(
@@ -193,17 +192,15 @@ class Ledger:
         )
 
     def stepped(self, step: int, samples: int | None, draws: Sequence[Draw] = ()) -> "Ledger":
-        """Return the ledger after a step, which has drawn this; where nobody says what, it is
-        counted how many samples it has."""
+        """Ledger after a step and its draws; without draws the step's samples are only counted."""
         ledger, draws = self, draws or self._counted(samples)
         for draw in draws:
             ledger = ledger._with(ledger._with_draw(draw), (step, samples))
         return ledger if draws else self._with(self.passes, (step, samples))
 
     def objections(self, draws: Sequence[Draw], samples: int | None = None) -> Iterator[str]:
-        """Yield by what these draws, made now, would break the order: samples that were consumed
-        before, or that are passed over, or others than the script counts; ``samples``: as of
-        ``stepped``."""
+        """Yield how these draws, made now, would break the order: samples consumed before, skipped,
+        or more or fewer than the script counts (``samples``, as of ``stepped``)."""
         for draw in draws:
             expected = self._expected(draw)
             is_beyond = draw.length is not None and draw.stop > draw.length
@@ -226,7 +223,7 @@ class Ledger:
         return (Draw(COUNTED, Number(0), before, samples),)
 
     def _expected(self, draw: Draw) -> int:
-        """Return where a draw of this pass has to begin."""
+        """First place of a draw from this pass that keeps the order."""
         known = self._find(draw)
         if known is None:
             return self._next(draw)
@@ -234,21 +231,19 @@ class Ledger:
         return known.length or end if draw.number < known.last else end
 
     def _find(self, draw: Draw) -> Pass | None:
-        """Return the pass that a draw is of."""
+        """Pass of a draw."""
         for each in reversed(self.passes):
             if each.data_set == draw.data_set and each.first <= draw.number <= each.last:
                 return each
         return None
 
     def _next(self, draw: Draw) -> int:
-        """Return where a pass begins of which nothing is known: in the middle only where the ledger
-        itself does."""
+        """First place of a new pass: above 0 only in a ledger that began within the training."""
         is_first = not any(each.data_set == draw.data_set for each in self.passes)
         return draw.start if is_first and self.since[0] else 0
 
     def _with(self, passes: tuple[Pass, ...], at: tuple[int, int | None]) -> "Ledger":
-        """Return the ledger after a step; made so, because ``replace`` takes as long as the rest of
-        a step."""
+        """Ledger after a step; ``replace`` would take as long as the rest of a step."""
         return Ledger(self.since, at, passes, self.stretches, self.lost, self.sources)
 
     def _with_draw(self, draw: Draw) -> tuple[Pass, ...]:
@@ -265,18 +260,18 @@ class Ledger:
         return (*joined(self.passes, draw.data_set), entry.with_draw(draw))
 
     def _ends(self) -> Iterator[tuple[int, int | None]]:
-        """Yield where each stretch ends: a step and samples."""
+        """Yield step and samples at the end of each stretch."""
         yield from ((each.step, each.samples) for each in self.stretches[1:])
         if self.stretches:
             yield self.at
 
     def rounds(self) -> Iterator[tuple[Stretch, int, int | None]]:
-        """Yield each stretch with the step and the samples at its end."""
+        """Yield each stretch, and step and samples at its end."""
         for stretch, (step, samples) in zip(self.stretches, self._ends(), strict=True):
             yield stretch, step, samples
 
     def to_json(self) -> dict[str, Json]:
-        """Return plain values, with a digest of them; ``from_json`` reads them back."""
+        """Plain values and a digest of them; ``from_json`` reads them."""
         content: dict[str, Json] = {
             "version": VERSION, "since": list(self.since), "at": list(self.at),
             "passes": [each.to_json() for each in self.passes],
@@ -289,8 +284,8 @@ class Ledger:
 
     @classmethod
     def from_json(cls, value: Json) -> "Ledger":
-        """Read what ``to_json`` wrote. ``ValueError`` where it is damaged, or of another version:
-        the states of two ranks that were mixed have no digest of their own."""
+        """Read the values of ``to_json``. Raises ``ValueError`` for damage, another version, or a
+        mixture of two ranks' states: it has no digest of its own."""
         table = fields.mapped(value, "ledger")
         content = {name: each for name, each in table.items() if name != "digest"}
         if (found := table.get("version")) != VERSION:
@@ -313,8 +308,7 @@ class Ledger:
 
 
 def _miscounted(draws: Iterable[Draw], counted: int) -> Iterator[str]:
-    """Yield the data sets, or the blends of some, of which a step draws other samples than it
-    counts."""
+    """Yield the data sets, or blends, with another number of drawn samples than counted."""
     drawn: dict[str, int] = {}
     for draw in draws:
         name = draw.blend or draw.data_set
@@ -325,7 +319,7 @@ def _miscounted(draws: Iterable[Draw], counted: int) -> Iterator[str]:
 
 
 def _folded(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
-    """Let the two oldest stretches stand as one, where there are many."""
+    """Fold the two oldest of too many stretches into one."""
     if len(stretches) <= MOST_STRETCHES:
         return tuple(stretches)
     return (replace(stretches[0], round=EARLIER, degrees={}), *stretches[2:])
@@ -343,12 +337,11 @@ def _digest(content: Mapping[str, Json]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LedgerVerdict:
-    """What was found in a ledger.
+    """Result of the proof of a ledger.
 
     Attributes:
-        breaks: By what the promise is broken; empty: it is kept.
-        notes: What is no break and worth knowing: what is not proven, what a pass left, what was
-            done twice because it was lost.
+        breaks: Samples skipped or seen twice, and contradictions; empty: the promise is kept.
+        notes: Unproven steps, rests of passes, steps lost and done again.
     """
 
     breaks: tuple[str, ...]
@@ -363,8 +356,7 @@ class LedgerVerdict:
 
 
 def judge(ledger: Ledger, step: int, samples: int | None) -> LedgerVerdict:
-    """Say whether a ledger proves what a training has consumed that is at this step, and says that
-    it has consumed so many samples."""
+    """Judge the ledger of a training at this step, by whose state so many samples are consumed."""
     return LedgerVerdict(tuple(_breaks(ledger, step, samples)), tuple(_notes(ledger)))
 
 
@@ -388,8 +380,7 @@ def _breaks(ledger: Ledger, step: int, samples: int | None) -> Iterator[str]:
 
 
 def _drawn_otherwise(ledger: Ledger) -> Iterator[str]:
-    """Compare the samples that were counted with those that were drawn: of one data set they are as
-    many."""
+    """Compare counted and drawn samples of a training on one data set."""
     before, now = ledger.since[1], ledger.at[1]
     if before is None or now is None or len({each.data_set for each in ledger.passes}) > 1:
         return
@@ -399,8 +390,7 @@ def _drawn_otherwise(ledger: Ledger) -> Iterator[str]:
 
 
 def _disordered(ledger: Ledger) -> Iterator[str]:
-    """Rounds must follow each other, and nothing may be lost that lies ahead of the ledger's own
-    beginning."""
+    """Rounds must follow each other, from the begin of the ledger on."""
     begins = [each.step for each in ledger.stretches]
     if begins and (begins != sorted(begins) or begins[0] < ledger.since[0]):
         yield f"rounds begin at steps {begins}, which do not follow each other"
@@ -426,7 +416,7 @@ def _notes(ledger: Ledger) -> Iterator[str]:
 
 
 def left_of(ledger: Ledger, place: int) -> Intervals | None:
-    """Return what was left of the pass at this place when a later one began; None: nothing."""
+    """Rest of a pass, by its index, at the begin of a later one; None: nothing."""
     each = ledger.passes[place]
     is_over = any(other.data_set == each.data_set for other in ledger.passes[place + 1 :])
     if not is_over or each.length is None or each.taken.end >= each.length:
@@ -435,7 +425,7 @@ def left_of(ledger: Ledger, place: int) -> Intervals | None:
 
 
 def text_of(lost: Lost, ledger: Ledger) -> str:
-    """Say of lost steps how far they were done again."""
+    """Lost steps, and how far they were done again, as text."""
     again = min(ledger.at[0], lost.until)
     steps = f"steps {lost.after + 1} to {lost.until} of round {lost.round} were lost"
     if again >= lost.until:
@@ -445,6 +435,6 @@ def text_of(lost: Lost, ledger: Ledger) -> str:
 
 
 def name_of(entry: Pass) -> str:
-    """Name a pass as a person reads it."""
+    """Name of a pass for people."""
     numbers = str(entry.first) if entry.count == 1 else f"{entry.first} to {entry.last}"
     return f"{entry.data_set}, pass {numbers}"

@@ -1,8 +1,8 @@
-"""What each rank wrote of each step, line by line, beside the ledger of the generations: hashes of
-the samples that it read, so that a step that was done again can be seen to have had the same ones.
+"""A line a step and rank, beside the ledger of the generations: hashes of the samples read, as the
+proof of equal samples in a step done again.
 
-A rank writes a file. One that was killed may have torn its last line; it is left out. The lines of
-all ranks of a step add up: hashes are sums over samples, in any layout.
+A rank writes a file. A killed rank may have torn its last line; it is left out. The lines of all
+ranks of a step add up: hashes are sums over samples, in any layout.
 """
 
 import json
@@ -22,11 +22,11 @@ class StepLine:
     """One step of one rank.
 
     Attributes:
-        run: Which start of the whole job.
-        round: Of this run, as torchrun counts its restarts.
-        consumed_samples: Of all ranks, the step included.
-        samples_hash: Of the samples that this rank read; None: it reads none.
-        loss, rate: None on ranks that do not have them.
+        run: Start of the whole job.
+        round: Number in this run, as torchrun counts its restarts.
+        consumed_samples: Samples of all ranks, the step included.
+        samples_hash: Hash of this rank's samples; None: it reads none.
+        loss, rate: None on ranks without them.
     """
 
     run: str
@@ -51,9 +51,9 @@ class StepLine:
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """One step of a job as it counts: that of the newest round that did it.
+    """One step of a job, as done by its newest round.
 
-    ``samples_hash`` is that of the global batch, ``lr`` the rate after the step.
+    ``samples_hash`` is the hash of the global batch, ``lr`` the rate after the step.
     """
 
     round: int
@@ -65,7 +65,7 @@ class StepEntry:
 
 
 def read_lines(text: str, where: str) -> tuple[tuple[StepLine, ...], bool]:
-    """Return the lines of a file, and whether its last one was torn.
+    """Lines of a file, and True after a torn last one.
 
     Raises:
         StoreError: Another line is damaged; names ``where``.
@@ -94,8 +94,8 @@ def _line(data: Json) -> StepLine:
 
 
 def united(files: Iterable[Sequence[StepLine]]) -> Mapping[int, StepEntry]:
-    """Unite the lines of all ranks to one entry a step, ordered by step; of a step done twice the
-    newest round counts."""
+    """One entry a step from the lines of all ranks, ordered by step; the newest round of a step
+    counts."""
     attempts, steps = _attempts(files := list(files)), dict[int, list[StepLine]]()
     for line in (line for file in files for line in file):
         steps.setdefault(line.step, []).append(line)
@@ -114,8 +114,8 @@ def _entry(lines: Sequence[StepLine], attempts: Sequence[tuple[str, int]]) -> St
 
 
 def _attempts(files: Iterable[Sequence[StepLine]]) -> list[tuple[str, int]]:
-    """Return the rounds of all runs in the order in which they were done: rounds of a run are
-    numbered, and each file has its runs in order."""
+    """Rounds of all runs in order of time: rounds of a run are numbered, and each file has its runs
+    in order."""
     runs: dict[str, int] = {}
     for file in files:
         for line in file:
@@ -125,11 +125,10 @@ def _attempts(files: Iterable[Sequence[StepLine]]) -> list[tuple[str, int]]:
 
 
 def judge_lines(files: Mapping[str, tuple[Sequence[StepLine], bool]]) -> LedgerVerdict:
-    """Say whether the steps that were written follow each other, and had the same samples where
-    they were done again.
+    """Judge the files: steps must follow each other, and repeats must have the same samples.
 
     Args:
-        files: By name what ``read_lines`` returned, the file of the lowest rank first.
+        files: Results of ``read_lines`` by file name, the lowest rank first.
     """
     lines = [each for each, _ in files.values()]
     breaks = [
@@ -166,7 +165,7 @@ def _gaps(entries: Mapping[int, StepEntry]) -> Iterator[str]:
 
 
 def _other_samples(files: Sequence[Sequence[StepLine]]) -> Iterator[str]:
-    """Compare what each step consumed with what it did when it was done before."""
+    """Compare the samples of each step with those of its earlier rounds."""
     known: dict[int, tuple[int, int | None]] = {}
     for attempt in _attempts(files):
         for step, samples, value in _of_attempt(files, attempt):
@@ -179,8 +178,8 @@ def _other_samples(files: Sequence[Sequence[StepLine]]) -> Iterator[str]:
 def _of_attempt(
     files: Sequence[Sequence[StepLine]], attempt: tuple[str, int]
 ) -> Iterator[tuple[int, int, int | None]]:
-    """Yield the steps of a round: number, samples consumed, and the hash of the global batch; None:
-    not all ranks that read samples have written it."""
+    """Yield the steps of a round: number, consumed samples, hash of the global batch (None: the
+    line of a rank is missing)."""
     steps: dict[int, list[StepLine]] = {}
     for file in files:
         for line in file:
@@ -203,5 +202,5 @@ def _repeats(files: Sequence[Sequence[StepLine]]) -> Iterator[str]:
 
 
 def line_text(line: StepLine) -> str:
-    """Return a line as it is written."""
+    """A line as text."""
     return json.dumps(line.to_json()) + "\n"

@@ -1,4 +1,4 @@
-"""What a person says of a job's data sets: the table ``[dataset]``, which flags overrule."""
+"""A job's data sets, by its users: the table ``[dataset]``; flags overrule it."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.core.jsonable import Json
 
 DATASET = "dataset"
-"""In ``about`` of a generation: what its job says of its data sets."""
+"""Key of the table in ``about`` of a generation."""
 MOST_TOKENS = 1 << 40
 """Of a sample."""
 MOST_BATCH = 1 << 31
@@ -24,21 +24,19 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True, slots=True)
 class DatasetTable:
-    """Data sets of a job, as its views are made of them.
+    """Data sets of a job, and their views.
 
     Attributes:
-        sources: Where each lies, by name: a file, a folder, or what Megatron calls a prefix
-            (``.bin`` and ``.idx`` behind it); an absolute path or an fsspec URL.
-        record_tokens: Tokens of a sample, of those that are a ``.bin``; where it says nothing
-            sequences are samples.
-        shuffle: The seed of the order, as of ``Shuffled``; where it says nothing samples come as
-            they lie.
+        sources: Absolute path or fsspec URL by name: a file, a folder, or Megatron's prefix of
+            ``.bin`` and ``.idx``.
+        record_tokens: Tokens of a sample of a ``.bin``, by name; without it sequences are samples.
+        shuffle: Seed of the order, by name, as of ``Shuffled``; without it the order in the file.
         global_batch_size: Samples of a step; None: not known here.
-        rampup_batch_size: START, INCREMENT and SAMPLES by which it grows to that size, as of
-            ``BatchRamp``; empty: it does not.
+        rampup_batch_size: START, INCREMENT and SAMPLES of the growth to that size, as of
+            ``BatchRamp``; empty: no growth.
 
     Raises:
-        UsageError: A value is not what it should be.
+        UsageError: A value is wrong; the text has the expected form.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -88,7 +86,7 @@ class DatasetTable:
 
     @classmethod
     def of_batch(cls, batch: int | BatchRamp | None) -> "DatasetTable":
-        """Return what says nothing but the global batch."""
+        """Table of a global batch alone."""
         if isinstance(batch, BatchRamp):
             ramp = batch.start, batch.increment, batch.ramp_samples
             return cls(global_batch_size=batch.global_batch_size, rampup_batch_size=ramp)
@@ -115,8 +113,8 @@ class DatasetTable:
         return f"{size} samples, to which it grows from {start} by {increment} over {over} samples"
 
     def over(self, other: "DatasetTable") -> "DatasetTable":
-        """Return both, of which this one overrules the other: by data set, and the batch with what
-        it grows from."""
+        """Both tables in one; this one overrules the other, by data set, and the batch with its
+        growth."""
         size_of = other if self.global_batch_size is None else self
         return DatasetTable(
             {**other.sources, **self.sources}, {**other.record_tokens, **self.record_tokens},
@@ -125,8 +123,8 @@ class DatasetTable:
         )  # fmt: skip
 
     def checked(self) -> "DatasetTable":
-        """Return it. Raises ``UsageError`` where it says something of a data set that it has not:
-        one table of several that are laid over each other may."""
+        """The table itself, after all tables are laid over each other. Raises ``UsageError`` for a
+        key of an unknown data set."""
         for key, named in (("record_tokens", self.record_tokens), ("shuffle", self.shuffle)):
             unknown = sorted(set(named) - set(self.sources))
             if unknown:
@@ -134,7 +132,7 @@ class DatasetTable:
         return self
 
     def to_json(self) -> dict[str, Json]:
-        """Return what it says, as plain values."""
+        """Set values, plain."""
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in asdict(self).items() if value
