@@ -79,5 +79,8 @@ def test_a_coordinator_that_loses_a_host_and_the_register_ends_and_is_followed(
         agents.wait_until(lambda: "event=stood_down" in agents.text(), "it stands down")
         (tmp_path / "leases").unlink()
         (tmp_path / "away").rename(tmp_path / "leases")
-        agents.wait_until(lambda: "event=adopted" in agents.text(), "another one follows")
+        followed = "event=coordinator job=tiny term=2"
+        agents.wait_until(lambda: followed in agents.text(), "another one follows")
         agents.wait_for_step(agents.lines()[-1]["step"] + 5, world=1)
+        steps = check_steps(agents.lines())
+        assert len(steps) == len(set(steps)), "no step was made twice"
