@@ -12,7 +12,7 @@ export DS_BUILD_OPS := 0
 # What torch compiles for DeepSpeed: a build that was killed elsewhere leaves a lock that all wait for.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
 
-.PHONY: demo test campaign chaos coverage check bench clean
+.PHONY: demo test campaign chaos faults coverage check bench clean
 
 demo: $(VENV)/ready
 	$(PYTHON) examples/demo.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
@@ -31,6 +31,10 @@ campaign: $(VENV)/ready
 # Faults of every kind against a tiny job, beside a run that nobody interrupts; its last line is JSON.
 chaos: $(VENV)/ready
 	@PYTHONPATH=tests $(PYTHON) -m support.chaos_campaign $(if $(SEED),--seed $(SEED)) $(if $(PARTS),--parts $(PARTS))
+
+# Which tests prove what comes of which fault, from the mark on the tests.
+faults: $(VENV)/ready
+	@PYTHONPATH=tests $(PYTHON) -m support.faults
 
 # Which lines and branches the tests of the default run reach, in all of their processes.
 coverage: $(VENV)/ready
