@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from scalai.core.errors import EndedError, LayoutError, ProofError, UsageError
-from scalai.core.job.admission import Situation, Verdict, admit, admit_sealed, rival
+from scalai.core.job.admission import Admittance, Situation, admit, admit_sealed, rival
 from scalai.core.job.membership import ENDED_BY_A_LOSS, Phase
 from scalai.core.job.outlook import given_up_text
 from scalai.core.job.remembered import Remembered
@@ -243,14 +243,14 @@ class Admission:
                 with other fingerprints.
         """
         verdict, why = admit(facts_of(part), now)
-        if verdict is Verdict.REFUSED:
+        if verdict is Admittance.REFUSED:
             raise UsageError(why)
-        if verdict is Verdict.TAKEN:
+        if verdict is Admittance.TAKEN:
             try:
                 self._live.generations.check_stated(part)
             except ProofError as error:
                 raise UsageError(str(error)) from error
-        return verdict is Verdict.OBSOLETE
+        return verdict is Admittance.OBSOLETE
 
     def _chosen(
         self, sealed: Iterable[HostManifest], held: Sequence[HostManifest], now: Situation
@@ -267,9 +267,9 @@ class Admission:
             raise UsageError(why)
         for part in sealed:
             verdict, why = admit_sealed(facts_of(part), own, now, partial(self._is_whole, part))
-            if verdict is Verdict.REFUSED:
+            if verdict is Admittance.REFUSED:
                 raise UsageError(why)
-            if verdict is Verdict.TAKEN:
+            if verdict is Admittance.TAKEN:
                 chosen.append(part)
                 continue
             self._live.log(

@@ -40,7 +40,7 @@ from scalai.launch.coordinator.leases import (
     named,
     second_run,
 )
-from scalai.launch.coordinator.registers import LEASE_FLAG, Entry, Register, registers_of
+from scalai.launch.coordinator.registers import LEASE_FLAG, LeaseEntry, Register, registers_of
 from scalai.launch.long_waits import said
 from scalai.runtime.calls import Channel
 from scalai.store.places import default_store_dir
@@ -61,7 +61,7 @@ WAITING_S = 2.0
 log = logging.getLogger(__name__)
 
 
-Newest = tuple[Entry | None, Entry | None]
+Newest = tuple[LeaseEntry | None, LeaseEntry | None]
 """The newest entries of the two registers of a job (``registers_of``)."""
 
 
@@ -279,18 +279,18 @@ def await_turn(
 
 def lease_holder(
     spec: JobSpec, register: Register, endpoint: str | None, token: str | None
-) -> tuple[Place | None, Entry | None]:
+) -> tuple[Place | None, LeaseEntry | None]:
     """Return where the coordinator is that holds the job's lease, None: nobody does; and the newest
     entry. Raises as ``await_turn``."""
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     durable = None if spec.options.coordinator_lease is not None else spec.durable_dir
 
-    def is_meant(entry: Entry) -> bool:
+    def is_meant(entry: LeaseEntry) -> bool:
         """Whether a person who names this coordinator means that run: one that names its register
         does."""
         return durable is None or endpoint in (entry.named, join_endpoint(*entry.address))
 
-    def call(entry: Entry) -> Place | None:
+    def call(entry: LeaseEntry) -> Place | None:
         if token is None or not is_meant(entry):
             return None
         try:
@@ -299,7 +299,7 @@ def lease_holder(
             return None
         return Place(entry.address, token.encode(), is_here=is_here(entry.host))
 
-    def refuse(entry: Entry, unchanged_s: float) -> None:
+    def refuse(entry: LeaseEntry, unchanged_s: float) -> None:
         is_late = time.monotonic() > deadline
         if durable is not None and (is_late or token is None or not is_meant(entry)):
             raise second_run(durable, entry, unchanged_s)

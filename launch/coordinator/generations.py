@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from scalai.core.errors import LayoutError, ProofError
-from scalai.core.job.catalogue import Catalogue, Holding, PartFacts, Survey
+from scalai.core.job.catalogue import Catalogue, Contents, PartFacts, Survey
 from scalai.core.job.membership import Generation
 from scalai.core.job.outlook import doubtful
 from scalai.core.job.recovery import Descent, Origin
@@ -57,12 +57,12 @@ class Generations:
         sealed = {name: held.holders() for name, held in self._snapshots.items()}
         return Survey(found, sealed)
 
-    def _holding(self, held: HeldParts, without: str | None) -> Holding:
+    def _holding(self, held: HeldParts, without: str | None) -> Contents:
         hosts = held.holders() if without is None else held.holders() - {without}
         is_whole = held.is_whole() if without is None else held.is_whole_without(without)
         # Fingerprints are noted now: a host that goes away takes with it the parts that tell them.
         is_whole = bool(hosts) and is_whole and held.has_fingerprints()
-        return Holding(hosts, is_whole, held.writers(), held.attached())
+        return Contents(hosts, is_whole, held.writers(), held.attached())
 
     def covered(self, without: str | None = None) -> tuple[Generation, ...]:
         """Return the generations that the hosts hold wholly, oldest first; ``without``: that they

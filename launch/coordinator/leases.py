@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from scalai.core.errors import PeerError, RefusedError, UsageError
-from scalai.launch.coordinator.registers import ASK_S, Entry, Register
+from scalai.launch.coordinator.registers import ASK_S, LeaseEntry, Register
 
 CLAIM_S = 60.0
 """A lease that was not renewed for so long may be claimed."""
@@ -34,14 +34,14 @@ Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 
 
-class Watch:
+class LeaseWatch:
     """Whether the lease is renewed, by the clock of whoever looks."""
 
     def __init__(self, register: Register, clock: Callable[[], float] = time.monotonic) -> None:
         self._register, self._clock = register, clock
-        self._seen: tuple[Entry | None, float] | None = None
+        self._seen: tuple[LeaseEntry | None, float] | None = None
 
-    def look(self) -> tuple[Entry | None, float]:
+    def look(self) -> tuple[LeaseEntry | None, float]:
         """Return the newest entry, and for how many seconds it is known to be as it is. Raises
         ``PeerError`` where the register cannot be reached. Time in which it does not answer counts
         for nobody: its holder may have waited for it, too."""
@@ -59,9 +59,9 @@ class Watch:
 
 def await_holder(
     register: Register,
-    call: Callable[[Entry], Found | None],
-    refuse: Callable[[Entry, float], None],
-) -> tuple[Found | None, Entry | None]:
+    call: Callable[[LeaseEntry], Found | None],
+    refuse: Callable[[LeaseEntry, float], None],
+) -> tuple[Found | None, LeaseEntry | None]:
     """Wait until nobody holds a register any more, or its holder has answered.
 
     Args:
@@ -75,7 +75,7 @@ def await_holder(
     Raises:
         PeerError: The register cannot be reached.
     """
-    watch, first = Watch(register), None
+    watch, first = LeaseWatch(register), None
     while True:
         entry, unchanged_s = watch.look()
         is_left = entry is None or entry.is_over or entry.has_died() or unchanged_s > CLAIM_S
@@ -91,7 +91,7 @@ def await_holder(
         time.sleep(LOOK_S)
 
 
-def await_ownership(register: Register, root: Path) -> Entry | None:
+def await_ownership(register: Register, root: Path) -> LeaseEntry | None:
     """Wait until a run that has died is known to be dead, where one owns what the job has in the
     durable directory ``root``. Returns the newest entry there.
 
@@ -100,13 +100,13 @@ def await_ownership(register: Register, root: Path) -> Entry | None:
         PeerError: The directory cannot be reached.
     """
 
-    def refuse(entry: Entry, unchanged_s: float) -> None:
+    def refuse(entry: LeaseEntry, unchanged_s: float) -> None:
         raise second_run(root, entry, unchanged_s)
 
     return await_holder(register, lambda entry: None, refuse)[1]
 
 
-def second_run(root: Path, entry: Entry, unchanged_s: float) -> RefusedError:
+def second_run(root: Path, entry: LeaseEntry, unchanged_s: float) -> RefusedError:
     """Return why another run of a job must not begin."""
     return RefusedError(
         f"--durable-dir {root} is in use by {named(entry)}, which has shown that it lives "
@@ -116,7 +116,7 @@ def second_run(root: Path, entry: Entry, unchanged_s: float) -> RefusedError:
     )
 
 
-def named(entry: Entry) -> str:
+def named(entry: LeaseEntry) -> str:
     where = f"{entry.host}:{entry.port}" if entry.host else "an unknown address (its file is torn)"
     return (
         f"run {entry.run or 'unknown'} of this job (coordinator {entry.term}, on machine "
@@ -143,15 +143,15 @@ class Lease:
     def __init__(
         self,
         register: Register,
-        entry: Entry,
+        entry: LeaseEntry,
         run: Callable[[], str] = lambda: "",
         *,
         waits_over: int | None = None,
     ) -> None:
         self.register, self._entry, self._run = register, entry.of_this_process(), run
         self._entry = replace(self._entry, run=run())
-        self._over, self._watch = waits_over, Watch(register)
-        self._rival: Entry | None = None
+        self._over, self._watch = waits_over, LeaseWatch(register)
+        self._rival: LeaseEntry | None = None
         """Who has what is to be claimed, and may live; or who has superseded this one."""
         self.renewed_at, self.is_superseded = time.monotonic(), False
         """When it was renewed last; whether a later coordinator has it."""
@@ -237,6 +237,6 @@ class Lease:
                     self.register.renew(self._entry)
         self.renewed_at, self.problem = began, NOT_RENEWED
 
-    def _lose_to(self, newest: Entry) -> None:
+    def _lose_to(self, newest: LeaseEntry) -> None:
         self.problem = f"coordinator {newest.term} has it: {named(newest)}."
         self._rival, self.is_superseded = newest, True

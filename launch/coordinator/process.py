@@ -28,7 +28,7 @@ from scalai.launch.coordinator.leases import CLAIM_S, Lease
 from scalai.launch.coordinator.losses import Patience, PortProbe
 from scalai.launch.coordinator.registers import (
     LEASES,
-    Entry,
+    LeaseEntry,
     NoLinksError,
     Register,
     registers_of,
@@ -123,7 +123,7 @@ def _open(
         spec, address, token, say, alone_s, patience, term=term, is_successor=is_successor,
         probe=PortProbe(token),
     )  # fmt: skip
-    entry = Entry(
+    entry = LeaseEntry(
         term, address[0], int(coordinator.address[1]), named=spec.options.coordinator or ""
     )
     register, owned = registers_of(spec)

@@ -60,7 +60,7 @@ class NoLinksError(PeerError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LeaseEntry:
     """What a register says of the newest coordinator.
 
     Attributes:
@@ -88,7 +88,7 @@ class Entry:
     def address(self) -> tuple[str, int]:
         return self.host, self.port
 
-    def of_this_process(self) -> "Entry":
+    def of_this_process(self) -> "LeaseEntry":
         """Return it with the name of this machine and process."""
         process = json.dumps(asdict(Owner.of_this_process()))
         return replace(self, machine=socket.gethostname(), process=process)
@@ -104,7 +104,7 @@ class Entry:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of_text(cls, text: str | bytes) -> "Entry":
+    def of_text(cls, text: str | bytes) -> "LeaseEntry":
         """Read what ``to_text`` wrote. Raises ``ValueError`` where it is something else."""
         try:
             found = json.loads(text)
@@ -121,13 +121,13 @@ class Register(Protocol):
     """Where entries are. ``str`` names it. Every call raises ``PeerError`` where it cannot be
     reached, and returns within seconds, unless a file system hangs."""
 
-    def newest(self) -> Entry | None:
+    def newest(self) -> LeaseEntry | None:
         """Return the entry of the highest term; without an address where it is torn."""
 
-    def claim(self, entry: Entry) -> bool:
+    def claim(self, entry: LeaseEntry) -> bool:
         """Write a first entry of a term; False: somebody has."""
 
-    def renew(self, entry: Entry) -> None:
+    def renew(self, entry: LeaseEntry) -> None:
         """Replace the entry of this holder's own term."""
 
 
@@ -147,7 +147,7 @@ class FolderRegister:
     def __str__(self) -> str:
         return str(self._root / self._job)
 
-    def newest(self) -> Entry | None:
+    def newest(self) -> LeaseEntry | None:
         """Return the entry of the highest term. A torn one has no address: its holder writes it
         anew, and where nobody renews it the next term may be claimed."""
         with self._open("read") as folder:
@@ -157,7 +157,7 @@ class FolderRegister:
                     return self._read(folder, names[-1]) if names else None
             raise StoreError(f"{names[-1]} is listed and is not there.")
 
-    def claim(self, entry: Entry) -> bool:
+    def claim(self, entry: LeaseEntry) -> bool:
         mine = f".{OWNER}claim-{secrets.token_hex(8)}"
         with self._open("claimed") as folder:
             try:
@@ -183,7 +183,7 @@ class FolderRegister:
                 folder.remove(name)
             return True
 
-    def renew(self, entry: Entry) -> None:
+    def renew(self, entry: LeaseEntry) -> None:
         """Show that the holder lives; write the entry anew where it is not as it should be."""
         name = _name(entry.term)
         with self._open("renewed") as folder:
@@ -197,12 +197,12 @@ class FolderRegister:
                 folder.write(name, entry.to_text().encode(), is_durable=True)
                 self._torn = ""
 
-    def _read(self, folder: Folder, name: str) -> Entry:
+    def _read(self, folder: Folder, name: str) -> LeaseEntry:
         descriptor = folder.open_file(name, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
             beat = os.fstat(descriptor).st_mtime_ns
             try:
-                found = Entry.of_text(file.read())
+                found = LeaseEntry.of_text(file.read())
                 self._torn = ""
                 return replace(found, beat=beat)
             except ValueError as error:
@@ -213,7 +213,7 @@ class FolderRegister:
                         "holder writes it anew; without one the next term may be claimed.",
                         folder.path / name, error,
                     )  # fmt: skip
-                return Entry(_term_of(name), "", 0, beat)
+                return LeaseEntry(_term_of(name), "", 0, beat)
 
     @contextmanager
     def _open(self, what: str) -> Iterator[Folder]:
@@ -238,9 +238,9 @@ def _terms(folder: Folder) -> list[str]:
     return sorted(name for name in names if re.fullmatch(rf"{OWNER}\d{{12}}\.json", name))
 
 
-def _is_same(text: bytes, entry: Entry) -> bool:
+def _is_same(text: bytes, entry: LeaseEntry) -> bool:
     try:
-        return replace(Entry.of_text(text), beat=entry.beat) == entry
+        return replace(LeaseEntry.of_text(text), beat=entry.beat) == entry
     except ValueError:
         return False
 
@@ -255,7 +255,7 @@ class EtcdRegister:
     def __str__(self) -> str:
         return f"etcd at {self._url}"
 
-    def newest(self) -> Entry | None:
+    def newest(self) -> LeaseEntry | None:
         found = self._ask(
             "range",
             {
@@ -275,14 +275,14 @@ class EtcdRegister:
             raise PeerError(f"the lease in {self} cannot be read: {error}") from error
         return _entry_of(text, term, changed)
 
-    def claim(self, entry: Entry) -> bool:
+    def claim(self, entry: LeaseEntry) -> bool:
         key = _coded(self._key(entry.term))
         put = {"requestPut": {"key": key, "value": _coded(entry.to_text())}}
         unmade = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
         found = self._ask("txn", {"compare": [unmade], "success": [put]})
         return bool(found.get("succeeded"))
 
-    def renew(self, entry: Entry) -> None:
+    def renew(self, entry: LeaseEntry) -> None:
         values = {"key": _coded(self._key(entry.term)), "value": _coded(entry.to_text())}
         self._ask("put", values)
 
@@ -323,14 +323,14 @@ class KubernetesRegister:
     def __str__(self) -> str:
         return f"Lease {self._namespace}/{self._name} at {self._url}"
 
-    def newest(self) -> Entry | None:
+    def newest(self) -> LeaseEntry | None:
         status, found = self._ask("GET", self._name)
         if status == 404:
             return None
         self._take(status, found)
         return self._entry()
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> LeaseEntry:
         """Return the entry of the Lease as it was told of last."""
         try:
             metadata, term = self._found["metadata"], int(self._found["spec"]["leaseTransitions"])
@@ -340,7 +340,7 @@ class KubernetesRegister:
             raise PeerError(f"{self} cannot be read: {error!r}") from error
         return _entry_of(text, term, version)
 
-    def claim(self, entry: Entry) -> bool:
+    def claim(self, entry: LeaseEntry) -> bool:
         newest = self.newest()
         if newest is not None and newest.term >= entry.term:
             return False
@@ -352,7 +352,7 @@ class KubernetesRegister:
         self._take(status, found)
         return True
 
-    def renew(self, entry: Entry) -> None:
+    def renew(self, entry: LeaseEntry) -> None:
         for has_looked in (False, True):
             newest = self.newest() if has_looked or not self._found else self._entry()
             if newest is None or newest.term != entry.term:
@@ -362,7 +362,7 @@ class KubernetesRegister:
                 break
         self._take(status, found)
 
-    def _lease(self, entry: Entry) -> Mapping[str, Any]:
+    def _lease(self, entry: LeaseEntry) -> Mapping[str, Any]:
         """Return the Lease with this entry, of the version that was told of last."""
         metadata = self._found["metadata"]
         annotations = {**(metadata.get("annotations") or {}), ANNOTATION: entry.to_text()}
@@ -401,12 +401,12 @@ def _lease_name(job: str) -> str:
     return f"scalai-{name}{mark}"
 
 
-def _entry_of(text: str | bytes, term: int, beat: int) -> Entry:
+def _entry_of(text: str | bytes, term: int, beat: int) -> LeaseEntry:
     """Read an entry of a server; a torn one has no address, and this beat."""
     try:
-        return Entry.of_text(text)
+        return LeaseEntry.of_text(text)
     except ValueError:
-        return Entry(term, "", 0, beat)
+        return LeaseEntry(term, "", 0, beat)
 
 
 def _coded(text: str) -> str:

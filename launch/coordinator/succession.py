@@ -31,8 +31,8 @@ from scalai.launch.coordinator.discovery import (
     one_at_a_time,
     start_coordinator,
 )
-from scalai.launch.coordinator.leases import CLAIM_S, RENEW_S, Watch
-from scalai.launch.coordinator.registers import Entry, Register, registers_of
+from scalai.launch.coordinator.leases import CLAIM_S, RENEW_S, LeaseWatch
+from scalai.launch.coordinator.registers import LeaseEntry, Register, registers_of
 from scalai.runtime.calls import Channel
 
 SEARCH_S = 60.0
@@ -57,7 +57,7 @@ class _Seen:
     """The newest look at a register: its entry, and since when that was known to be as it is; the
     problem, where it cannot be read."""
 
-    entry: Entry | None = None
+    entry: LeaseEntry | None = None
     unchanged_s: float = 0.0
     at: float = 0.0
     problem: str = ""
@@ -73,7 +73,7 @@ class _Lookout:
     """
 
     def __init__(self, register: Register, *, is_told: bool) -> None:
-        self._register, self._watch = register, Watch(register)
+        self._register, self._watch = register, LeaseWatch(register)
         self._is_silent: Callable[[], bool] = lambda: False
         self._searches, self._due = False, threading.Event()
         self._last, self.is_known = _Seen(), is_told
@@ -121,7 +121,7 @@ class _Lookout:
             self._due.clear()
 
 
-def _is_renewed(before: Entry | None, entry: Entry | None) -> bool:
+def _is_renewed(before: LeaseEntry | None, entry: LeaseEntry | None) -> bool:
     if before is None or entry is None:
         return False
     return before != entry and (before.term, before.address) == (entry.term, entry.address)
@@ -206,7 +206,7 @@ class Succession:
             raise PeerError(seen.problem or "its lease says of nobody who answers.")
         return _there(place)
 
-    def _claim(self, entry: Entry, place: Place, term: int) -> Place:
+    def _claim(self, entry: LeaseEntry, place: Place, term: int) -> Place:
         """Start the next coordinator here; another host may claim that term first."""
         assert self._lookout is not None
         for host, port in {entry.address, place.address}:  # its register alone may be silent

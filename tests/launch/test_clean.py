@@ -9,7 +9,7 @@ from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.launch.agent.durable import attach_durable, write_finished
 from scalai.launch.commands import clean
 from scalai.launch.coordinator import leases
-from scalai.launch.coordinator.registers import Entry, FolderRegister
+from scalai.launch.coordinator.registers import FolderRegister, LeaseEntry
 from support.store_states import Opener, generation, snapshot, two_ranks
 
 
@@ -164,7 +164,7 @@ def test_what_a_living_run_has_saved_is_left(
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
     durable = tmp_path / "durable"
     job = save(open_store, durable, keep=False)
-    lease = leases.Lease(FolderRegister(durable, "dead"), Entry(1, "127.0.0.1", 1))
+    lease = leases.Lease(FolderRegister(durable, "dead"), LeaseEntry(1, "127.0.0.1", 1))
     arguments = ["--job", "dead", "--durable-dir", str(durable), "--force"]
     with pytest.raises(RefusedError, match="is in use by run"):
         run(job.parent, *arguments)

@@ -18,13 +18,13 @@ from scalai.core.messages import actions
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import discovery, leases, process, registers
-from scalai.launch.coordinator.leases import Lease, Watch, await_ownership
+from scalai.launch.coordinator.leases import Lease, LeaseWatch, await_ownership
 from scalai.launch.coordinator.process import serve
-from scalai.launch.coordinator.registers import Entry as LeaseEntry
 from scalai.launch.coordinator.registers import (
     EtcdRegister,
     FolderRegister,
     KubernetesRegister,
+    LeaseEntry,
     Register,
     open_register,
     registers_of,
@@ -100,7 +100,7 @@ def test_a_lease_that_is_renewed_changes_and_one_that_is_not_does_not(
 ) -> None:
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
     now = [0.0]
-    watch, lease = Watch(register, lambda: now[0]), Lease(register, entry())
+    watch, lease = LeaseWatch(register, lambda: now[0]), Lease(register, entry())
     before, _ = watch.look()
     _until(lambda: register.newest() != before)
     now[0] = 100.0
@@ -147,7 +147,7 @@ def test_time_in_which_a_register_hangs_counts_for_nobody(register: Register) ->
             return register.newest()
 
     assert register.claim(entry())
-    watch = Watch(Slow(), lambda: now[0])  # type: ignore[arg-type]
+    watch = LeaseWatch(Slow(), lambda: now[0])  # type: ignore[arg-type]
     watch.look()
     assert watch.look()[1] == 0.0
 
@@ -176,7 +176,7 @@ def test_a_torn_entry_of_a_dead_holder_has_its_term_and_the_next_one_is_claimed(
     register, now = kept.open(), [0.0]
     assert register.claim(entry(3))
     kept.tear(torn)
-    watch = Watch(register, lambda: now[0])
+    watch = LeaseWatch(register, lambda: now[0])
     found, _ = watch.look()
     assert found is not None and (found.term, found.host) == (3, "")
     now[0] = leases.CLAIM_S + 1.0

@@ -16,7 +16,7 @@ from scalai.launch.coordinator import discovery, leases, succession
 from scalai.launch.coordinator.discovery import Newest, Place, job_directory, next_term
 from scalai.launch.coordinator.leases import Lease
 from scalai.launch.coordinator.process import serve
-from scalai.launch.coordinator.registers import Entry, FolderRegister
+from scalai.launch.coordinator.registers import FolderRegister, LeaseEntry
 from scalai.launch.coordinator.succession import OverError, Succession
 from scalai.runtime.calls import Server
 from support.coordinator_line import wait_until
@@ -111,7 +111,7 @@ def test_who_holds_the_lease_on_another_host_is_followed(tmp_path: Path) -> None
     spec, register = leased(tmp_path)
     server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
     try:
-        register.claim(Entry(7, "127.0.0.1", int(server.address[1])))
+        register.claim(LeaseEntry(7, "127.0.0.1", int(server.address[1])))
         place = Place(("192.0.2.1", 29400), TOKEN, is_here=False)
         found = Succession(spec, "127.0.0.1").find(place, 6, threading.Event())
         assert found.address == server.address
@@ -127,7 +127,7 @@ def test_a_holder_that_answers_is_followed_though_its_register_stands_still(
     spec, register = leased(tmp_path)
     server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
     try:
-        assert register.claim(Entry(7, "127.0.0.1", int(server.address[1])))
+        assert register.claim(LeaseEntry(7, "127.0.0.1", int(server.address[1])))
         place = Place(("192.0.2.1", 29400), TOKEN, is_here=False)
         found = Succession(spec, "127.0.0.1").find(place, 7, threading.Event())
         assert found.address == server.address
@@ -143,7 +143,7 @@ def dead(
     """Return the register of a durable directory, with the entry of a coordinator of another
     machine that has died."""
     register = FolderRegister(folder / "disk", "j")
-    assert register.claim(Entry(term, "192.0.2.1", 29400))
+    assert register.claim(LeaseEntry(term, "192.0.2.1", 29400))
     return register
 
 
@@ -178,7 +178,7 @@ def test_where_its_machine_is_gone_a_host_that_has_seen_its_entry_renewed_takes_
 
 
 def _renewed(register: FolderRegister, term: int) -> bool:
-    register.renew(Entry(term, "192.0.2.1", 29400))
+    register.renew(LeaseEntry(term, "192.0.2.1", 29400))
     return True
 
 
@@ -193,7 +193,7 @@ def test_a_durable_directory_of_ones_own_says_nothing_of_another_hosts_coordinat
     for name, seconds in (("CLAIM_S", 0.2), ("SEARCH_S", 2.0), ("SEEN_S", 0.1), ("RENEW_S", 0.2)):
         monkeypatch.setattr(succession, name, seconds)
     spec, register = durable(tmp_path), dead(tmp_path, 7)
-    register.renew(Entry(7, "192.0.2.1", 29400, is_over=is_over))
+    register.renew(LeaseEntry(7, "192.0.2.1", 29400, is_over=is_over))
     found = Succession(spec, "127.0.0.1")
     with pytest.raises(PeerError, match="nobody takes its place"):
         found.find(Place(("127.0.0.1", 1), TOKEN), 1, threading.Event())
@@ -209,7 +209,7 @@ def test_a_host_that_leaves_leaves_it_to_others_to_have_the_next_coordinator(
     for name, seconds in (("CLAIM_S", 0.2), ("JITTER_S", 0.0), ("LEAVING_S", 600.0)):
         monkeypatch.setattr(succession, name, seconds)
     spec, register = leased(tmp_path)
-    assert register.claim(Entry(7, "192.0.2.1", 29400))
+    assert register.claim(LeaseEntry(7, "192.0.2.1", 29400))
     place = Place(("192.0.2.1", 29400), TOKEN)
     found = list[Place]()
     one = Succession(spec, "127.0.0.1", lambda: True)
@@ -219,7 +219,7 @@ def test_a_host_that_leaves_leaves_it_to_others_to_have_the_next_coordinator(
     search.start()
     server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
     try:
-        assert register.claim(Entry(8, "127.0.0.1", int(server.address[1])))
+        assert register.claim(LeaseEntry(8, "127.0.0.1", int(server.address[1])))
         search.join(60.0)
         assert [each.address for each in found] == [server.address]
     finally:
@@ -235,13 +235,13 @@ def test_a_silent_coordinator_is_watched_also_behind_a_first_one_that_was_gone(
     server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
     looks, newest = list[int](), FolderRegister.newest
 
-    def look(self: FolderRegister) -> Entry | None:
+    def look(self: FolderRegister) -> LeaseEntry | None:
         looks.append(1)
         return newest(self)
 
     monkeypatch.setattr(FolderRegister, "newest", look)
     try:
-        assert register.claim(Entry(7, "127.0.0.1", int(server.address[1])))
+        assert register.claim(LeaseEntry(7, "127.0.0.1", int(server.address[1])))
         found = Succession(spec, "127.0.0.1")
         found.watch_while(lambda: True)
         found.find(Place(("192.0.2.1", 29400), TOKEN), 6, threading.Event())
@@ -285,7 +285,7 @@ def test_where_the_register_hangs_the_coordinator_of_a_machine_is_followed_there
 
 def test_a_lease_of_a_job_that_is_over_is_not_claimed(tmp_path: Path) -> None:
     spec, register = leased(tmp_path)
-    register.claim(Entry(7, "127.0.0.1", 1, is_over=True))
+    register.claim(LeaseEntry(7, "127.0.0.1", 1, is_over=True))
     place = Place(("192.0.2.1", 29400), TOKEN, is_here=False)
     with pytest.raises(OverError, match="the job is over"):
         Succession(spec, "127.0.0.1").find(place, 6, threading.Event())
@@ -297,14 +297,14 @@ def test_terms_grow_over_cards_and_leases(tmp_path: Path) -> None:
     assert next_term(spec, folder, (None, None)) == (1, False)
     write_card(folder, ("127.0.0.1", 1), TOKEN, 4)
     assert next_term(spec, folder, (None, None)) == (5, True)
-    assert next_term(spec, folder, (None, Entry(7, "127.0.0.1", 1))) == (8, True)
-    assert next_term(spec, folder, (Entry(9, "127.0.0.1", 1), None)) == (10, True)
-    over = Entry(9, "127.0.0.1", 1, is_over=True)
+    assert next_term(spec, folder, (None, LeaseEntry(7, "127.0.0.1", 1))) == (8, True)
+    assert next_term(spec, folder, (LeaseEntry(9, "127.0.0.1", 1), None)) == (10, True)
+    over = LeaseEntry(9, "127.0.0.1", 1, is_over=True)
     assert next_term(spec, folder, (over, over)) == (10, False), "it had ended, and begins again"
 
 
 def started_beside_another(
-    spec: JobSpec, register: FolderRegister, winner: Entry, monkeypatch: pytest.MonkeyPatch
+    spec: JobSpec, register: FolderRegister, winner: LeaseEntry, monkeypatch: pytest.MonkeyPatch
 ) -> Place:
     """Start the first coordinator of a job, of which another agent claims the lease meanwhile."""
 
@@ -329,7 +329,7 @@ def test_who_loses_the_first_claim_of_the_lease_joins_the_winner(
     spec, register = both_here(tmp_path)
     server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
     try:
-        winner = Entry(1, "127.0.0.1", int(server.address[1]))
+        winner = LeaseEntry(1, "127.0.0.1", int(server.address[1]))
         place = started_beside_another(spec, register, winner, monkeypatch)
         assert place.address == server.address and not place.is_new
         assert read_holder(job_directory(spec)) is None, "the loser leaves no card"
@@ -342,7 +342,7 @@ def test_where_the_winner_of_the_first_claim_dies_the_loser_starts_the_next(
 ) -> None:
     monkeypatch.setattr(leases, "CLAIM_S", 1.0)
     spec, register = both_here(tmp_path)
-    winner = Entry(1, "127.0.0.1", free_port("127.0.0.1"))
+    winner = LeaseEntry(1, "127.0.0.1", free_port("127.0.0.1"))
     monkeypatch.setattr(register, "claim", once(register.claim))
     place = started_beside_another(spec, register, winner, monkeypatch)
     try:
@@ -355,11 +355,11 @@ def test_where_the_winner_of_the_first_claim_dies_the_loser_starts_the_next(
         place.started.wait(30)
 
 
-def once(claim: Callable[[Entry], bool]) -> Callable[[Entry], bool]:
+def once(claim: Callable[[LeaseEntry], bool]) -> Callable[[LeaseEntry], bool]:
     """Return what claims the first time it is asked to, and says then that all is well."""
-    asked: list[Entry] = []
+    asked: list[LeaseEntry] = []
 
-    def ask(entry: Entry) -> bool:
+    def ask(entry: LeaseEntry) -> bool:
         asked.append(entry)
         return len(asked) > 1 or claim(entry)
 
@@ -377,7 +377,7 @@ def test_a_coordinator_by_hand_does_not_take_the_lease_of_one_that_lives(tmp_pat
     spec, register = leased(tmp_path)
     server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
     try:
-        register.claim(Entry(7, "127.0.0.1", int(server.address[1])))
+        register.claim(LeaseEntry(7, "127.0.0.1", int(server.address[1])))
         with pytest.raises(UsageError, match="holds the lease"):
             serve(spec, job_directory(spec), "127.0.0.1", 0, TOKEN)
         newest = register.newest()
@@ -410,7 +410,7 @@ def test_who_cannot_reach_the_holder_of_a_lease_says_so_within_the_time(
     monkeypatch.setattr(leases, "LOOK_S", 0.05)
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
     spec, register = leased(tmp_path)
-    lease = Lease(register, Entry(1, "127.0.0.1", free_port("127.0.0.1")))
+    lease = Lease(register, LeaseEntry(1, "127.0.0.1", free_port("127.0.0.1")))
     with pytest.raises(PeerError, match="renews its lease"):
         discovery.lease_holder(spec, register, "127.0.0.1:1", "t" * 32)
     lease.end(is_over=False)

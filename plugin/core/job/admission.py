@@ -30,7 +30,7 @@ class Situation:
     is_fresh: bool = False
 
 
-class Verdict(Enum):
+class Admittance(Enum):
     """What becomes of a part that a host brings."""
 
     TAKEN = "taken"  # it counts
@@ -38,20 +38,20 @@ class Verdict(Enum):
     REFUSED = "refused"  # a person has to choose the state to go on from
 
 
-TAKEN = Verdict.TAKEN, ""
-OBSOLETE = Verdict.OBSOLETE, ""
+TAKEN = Admittance.TAKEN, ""
+OBSOLETE = Admittance.OBSOLETE, ""
 _WAYS_OUT = (
     "Which one to go on from is yours to say: run scalai clean on the hosts of the other, stop the "
     "job and start all hosts together."
 )
 
 
-def admit(part: PartFacts, now: Situation) -> tuple[Verdict, str]:
+def admit(part: PartFacts, now: Situation) -> tuple[Admittance, str]:
     """Return what becomes of a part of a generation, and the reason where it is refused. Once the
     job has begun a round, only its own states count."""
     holders = now.survey.of(part.number).hosts
     if not now.round and now.catalogue.is_foreign(part, holders):
-        return Verdict.REFUSED, (
+        return Admittance.REFUSED, (
             f"host {part.host!r} holds generation {part.number} of step {part.step} of "
             f"another run of job {now.job!r} than hosts {sorted(holders)}, whose generation "
             f"{part.number} is of step {now.catalogue.numbered[part.number].step}. Which one to "
@@ -62,7 +62,7 @@ def admit(part: PartFacts, now: Situation) -> tuple[Verdict, str]:
         return TAKEN
     if now.newest is not None and part.step <= now.newest.step:
         return OBSOLETE
-    return Verdict.REFUSED, (
+    return Admittance.REFUSED, (
         f"host {part.host!r} holds generation {part.number} of step {part.step} of another "
         f"run of job {now.job!r}; this run has begun without it"
         f"{f' and is at step {now.newest.step}' if now.newest else ''}. To go on from that state, "
@@ -72,7 +72,7 @@ def admit(part: PartFacts, now: Situation) -> tuple[Verdict, str]:
 
 def admit_sealed(
     part: PartFacts, held: Sequence[PartFacts], now: Situation, is_whole: Callable[[], bool]
-) -> tuple[Verdict, str]:
+) -> tuple[Admittance, str]:
     """Return what becomes of a part that was sealed and never committed, and the reason where it is
     refused. A snapshot follows the newest generation that its host holds.
 
@@ -83,7 +83,7 @@ def admit_sealed(
     if _counts(part, _newest(held), now, is_whole):
         return TAKEN
     known, newest = now.catalogue, now.catalogue.newest(now.survey)
-    is_left = part.moment is not None and part.moment.run == now.run
+    is_left = part.id is not None and part.id.run == now.run
     is_left |= known.number_of(part.snapshot) is not None or part.snapshot in known.refused
     if newest is not None:
         is_left |= newest.step is not None and part.step <= newest.step
@@ -91,7 +91,7 @@ def admit_sealed(
     if now.is_fresh or is_left or not is_whole():
         return OBSOLETE
     other = "this run has begun without it" if newest is None else _described(newest, now)
-    return Verdict.REFUSED, (
+    return Admittance.REFUSED, (
         f"host {part.host!r} has sealed a whole state of step {part.step} in another run of "
         f"job {now.job!r}, which was not committed; {other}. {_WAYS_OUT}"
     )
@@ -106,7 +106,7 @@ def _counts(
         return catalogue.has(number)
     if part.snapshot in catalogue.refused:
         return False
-    known, place = catalogue.newest(now.survey), part.moment
+    known, place = catalogue.newest(now.survey), part.id
     if now.round:
         is_passed = known is not None and known.step is not None and part.step < known.step
         return place is not None and place[:2] == (now.run, now.round) and not is_passed
@@ -114,7 +114,7 @@ def _counts(
     newest = own if is_own else known
     if newest is None:
         return True
-    before = newest.moment
+    before = newest.id
     if place and before and place.run == before.run:
         return place >= before
     holders = now.survey.of(newest.number).hosts
@@ -130,7 +130,7 @@ def rival(held: Sequence[PartFacts], now: Situation) -> str:
         return ""
     if not now.catalogue.is_made(known.number) or now.catalogue.is_known(newest):
         return ""
-    mine, its = newest.moment, known.moment
+    mine, its = newest.id, known.id
     is_same_run = mine is not None and its is not None and mine.run == its.run
     is_further = known.step is None or newest.step >= known.step
     if is_same_run or newest.number <= known.number or is_further:
@@ -146,7 +146,7 @@ def _newest(held: Sequence[PartFacts]) -> PartFacts | None:
 
 
 def _is_earlier(part: PartFacts, newest: Numbered) -> bool:
-    place, before = part.moment, newest.moment
+    place, before = part.id, newest.id
     return bool(place and before and place.run == before.run and place < before)
 
 

@@ -14,7 +14,7 @@ from scalai.core.job.membership import Generation
 from scalai.core.job.recovery import Descent, Origin, State, contains
 
 
-class Moment(NamedTuple):
+class SnapshotId(NamedTuple):
     """Run, round and step of a snapshot. ``run`` is the random name of one run of the job."""
 
     run: str
@@ -22,12 +22,12 @@ class Moment(NamedTuple):
     step: int
 
 
-def moment_of(snapshot: str) -> Moment | None:
+def snapshot_id(snapshot: str) -> SnapshotId | None:
     """Read the name of a snapshot; None: another kind of name."""
     run, *place = snapshot.rsplit("-", 2)
     if len(place) != 2 or not all(number.isdecimal() for number in place):
         return None
-    return Moment(run, int(place[0]), int(place[1]))
+    return SnapshotId(run, int(place[0]), int(place[1]))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,8 +50,8 @@ class PartFacts:
     named: Collection[str] = ()
 
     @property
-    def moment(self) -> Moment | None:
-        return moment_of(self.snapshot)
+    def id(self) -> SnapshotId | None:
+        return snapshot_id(self.snapshot)
 
 
 class Standing(Enum):
@@ -95,12 +95,12 @@ class Numbered:
     unproven: Mapping[str, str] | None = None
 
     @property
-    def moment(self) -> Moment | None:
-        return moment_of(self.snapshot)
+    def id(self) -> SnapshotId | None:
+        return snapshot_id(self.snapshot)
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SealedSnapshot:
     """Parts sealed and not committed: step, hosts that wrote it, and the hosts that the newest part
     named (usually one shared list)."""
 
@@ -118,7 +118,7 @@ class RefusedSnapshot:
     reason: str
 
 
-class Holding(NamedTuple):
+class Contents(NamedTuple):
     """Contents of the present hosts of one generation.
 
     ``hosts`` hold parts; ``is_whole``: together they hold every element; ``writers``: hosts that
@@ -131,16 +131,16 @@ class Holding(NamedTuple):
     attached: frozenset[str] = frozenset()
 
 
-NOTHING = Holding(frozenset(), is_whole=False)
+NOTHING = Contents(frozenset(), is_whole=False)
 
 
 class Survey(NamedTuple):
     """Contents of the present hosts: generations by number, holders of sealed parts by snapshot."""
 
-    generations: Mapping[int, Holding]
+    generations: Mapping[int, Contents]
     snapshots: Mapping[str, frozenset[str]] = {}
 
-    def of(self, number: int) -> Holding:
+    def of(self, number: int) -> Contents:
         return self.generations.get(number, NOTHING)
 
 
@@ -183,7 +183,7 @@ class Catalogue:
     """
 
     numbered: Mapping[int, Numbered] = field(default_factory=dict)
-    sealed: Mapping[str, Snapshot] = field(default_factory=dict)
+    sealed: Mapping[str, SealedSnapshot] = field(default_factory=dict)
     refused: Mapping[str, RefusedSnapshot] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     left: frozenset[str] = frozenset()
@@ -295,7 +295,7 @@ class Catalogue:
             if number > newest
         )
 
-    def _lacking(self, number: int, held: Holding) -> Lacking:
+    def _lacking(self, number: int, held: Contents) -> Lacking:
         missing = {*held.writers} - held.hosts - held.attached - self.left
         it = self.numbered[number]
         present, away = tuple(sorted(held.hosts)), tuple(sorted(missing))
@@ -360,11 +360,11 @@ class Catalogue:
 
     def with_sealed(self, part: PartFacts) -> "Catalogue":
         """A host has sealed its part of a snapshot."""
-        before = self.sealed.get(part.snapshot, Snapshot(part.step, frozenset()))
+        before = self.sealed.get(part.snapshot, SealedSnapshot(part.step, frozenset()))
         hosts = before.hosts
         if part.host not in hosts or part.named is not before.named:
             hosts |= {part.host, *part.named}
-        now = Snapshot(part.step, hosts, part.named)
+        now = SealedSnapshot(part.step, hosts, part.named)
         return replace(self, sealed={**self.sealed, part.snapshot: now})
 
     def without_sealed(self, names: Container[str]) -> "Catalogue":

@@ -23,7 +23,7 @@ WAYS_OUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class Prospect:
     """The generations that are whole, oldest first, and the newer state that is not.
 
     Attributes:
@@ -58,7 +58,7 @@ class Course:
     archived: Collection[int] = ()
 
 
-def outlook(catalogue: Catalogue, survey: Survey, hosts: Iterable[str], course: Course) -> Outlook:
+def outlook(catalogue: Catalogue, survey: Survey, hosts: Iterable[str], course: Course) -> Prospect:
     """Say what a job may go on from.
 
     Args:
@@ -77,7 +77,7 @@ def outlook(catalogue: Catalogue, survey: Survey, hosts: Iterable[str], course: 
     # A successor goes back as the coordinator before it would have.
     has_begun = is_there or (course.is_successor and _is_lost(newer))
     is_held_back = bool(text) and (not has_begun or is_old)
-    return Outlook(whole, text, is_held_back, "" if whole else _loss(newer))
+    return Prospect(whole, text, is_held_back, "" if whole else _loss(newer))
 
 
 def _obstacle(newer: Sequence[Lacking], whole: Sequence[Generation], job: str) -> str:

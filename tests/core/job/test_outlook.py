@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from scalai.core.job.admission import Situation, Verdict, admit, admit_sealed, rival
-from scalai.core.job.catalogue import Catalogue, Holding, PartFacts, Standing, Survey
+from scalai.core.job.admission import Admittance, Situation, admit, admit_sealed, rival
+from scalai.core.job.catalogue import Catalogue, Contents, PartFacts, Standing, Survey
 from scalai.core.job.membership import Generation
-from scalai.core.job.outlook import Course, Outlook, doubtful, outlook
+from scalai.core.job.outlook import Course, Prospect, doubtful, outlook
 from scalai.core.job.recovery import Descent, Origin, newest_whole
 
 ALL = "vw"
 """The pieces of a whole state."""
 SEALED = -1
+TAKEN, OBSOLETE, REFUSED = Admittance
 
 
 @dataclass(frozen=True)
@@ -70,24 +71,24 @@ class Known:
 
     @property
     def survey(self) -> Survey:
-        held, sealed = dict[int, Holding](), dict[str, frozenset[str]]()
+        held, sealed = dict[int, Contents](), dict[str, frozenset[str]]()
         for number in {part.number for part in self.parts}:
             here = [part for part in self.parts if part.number == number]
             hosts = frozenset(part.host for part in here)
             is_whole = {*"".join(part.pieces for part in here)} == {*ALL}
             wrote = tuple(sorted({*"".join(part.wrote for part in here)}))
-            held[number] = Holding(hosts, is_whole, wrote)
+            held[number] = Contents(hosts, is_whole, wrote)
         for part in self.parts:
             if part.number == SEALED:
                 name = part.facts.snapshot
                 sealed[name] = sealed.get(name, frozenset()) | {part.host}
         return Survey(held, sealed)
 
-    def outlook(self, hosts: str, **course: Any) -> Outlook:
+    def outlook(self, hosts: str, **course: Any) -> Prospect:
         return outlook(self.catalogue, self.survey, hosts, Course("j", **course))
 
 
-def numbers(found: Outlook) -> list[int]:
+def numbers(found: Prospect) -> list[int]:
     return [each.number for each in found.generations]
 
 
@@ -202,7 +203,7 @@ def test_replicas_that_differ_are_no_state_and_a_person_decides(older: tuple[Has
     )
     assert "scalai clean" in found.obstacle and found.obstacle.endswith(FRESH_WAY)
     assert ("scalai resume --job j --generation 3" in found.obstacle) is bool(older)
-    assert admit_sealed(SEALED_A.facts, (), situation(known), lambda: True)[0] is Verdict.OBSOLETE
+    assert admit_sealed(SEALED_A.facts, (), situation(known), lambda: True)[0] is OBSOLETE
     known.brings(Has("a", SEALED, 31)).commits(5, Has("a", SEALED, 31))
     assert not known.outlook("ab", **NEW).obstacle, "something as far is committed"
 
@@ -301,21 +302,21 @@ def situation(
 AT_40 = Generation(7, 40, frozenset("a"))
 FOREIGN = Has("b", 6, 30, "other-1")
 
-ADMITTED: dict[str, tuple[Sequence[Has], Has, int, Verdict, str]] = {
+ADMITTED: dict[str, tuple[Sequence[Has], Has, int, Admittance, str]] = {
     # what is known, what a host brings, the job's round -> what becomes of it
-    "nothing is known yet": ((), OLD, 0, Verdict.TAKEN, ""),
-    "the rest of what is known": ((HALF_A,), HALF_B, 0, Verdict.TAKEN, ""),
+    "nothing is known yet": ((), OLD, 0, TAKEN, ""),
+    "the rest of what is known": ((HALF_A,), HALF_B, 0, TAKEN, ""),
     "another state of a number": (
-        (Has("a", 3, 20, "of-a"),), Has("b", 3, 30, "of-b"), 0, Verdict.REFUSED,
+        (Has("a", 3, 20, "of-a"),), Has("b", 3, 30, "of-b"), 0, REFUSED,
         r"host 'b' holds generation 3 of step 30 of another run of job 'j' than hosts \['a'\],"
         r" whose generation"
         r" 3 is of step 20\..*scalai clean",
     ),
-    "the job's own": ((FOREIGN,), FOREIGN, 1, Verdict.TAKEN, ""),
-    "passed by a job that has begun": ((), FOREIGN, 1, Verdict.OBSOLETE, ""),
-    "as far as a job that has begun": ((), Has("b", 6, 40, "other-1"), 1, Verdict.OBSOLETE, ""),
+    "the job's own": ((FOREIGN,), FOREIGN, 1, TAKEN, ""),
+    "passed by a job that has begun": ((), FOREIGN, 1, OBSOLETE, ""),
+    "as far as a job that has begun": ((), Has("b", 6, 40, "other-1"), 1, OBSOLETE, ""),
     "further than a job that has begun": (
-        (), Has("b", 6, 41, "other-1"), 1, Verdict.REFUSED,
+        (), Has("b", 6, 41, "other-1"), 1, REFUSED,
         "has begun without it and is at step 40.*scalai clean",
     ),
 }  # fmt: skip
@@ -331,54 +332,56 @@ def test_a_part_of_a_generation_is_taken_goes_or_is_refused_by_name(case: str) -
 
 def test_a_job_without_any_state_does_not_say_at_which_step_it_is() -> None:
     verdict, why = admit(FOREIGN.facts, situation(Known(), 1))
-    assert verdict is Verdict.REFUSED and "is at step" not in why
+    assert verdict is REFUSED and "is at step" not in why
 
 
 OTHER = Has("c", SEALED, 500, "otherrun-3")
-SEALED_SOMEWHERE: dict[str, tuple[Sequence[Has], Sequence[Has], Has, int, bool, Verdict, str]] = {
+SEALED_SOMEWHERE: dict[
+    str, tuple[Sequence[Has], Sequence[Has], Has, int, bool, Admittance, str]
+] = {
     # what is known, what the host holds, what it has sealed, round, whether that is whole
-    "nothing is known": ((), (), OTHER, 0, True, Verdict.TAKEN, ""),
-    "of this round": ((OLD,), (), Has("c", SEALED, 25, "now-2"), 2, False, Verdict.TAKEN, ""),
+    "nothing is known": ((), (), OTHER, 0, True, TAKEN, ""),
+    "of this round": ((OLD,), (), Has("c", SEALED, 25, "now-2"), 2, False, TAKEN, ""),
     "of this round, and passed": (
-        (OLD,), (), Has("c", SEALED, 15, "now-2"), 2, True, Verdict.OBSOLETE, "",
+        (OLD,), (), Has("c", SEALED, 15, "now-2"), 2, True, OBSOLETE, "",
     ),
     "of an earlier round of this run": (
-        (OLD,), (), Has("c", SEALED, 500, "now-1"), 2, True, Verdict.OBSOLETE, "",
+        (OLD,), (), Has("c", SEALED, 500, "now-1"), 2, True, OBSOLETE, "",
     ),
     "whole, of another run, and the job has begun": (
-        (OLD,), (), OTHER, 2, True, Verdict.REFUSED,
+        (OLD,), (), OTHER, 2, True, REFUSED,
         r"host 'c' has sealed a whole state of step 500 in another run of job 'j', which was"
         r" not committed; hosts"
         r" \['a'\] hold generation 3 of step 20\. Which one.*scalai clean",
     ),
     "whole, of another run, and the job has begun without a state": (
-        (), (), OTHER, 2, True, Verdict.REFUSED, "this run has begun without it",
+        (), (), OTHER, 2, True, REFUSED, "this run has begun without it",
     ),
     "half, of another run, and the job has begun": (
-        (OLD,), (), OTHER, 2, False, Verdict.OBSOLETE, "",
+        (OLD,), (), OTHER, 2, False, OBSOLETE, "",
     ),
     "whole, of another run than the committed one": (
-        (OLD,), (), OTHER, 0, True, Verdict.REFUSED, r"\['a'\] hold generation 3",
+        (OLD,), (), OTHER, 0, True, REFUSED, r"\['a'\] hold generation 3",
     ),
-    "half, of another run than the committed one": ((OLD,), (), OTHER, 0, False, Verdict.TAKEN, ""),
+    "half, of another run than the committed one": ((OLD,), (), OTHER, 0, False, TAKEN, ""),
     "behind what others hold": (
-        (OLD,), (), Has("c", SEALED, 9, "x-1"), 0, True, Verdict.OBSOLETE, "",
+        (OLD,), (), Has("c", SEALED, 9, "x-1"), 0, True, OBSOLETE, "",
     ),
     "of the run of the newest, later": (
-        (OLD,), (), Has("c", SEALED, 30, "r-1"), 0, True, Verdict.TAKEN, "",
+        (OLD,), (), Has("c", SEALED, 30, "r-1"), 0, True, TAKEN, "",
     ),
     "of a round that the run has left": (
-        (Has("a", 5, 25, "r-2"),), (), Has("b", SEALED, 30, "r-1"), 0, True, Verdict.OBSOLETE, "",
+        (Has("a", 5, 25, "r-2"),), (), Has("b", SEALED, 30, "r-1"), 0, True, OBSOLETE, "",
     ),
     "behind what its own host holds": (
-        (), (Has("c", 3, 20),), Has("c", SEALED, 25, "next-1"), 0, True, Verdict.TAKEN, "",
+        (), (Has("c", 3, 20),), Has("c", SEALED, 25, "next-1"), 0, True, TAKEN, "",
     ),
     "with what a holder of the newest has sealed": (
         (OLD, Has("a", SEALED, 25, "next-1", "v")), (), Has("b", SEALED, 25, "next-1", "w"), 0,
-        True, Verdict.TAKEN, "",
+        True, TAKEN, "",
     ),
     "committed meanwhile": (
-        (Has("a", 4, 30),), (), Has("b", SEALED, 30, "r-1"), 3, True, Verdict.TAKEN, "",
+        (Has("a", 4, 30),), (), Has("b", SEALED, 30, "r-1"), 3, True, TAKEN, "",
     ),
 }  # fmt: skip
 
@@ -394,7 +397,7 @@ def test_a_sealed_part_counts_is_given_up_or_is_refused_by_name(case: str) -> No
 
 def test_a_fresh_job_gives_up_whole_states_of_other_runs() -> None:
     now = situation(Known().brings(OLD), 2, is_fresh=True)
-    assert admit_sealed(OTHER.facts, (), now, lambda: True)[0] is Verdict.OBSOLETE
+    assert admit_sealed(OTHER.facts, (), now, lambda: True)[0] is OBSOLETE
 
 
 def test_a_sealed_state_is_not_left_for_a_committed_one_of_another_run_that_is_less_far() -> None:
@@ -420,7 +423,7 @@ def test_what_a_person_gave_up_is_dropped_at_the_next_start_and_never_comes_back
     assert known.catalogue.added(HALF_B.facts, ()) is None
     assert known.catalogue.offered(HALF_B.facts, ()) is None
     sealed = Has("b", SEALED, 30)
-    assert admit_sealed(sealed.facts, (), situation(known), lambda: True)[0] is Verdict.OBSOLETE
+    assert admit_sealed(sealed.facts, (), situation(known), lambda: True)[0] is OBSOLETE
     back, dropped = known.catalogue.gone_back_to(3)
     assert dropped == (4, 8) and back.gone_back_to(3)[1] == ()
 
