@@ -142,7 +142,7 @@ class Admission:
         live, over = self._live, self._live.state.taking_over
         newest = over.newest if over is not None else None
         if live.state.round == 0 and underway.round >= (newest or 0):
-            live.run, live.is_fresh, live.is_successor = underway.run, False, True
+            live.take_over(underway.run)
 
     def _recalled(self, join: Join) -> Remembered | None:
         """Return what a host has kept of the job under a coordinator that is gone."""

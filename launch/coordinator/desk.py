@@ -80,7 +80,15 @@ class Desk:
         """Of one manifest at a time: more at once are not read faster, and keep calls waiting that
         bring none."""
         self._live = LiveJob(
-            spec, interface, stores, say, self._lock, term, is_successor=is_successor
+            spec,
+            interface,
+            stores,
+            say,
+            self._lock,
+            term,
+            is_successor=is_successor,
+            may_retire=self.may_retire,
+            is_alone=self.is_alone,
         )
         self._admission = Admission(spec, self._live)
         self._agent_events = AgentEvents(self._live)
@@ -88,6 +96,14 @@ class Desk:
         self._losses = Losses(self._live, patience, probe)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the coordinator knows of the round under way."""
+
+    def may_retire(self) -> bool:
+        """Whether no other run can read the durable directory."""
+        return True
+
+    def is_alone(self) -> bool:
+        """Whether no other machine can have the job's next coordinator."""
+        return True
 
     def tick_s(self) -> float:
         """Return how long after a tick the next one is due."""

@@ -1,54 +1,65 @@
-"""How hosts are let go: those that drain, and all of them where the job ends."""
+"""The last words to hosts: to those that drain, and to all of them where the job ends."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from scalai.core.messages import actions, commands
+from scalai.core.job.membership import Generation
 from scalai.core.messages.actions import RESUMABLE
+from scalai.core.messages.commands import Ending, Exit
+from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.registers import LEASES
 
-if TYPE_CHECKING:
-    from scalai.launch.coordinator.live_job import LiveJob
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """The end of a job: the command that every agent is told, and the step at which its script
+    came to its end; None: it did not."""
+
+    farewell: Exit
+    finished_step: int | None = None
 
 
-def end_job(live: "LiveJob", action: actions.Exit) -> None:
-    """Say why the job ends, and let these hosts go."""
-    code, reason = action.code, action.reason
-    live.exit_code = code
-    live.log(f"event=exit code={code} reason={reason!r}")
+def job_end(
+    code: int, reason: str, *, round: int, finished_step: int | None, newest: Generation | None
+) -> JobEnd:
+    """Return the end of a job.
+
+    Args:
+        round: Its last round; 0: it has not begun.
+        finished_step: Step at which its script came to its end.
+        newest: Its newest generation.
+    """
     ending = None
-    if code == 0 and live.state.finished:
-        newest = live.state.newest_generation
-        live.finished_step = max(live.state.newest, live.members.newest())
-        ending = commands.Ending(live.finished_step, newest.number if newest else None)
-    live.say_farewell(action.hosts, commands.Exit(code, reason, _keeps_state(live, code), ending))
+    if finished_step is not None:
+        ending = Ending(finished_step, newest.number if newest else None)
+    return JobEnd(Exit(code, reason, keeps_state(code, round), ending), finished_step)
 
 
-def let_go(live: "LiveJob", leaving: Collection[str]) -> None:
-    """Let hosts go that drain; the job goes on without them."""
-    behind = _left_behind(live, frozenset(leaving))
-    for host in leaving:
-        is_its = live.members[host].address[0] == live.interface
-        reason = f"drained: the job goes on without this host{behind if is_its else ''}"
-        live.command([host], commands.Exit(live.drained_code, reason, _keeps_state(live, 0)))
-        live.members.release(host)
-        live.generations.forget(host, is_released=True)
-
-
-def _keeps_state(live: "LiveJob", code: int) -> bool:
+def keeps_state(code: int, round: int) -> bool:
     """Whether an agent that exits leaves its store as it is: a job that has not begun has made
-    nothing of what is there, and one that failed may be resumed."""
-    return live.state.round == 0 or code not in (0, RESUMABLE)
+    nothing of it, and one that failed may be resumed."""
+    return round == 0 or code not in (0, RESUMABLE)
 
 
-def _left_behind(live: "LiveJob", leaving: frozenset[str]) -> str:
-    """Say what becomes of the coordinator where its machine is that of hosts that leave, and no
-    other can have the next one; empty where that is not so."""
-    own = live.interface
-    staying = [name for name in live.members.hosts() if name not in leaving]
-    if not staying or any(live.members[name].address[0] == own for name in staying):
-        return ""
-    if not live.is_alone():
+def drained(members: Members, host: str, leaving: Collection[str], own: str, *, stays: bool) -> str:
+    """Return the reason for which a host exits that drains.
+
+    Args:
+        leaving: All hosts that drain now.
+        own: Address of the coordinator's machine.
+        stays: No other machine can have the next coordinator.
+    """
+    behind = ""
+    if stays and members[host].address[0] == own:
+        behind = _left_behind(members, leaving, own)
+    return f"drained: the job goes on without this host{behind}"
+
+
+def _left_behind(members: Members, leaving: Collection[str], own: str) -> str:
+    """Say what becomes of a coordinator whose own machine drains; "": a host stays there, or none
+    at all."""
+    staying = [name for name in members.hosts() if name not in leaving]
+    if not staying or any(members[name].address[0] == own for name in staying):
         return ""
     return (
         f". Its coordinator stays on this machine ({own}), and no other can have the next one: "

@@ -1,71 +1,105 @@
-"""Whether what hosts have sealed is a state: at a stop, on the way, and after a failure."""
+"""Whether the sealed parts of hosts are a state: at a stop, on the way, and after a failure."""
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
 
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.job.recovery import Origin
 from scalai.core.job.spacing import Measured
 from scalai.core.job.transitions import step_of
 from scalai.core.messages import commands, events
+from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.members import Members
 from scalai.store.generation import check_whole
 
-if TYPE_CHECKING:
-    from scalai.launch.coordinator.live_job import LiveJob
 
+class Judge:
+    """Unites parts of snapshots and numbers them; the answers go to the law.
 
-def judge_stop(live: "LiveJob", hosts: Iterable[str]) -> None:
-    """Unite what these hosts wrote at the stop, and tell the law."""
-    step = live.state.stop
-    try:
-        number, parts = _commit(live, _name(live, step), hosts, Origin.STOP)
-    except (LayoutError, ProofError) as error:
-        # The newest committed generation is as good as before.
-        is_refused = isinstance(error, ProofError)
-        what = "refused" if is_refused else "incomplete"
-        live.log(f"event=snapshot_{what} step={step} {error}")
-        reason = f"what was written is refused: {error}" if is_refused else events.NOT_COVERED
-        live.feed(events.Judged(False, reason=reason))
-        return
-    live.feed(events.Judged(True, step, number, parts))
+    Args:
+        generations: The parts.
+        members: The hosts.
+        commit: Numbers a snapshot that is whole. Raises ``ProofError`` where replicas differ.
+        log: Takes log lines.
+    """
 
+    def __init__(
+        self,
+        generations: Generations,
+        members: Members,
+        commit: Callable[[str, Origin], int],
+        log: Callable[[str], None],
+    ) -> None:
+        self._generations, self._members = generations, members
+        self._number, self._log = commit, log
 
-def judge_rescue(live: "LiveJob", step: int) -> None:
-    """Unite what workers wrote that outlived a failure and stood at this step, and tell the law."""
-    try:
-        name, hosts = _name(live, step), live.members.hosts()
-        number, parts = _commit(live, name, hosts, Origin.SURVIVORS)
-    except (LayoutError, ProofError) as error:
-        live.generations.note_failed(step, str(error))
-        live.log(f"event=not_rescued step={step} {error}")
-        live.feed(events.RescueJudged(step, None))
-        return
-    live.log(f"event=rescued committed={number} step={step}")
-    live.feed(events.RescueJudged(step, number, parts))
+    def stop(self, snapshot: str, hosts: Iterable[str]) -> events.Judged:
+        """Unite what these hosts wrote at a stop."""
+        step = step_of(snapshot)
+        try:
+            number, parts = self._commit(snapshot, hosts, Origin.STOP)
+        except (LayoutError, ProofError) as error:
+            # The newest committed generation is as good as before.
+            is_refused = isinstance(error, ProofError)
+            what = "refused" if is_refused else "incomplete"
+            self._log(f"event=snapshot_{what} step={step} {error}")
+            reason = f"what was written is refused: {error}" if is_refused else events.NOT_COVERED
+            return events.Judged(False, reason=reason)
+        return events.Judged(True, step, number, parts)
 
+    def rescue(self, snapshot: str) -> events.RescueJudged:
+        """Unite what workers wrote that outlived a failure and stood at one step."""
+        step = step_of(snapshot)
+        try:
+            number, parts = self._commit(snapshot, self._members.hosts(), Origin.SURVIVORS)
+        except (LayoutError, ProofError) as error:
+            self._generations.note_failed(step, str(error))
+            self._log(f"event=not_rescued step={step} {error}")
+            return events.RescueJudged(step, None)
+        self._log(f"event=rescued committed={number} step={step}")
+        return events.RescueJudged(step, number, parts)
 
-def judge_snapshot(live: "LiveJob", reason: str, snapshot: str) -> None:
-    """Unite the parts of a snapshot that was made on the way, and tell the law if it is a state."""
-    held = live.generations.sealed_parts(snapshot, live.members.hosts())
-    step, seconds = step_of(snapshot), live.answers.on_the_way.pop(snapshot, {})
-    try:
-        number, parts = _commit(live, snapshot, held, Origin.SNAPSHOT)
-    except (LayoutError, ProofError) as error:
-        live.log(f"event={reason} step={step} refused: {error}")
-        if reason == "snapshot":
-            live.generations.forget_sealed(snapshot)
-            live.command(sorted(held), commands.DropSnapshot(snapshot))
-        return
-    live.log(f"event={reason} committed={number} step={step}{_cost(seconds)}")
-    if reason == "start":
-        live.note_start(step)
-    measured = _measured(seconds) if reason == "snapshot" else None
-    live.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number, measured))
+    def snapshot(
+        self, reason: str, snapshot: str, seconds: Mapping[str, float]
+    ) -> events.SnapshotJudged | None:
+        """Unite the parts of a snapshot that was made without a stop; None: they are no state.
+
+        Args:
+            reason: "start" or "snapshot".
+            seconds: Its cost on the host that needed most, by part.
+        """
+        held = self._generations.sealed_parts(snapshot, self._members.hosts())
+        step = step_of(snapshot)
+        try:
+            number, parts = self._commit(snapshot, held, Origin.SNAPSHOT)
+        except (LayoutError, ProofError) as error:
+            self._log(f"event={reason} step={step} refused: {error}")
+            if reason == "snapshot":
+                self._generations.forget_sealed(snapshot)
+                self._members.command(sorted(held), commands.DropSnapshot(snapshot))
+            return None
+        self._log(f"event={reason} committed={number} step={step}{_cost(seconds)}")
+        measured = _measured(seconds) if reason == "snapshot" else None
+        return events.SnapshotJudged(tuple(sorted(parts)), step, number, measured)
+
+    def _commit(
+        self, name: str, hosts: Iterable[str], origin: Origin
+    ) -> tuple[int, frozenset[str]]:
+        """Number the parts of a snapshot that these hosts have. Returns the number and the hosts.
+
+        Raises:
+            LayoutError: They are no whole state.
+            ProofError: Replicas differ.
+        """
+        parts = self._generations.sealed_parts(name, hosts)
+        if not parts:
+            raise LayoutError("no host has a snapshot.")
+        check_whole(parts.values())
+        return self._number(name, origin), frozenset(parts)
 
 
 def _measured(seconds: Mapping[str, float]) -> Measured:
-    """Return what a snapshot on the way has cost. What the steps beside it took longer is known of
-    the one before it; of the first one it is known how long the training stood still."""
+    """Return the cost of a snapshot on the way. The delay of the steps beside it is known of the
+    one before it; of the first one, the time for which the training stood still."""
     write_s = seconds.get("snapshot", 0.0) + seconds.get("snapshot_proof", 0.0)
     return Measured(seconds.get("cost", seconds.get("stall")), seconds.get("step"), write_s)
 
@@ -77,25 +111,3 @@ def _cost(seconds: Mapping[str, float]) -> str:
         for what, key in (("stall", "stall"), ("copy", "snapshot"), ("proof", "snapshot_proof"))
         if key in seconds
     )
-
-
-def _name(live: "LiveJob", step: int) -> str:
-    """Return the name of the snapshot of a step of the present round."""
-    return f"{live.run}-{live.state.round}-{step}"
-
-
-def _commit(
-    live: "LiveJob", name: str, hosts: Iterable[str], origin: Origin
-) -> tuple[int, frozenset[str]]:
-    """Number the parts of a snapshot that these hosts have, if they are a whole state. Return the
-    number and the hosts.
-
-    Raises:
-        LayoutError: They are none.
-        ProofError: Replicas differ.
-    """
-    parts = live.generations.sealed_parts(name, hosts)
-    if not parts:
-        raise LayoutError("no host has a snapshot.")
-    check_whole(parts.values())
-    return live.commit(name, origin), frozenset(parts)

@@ -24,10 +24,10 @@ from scalai.core.messages.shared import Shared
 from scalai.core.planner.preference import Preference
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calibrating import Calibrating
-from scalai.launch.coordinator.farewells import end_job, let_go
+from scalai.launch.coordinator.farewells import JobEnd, drained, job_end, keeps_state
 from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.generations import Generations
-from scalai.launch.coordinator.judging import judge_rescue, judge_snapshot, judge_stop
+from scalai.launch.coordinator.judging import Judge
 from scalai.launch.coordinator.look_ahead import LookAhead
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.memory import Memory
@@ -53,6 +53,8 @@ class LiveJob:
         lock: Held by whoever calls.
         term: Counts the coordinators of the job.
         is_successor: This one takes the place of another, which is gone.
+        may_retire: Tells whether no other run can read the durable directory.
+        is_alone: Tells whether no other machine can have the job's next coordinator.
     """
 
     def __init__(
@@ -65,18 +67,18 @@ class LiveJob:
         term: int = 1,
         *,
         is_successor: bool = False,
+        may_retire: Callable[[], bool] = lambda: True,
+        is_alone: Callable[[], bool] = lambda: True,
     ) -> None:
         self._say = say
         self._job = spec.job
-        self.is_successor = is_successor
-        self.is_fresh = spec.is_fresh and not is_successor
-        """The job begins anew: what hosts hold from before is set aside."""
+        self._may_retire, self._is_alone = may_retire, is_alone
+        self._is_successor = is_successor
+        self._is_fresh = spec.is_fresh and not is_successor
+        self._run = secrets.token_hex(4)  # so that snapshots of two runs have different names
         self.are_replicas_asked = spec.are_replicas_asked
-        self.drained_code = spec.options.drained_exit_code
+        self._drained_code = spec.options.drained_exit_code
         """Exit code of a host that drains while others go on."""
-        self.finished_step: int | None = None
-        """The step at which the job came to its end."""
-        self.run = secrets.token_hex(4)  # so that snapshots of two runs have different names
         self._last_number = 0
         self._gap = SUCCESSORS_GAP if is_successor else 0
         self.sizing = Sizing(spec, say)
@@ -89,20 +91,14 @@ class LiveJob:
         """What hosts have told about the present round."""
         self.last_failure: Mapping[str, Json] | None = None
         """Host, rank, kind and reason of the first that failed in the newest round that did."""
-        self.exit_code = 0
-        self.farewell: commands.Exit | None = None
-        """What every agent is told once the job has ended: the command to exit."""
+        self._end: JobEnd | None = None
         self.has_crashed = False
         """Whether the coordinator itself has failed, which has ended the job."""
-        self.may_retire: Callable[[], bool] = lambda: True
-        """Whether no other run can read the durable directory."""
-        self.lost_at: float | None = None
-        """When a host was lost last."""
+        self._lost_at: float | None = None
         self.lost_all = False
         """Whether no host is left of the last round: those that come may not bring its state."""
-        self.is_alone: Callable[[], bool] = lambda: True
-        """Whether no other machine can have the job's next coordinator."""
-        self.interface = interface
+        self._interface = interface
+        self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
         took_over_at = time.monotonic() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
@@ -111,6 +107,41 @@ class LiveJob:
     @property
     def has_ended(self) -> bool:
         return self.state.phase is m.Phase.ENDED
+
+    @property
+    def run(self) -> str:
+        """Random name of the job's present run."""
+        return self._run
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the job begins anew: states that hosts hold from before are set aside."""
+        return self._is_fresh
+
+    @property
+    def is_successor(self) -> bool:
+        """Whether this run was begun by a coordinator that is gone."""
+        return self._is_successor
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the job; 0 while it goes on."""
+        return 0 if self._end is None else self._end.farewell.code
+
+    @property
+    def farewell(self) -> commands.Exit | None:
+        """The command that ends every agent, once the job has ended."""
+        return None if self._end is None else self._end.farewell
+
+    @property
+    def finished_step(self) -> int | None:
+        """Step at which the script came to its end; None: it did not."""
+        return None if self._end is None else self._end.finished_step
+
+    @property
+    def lost_at(self) -> float | None:
+        """Time at which a host was lost last, in seconds of the monotonic clock."""
+        return self._lost_at
 
     def active(self) -> frozenset[str]:
         """Return the hosts that are present and have workers in the current round."""
@@ -146,9 +177,17 @@ class LiveJob:
                 f"step {step}"
             )
 
+    def note_loss(self) -> None:
+        """A host is gone, or does not come to the round that is taken over."""
+        self._lost_at = time.monotonic()
+
+    def take_over(self, run: str) -> None:
+        """A host is in a round of this run, begun by a coordinator that is gone: it goes on."""
+        self._run, self._is_fresh, self._is_successor = run, False, True
+
     def forget(self, host: str) -> None:
         """An agent is gone without a word, and what it held."""
-        self.lost_at = time.monotonic()
+        self.note_loss()
         self.members.remove(host)
         self.lost_all |= not self.members.hosts()
         self.generations.forget(host)
@@ -326,15 +365,14 @@ class LiveJob:
 
     def end(self, code: int, reason: str) -> None:
         """End the job for a reason outside of its rules. The state stays in the stores."""
-        self.log(f"event=exit code={code} reason={reason!r}")
-        self.exit_code = code
         self.state = replace(self.state, phase=m.Phase.ENDED, awaited=frozenset())
-        self.say_farewell(self.members.hosts(), commands.Exit(code, reason))
+        self._say_farewell(self.members.hosts(), JobEnd(commands.Exit(code, reason)))
 
-    def say_farewell(self, hosts: Iterable[str], farewell: commands.Exit) -> None:
-        """Let hosts go; who is cut off learns it later."""
-        self.farewell = farewell
-        self.command(hosts, farewell)
+    def _say_farewell(self, hosts: Iterable[str], end: JobEnd) -> None:
+        """Let hosts go; one that is cut off learns it later."""
+        self.log(f"event=exit code={end.farewell.code} reason={end.farewell.reason!r}")
+        self._end = end
+        self.command(hosts, end.farewell)
 
     def _entered(self, was: m.Phase, now: m.Phase) -> None:
         emergency = self.state.emergency
@@ -371,13 +409,13 @@ class LiveJob:
                 self._starter.give_up()
                 self.command(self.members.hosts(), commands.GiveUp(round))
             case actions.Judge(hosts):
-                judge_stop(self, hosts)
+                self.feed(self._judge.stop(self._snapshot_of(self.state.stop), hosts))
             case actions.JudgeSnapshot(reason, snapshot):
-                judge_snapshot(self, reason, snapshot)
+                self._judge_snapshot(reason, snapshot)
             case actions.Commit(hosts, generation):
                 self.command_commit(hosts, generation)
             case actions.JudgeRescue(step):
-                judge_rescue(self, step)
+                self.feed(self._judge.rescue(self._snapshot_of(step)))
             case actions.Lose(hosts, reason):
                 for host in hosts:
                     self._give_up(host, reason)
@@ -408,8 +446,8 @@ class LiveJob:
             case actions.Release():
                 self._release(action)
             case actions.Exit():
-                end_job(self, action)
-            case actions.Retire() if not self.may_retire():
+                self._end_job(action)
+            case actions.Retire() if not self._may_retire():
                 self.log(
                     "event=not_retired the durable directory does not answer: whether another run "
                     "reads there is unknown. Older generations go with the next one"
@@ -420,6 +458,40 @@ class LiveJob:
                 self.log(text if text.startswith("event=") else f"event=note {text}")
             case _:
                 self.command(*command_of(action, self.state.round, self.generations))
+
+    def _snapshot_of(self, step: int) -> str:
+        """Return the name of the snapshot of a step of the present round."""
+        return f"{self._run}-{self.state.round}-{step}"
+
+    def _judge_snapshot(self, reason: str, snapshot: str) -> None:
+        judged = self._judge.snapshot(reason, snapshot, self.answers.on_the_way.pop(snapshot, {}))
+        if judged is None:
+            return
+        if reason == "start":
+            self.note_start(judged.step)
+        self.feed(judged)
+
+    def _end_job(self, action: actions.Exit) -> None:
+        step = max(self.state.newest, self.members.newest())
+        has_finished = action.code == 0 and bool(self.state.finished)
+        end = job_end(
+            action.code, action.reason, round=self.state.round,
+            finished_step=step if has_finished else None, newest=self.state.newest_generation,
+        )  # fmt: skip
+        self._say_farewell(action.hosts, end)
+
+    def _let_go(self, leaving: Iterable[str]) -> None:
+        """Let hosts go that drain; the job goes on without them."""
+        hosts, is_alone = frozenset(leaving), self._is_alone()
+        reasons = {
+            host: drained(self.members, host, hosts, self._interface, stays=is_alone)
+            for host in leaving
+        }
+        for host, reason in reasons.items():
+            keeps = keeps_state(0, self.state.round)
+            self.command([host], commands.Exit(self._drained_code, reason, keeps))
+            self.members.release(host)
+            self.generations.forget(host, is_released=True)
 
     def _give_up(self, host: str, reason: str) -> None:
         """Lose a host that does not answer, where the others can go on."""
@@ -492,7 +564,7 @@ class LiveJob:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))
         if action.leaving:
-            let_go(self, action.leaving)
+            self._let_go(action.leaving)
             self.recount()
 
 

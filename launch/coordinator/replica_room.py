@@ -5,17 +5,13 @@ A round that only others came before is weighed once it trains: a change is not 
 job that runs is not ended for want of replicas.
 """
 
-from typing import TYPE_CHECKING
-
 from scalai.core.errors import LayoutError
 from scalai.core.job.membership import TRAINING
 from scalai.core.job.replicating import keepers
 from scalai.core.messages import events
 from scalai.core.tensors.replica_memory import Memory, memory_of, shortage
 from scalai.core.tensors.replicas import ring_of
-
-if TYPE_CHECKING:
-    from scalai.launch.coordinator.live_job import LiveJob
+from scalai.launch.coordinator.live_job import LiveJob
 
 MOST_ROWS = 200_000
 """Pieces of all hosts that are weighed: more would hold the coordinator up for seconds."""
@@ -23,7 +19,7 @@ NAMED = 64
 """Hosts of which a line is said, those with the least room to spare first."""
 
 
-def refuse_early(live: "LiveJob") -> events.WorkersFailed | None:
+def refuse_early(live: LiveJob) -> events.WorkersFailed | None:
     """Weigh the first round of a job once all of its hosts have published, before any step.
 
     Returns:
@@ -43,17 +39,17 @@ def refuse_early(live: "LiveJob") -> events.WorkersFailed | None:
     return None
 
 
-def weigh_late(live: "LiveJob") -> None:
+def weigh_late(live: LiveJob) -> None:
     """Weigh a later round, once its workers train."""
     if live.state.phase in TRAINING and (reason := shortage(_weigh(live))):
         _say_short(live, reason)
 
 
-def _say_short(live: "LiveJob", reason: str) -> None:
+def _say_short(live: LiveJob, reason: str) -> None:
     live.log(f"event=no_replica_room {reason} The training goes on, with those that fit.")
 
 
-def _weigh(live: "LiveJob") -> tuple[Memory, ...]:
+def _weigh(live: LiveJob) -> tuple[Memory, ...]:
     """Say what generations take on each host, once a round; nothing where that is not known."""
     answers, hosts = live.answers, live.active()
     told = {host: answers.holding[host] for host in hosts & answers.holding.keys()}

@@ -71,6 +71,8 @@ class Coordinator(Desk):
         """Signals that this process was sent."""
         self.ended_by = ""
         """Why the job has ended."""
+        self._left_with: int | None = None
+        """Exit code where nobody was there for long; None: that of the job."""
         self._told = ""
         """The signal by which it was told to end: it does once it has no agents."""
         self.owns: Lease | None = None
@@ -79,8 +81,6 @@ class Coordinator(Desk):
         """Since when the lease's register does not answer."""
         self._to_come = frozenset[str]()
         """Hosts of the round that this coordinator takes over."""
-        self._live.may_retire = lambda: self.owns is None or self.owns.is_fresh()
-        self._live.is_alone = lambda: self.lease is None
         try:
             self._server = Server(
                 address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S
@@ -88,6 +88,12 @@ class Coordinator(Desk):
         except PeerError:
             self._stores.end()
             raise
+
+    def may_retire(self) -> bool:
+        return self.owns is None or self.owns.is_fresh()
+
+    def is_alone(self) -> bool:
+        return self.lease is None
 
     @property
     def term(self) -> int:
@@ -141,7 +147,7 @@ class Coordinator(Desk):
             self.lease.end(is_over=live.has_ended)
         if self.owns is not None and self.owns is not self.lease:
             self.owns.end(is_over=True)
-        return live.exit_code
+        return live.exit_code if self._left_with is None else self._left_with
 
     def _hear(self) -> None:
         """Take note of a signal. Agents keep the coordinator: theirs are drains, and end the job,
@@ -157,7 +163,7 @@ class Coordinator(Desk):
             )
 
     def _leave(self, code: int, reason: str) -> None:
-        self._live.exit_code = code
+        self._left_with = code
         stays = "what the stores hold stays there: start the same job again"
         self.ended_by = f"{reason}; {stays}"
         self._live.log(f"event=exit code={code} reason={self.ended_by!r}")
@@ -193,7 +199,7 @@ class Coordinator(Desk):
             self._to_come = next((each.members for each in found), self._to_come)
             return
         if self._to_come - set(live.members.hosts()):
-            live.lost_at = time.monotonic()
+            live.note_loss()
         self._to_come = frozenset()
 
     def _stand_down(self, why: str) -> int:

@@ -31,10 +31,12 @@ class Run(Protocol):
     """What a starter needs of the job: the name of its present run, the agents and the commands
     that wait for them, what workers may begin from, and its law."""
 
-    run: str
     members: Members
     generations: Generations
     state: m.Job
+
+    @property
+    def run(self) -> str: ...
 
     def feed(self, event: events.Event) -> None: ...
 
