@@ -87,8 +87,8 @@ class Desk:
             self._lock,
             term,
             is_successor=is_successor,
-            may_retire=self.may_retire,
-            is_alone=self.is_alone,
+            may_retire=lambda: self.may_retire(),
+            is_alone=lambda: self.is_alone(),
         )
         self._admission = Admission(spec, self._live)
         self._agent_events = AgentEvents(self._live)

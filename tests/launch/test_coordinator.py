@@ -57,15 +57,6 @@ def test_the_job_begins_from_the_newest_state_that_the_hosts_hold(
     assert agent.wait_for("start")["generation"] == 4
 
 
-def test_a_part_that_is_whole_with_a_later_host_is_waited_for(line: Line, tmp_path: Path) -> None:
-    whole = part(tmp_path, "a", 3, 20, "r-1-20")
-    first = line.join("a", parts=(half(whole, "a", 0),))
-    wait_until(lambda: any("waiting" in text for text in line.log), "it waits")
-    second = line.join("b", parts=(half(whole, "b", 1),))
-    assert first.wait_for("start")["generation"] == 3
-    assert set(second.wait_for("start")["sources"]) == {"a", "b"}
-
-
 def test_parts_that_were_sealed_when_everything_died_are_a_state_again(tmp_path: Path) -> None:
     line = Line(tmp_path, "--nnodes", "1:2", "--settle-s", "600")
     old = part(tmp_path, "a", 3, 20, "r-1-20")
@@ -97,22 +88,6 @@ def test_sealed_parts_that_make_nothing_whole_are_given_up(line: Line, tmp_path:
     assert agent.wait_for("start")["generation"] == 3
     kinds = [command["command"] for command in agent.commands]
     assert kinds.index("discard") < kinds.index("start") and "commit" not in kinds
-
-
-def test_a_state_that_the_job_has_passed_is_dropped_and_a_further_one_refused(
-    line: Line, tmp_path: Path
-) -> None:
-    line.join("a", parts=(part(tmp_path, "a", 3, 20, "r-1-20"),)).wait_for("start")
-    late = line.join("b", parts=(part(tmp_path, "b", 2, 15, "other-1-15"),))
-    assert late.wait_for("drop")["generation"] == 2
-    with pytest.raises(PeerError, match=r"step 99 of another run.*start all hosts together"):
-        line.join("c", parts=(part(tmp_path, "c", 7, 99, "other-1-99"),))
-
-
-def test_a_host_of_another_run_with_the_same_numbers_is_refused(line: Line, tmp_path: Path) -> None:
-    line.join("a", parts=(part(tmp_path, "a", 3, 20, "r-1-20"),))
-    with pytest.raises(PeerError, match="generation 3 of step 50 of another run"):
-        line.join("b", parts=(part(tmp_path, "b", 3, 50, "other-1-50"),))
 
 
 def test_a_coordinator_that_nobody_needs_ends(tmp_path: Path) -> None:
