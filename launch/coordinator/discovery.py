@@ -49,14 +49,14 @@ from scalai.store.secure import open_below
 JOIN_TIMEOUT_S = 60.0
 COORDINATOR = ("-m", "scalai.launch.coordinator.process")
 OF_AN_AGENT = {"SCALAI_AGENT", "SCALAI_AGENT_PID", "SCALAI_PRELOAD"}
-"""Variables that an agent has for what it starts itself: a coordinator is not one of its own."""
+"""Variables of an agent for its own children; a coordinator is none."""
 LOCK = "coordinator.lock"
 LOCK_TIMEOUT_S = 2 * JOIN_TIMEOUT_S
-"""Who holds the lock waits at most so long for the coordinator that it starts, and then some."""
+"""Longer than the holder of the lock waits for the coordinator that it starts."""
 LOCK_QUIET_S = 5.0
 LOOK_S = 0.5
 WAITING_S = 2.0
-"""After how long it is said that a coordinator is waited for."""
+"""Wait for a coordinator after which the log says so."""
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +73,11 @@ def job_directory(spec: JobSpec) -> Path:
 
 
 def clear_away(folder: Path, address: tuple[str, int], *, is_last: bool) -> None:
-    """A coordinator has ended: remove its card, and no other's; where the job's name is used by
-    nobody again (``is_last``), also the folder, unless it holds a store.
+    """Remove the card of a coordinator that has ended, and no other's; the folder too, unless it
+    holds a store, where nobody uses the job's name again (``is_last``).
 
-    Nothing is removed while an agent is looking for a coordinator there: it sees that nobody
-    answers, or has started another one.
+    Nothing is removed while an agent looks for a coordinator there: it sees that nobody answers, or
+    has started another one.
     """
     try:
         with suppress(PeerError, FileNotFoundError), one_at_a_time(folder, is_patient=False):
@@ -92,8 +92,8 @@ def clear_away(folder: Path, address: tuple[str, int], *, is_last: bool) -> None
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a job's coordinator is, and the job's token; ``started``: the coordinator's process
-    where this agent has just started it; ``is_here``: whether it could."""
+    """Address of a job's coordinator, and the job's token; ``started``: the process, where this
+    agent has just started it; ``is_here``: the coordinator is on this machine."""
 
     address: tuple[str, int]
     token: bytes = field(repr=False)
@@ -107,18 +107,18 @@ class Place:
 
 
 def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
-    """Return where the job's coordinator is; start one beside this agent where there is none.
+    """Return the place of the job's coordinator; start one beside this agent where there is none.
 
-    Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT`` it
-    is started on that host by the first agent there, unless one answers there already, or a
-    register says that another host has it; other hosts wait for it.
+    Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT``
+    the first agent on that host starts it, unless one answers there already, or a register names
+    another host; other hosts wait for it.
 
     Args:
-        token: The job's secret, where a person gave one.
+        token: The job's secret, if a person gave one.
 
     Raises:
-        UsageError: Several hosts, and no token; or a standalone job whose name
-            is that of a job that runs here.
+        UsageError: Several hosts, and no token; or a standalone job with the name of a job that
+            runs here.
         RefusedError: Another run of the job lives, and has the durable directory.
         StoreError: The job's folder is not this user's alone.
         PeerError: Nobody answers there within the time.
@@ -137,7 +137,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
 
 
 def _of_card(spec: JobSpec, folder: Path) -> Place | None:
-    """Return where this machine's coordinator of the job is."""
+    """Return the place of this machine's coordinator of the job."""
     card = read_card(folder)
     if card is None:
         return None
@@ -150,8 +150,8 @@ def _of_card(spec: JobSpec, folder: Path) -> Place | None:
 
 
 def _is_named_here(endpoint: str) -> bool:
-    """Whether the coordinator's address is this machine's. A name that nobody knows yet is waited
-    for: that of a pod may come up with it."""
+    """Whether the coordinator's address is this machine's. Waits for an unknown name: a pod's name
+    may come up with the pod."""
     host, deadline = split_endpoint(endpoint)[0], time.monotonic() + JOIN_TIMEOUT_S
     with said(f"the name {host} of the coordinator {endpoint}, which is unknown", WAITING_S):
         while True:
@@ -164,9 +164,9 @@ def _is_named_here(endpoint: str) -> bool:
 
 
 def _answering(endpoint: str | None, token: str | None) -> Place | None:
-    """Return where the coordinator is, if one of this job's listens at the named address already:
-    another container of this machine may share its address, and not its memory. Only who has that
-    can start the next one."""
+    """Return the place of a coordinator of this job that listens at the named address already:
+    another container of this machine may share its address, and not its memory. Only a holder of
+    that memory can start the next one."""
     if endpoint is None or token is None:
         return None
     address = split_endpoint(endpoint)
@@ -180,8 +180,8 @@ def _answering(endpoint: str | None, token: str | None) -> Place | None:
 
 
 def _awaited(endpoint: str, token: str, register: Register | None) -> Place:
-    """Return where the coordinator is, once it answers: at the address on another host, or where
-    the register has it."""
+    """Return the place of the coordinator once it answers: at the address on another host, or at
+    the register's address."""
     wait_s = JOIN_TIMEOUT_S + (CLAIM_S if register is not None else 0.0)
     deadline, key = time.monotonic() + wait_s, token.encode()
     while True:
@@ -206,8 +206,8 @@ def _awaited(endpoint: str, token: str, register: Register | None) -> Place:
 
 
 def _start_first(spec: JobSpec, folder: Path, endpoint: str | None, token: str | None) -> Place:
-    """Start a coordinator, or return the one that is there, or that another agent has started
-    meanwhile: of two at one moment one alone gets the lease."""
+    """Start a coordinator, or return the present one, or one that another agent starts meanwhile:
+    of two at one moment one alone gets the lease."""
     deadline = time.monotonic() + CLAIM_S + JOIN_TIMEOUT_S
     while True:
         with one_at_a_time(folder):
@@ -248,14 +248,14 @@ def _has_lost(spec: JobSpec, before: Newest) -> bool:
 def await_turn(
     spec: JobSpec, endpoint: str | None, token: str | None
 ) -> tuple[Place | None, Newest]:
-    """Wait until a coordinator may be started, or return the one that a register says lives. Also
-    returns the newest entries by then.
+    """Wait until a coordinator may be started, or return a living one by a register; also return
+    the newest entries by then.
 
     Raises:
         RefusedError: Another run of the job lives, and has the durable directory.
-        UsageError: The job has a register by which hosts find it, and no token.
-        PeerError: A register cannot be reached, or its holder lives, and does not answer here
-            within the time.
+        UsageError: The job has a register for its hosts, and no token.
+        PeerError: A register cannot be reached, or its holder lives and does not answer here within
+            the time.
     """
     register, owned = registers_of(spec)
     is_told = spec.options.coordinator_lease is not None and register is not None
@@ -280,14 +280,13 @@ def await_turn(
 def lease_holder(
     spec: JobSpec, register: Register, endpoint: str | None, token: str | None
 ) -> tuple[Place | None, LeaseEntry | None]:
-    """Return where the coordinator is that holds the job's lease, None: nobody does; and the newest
+    """Return the place of the holder of the job's lease (None: nobody holds it), and the newest
     entry. Raises as ``await_turn``."""
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     durable = None if spec.options.coordinator_lease is not None else spec.durable_dir
 
     def is_meant(entry: LeaseEntry) -> bool:
-        """Whether a person who names this coordinator means that run: one that names its register
-        does."""
+        """Whether a person who names this coordinator means that run: a named register is."""
         return durable is None or endpoint in (entry.named, join_endpoint(*entry.address))
 
     def call(entry: LeaseEntry) -> Place | None:
@@ -325,9 +324,9 @@ def start_coordinator(
     """Start a coordinator that outlives this agent, and wait until it answers.
 
     Args:
-        term: Its number.
-        is_successor: Another one has died, whose place it takes.
-        succeeds: Whether agents of the job live that followed one on this machine, or elsewhere.
+        term: Number of the coordinator.
+        is_successor: It takes the place of one that has died.
+        succeeds: Machine of the coordinator before it, where agents of the job still live.
     """
     token = token or secrets.token_hex(32)
     host, port = split_endpoint(endpoint) if endpoint else ("127.0.0.1", 0)
@@ -368,8 +367,8 @@ def start_coordinator(
 
 
 def next_term(spec: JobSpec, folder: Path, newest: Newest) -> tuple[int, bool]:
-    """Return the number of the job's next coordinator, and whether it takes the place of one that
-    has died: a card or an entry of these was left."""
+    """Return the number of the job's next coordinator, and whether it takes the place of a dead
+    one: a card or an entry was left."""
     before, (entry, _) = read_holder(folder), newest
     terms = [each.term for each in (before, *newest) if each is not None]
     has_died = before is not None if entry is None else not entry.is_over
@@ -396,8 +395,8 @@ def one_at_a_time(folder: Path, *, is_patient: bool = True) -> Iterator[None]:
 
 
 def _locked(folder: Path, patience_s: float, *, make: bool) -> int:
-    """Return a descriptor of the folder's lock, held until it is closed. A file that whoever held
-    it before has removed is none: two processes would hold two."""
+    """Return a descriptor of the folder's lock, held until it is closed. A file that its last
+    holder has removed does not count: two processes would hold two."""
     while True:
         with open_below(folder.parent, folder.name, make=make) as job:
             descriptor = job.open_file(LOCK, os.O_RDWR | os.O_CREAT)
@@ -412,7 +411,7 @@ def _locked(folder: Path, patience_s: float, *, make: bool) -> int:
 
 
 def _take_turn(descriptor: int, path: Path, patience_s: float) -> None:
-    """Lock an open file, or say who holds it for too long."""
+    """Lock an open file, or name the process that holds it for too long."""
     began, has_said = time.monotonic(), False
     while True:
         try:

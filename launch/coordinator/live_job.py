@@ -28,9 +28,9 @@ from scalai.launch.coordinator.farewells import JobEnd, drained, job_end, keeps_
 from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.judging import Judge
+from scalai.launch.coordinator.kept_wishes import KeptWishes
 from scalai.launch.coordinator.look_ahead import LookAhead
 from scalai.launch.coordinator.members import Members
-from scalai.launch.coordinator.memory import Memory
 from scalai.launch.coordinator.orders import command_of
 from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
@@ -85,7 +85,7 @@ class LiveJob:
         self.members = Members(lock, term)
         self.calibrating = Calibrating(self.sizing)
         self._ahead = LookAhead(self, lock, self.log)
-        self.memory = Memory(self.members, self.sizing, self._ahead.begin)
+        self.memory = KeptWishes(self.members, self.sizing, self._ahead.begin)
         self.generations = Generations()
         self.answers = Answers()
         """What hosts have told about the present round."""

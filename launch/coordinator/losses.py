@@ -1,5 +1,5 @@
-"""Which agents count as lost: whose connections ended and did not come back, and who is silent
-though the coordinator listened."""
+"""Lost agents: their connections ended and did not come back, or they are silent though the
+coordinator listened."""
 
 import logging
 import queue
@@ -15,42 +15,40 @@ from scalai.runtime.connecting import connect
 from scalai.runtime.handshake import DATA_PLANE, service_key
 
 GRACE_S = 2.0
-"""How long an agent whose connections have ended may take to come back."""
+"""Time for an agent to come back after its connections ended."""
 TICK_S = 0.1
-"""How long after a look at all agents and at the deadlines of the law the next one comes."""
+"""Interval of looks at all agents and at the deadlines of the law."""
 MOST_TICK_S = 0.4
 AGENTS_A_TICK = 512
-"""Where more take part, looks come less often, so that they take no greater share of the time."""
+"""With more agents looks are rarer, for the same share of time."""
 POLL_S = 1.0
-"""How long a poll for commands is kept waiting."""
+"""Time for which a poll for commands is kept."""
 POLLS_PER_S = 200
-"""Where more agents than this poll, each is kept waiting longer, so that all of them together take
-little of the coordinator's time."""
+"""With more agents each poll is kept longer, so that all together take little of the coordinator's
+time."""
 MOST_POLL_S = 10.0
 LOST_AFTER_S = 15.0
-"""An agent polls once in ``MOST_POLL_S`` at least; one that gives no sign of life for so long is
-gone with its machine."""
+"""Silence after which an agent is gone with its machine; a living one polls once in ``MOST_POLL_S``
+at least."""
 KEPT_SHARE = 2 / 3
-"""Of that time a poll is kept for this share at most; and so much of it behind the answer to a poll
-is silence, at least."""
+"""Largest share of ``LOST_AFTER_S`` for which a poll is kept: a living agent always polls again
+before the limit."""
 LOOK_S = 0.5
-"""How much later than its time a silence may be seen."""
+"""Delay with which a silence may be seen."""
 REPLACED_AFTER_S = 4.0
-"""An agent that is silent for so long gives way to another one of its host."""
+"""Silence after which an agent gives way to another one of its host."""
 RETURN_S = 10.0
-"""How long an agent whose connections have ended may take to come back for its exit, once the job
-has ended."""
+"""Time for a disconnected agent to come back for its exit, once the job has ended."""
 KEPT_S = 2.0
-"""How long hosts may take to keep what a person has asked for, before that is said to whom."""
+"""Time for hosts to keep a person's request, before the answer says that they have not."""
 STALL_S = 0.5
-"""A look that comes so much too late tells of a stall of the coordinator itself: it was paused, or
-its lock was held."""
+"""Delay of a look that shows a stall of the coordinator itself: it was paused, or its lock held."""
 
 KNOCK_S = 1.0
-"""How long the other side may take to say who it is."""
+"""Time for the other side to prove its identity."""
 
 MOST_KNOCKS = 8192
-"""Answers and addresses that are remembered: those of the hosts of the largest job, some times."""
+"""Answers and addresses that are kept: several times the hosts of the largest job."""
 
 log = logging.getLogger(__name__)
 
@@ -58,21 +56,20 @@ Address = tuple[str, int]
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 _Knock = tuple[str, Address, float | None]
-"""At which host's address, for an agent that has no connection since when."""
+"""Host, address, and the time since which its agent has no connection."""
 
 
 def tick_s(agents: int) -> float:
-    """Return how long after a look the next one comes where so many agents take part."""
+    """Return the interval of looks at so many agents."""
     return min(TICK_S * max(1.0, agents / AGENTS_A_TICK), MOST_TICK_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long the coordinator waits for agents, in seconds.
+    """Waits of the coordinator for agents, in seconds.
 
-    ``poll_s`` is how long an agent that polls is kept waiting, at least, where there is no command
-    for it; a living one is never silent for much longer. ``kept_s`` is how long a person who asks
-    for a change waits until most hosts know of it.
+    ``poll_s``: least time for which a poll without commands is kept; a living agent is never silent
+    for much longer. ``kept_s``: time for which a person's request waits until most hosts know it.
     """
 
     grace_s: float = GRACE_S
@@ -83,36 +80,36 @@ class Patience:
     kept_s: float = KEPT_S
 
     def to_keep_s(self, agents: int) -> float:
-        """How long a poll is kept where so many agents take part."""
+        """Time for which a poll of one of so many agents is kept."""
         most_s = min(MOST_POLL_S, KEPT_SHARE * self.lost_after_s)
         return max(self.poll_s, min(agents / POLLS_PER_S, most_s))
 
     def to_lose_s(self, agents: int) -> float:
-        """After how much silence one of so many agents is lost. Its poll was kept before, and may
-        have been its last sign of life."""
+        """Silence after which one of so many agents is lost; its last sign of life may be a poll
+        that was kept."""
         behind_s = self.lost_after_s - self.to_keep_s(agents) - LOOK_S
         return max(KEPT_SHARE * self.lost_after_s, behind_s)
 
     def to_grace_s(self, agents: int) -> float:
-        """How long one of so many agents may be without a connection: where all of them make new
-        ones at once, each waits for its turn."""
+        """Time for which one of so many agents may have no connection: when all connect at once,
+        each waits for its turn."""
         return self.grace_s + self.to_keep_s(agents) - self.poll_s
 
     def to_replace_s(self, agents: int) -> float:
-        """After how much silence an agent gives way to another one of its host."""
+        """Silence after which an agent gives way to another one of its host."""
         return self.replaced_after_s + self.to_keep_s(agents) - self.poll_s
 
     def to_return_s(self, agent: Member) -> float:
-        """How long an agent of a job that has ended may take to come back."""
+        """Time for an agent of a job that has ended to come back."""
         return self.grace_s if agent.was_sent_exit else max(self.grace_s, self.return_s)
 
 
 class PortProbe:
     """Knocks at the data planes of agents, in a thread of its own. Any thread may ask.
 
-    A host that says that nobody listens there has lost its agent, and with it its workers, if it
-    could be reached before: else a wall on the way may say so. Silence says nothing, nor does who
-    cannot prove that it knows the token: it may be the agent, and somebody on the way.
+    A machine that refuses the connection has lost its agent, and with it its workers, if the agent
+    could be reached before: else a firewall may refuse. Silence tells nothing, nor does a listener
+    without the token: it may be the agent behind a relay.
 
     Args:
         token: The job's secret.
@@ -122,14 +119,14 @@ class PortProbe:
         self._token, self._mutex = token, threading.Lock()
         self._asked: queue.SimpleQueue[_Knock] = queue.SimpleQueue()
         self._found: dict[_Knock, bool] = {}
-        """What came of knocking; where that is not over, False."""
+        """Results; False while a knock is under way."""
         self._reached: dict[tuple[str, Address], None] = {}
-        """Where somebody of the job has answered."""
+        """Addresses at which an agent of the job has answered."""
         self._thread: threading.Thread | None = None
 
     def is_gone(self, host: str, agent: Member) -> bool:
-        """Whether it was seen, since the agent has no connection, that nobody listens where it
-        did. Blocks for nothing: the first question has somebody look."""
+        """Whether a knock since the agent lost its connections was refused. Does not block: the
+        first question begins the knock."""
         knock = host, agent.address, agent.unlinked_at
         with self._mutex:
             if knock in self._found or knock[:2] not in self._reached:
@@ -138,7 +135,7 @@ class PortProbe:
         return False
 
     def greet(self, host: str, agent: Member) -> None:
-        """It has joined: see whether it can be reached at all."""
+        """Knock at an agent that has joined: can it be reached at all?"""
         self._ask((host, agent.address, None))
 
     def _ask(self, knock: _Knock) -> None:
@@ -159,7 +156,7 @@ class PortProbe:
                     _remember(self._reached, knock[:2], None)
 
     def _answers(self, host: str, address: Address) -> bool | None:
-        """Whether somebody of the job listens there; None: it cannot be told."""
+        """Whether an agent of the job listens there; None: not known."""
         try:
             connect(address, service_key(self._token, DATA_PLANE, host), KNOCK_S).close()
         except AbsentError:
@@ -173,7 +170,7 @@ class PortProbe:
 
 
 def _remember(table: dict[Key, Value], key: Key, value: Value) -> None:
-    """Note this as the newest of a table, of which the oldest goes where it is full."""
+    """Note this as the newest entry of a table; the oldest one goes when the table is full."""
     table.pop(key, None)
     table[key] = value
     if len(table) > MOST_KNOCKS:
@@ -181,13 +178,13 @@ def _remember(table: dict[Key, Value], key: Key, value: Value) -> None:
 
 
 class Losses:
-    """Looks at all agents now and then, and loses those that are gone. Whoever calls it holds the
+    """Looks at all agents now and then, and loses the ones that are gone. Callers hold the
     coordinator's lock.
 
     Args:
         live: The job.
-        patience: How long agents may be away.
-        probe: Says whose process is gone: nobody waits for its return. None: all are waited for.
+        patience: Waits for agents that are away.
+        probe: Tells whether an agent's process is gone; None: every agent is waited for.
     """
 
     def __init__(
@@ -201,8 +198,8 @@ class Losses:
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
-        """Lose who is gone. The time that the coordinator itself stood still counts for nobody.
-        Called every ``tick_s``."""
+        """Lose agents that are gone. A stall of the coordinator itself is nobody's silence. Called
+        every ``tick_s``."""
         late_s = time.monotonic() - self._looked_at - tick_s(len(self._live.members))
         self._looked_at = time.monotonic()
         live, patience = self._live, self._patience
@@ -233,15 +230,15 @@ class Losses:
         live.members.forget_released(patience.grace_s)
 
     def is_replaceable(self, agent: Member, store: object) -> bool:
-        """Whether another agent of its host may take an agent's place: it holds the same store,
-        whose lock has one holder, or the present one is gone or silent."""
+        """Whether another agent of the host may take an agent's place: it holds the same store (a
+        lock with one holder), or the present one is gone or silent."""
         is_same_store = store is not None and store == agent.store
         limit_s = self._patience.to_replace_s(len(self._live.members))
         is_silent = agent.silence_s() > limit_s
         return is_same_store or is_silent or agent.unlinked_s() is not None
 
     def _listen(self, host: str, agent: Member, lose_s: float) -> None:
-        """Lose a silent agent, where the job can go on without its host."""
+        """Lose a silent agent if the job can go on without its host."""
         live, silence_s = self._live, agent.silence_s()
         if silence_s <= lose_s:
             if agent.is_reported:

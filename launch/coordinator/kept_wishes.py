@@ -1,5 +1,4 @@
-"""What the hosts of a job keep of it for a coordinator that takes this one's place, as far as this
-one has said so."""
+"""Requests of persons and the course of a job, as its hosts keep them for the next coordinator."""
 
 import logging
 import time
@@ -16,16 +15,16 @@ from scalai.launch.coordinator.sizing import Sizing
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.05
-"""How often it is looked whether hosts keep what was said."""
+"""Interval of looks whether hosts keep the newest record."""
 
 
-class Memory:
-    """Whoever calls holds the lock of the members.
+class KeptWishes:
+    """Records that hosts keep for the next coordinator. Callers hold the lock of the members.
 
     Args:
         members: The hosts.
-        sizing: Knows what persons have asked for.
-        recalled: Is told where something of a coordinator before holds from now on.
+        sizing: Has the requests of persons.
+        recalled: Called when requests to an earlier coordinator hold from now on.
     """
 
     def __init__(self, members: Members, sizing: Sizing, recalled: Callable[[], object]) -> None:
@@ -33,12 +32,12 @@ class Memory:
         self._said: Shared[Remembered] | None = None
         self._of: tuple[Job, JsonText] | None = None
         self._terms = set[int]()
-        """Those in which this coordinator has said something: hosts may know of a later one."""
+        """Terms of this coordinator's own records: hosts may know of a later one."""
         self._heard = (0, 0)
 
     def look(self, job: Job, run: str) -> None:
-        """Say what the job, whose run has this name, remembers from now on, where that is something
-        new. Before it is known what hosts have kept, nothing is said that would replace it."""
+        """Have hosts keep a new record of the job, whose run has this name, where something
+        changed. Nothing is sent before their own records are known: it would replace those."""
         if job.taking_over is not None or job.phase is Phase.ENDED or not len(self._members):
             return
         request = self._sizing.request
@@ -51,21 +50,26 @@ class Memory:
         self._members.command(self._members.hosts(), Remember(self._said))
 
     def tell(self, host: str) -> None:
-        """A host has come."""
+        """Have a new host keep the record."""
         if self._said is not None:
             self._members.command([host], Remember(self._said))
 
     def hear(self, known: Remembered, *, has_begun: bool, is_own: bool) -> Remembered | None:
-        """A host brings what it has kept. Return that, unless it is of this coordinator: only a
-        host that was here can have that (``is_own``), because one that had no card left has begun
-        with a term that there was before. What persons had asked the one before for holds from
-        then on, if they have asked this one for nothing yet."""
+        """Adopt the record that a host kept, and return it. None: this coordinator wrote it itself.
+
+        Requests to the earlier coordinator hold from now on, unless persons have asked this one.
+
+        Args:
+            has_begun: The job has had a round.
+            is_own: The host was in the job before. Only such a host has this coordinator's own
+                records: a coordinator without a card may repeat the term of an earlier one.
+        """
         if is_own and known.term in self._terms:
             return None
         said = None if self._said is None else self._said.value
         has_said = said is not None and said.order > known.order
         if said is not None and said.term == known.term and not is_own:
-            has_said = False  # numbers of two coordinators tell nothing of which is later
+            has_said = False  # numbers of two coordinators do not tell the later one
         if not has_begun and not has_said and known.order > self._heard:
             self._heard = known.order
             try:
@@ -76,7 +80,7 @@ class Memory:
         return known
 
     def wait_kept(self, longest_s: float) -> bool:
-        """Wait, without the lock, until most hosts have what was said last; return whether they
+        """Wait, without the lock, until most hosts have the newest record; return whether they
         do."""
         deadline = time.monotonic() + longest_s
         while not self._is_kept():
