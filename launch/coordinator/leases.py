@@ -1,13 +1,13 @@
-"""Who is the coordinator of a job, by a register (``registers``).
+"""The lease of a job's coordinator, in a register (``registers``).
 
-Whoever wants to be the next one claims its number, its *term*, and renews what the register says of
-it. Others follow the highest term. Clocks need not agree: whoever watches measures by its own that
-nothing was renewed. A register that hangs, is full or torn takes nobody's place: a claim needs
-``CLAIM_S`` without a beat in a register that answers, and a failed call to the holder; a holder
-whose register does not answer stays while it hears all of its hosts.
+The next coordinator claims its number, its *term*, and renews its entry. Others follow the highest
+term. Clocks need not agree: a watcher measures the time without a renewal by its own. A register
+that hangs, is full or torn takes nobody's place: a claim needs ``CLAIM_S`` without a beat in a
+register that answers, and a failed call to the holder; a holder without an answer of its register
+stays while it hears all of its hosts.
 
-The folder of a job in ``--durable-dir`` is such a register. It also says which run *owns* what lies
-there: another run is refused as long as it is renewed.
+The folder of a job in ``--durable-dir`` is such a register. Its entry also names the run that owns
+the folder: another run is refused as long as it is renewed.
 """
 
 import logging
@@ -22,10 +22,10 @@ from scalai.core.errors import PeerError, RefusedError, UsageError
 from scalai.launch.coordinator.registers import ASK_S, LeaseEntry, Register
 
 CLAIM_S = 60.0
-"""A lease that was not renewed for so long may be claimed."""
+"""Time without a renewal after which a lease may be claimed."""
 RENEW_S = 3.0
 HELD_S = CLAIM_S / 2
-"""A holder that has not renewed for so long is in doubt."""
+"""Time without a renewal after which a holder is in doubt."""
 LOOK_S = 0.5
 NOT_RENEWED = "it was not renewed in time."
 
@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 
 
 class LeaseWatch:
-    """Whether the lease is renewed, by the clock of whoever looks."""
+    """Watches the renewals of a lease by the watcher's own clock."""
 
     def __init__(self, register: Register, clock: Callable[[], float] = time.monotonic) -> None:
         self._register, self._clock = register, clock
         self._seen: tuple[LeaseEntry | None, float] | None = None
 
     def look(self) -> tuple[LeaseEntry | None, float]:
-        """Return the newest entry, and for how many seconds it is known to be as it is. Raises
-        ``PeerError`` where the register cannot be reached. Time in which it does not answer counts
-        for nobody: its holder may have waited for it, too."""
+        """Return the newest entry, and the seconds for which it is known to be the same. Raises
+        ``PeerError`` if the register cannot be reached. Time without an answer does not count: the
+        holder may have waited for it, too."""
         began = self._clock()
         try:
             entry = self._register.newest()
@@ -65,9 +65,9 @@ def await_holder(
     """Wait until nobody holds a register any more, or its holder has answered.
 
     Args:
-        call: Calls the holder; None: it does not answer.
-        refuse: Is asked whether to wait on for a holder that has renewed its entry so many seconds
-            ago, and does not answer; raises where not.
+        call: Calls the holder; None: no answer.
+        refuse: Raises where a holder is not to be waited for that has renewed its entry so many
+            seconds ago, and does not answer.
 
     Returns:
         The holder's answer, and the newest entry; None: there is none.
@@ -92,8 +92,8 @@ def await_holder(
 
 
 def await_ownership(register: Register, root: Path) -> LeaseEntry | None:
-    """Wait until a run that has died is known to be dead, where one owns what the job has in the
-    durable directory ``root``. Returns the newest entry there.
+    """Wait until the run is known to be dead that owns the job's folder in the durable directory
+    ``root``. Returns the newest entry there.
 
     Raises:
         RefusedError: That run lives.
@@ -107,7 +107,7 @@ def await_ownership(register: Register, root: Path) -> LeaseEntry | None:
 
 
 def second_run(root: Path, entry: LeaseEntry, unchanged_s: float) -> RefusedError:
-    """Return why another run of a job must not begin."""
+    """Return the refusal of another run of a job."""
     return RefusedError(
         f"--durable-dir {root} is in use by {named(entry)}, which has shown that it lives "
         f"{unchanged_s:.0f} s ago. Two runs of one job would go on from each other's states. Stop "
@@ -128,12 +128,12 @@ class Lease:
     """A coordinator's own lease, renewed by a thread. Any thread may ask ``is_fresh``.
 
     Args:
-        register: Where it is.
-        entry: What it says; its term is claimed here.
-        run: Tells the run of the job; "" as long as its agents have yet to bring it.
-        waits_over: Do not claim now: the thread does, once the register answers, and at once over
-            an entry of this run of at most this term, whose holder is known to be gone. Nobody
-            waits for it.
+        register: Place of the entry.
+        entry: Content; its term is claimed here.
+        run: Returns the run of the job; "" until agents have brought it.
+        waits_over: Term of a coordinator of this run that is known to be gone. The thread claims in
+            place of it once the register answers, and at once over an entry of at most this term;
+            nobody waits for that. None: claim now.
 
     Raises:
         UsageError: Somebody else has claimed that term.
@@ -152,25 +152,24 @@ class Lease:
         self._entry = replace(self._entry, run=run())
         self._over, self._watch = waits_over, LeaseWatch(register)
         self._rival: LeaseEntry | None = None
-        """Who has what is to be claimed, and may live; or who has superseded this one."""
+        """Holder of the term to be claimed, which may live; or the one that has superseded this."""
         self.renewed_at, self.is_superseded = time.monotonic(), False
-        """When it was renewed last; whether a later coordinator has it."""
+        """Time of the last renewal; whether a later coordinator has the lease."""
         self._ended, self._writing = threading.Event(), threading.Lock()
         self.problem = NOT_RENEWED
-        """Why it was not renewed last."""
+        """Reason of the last failed renewal."""
         if waits_over is None and not register.claim(self._entry):
             raise UsageError(f"another coordinator has claimed term {entry.term} of the job.")
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def is_fresh(self) -> bool:
-        """Whether it was renewed so lately that nobody else can have claimed it."""
+        """Whether the last renewal is so recent that nobody else can have claimed it."""
         is_renewed = self._over is None and time.monotonic() - self.renewed_at < HELD_S
         return is_renewed and not self.is_superseded
 
     @property
     def has_another_run(self) -> bool:
-        """Whether a further run of the job has superseded this one, and no coordinator of its
-        own."""
+        """Whether another run of the job has superseded this one, not a coordinator of its own."""
         theirs, own = self._rival.run if self._rival else "", self._run()
         return self.is_superseded and "" not in (theirs, own) and theirs != own
 
@@ -205,7 +204,7 @@ class Lease:
             is_over = self._ended.wait(RENEW_S)
 
     def _take(self, over: int) -> None:
-        """Claim what is known to be nobody's any more."""
+        """Claim a term without a living holder."""
         newest, unchanged_s = self._watch.look()
         run = self._run()
         is_left = newest is None or newest.is_over or newest.has_died()

@@ -1,9 +1,8 @@
-"""Where it stands which coordinator a job has: a folder that all hosts reach (that of the job in
-``--durable-dir``, or ``file:DIR``), etcd (``etcd:http://HOST:PORT``) or a Lease of Kubernetes
-(``kubernetes:``).
+"""Registers of a job's coordinator: a folder that all hosts reach (the job's in ``--durable-dir``,
+or ``file:DIR``), etcd (``etcd:http://HOST:PORT``) or a Lease of Kubernetes (``kubernetes:``).
 
-Coordinators are numbered. One alone can claim a number, its *term*, in a register. A call that gets
-no answer raises ``PeerError`` and says nothing of the holder (``leases``).
+Coordinators are numbered. One alone can claim a number, its *term*, in a register. A call without
+an answer raises ``PeerError`` and tells nothing of the holder (``leases``).
 """
 
 import base64
@@ -35,22 +34,21 @@ from scalai.store.lock import Owner
 from scalai.store.secure import DURABLE, Folder, open_below
 
 ASK_S = 4.0
-"""How long a server may take to answer."""
+"""Time for a server to answer."""
 ANSWER_BYTES = 1 << 20
 NO_LEASE = "none"
-"""Nothing says which coordinator the job has."""
+"""Value of the flag for a job without a register."""
 LEASE_FLAG = "--coordinator-lease"
 LEASES = f"{LEASE_FLAG} file:/FOLDER, etcd:URL or kubernetes:"
 TRIES = 5
-"""How often a folder is looked at whose entries change just then."""
+"""Looks at a folder with entries that change at that moment."""
 OWNER = "owner-"
-"""How the files of a folder's register begin."""
+"""Begin of the names of a folder's entries."""
 NO_LINKS = errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS
 """A file system without hard links."""
 ANNOTATION = "scalai/entry"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds its service account: ``token``, ``namespace`` and the API server's ``ca.crt``.
-"""
+"""Service account of a pod: ``token``, ``namespace`` and the API server's ``ca.crt``."""
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +59,16 @@ class NoLinksError(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class LeaseEntry:
-    """What a register says of the newest coordinator.
+    """A register's entry of a coordinator.
 
     Attributes:
-        term: Its number.
-        host, port: Where it listens; "" where the entry is torn.
-        beat: Changes each time it is renewed.
+        term: Number of the coordinator.
+        host, port: Its address; "" if the entry is torn.
+        beat: Value that changes with each renewal.
         is_over: The job has ended, or its coordinator has left without a successor.
-        run: The run of the job, as names of its snapshots have it.
+        run: Run of the job, as in the names of its snapshots.
         machine: Name of its machine.
-        process: What tells on that machine whether its process lives (``Owner``).
+        process: Identity of its process on that machine (``Owner``).
         named: ``--coordinator`` of its command line.
     """
 
@@ -94,7 +92,7 @@ class LeaseEntry:
         return replace(self, machine=socket.gethostname(), process=process)
 
     def has_died(self) -> bool:
-        """Whether its process is known to be dead: it was one of this machine."""
+        """Whether its process is known to be dead, as one of this machine."""
         try:
             return Owner(**json.loads(self.process)).has_died_here()
         except (ValueError, TypeError):
@@ -105,7 +103,7 @@ class LeaseEntry:
 
     @classmethod
     def of_text(cls, text: str | bytes) -> "LeaseEntry":
-        """Read what ``to_text`` wrote. Raises ``ValueError`` where it is something else."""
+        """Read the text of ``to_text``. Raises ``ValueError`` for any other."""
         try:
             found = json.loads(text)
             return cls(
@@ -118,14 +116,14 @@ class LeaseEntry:
 
 
 class Register(Protocol):
-    """Where entries are. ``str`` names it. Every call raises ``PeerError`` where it cannot be
+    """A place for entries; ``str`` names it. Every call raises ``PeerError`` if the place cannot be
     reached, and returns within seconds, unless a file system hangs."""
 
     def newest(self) -> LeaseEntry | None:
-        """Return the entry of the highest term; without an address where it is torn."""
+        """Return the entry of the highest term; a torn one has no address."""
 
     def claim(self, entry: LeaseEntry) -> bool:
-        """Write a first entry of a term; False: somebody has."""
+        """Write the first entry of a term; False: it has one."""
 
     def renew(self, entry: LeaseEntry) -> None:
         """Replace the entry of this holder's own term."""
@@ -136,8 +134,8 @@ class FolderRegister:
     is a file's time of change, which needs no room on a full disk.
 
     Args:
-        root: The folder above that of the job.
-        flag: By which a person chooses another one.
+        root: Folder above the job's own.
+        flag: Option that chooses another one.
     """
 
     def __init__(self, root: Path, job: str, flag: str = LEASE_FLAG) -> None:
@@ -149,7 +147,7 @@ class FolderRegister:
 
     def newest(self) -> LeaseEntry | None:
         """Return the entry of the highest term. A torn one has no address: its holder writes it
-        anew, and where nobody renews it the next term may be claimed."""
+        anew; without a renewal the next term may be claimed."""
         with self._open("read") as folder:
             for _ in range(TRIES):
                 names = _terms(folder)
@@ -184,7 +182,7 @@ class FolderRegister:
             return True
 
     def renew(self, entry: LeaseEntry) -> None:
-        """Show that the holder lives; write the entry anew where it is not as it should be."""
+        """Show that the holder lives; write the entry anew if its content differs."""
         name = _name(entry.term)
         with self._open("renewed") as folder:
             descriptor = folder.open_file(name, os.O_RDWR)
@@ -297,13 +295,13 @@ class EtcdRegister:
 
 
 class KubernetesRegister:
-    """The entry as an annotation of one Lease (``coordination.k8s.io/v1``) of the pod's namespace,
-    which a change names the version of.
+    """The entry as an annotation of one Lease (``coordination.k8s.io/v1``) of the pod's namespace;
+    a change names the version that it replaces.
 
     Args:
         url: The API server's address.
-        account: The folder of the pod's service account. Its token and the authority have an end,
-            and are read from there each time.
+        account: Folder of the pod's service account. Its token and the authority expire, and are
+            read anew each time.
     """
 
     def __init__(self, url: str, job: str, account: Path = ACCOUNT) -> None:
@@ -318,7 +316,7 @@ class KubernetesRegister:
             ) from error
         self._name = _lease_name(job)
         self._found: dict[str, Any] = {}
-        """The Lease as the API server has told of it last."""
+        """The Lease in the API server's last answer."""
 
     def __str__(self) -> str:
         return f"Lease {self._namespace}/{self._name} at {self._url}"
@@ -331,7 +329,7 @@ class KubernetesRegister:
         return self._entry()
 
     def _entry(self) -> LeaseEntry:
-        """Return the entry of the Lease as it was told of last."""
+        """Return the entry of the Lease in the last answer."""
         try:
             metadata, term = self._found["metadata"], int(self._found["spec"]["leaseTransitions"])
             text = (metadata.get("annotations") or {}).get(ANNOTATION, "")
@@ -363,7 +361,7 @@ class KubernetesRegister:
         self._take(status, found)
 
     def _lease(self, entry: LeaseEntry) -> Mapping[str, Any]:
-        """Return the Lease with this entry, of the version that was told of last."""
+        """Return the Lease with this entry, at the version of the last answer."""
         metadata = self._found["metadata"]
         annotations = {**(metadata.get("annotations") or {}), ANNOTATION: entry.to_text()}
         return {
@@ -402,7 +400,7 @@ def _lease_name(job: str) -> str:
 
 
 def _entry_of(text: str | bytes, term: int, beat: int) -> LeaseEntry:
-    """Read an entry of a server; a torn one has no address, and this beat."""
+    """Read a server's entry; a torn one has no address, and this beat."""
     try:
         return LeaseEntry.of_text(text)
     except ValueError:
@@ -422,7 +420,7 @@ def _ask(
     headers: Mapping[str, str] = MappingProxyType({}),
     context: ssl.SSLContext | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Ask a server that speaks JSON. Returns the status and the answer, {} where that is no JSON.
+    """Ask a JSON server. Returns the status and the answer; {} if that is no JSON.
 
     Raises:
         PeerError: There is no whole answer within ``ASK_S``, or one of over ``ANSWER_BYTES``.
@@ -465,8 +463,8 @@ def _ask(
 
 
 def registers_of(spec: JobSpec) -> tuple[Register | None, Register | None]:
-    """Return what says which coordinator a job has, and what says which run owns what it has in its
-    durable directory: the same one, unless a person names another. None: nothing does.
+    """Return the register of a job's coordinator, and the register of the run that owns the job's
+    durable directory: the same one, unless a person names another. None: there is none.
 
     Raises:
         UsageError: ``--coordinator-lease`` names no register, or one that cannot be used here.
@@ -485,8 +483,7 @@ def registers_of(spec: JobSpec) -> tuple[Register | None, Register | None]:
 
 
 def open_register(lease: str, job: str) -> Register:
-    """Return the register that ``--coordinator-lease`` names. Raises ``UsageError`` where it names
-    none."""
+    """Return the register by ``--coordinator-lease``. Raises ``UsageError`` if it names none."""
     kind, _, place = lease.partition(":")
     if kind == "file" and place.startswith("/"):
         return FolderRegister(Path(place), job)

@@ -1,12 +1,10 @@
-"""An agent whose coordinator is gone looks for the one that takes its place, and starts it where
-that is its affair.
+"""An agent without its coordinator finds the next one, or starts it.
 
-A machine has one coordinator of a job at most: whoever starts one holds the lock of the job's
-folder, and finds nobody who answers at the address on the card there. A card without anybody behind
-it is that of a coordinator that has died, and an agent of its machine starts the next one, whatever
-a register says or does not say. An agent of another host starts one where a register that it knows
-to be the coordinator's has said for ``CLAIM_S`` that nobody renews it, and its holder does not
-answer (``leases``).
+A machine has at most one coordinator of a job: an agent starts one under the lock of the job's
+folder, after nobody has answered at the address on the card there. Behind a card without an answer
+the coordinator has died, and an agent of its machine starts the next one, whatever a register says.
+An agent of another host starts one after the coordinator's register has shown ``CLAIM_S`` without a
+renewal and its holder does not answer (``leases``).
 """
 
 import logging
@@ -36,14 +34,14 @@ from scalai.launch.coordinator.registers import LeaseEntry, Register, registers_
 from scalai.runtime.calls import Channel
 
 SEARCH_S = 60.0
-"""For how long a successor is looked for, where no register says who is the coordinator."""
+"""Time for the search for a successor without a register."""
 LOOK_S = 0.25
 SEEN_S = 60.0
-"""How long the coordinator's entry may stay unseen before that is said."""
+"""Time without a sight of the coordinator's entry, after which the log says so."""
 LEAVING_S = 12.0
-"""How much later a host that leaves claims a term: by then one that stays has, and listens."""
+"""Delay with which a host that leaves claims a term: a host that stays comes first."""
 JITTER_S = 3.0
-"""Agents of many hosts do not begin to take over at one moment."""
+"""Largest random delay of a claim: agents of many hosts do not claim at one moment."""
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +52,8 @@ class OverError(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The newest look at a register: its entry, and since when that was known to be as it is; the
-    problem, where it cannot be read."""
+    """The newest look at a register: its entry, the seconds for which it has been the same, and the
+    problem where it cannot be read."""
 
     entry: LeaseEntry | None = None
     unchanged_s: float = 0.0
@@ -64,12 +62,12 @@ class _Seen:
 
 
 class _Lookout:
-    """Looks at a register beside everything else, where a disk that hangs holds up nobody: while a
-    coordinator is looked for, and until it is known to be the coordinator's.
+    """Looks at a register in a thread of its own, so that a disk that hangs holds up nobody: during
+    a search for a coordinator, and until the register is known to be the coordinator's.
 
     Args:
-        is_told: A person has named it, so that it is the coordinator's. That of a durable directory
-            is where its entry was renewed while this host looked: it may be a disk of its own.
+        is_told: A person has named it: it is the coordinator's. A durable directory is after this
+            host has seen a renewal there: it may be a disk of its own.
     """
 
     def __init__(self, register: Register, *, is_told: bool) -> None:
@@ -80,7 +78,7 @@ class _Lookout:
         self._is_running = False
 
     def begin(self, is_silent: Callable[[], bool] | None = None) -> None:
-        """Look from now on, also while the coordinator is silent where it is said when that is."""
+        """Look from now on, also while the coordinator is silent (``is_silent``)."""
         self._is_silent = is_silent or self._is_silent
         if not self._is_running:
             self._is_running = True
@@ -92,7 +90,7 @@ class _Lookout:
         self._due.set()
 
     def seen(self) -> _Seen:
-        """Return the newest look; of a register that does not answer there is none."""
+        """Return the newest look; an empty one, with the problem, if the register hangs."""
         last = self._last
         if time.monotonic() - last.at <= 3 * RENEW_S:
             return last
@@ -128,12 +126,12 @@ def _is_renewed(before: LeaseEntry | None, entry: LeaseEntry | None) -> bool:
 
 
 class Succession:
-    """How one agent finds the coordinator that takes the place of one that is gone.
+    """One agent's way to the next coordinator.
 
     Args:
         spec: The job.
-        interface: Where a coordinator of this host listens if it takes the place of another host's.
-        is_leaving: Whether this host is to be taken away: a coordinator here would go with it.
+        interface: Address of a coordinator of this host that succeeds one of another host.
+        is_leaving: Tells whether this host is to be taken away: a coordinator would go with it.
     """
 
     def __init__(
@@ -145,23 +143,21 @@ class Succession:
 
     @property
     def has_lease(self) -> bool:
-        """Whether this host may have the next coordinator, though it is not of the machine of the
-        one before."""
+        """Whether this host may have the next coordinator after one of another machine."""
         return self._lookout is not None and self._lookout.is_known
 
     def watch_while(self, is_silent: Callable[[], bool]) -> None:
-        """Look, beside everything else, whether the lease changes while the coordinator is
-        silent."""
+        """Watch the lease while the coordinator is silent."""
         if self._lookout is not None:
             self._lookout.begin(is_silent)
 
     def find(self, place: Place, term: int, is_over: threading.Event) -> Place:
-        """Return where the job's coordinator is, once there is one again.
+        """Return the place of the job's next coordinator, once it answers.
 
         Args:
-            place: Where the one was that is gone.
-            term: How many coordinators the job had, with that one.
-            is_over: Set when nobody needs one any more.
+            place: Place of the coordinator that is gone.
+            term: Its number.
+            is_over: Set when nobody needs a coordinator any more.
 
         Raises:
             PeerError: There is none within the time, or there will be none.
@@ -187,8 +183,8 @@ class Succession:
         raise PeerError(f"nobody takes its place within {search_s:.0f} s: {problem}")
 
     def _look(self, place: Place, term: int) -> Place:
-        """Return who has the job, or start the next coordinator where that is this host's affair.
-        Raises ``PeerError`` as long as nobody has, and it is not."""
+        """Return the place of the coordinator, or start the next one if this host may. Raises
+        ``PeerError`` as long as there is none."""
         seen = _Seen() if self._lookout is None else self._lookout.seen()
         entry = seen.entry
         if entry is not None and entry.is_over and self.has_lease:
@@ -230,8 +226,8 @@ class Succession:
             )  # fmt: skip
 
     def _here(self, place: Place, term: int) -> Place | None:
-        """Return who answers by this machine's card, or start another coordinator; None: that of
-        this machine has given its place up to whom a register names."""
+        """Return the place on this machine's card, or start another coordinator; None: this
+        machine's coordinator has given its place up to another one, by a register."""
         folder = job_directory(self._spec)
         with one_at_a_time(folder):
             holder = read_holder(folder)
@@ -265,8 +261,8 @@ class Succession:
 
 
 def _there(place: Place) -> Place:
-    """Return the same place, once somebody answers there: an agent of that host starts another one,
-    or a person does."""
+    """Return the same place once a coordinator answers there: an agent of that host, or a person,
+    starts another one."""
     Channel(place.address, place.token).close()
     return place
 
@@ -280,7 +276,7 @@ def _answers(address: tuple[str, int], token: bytes) -> bool:
 
 
 def _is_taken(address: tuple[str, int], token: bytes) -> bool:
-    """Whether a stranger listens there, whatever he says or does not say."""
+    """Whether a stranger listens there, whatever its answer."""
     try:
         Channel(address, token).close()
     except AbsentError:
@@ -300,7 +296,7 @@ def _runs(pid: int) -> bool:
 
 def _end_silent(folder: Path, pid: int, place: Place) -> None:
     """End a coordinator that was silent for too long, and may be stopped: it must not go on beside
-    another one. Who answers now is left alone."""
+    another one. One that answers now is left alone."""
     with suppress(PeerError):
         Channel(place.address, place.token).close()
         return
