@@ -29,7 +29,7 @@ def test_metrics_are_over_every_sample_of_an_evaluation_set(
     """Also of one that the ranks do not divide, on any number of ranks; and behind epochs that are
     over, in batches like those of the training."""
     made = play(
-        rounds_pool, tmp_path, "evaluates", [(3, 5), (2, 9), (3, None)],
+        rounds_pool, tmp_path, "accelerates", [(3, 5), (2, 9), (3, None)],
         samples=samples, micro_batch=micro_batch, epochs=4, config=CONFIG,
     )  # fmt: skip
     assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
@@ -47,7 +47,7 @@ def test_ranks_that_shuffle_by_different_seeds_are_refused_at_once(
 ) -> None:
     """Each would draw from an order of its own, which a change of ranks alone would show."""
     (ranks,) = play(
-        rounds_pool, tmp_path, "seeds", [(2, None)], device_specific=device_specific, config=CONFIG
+        rounds_pool, tmp_path, "accelerates", [(2, None)], seeding=device_specific, config=CONFIG
     )
     for seen in ranks:
         if device_specific:
@@ -71,9 +71,9 @@ def test_a_prepared_schedule_is_that_of_the_first_round_on_any_number_of_ranks(
     """Stepped by epoch it is not stepped again in epochs that are over; made from the number of
     ranks, it is made from the first round's."""
     given: dict[str, Any] = {"kind": kind, "epochs": 4, "config": CONFIG}
-    alone = play(rounds_pool, tmp_path / "alone", "prepares_schedule", [(2, None)], **given)
+    alone = play(rounds_pool, tmp_path / "alone", "accelerates", [(2, None)], **given)
     made = play(
-        rounds_pool, tmp_path / "job", "prepares_schedule", [(2, 7), (1, 13), (2, 20), (1, None)],
+        rounds_pool, tmp_path / "job", "accelerates", [(2, 7), (1, 13), (2, 20), (1, None)],
         **given,
     )  # fmt: skip
     assert made[-1][0].ending == "finished"
@@ -103,9 +103,9 @@ def test_a_schedule_of_the_engine_ends_as_the_first_round_planned_it(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
     """Accelerate computes how many steps it is for from the number of ranks."""
-    given: dict[str, Any] = {"epochs": 2, "config": PLAN}
-    alone = play(rounds_pool, tmp_path / "alone", "plans", [(2, None)], **given)
-    made = play(rounds_pool, tmp_path / "job", "plans", [(2, 5), (1, 9), (2, None)], **given)
+    given: dict[str, Any] = {"kind": "engine's", "epochs": 2, "config": PLAN}
+    alone = play(rounds_pool, tmp_path / "alone", "accelerates", [(2, None)], **given)
+    made = play(rounds_pool, tmp_path / "job", "accelerates", [(2, 5), (1, 9), (2, None)], **given)
     assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
     reported, expected = (
         {note["step"]: note["rate"] for note in notes(of)} for of in (made, alone)
@@ -124,8 +124,8 @@ def test_a_saved_state_of_an_epoch_that_is_over_stays(
     folders = {name: tmp_path / name / "saved" for name in ("alone", "job")}
     for name, rounds in (("alone", [(2, None)]), ("job", [(2, 7), (1, None)])):
         made = play(
-            rounds_pool, tmp_path / name, "saves_states", rounds,
-            epochs=3, output=str(folders[name]), names=names, config=CONFIG,
+            rounds_pool, tmp_path / name, "accelerates", rounds,
+            epochs=3, output=str(folders[name]), names=names, kind="every third", config=CONFIG,
         )  # fmt: skip
         assert made[-1][0].ending == "finished"
     kept = [
@@ -144,8 +144,9 @@ def test_a_state_that_is_saved_under_a_name_twice_is_told_of(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
     made = play(
-        rounds_pool, tmp_path / "job", "saves_states", [(2, 7), (1, None)],
-        epochs=4, output=str(tmp_path / "saved"), names="counted", config=CONFIG,
+        rounds_pool, tmp_path / "job", "accelerates", [(2, 7), (1, None)],
+        epochs=4, output=str(tmp_path / "saved"), names="counted", kind="every third",
+        config=CONFIG,
     )  # fmt: skip
     assert made[-1][0].ending == "finished"
     (logged,) = [text for text in log(made) if text.startswith("event=saved_again ")]
@@ -204,7 +205,7 @@ def test_a_batch_that_accelerate_takes_from_another_loader_is_refused_with_its_o
 ) -> None:
     """Of all loaders that are prepared together the smallest batch is the engine's micro-batch."""
     ((seen,),) = play(
-        rounds_pool, tmp_path, "evaluates", [(1, None)],
+        rounds_pool, tmp_path, "accelerates", [(1, None)],
         samples=8, micro_batch=1, epochs=1, config=CONFIG,
     )  # fmt: skip
     assert "has batches of 2, the engine of 1" in seen.ending
@@ -218,9 +219,9 @@ def test_a_schedule_by_the_ranks_of_now_goes_on_where_the_script_places_its_data
 ) -> None:
     """It is told the ranks of each round, and its schedule is stepped by them."""
     given: dict[str, Any] = {"kind": "ratio", "epochs": 5, "config": CONFIG}
-    (alone,) = play(rounds_pool, tmp_path / "alone", "prepares_schedule", [(2, None)], **given)
+    (alone,) = play(rounds_pool, tmp_path / "alone", "accelerates", [(2, None)], **given)
     made = play(
-        rounds_pool, tmp_path / "job", "prepares_schedule", [(2, 7), (1, 13), (2, 20)],
+        rounds_pool, tmp_path / "job", "accelerates", [(2, 7), (1, 13), (2, 20)],
         settings={"data_order": "own"}, **given,
     )  # fmt: skip
     assert [ranks[0].ending for ranks in made] == ["left"] * 3

@@ -98,9 +98,9 @@ def test_a_model_is_trained_in_eval_where_the_script_says_so(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
     """And what it evaluates is never trained on, also behind epochs that are over."""
-    (alone,) = play(rounds_pool, tmp_path / "alone", "trains_in_eval", [(1, None)], epochs=3)
+    (alone,) = play(rounds_pool, tmp_path / "alone", "trains", [(1, None)], epochs=3, in_eval=True)
     rounds = [(1, 6), (2, None)]
-    made = play(rounds_pool, tmp_path / "job", "trains_in_eval", rounds, epochs=3)
+    made = play(rounds_pool, tmp_path / "job", "trains", rounds, epochs=3, in_eval=True)
     assert [ranks[0].ending for ranks in made] == ["left", "finished"]
     reported, expected = (
         {line["step"]: line["loss"] for line in notes(of) if "step" in line}
@@ -176,7 +176,7 @@ def test_a_schedule_that_cannot_be_carried_is_refused_before_the_first_step(
 
 @pytest.mark.campaign
 def test_another_batch_on_the_way_is_refused(rounds_pool: WorkerPool, tmp_path: Path) -> None:
-    ((seen,),) = play(rounds_pool, tmp_path, "resizes_batch", [(1, None)], size=12)
+    ((seen,),) = play(rounds_pool, tmp_path, "trains", [(1, None)], resized_to=12)
     assert seen.ending.startswith("RefusedError") and "set_train_batch_size(12)" in seen.ending
     assert not log([[seen]]) or len(notes([[seen]])) == 2
 
@@ -284,7 +284,7 @@ def test_a_script_that_stops_early_in_epochs_that_are_over_has_not_finished(
 def test_an_order_of_samples_of_the_scripts_own_is_refused(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    ((seen,),) = play(rounds_pool, tmp_path, "samples_its_way", [(1, None)])
+    ((seen,),) = play(rounds_pool, tmp_path, "trains", [(1, None)], is_weighted=True)
     assert seen.ending.startswith("RefusedError") and "Weighted is not torch's" in seen.ending
     assert not seen.notes
 
@@ -295,10 +295,11 @@ def test_a_state_that_is_put_away_between_steps_is_written_where_it_is(
     rounds_pool: WorkerPool, tmp_path: Path, stage: int
 ) -> None:
     """It lies elsewhere when it is back."""
-    given: dict[str, Any] = {"epochs": 4, "stage": stage}
-    alone = play(rounds_pool, tmp_path / "alone", "offloads", [(1, None)], **given)
+    config = {"zero_optimization": {"stage": stage}}
+    given: dict[str, Any] = {"epochs": 4, "is_offloaded": True, "config": config}
+    alone = play(rounds_pool, tmp_path / "alone", "trains", [(1, None)], **given)
     rounds = [(2, 5), (1, None)]
-    made = play(rounds_pool, tmp_path / "job", "offloads", rounds, **given)
+    made = play(rounds_pool, tmp_path / "job", "trains", rounds, **given)
     assert [ranks[0].ending for ranks in made] == ["left", "finished"]
     reported, expected = ([note["loss"] for note in notes(of)] for of in (made, alone))
     assert reported == pytest.approx(expected, rel=1e-6) and len(reported) == 16
@@ -318,5 +319,5 @@ def test_a_state_that_is_put_away_between_steps_is_written_where_it_is(
 def test_what_fixes_ranks_is_refused_before_an_engine_is_built(
     rounds_pool: WorkerPool, tmp_path: Path, config: dict[str, Any], named: str
 ) -> None:
-    ((seen, _),) = play(rounds_pool, tmp_path, "configured", [(2, None)], config=config)
+    ((seen, _),) = play(rounds_pool, tmp_path, "trains", [(2, None)], config=config)
     assert seen.ending.startswith("RefusedError") and named in seen.ending

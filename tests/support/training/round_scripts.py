@@ -2,6 +2,7 @@
 tests."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def loaders() -> tuple[Any, Any]:
     return DataLoader(data, MICRO_BATCH, sampler=sampler), sampler
 
 
+def begun(**config: Any) -> tuple[Any, Any, Any]:
+    """Return an engine, and a loader for training with its sampler."""
+    deepspeed.init_distributed()
+    return build_engine(build_model(), **config), *loaders()
+
+
 def steps_of(engine: Any, loader: Any) -> Iterator[tuple[float, float]]:
     """Train an epoch; yield each step's learning rate and loss."""
     losses = []
@@ -71,29 +78,6 @@ def steps_of(engine: Any, loader: Any) -> Iterator[tuple[float, float]]:
             torch.distributed.all_reduce(total)
             yield rate, float(total) / torch.distributed.get_world_size()
             losses.clear()
-
-
-def evaluates(samples: int, micro_batch: int, epochs: int, config: dict[str, Any]) -> None:
-    """A loop on Accelerate that measures on an evaluation set behind each epoch."""
-    accelerator = accelerator_of(config)
-    model: Any = build_model()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader: Any = DataLoader(Rows(), 2, shuffle=True)
-    evaluated: Any = DataLoader(Rows(samples), micro_batch)
-    model, optimizer, loader, evaluated = accelerator.prepare(model, optimizer, loader, evaluated)
-    for epoch in range(epochs):
-        model.train()
-        for rows, classes, _ in loader:
-            accelerator.backward(loss_of(model, rows, classes))
-            optimizer.step()
-            optimizer.zero_grad()
-        model.eval()
-        seen: list[int] = []
-        for rows, _, numbers in evaluated:
-            with torch.no_grad():
-                model(rows)
-            seen += accelerator.gather_for_metrics(numbers).tolist()
-        note(epoch=epoch, step=model.global_steps, seen=seen)
 
 
 def computes(stage: int, dropout: float, is_by_rank: bool) -> None:
@@ -215,9 +199,7 @@ def score_of(engine: Any) -> float:
 def keeps_best(epochs: int, output: str, best_at: int, back_at: int) -> None:
     """Keeps its best checkpoint and ends with it; where its loss jumps, here once at a step, it
     goes back to it. Then it saves what it has come to."""
-    deepspeed.init_distributed()
-    engine = build_engine(build_model())
-    loader, sampler = loaders()
+    engine, loader, sampler = begun()
     jumped = Path(output, "jumped")
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
@@ -249,9 +231,7 @@ def keeps_best(epochs: int, output: str, best_at: int, back_at: int) -> None:
 def saves_by_steps(epochs: int, output: str, is_known: bool) -> None:
     """A loop that has a best checkpoint behind epochs, by something that it asks of the weights of
     now; ``is_known``: it follows from the epoch."""
-    deepspeed.init_distributed()
-    engine = build_engine(build_model())
-    loader, sampler = loaders()
+    engine, loader, sampler = begun()
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for _ in steps_of(engine, loader):
@@ -290,26 +270,6 @@ def counts_pipeline_steps(steps: int, output: str, is_known: bool) -> None:
                 engine.save_checkpoint(output, tag=f"step-{step}")  # line: piped
 
 
-def trains_in_eval(epochs: int) -> None:
-    """Trains without dropout, in eval(), and evaluates behind each epoch."""
-    deepspeed.init_distributed()
-    engine = build_engine(build_model())
-    engine.eval()
-    loader, sampler = loaders()
-    rows = Rows(9)
-    evaluated: Any = DataLoader(rows, MICRO_BATCH, sampler=DistributedSampler(rows, shuffle=False))
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for _, loss in steps_of(engine, loader):
-            note(step=engine.global_steps, loss=loss)
-        seen = 0
-        for values, *_ in evaluated:
-            with torch.no_grad():
-                engine(values)
-            seen += len(values)
-        note(seen=seen)
-
-
 def fine_tunes(output: str) -> None:
     """Begins with weights that were trained before, and resumes where it finds a checkpoint."""
     deepspeed.init_distributed()
@@ -321,17 +281,6 @@ def fine_tunes(output: str) -> None:
     loader, _ = loaders()
     for _ in steps_of(engine, loader):
         note(step=engine.global_steps)
-
-
-def resizes_batch(size: int) -> None:
-    """A torch loop that makes its batches larger on the way."""
-    deepspeed.init_distributed()
-    engine = build_engine(build_model())
-    loader, _ = loaders()
-    for _ in steps_of(engine, loader):
-        note(step=engine.global_steps)
-        if engine.global_steps == 2:
-            engine.set_train_batch_size(size)
 
 
 class Average:
@@ -432,9 +381,7 @@ def counts_its_steps(steps: int) -> None:
 
 def stops_early(epochs: int, patience: int, asks: bool) -> None:
     """Ends where the evaluation does not become better; this one does for four epochs."""
-    deepspeed.init_distributed()
-    engine = build_engine(build_model())
-    loader, sampler = loaders()
+    engine, loader, sampler = begun()
     best, waited = [-1], [0]
     if asks:
         import scalai
@@ -460,13 +407,41 @@ class Weighted(DistributedSampler[Any]):
         return reversed(list(super().__iter__()))
 
 
-def samples_its_way() -> None:
-    deepspeed.init_distributed()
-    engine = build_engine(build_model())
-    data = Rows()
-    loader = DataLoader(data, MICRO_BATCH, sampler=Weighted(data))
-    for _ in steps_of(engine, loader):
-        note(step=engine.global_steps)
+def trains(
+    epochs: int = 1, *, in_eval: bool = False, resized_to: int = 0, is_weighted: bool = False,
+    is_offloaded: bool = False, config: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """A torch loop.
+
+    Args:
+        in_eval: It trains without dropout, in eval(), and evaluates behind each epoch.
+        resized_to: Samples of a step behind the second one; 0: as configured.
+        is_weighted: Its order of samples is its own.
+        is_offloaded: The state is away between epochs, as in loops that generate there.
+    """
+    engine, loader, sampler = begun(**(config or {}))
+    if is_weighted:
+        loader = DataLoader(Rows(), MICRO_BATCH, sampler=Weighted(Rows()))
+    if in_eval:
+        engine.eval()
+    rows = Rows(9)
+    evaluated: Any = DataLoader(rows, MICRO_BATCH, sampler=DistributedSampler(rows, shuffle=False))
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for _, loss in steps_of(engine, loader):
+            note(step=engine.global_steps, loss=loss)
+            if resized_to and engine.global_steps == 2:
+                engine.set_train_batch_size(resized_to)
+        if in_eval:
+            seen = 0
+            for values, *_ in evaluated:
+                with torch.no_grad():
+                    engine(values)
+                seen += len(values)
+            note(seen=seen)
+        if is_offloaded:
+            engine.offload_states(pin_memory=False)
+            engine.reload_states()
 
 
 def draws_in_order(steps: int, samples: int, later: int) -> None:
@@ -501,24 +476,6 @@ def accumulates_itself(micro_batches: int) -> None:
             note(step=engine.global_steps)
 
 
-def offloads(epochs: int, stage: int) -> None:
-    """Puts the state away between epochs, as loops do that generate there."""
-    deepspeed.init_distributed()
-    engine = build_engine(build_model(), zero_optimization={"stage": stage})
-    loader, sampler = loaders()
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for _, loss in steps_of(engine, loader):
-            note(step=engine.global_steps, loss=loss)
-        engine.offload_states(pin_memory=False)
-        engine.reload_states()
-
-
-def configured(config: dict[str, Any]) -> None:
-    deepspeed.init_distributed()
-    build_engine(build_model(), **config)
-
-
 def accelerator_of(config: dict[str, Any], **more: Any) -> Any:
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
@@ -531,113 +488,92 @@ def accelerator_of(config: dict[str, Any], **more: Any) -> Any:
     )
 
 
-def seeds(device_specific: bool, config: dict[str, Any]) -> None:
-    """A loop on Accelerate that seeds before it shuffles, each rank as it says."""
-    from accelerate.utils import set_seed
+def accelerates(
+    config: dict[str, Any], epochs: int = 1, *, kind: str = "", samples: int = 0,
+    micro_batch: int = 1, seeding: bool | None = None, names: str = "", output: str = "",
+) -> None:  # fmt: skip
+    """A loop on Accelerate.
 
-    accelerator = accelerator_of(config)
-    model: Any = build_model()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    set_seed(5, device_specific=device_specific)
-    loader: Any = DataLoader(Rows(), 2, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for rows, classes, _ in loader:
-        accelerator.backward(loss_of(model, rows, classes))
-        optimizer.step()
-        optimizer.zero_grad()
+    Args:
+        kind: Of a schedule that it prepares, by epoch, or by step and number of ranks; empty: none,
+            and it does not know of accumulation.
+        samples, micro_batch: Of an evaluation set, measured on behind each epoch; 0: none.
+        seeding: It seeds before it shuffles: True: each rank otherwise.
+        names: Under which it saves its state: its own by epoch or counter, or Accelerate's.
+    """
+    from accelerate.utils import ProjectConfiguration, set_seed
 
-
-def prepares_schedule(kind: str, epochs: int, config: dict[str, Any]) -> None:
-    """A loop on Accelerate that prepares its schedule, as people write it: by epoch, or by step
-    and the number of ranks."""
-    accelerator = accelerator_of(config)
-    model: Any = build_model()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader: Any = DataLoader(Rows(), 2, shuffle=True)
-    ranks = accelerator.num_processes
-    steps = epochs * len(Rows()) // 4
-    warm, total = {
-        "ratio": (int(0.1 * (steps + 1) * ranks), (steps + 1) * ranks),
-        "times ranks": (3 * ranks, epochs * len(loader)),
-    }.get(kind, (1, 1))
-    makers: dict[str, Any] = {
-        "epoch": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
-        "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-    }
-    scheduler = makers.get(
-        kind,
-        lambda: torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda at: at / warm if at < warm else max(0.0, (total - at) / (total - warm)),
-        ),
-    )()
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    for _ in range(epochs):
-        for rows, classes, _ in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, rows, classes))
-                optimizer.step()
-                if kind not in makers:
-                    scheduler.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                note(step=model.global_steps, rate=optimizer.param_groups[0]["lr"])
-        if kind in makers:
-            scheduler.step(*((3.0,) if kind == "plateau" else ()))
-    note(ranks=accelerator.num_processes, length=len(loader))
-
-
-def plans(epochs: int, config: dict[str, Any]) -> None:
-    """A loop on Accelerate whose engine makes the schedule, for steps that Accelerate computes."""
-    from accelerate.utils import DummyOptim, DummyScheduler
-
-    accelerator = accelerator_of(config)
-    model: Any = build_model()
-    optimizer: Any = DummyOptim(model.parameters(), lr=0.01)
-    loader: Any = DataLoader(Rows(), 2, shuffle=True)
-    scheduler: Any = DummyScheduler(optimizer, epochs * len(loader), 3)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    for _ in range(epochs):
-        for rows, classes, _ in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, rows, classes))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                note(step=model.global_steps, rate=model.get_lr()[0])
-
-
-def saves_states(epochs: int, output: str, names: str, config: dict[str, Any]) -> None:
-    """A loop on Accelerate that saves its state each epoch, under a name of its own, Accelerate's
-    or that of a counter."""
-    from accelerate.utils import ProjectConfiguration
-
-    is_automatic = names == "automatic"
-    project = ProjectConfiguration(output, automatic_checkpoint_naming=is_automatic)
+    project = ProjectConfiguration(output or None, automatic_checkpoint_naming=names == "automatic")
     accelerator = accelerator_of(config, project_config=project)
     model: Any = build_model()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    if seeding is not None:
+        set_seed(5, device_specific=seeding)
     loader: Any = DataLoader(Rows(), 2, shuffle=True)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    done = 0
+    optimizer, scheduler = _optimizer_of(model, kind, accelerator, epochs, len(loader))
+    evaluated = DataLoader(Rows(samples), micro_batch) if samples else None
+    others = [each for each in (scheduler, evaluated) if each is not None]
+    model, optimizer, loader, *others = accelerator.prepare(model, optimizer, loader, *others)
+    is_by_epoch, done = kind in ("epoch", "plateau"), 0
     for epoch in range(epochs):
+        if samples:
+            model.train()
         for rows, classes, _ in loader:
-            with accelerator.accumulate(model):
+            with accelerator.accumulate(model) if kind else nullcontext():
                 accelerator.backward(loss_of(model, rows, classes))
                 optimizer.step()
-                scheduler.step()
+                if kind and not is_by_epoch:
+                    others[0].step()
                 optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                done += 1
-                note(step=model.global_steps, rate=scheduler.get_last_lr()[0])
-                if names == "counted" and done % 3 == 0:
-                    accelerator.save_state(f"{output}/step_{done}")  # line: counted
-        if is_automatic:
-            accelerator.save_state()
-        elif names == "epochs":
-            accelerator.save_state(f"{output}/epoch_{epoch}")
+            if not kind or not accelerator.sync_gradients:
+                continue
+            rates = model.get_lr() if kind == "engine's" else [optimizer.param_groups[0]["lr"]]
+            note(step=model.global_steps, rate=rates[0])
+            done += 1
+            if names == "counted" and done % 3 == 0:
+                accelerator.save_state(f"{output}/step_{done}")  # line: counted
+        if is_by_epoch:
+            others[0].step(*((3.0,) if kind == "plateau" else ()))
+        if names in ("automatic", "epochs"):
+            accelerator.save_state(*([f"{output}/epoch_{epoch}"] if names == "epochs" else []))
+        if samples:
+            model.eval()
+            seen: list[int] = []
+            for rows, _, numbers in others[-1]:
+                with torch.no_grad():
+                    model(rows)
+                seen += accelerator.gather_for_metrics(numbers).tolist()
+            note(epoch=epoch, step=model.global_steps, seen=seen)
+    if kind and not names and kind != "engine's":
+        note(ranks=accelerator.num_processes, length=len(loader))
+
+
+def _optimizer_of(
+    model: Any, kind: str, accelerator: Any, epochs: int, length: int
+) -> tuple[Any, Any]:
+    """Return an optimizer and its schedule, as people write them; ``engine's``: the engine makes
+    it, for steps that Accelerate computes."""
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    if kind == "engine's":
+        planned: Any = DummyOptim(model.parameters(), lr=0.01)
+        return planned, DummyScheduler(planned, epochs * length, 3)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedules, ranks = torch.optim.lr_scheduler, accelerator.num_processes
+    steps = epochs * SAMPLES // 4
+    warm, total = {
+        "ratio": (int(0.1 * (steps + 1) * ranks), (steps + 1) * ranks),
+        "times ranks": (3 * ranks, epochs * length),
+    }.get(kind, (1, 1))
+    makers: dict[str, Any] = {
+        "": lambda: None,
+        "epoch": lambda: schedules.StepLR(optimizer, 1, 0.5),
+        "every third": lambda: schedules.StepLR(optimizer, 3),
+        "plateau": lambda: schedules.ReduceLROnPlateau(optimizer, patience=0),
+    }
+    plain = lambda: schedules.LambdaLR(  # noqa: E731
+        optimizer, lambda at: at / warm if at < warm else max(0.0, (total - at) / (total - warm))
+    )
+    return optimizer, makers.get(kind, plain)()
 
 
 class Scored(torch.nn.Module):
