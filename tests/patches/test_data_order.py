@@ -95,14 +95,29 @@ def train(
 
 def uninterrupted(samples: int, *, shuffle: bool, sets_epoch: bool, epochs: int) -> list[set[int]]:
     """Return the samples of each step as torch deals them to one rank, which keeps the order."""
-    loader = loader_of(samples, 1, 0, shuffle=shuffle, batch_size=GLOBAL_BATCH)
     steps = []
+    loader = loader_of(samples, 1, 0, shuffle=shuffle, batch_size=GLOBAL_BATCH)
     for epoch in range(epochs):
         if sets_epoch:
             assert isinstance(loader.sampler, DistributedSampler)
             loader.sampler.set_epoch(epoch)
         steps += [set(batch.tolist()) for batch in loader]
     return steps
+
+
+def in_passes(feed: Feed, dp: int, rank: int, steps: int, style: str) -> list[list[int]]:
+    """Train three passes as a script that makes a loader for each, or looks at a batch before."""
+    made: list[list[int]] = []
+    loader = loader_of(24, dp, rank)
+    for _ in range(3):
+        if style == "a loader each":
+            loader = loader_of(24, dp, rank)
+        else:
+            assert len(next(iter(loader))) == MICRO_BATCH
+        made += train(feed, loader, steps - len(made), epochs=1, sets_epoch=False)
+        if len(made) == steps:
+            break
+    return made
 
 
 @settings(max_examples=40, deadline=None)
@@ -116,21 +131,41 @@ def test_any_changes_of_dp_leave_every_global_batch_as_it_was(
 ) -> None:
     samples, epochs = 48, 3
     reference = uninterrupted(samples, shuffle=shuffle, sets_epoch=sets_epoch, epochs=epochs)
+
+    def script(feed: Feed, dp: int, rank: int, steps: int) -> list[list[int]]:
+        loader = loader_of(samples, dp, rank, shuffle=shuffle)
+        return train(feed, loader, steps, epochs=epochs, sets_epoch=sets_epoch)
+
+    assert played(script, (*rounds, (2, len(reference)))) == reference
+
+
+@pytest.mark.parametrize("style", ["a loader each", "a look before"])
+def test_a_script_with_its_own_passes_is_taken_up_within_them(style: str) -> None:
+    def script(feed: Feed, dp: int, rank: int, steps: int) -> list[list[int]]:
+        return in_passes(feed, dp, rank, steps, style)
+
+    expected = played(script, [(1, 6)])
+    assert played(script, [(1, 1), (2, 2), (1, 1), (2, 2)]) == expected and len(expected) == 6
+
+
+def played(
+    script: Callable[[Feed, int, int, int], list[list[int]]], rounds: Sequence[tuple[int, int]]
+) -> list[set[int]]:
+    """Play rounds of (DP, steps); return the samples of each step over all ranks."""
     made: list[set[int]] = []
     saved: list[Mapping[str, Any]] = []
-    for dp, steps in (*rounds, (2, len(reference))):
+    for dp, steps in rounds:
         parts = []
         for rank in range(dp):
             with hooked(dp, rounds[0][0]) as feed:
-                loader = loader_of(samples, dp, rank, shuffle=shuffle)
                 feed.clocks.put(saved)
-                parts.append(train(feed, loader, steps, epochs=epochs, sets_epoch=sets_epoch))
+                parts.append(script(feed, dp, rank, steps))
                 after = feed.clocks.take()
         saved = after
         together = [[n for part in step for n in part] for step in zip(*parts, strict=True)]
         assert all(len(step) == GLOBAL_BATCH for step in together)
         made += [set(step) for step in together]
-    assert made == reference
+    return made
 
 
 @pytest.mark.parametrize("dp", DPS)
@@ -244,29 +279,6 @@ def test_what_a_script_leaves_of_its_epochs_is_not_taken_for_drawn_ahead() -> No
         assert place["ends"] == [[24, 11]]
 
 
-def test_a_script_may_look_at_a_batch_before_it_trains() -> None:
-    def script(feed: Feed, steps: int) -> list[list[int]]:
-        made: list[list[int]] = []
-        loader = loader_of(24, 1, 0)
-        for _ in range(3):
-            assert len(next(iter(loader))) == MICRO_BATCH
-            made += train(feed, loader, steps - len(made), epochs=1, sets_epoch=False)
-            if len(made) == steps:
-                break
-        return made
-
-    with hooked(1) as feed:
-        expected = script(feed, 6)
-    made: list[list[int]] = []
-    saved: list[Mapping[str, Any]] = []
-    for steps in (1, 2, 1, 2):
-        with hooked(1) as feed:
-            feed.clocks.put(saved)
-            made += script(feed, steps)
-            saved = feed.clocks.take()
-    assert made == expected
-
-
 @pytest.mark.parametrize(
     ("begins", "runs"),
     [
@@ -299,25 +311,6 @@ def test_batches_that_are_skipped_are_refused() -> None:
         assert list(batches) == []
         with pytest.raises(RefusedError, match="12 micro-batches were drawn and not trained on"):
             next(iter(loader))
-
-
-def test_a_sampler_for_each_epoch_is_taken_up_too() -> None:
-    def script(feed: Feed, steps: int) -> list[list[int]]:
-        made: list[list[int]] = []
-        for _ in range(3):
-            made += train(feed, loader_of(24, 1, 0), steps - len(made), epochs=1)
-            if len(made) == steps:
-                break
-        return made
-
-    with hooked(1) as feed:
-        reference = script(feed, 6)
-    with hooked(1) as feed:
-        begun = script(feed, 3)
-        saved = feed.clocks.take()
-    with hooked(1) as feed:
-        feed.clocks.put(saved)
-        assert begun + script(feed, 3) == reference
 
 
 def test_what_was_done_at_the_end_of_a_pass_is_not_done_again() -> None:
@@ -395,26 +388,44 @@ class Stream(IterableDataset[int]):
         return iter(range(48))
 
 
-def test_an_order_that_nobody_knows_is_refused_with_the_reason() -> None:
-    with hooked(1) as feed:
-        next(iter(DataLoader(Stream(), 3)))
-        with pytest.raises(RefusedError, match="an iterable data set has no order"):
-            feed.step()
-    with hooked(1) as feed:
-        next(iter(DataLoader(Numbers(48), 3, shuffle=True)))
-        with pytest.raises(RefusedError, match="RandomSampler is not torch's DistributedSampler"):
-            feed.step()
-    with hooked(1) as feed:
-        next(iter(loader_of(48, 1, 0, batch_size=5)))
-        with pytest.raises(RefusedError, match="a loader has batches of 5, the engine of 3"):
-            feed.step()
+class StatefulDataLoader:
+    """Stands for torchdata's, which makes itself without torch's own."""
 
 
-def test_too_small_data_and_other_replicas_are_refused() -> None:
-    with hooked(1), pytest.raises(RefusedError, match="11 samples, fewer than a global batch"):
-        next(iter(loader_of(11, 1, 0, drop_last=True)))
-    with hooked(2), pytest.raises(RefusedError, match="deals to 4 replicas, the job has DP2"):
-        next(iter(loader_of(48, 4, 0)))
+def of_torchdata(feed: Feed) -> None:
+    module = SimpleNamespace(StatefulDataLoader=StatefulDataLoader)
+    wrap = feed._hook_torchdata
+    wrap(module)
+    module.StatefulDataLoader()
+
+
+@pytest.mark.parametrize(
+    ("draw", "dp", "said"),
+    [
+        (lambda: next(iter(DataLoader(Stream(), 3))), 1, "an iterable data set has no order"),
+        (
+            lambda: next(iter(DataLoader(Numbers(48), 3, shuffle=True))), 1,
+            "RandomSampler is not torch's DistributedSampler",
+        ),
+        (
+            lambda: next(iter(loader_of(48, 1, 0, batch_size=5))), 1,
+            "a loader has batches of 5, the engine of 3",
+        ),
+        (
+            lambda: next(iter(loader_of(11, 1, 0, drop_last=True))), 1,
+            "11 samples, fewer than a global batch",
+        ),
+        (lambda: next(iter(loader_of(48, 4, 0))), 2, "deals to 4 replicas, the job has DP2"),
+        (None, 1, "StatefulDataLoader keeps its place by rank"),
+    ],
+    ids=["iterable", "random", "batches", "too small", "replicas", "torchdata"],
+)  # fmt: skip
+def test_an_order_that_nobody_knows_is_refused_with_the_reason(
+    draw: Callable[[], Any] | None, dp: int, said: str
+) -> None:
+    with hooked(dp) as feed, pytest.raises(RefusedError, match=said):
+        draw() if draw is not None else of_torchdata(feed)
+        feed.step()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -462,18 +473,6 @@ def test_data_that_became_another_one_between_rounds_is_refused_before_it_is_dra
     begin(later)
     with pytest.raises(RefusedError, match=r"'loader-0' is another one.*(size=51|seed=3)"):
         begin(later, samples, seed)
-
-
-def test_torchdatas_stateful_loader_is_refused_with_the_reason() -> None:
-    class StatefulDataLoader:
-        """Stands for torchdata's, which makes itself without torch's own."""
-
-    module = SimpleNamespace(StatefulDataLoader=StatefulDataLoader)
-    with hooked(1) as feed:
-        feed._hook_torchdata(module)
-        module.StatefulDataLoader()
-        with pytest.raises(RefusedError, match="StatefulDataLoader keeps its place by rank"):
-            feed.step()
 
 
 def breaking_off(feed: Feed, loader: "DataLoader[int]", steps: int, at: int) -> list[list[int]]:
