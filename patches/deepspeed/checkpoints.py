@@ -26,9 +26,9 @@ from scalai.patches.deepspeed import loading
 from scalai.patches.deepspeed.beside_engine import Auxiliary
 from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
 from scalai.patches.deepspeed.checkpoint.model_file import (
-    checkpoint_step,
     client_state_of,
     plain_client_state,
+    saved_step,
 )
 from scalai.patches.deepspeed.checkpoint.native import LoadRequest
 from scalai.patches.deepspeed.record import LOADS
@@ -146,7 +146,7 @@ class Checkpoints:
             # The script goes on behind the epochs and steps that were over, not with its first.
             self._auxiliary.record.resume()
             self._clocks.begin_after(self._over.get(_name(directory), []))
-            self._replay.begin_at(checkpoint_step(directory))
+            self._replay.begin_at(saved_step(directory))
         return _told_by(directory)
 
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -199,4 +199,4 @@ def _name(directory: Path) -> str:
 
 
 def _step_of(directory: Path | None) -> int | None:
-    return None if directory is None else checkpoint_step(directory)
+    return None if directory is None else saved_step(directory)

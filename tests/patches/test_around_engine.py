@@ -181,20 +181,6 @@ def test_another_batch_on_the_way_is_refused(rounds_pool: WorkerPool, tmp_path: 
     assert not log([[seen]]) or len(notes([[seen]])) == 2
 
 
-@pytest.mark.campaign
-def test_a_script_that_accumulates_as_on_other_ranks_is_refused(
-    rounds_pool: WorkerPool, tmp_path: Path
-) -> None:
-    """On two ranks a step would have twice the samples."""
-    rounds: list[tuple[int, int | None]] = [(1, 2), (2, None)]
-    given: dict[str, Any] = {"micro_batches": 2}
-    made = play(rounds_pool, tmp_path, "accumulates_itself", rounds, **given)
-    assert made[0][0].ending == "left"
-    for seen in made[1]:
-        assert seen.ending.startswith("RefusedError")
-        assert "accumulated 2 micro-batches" in seen.ending and not seen.notes
-
-
 def _drawn(seen: Seen) -> list[dict[str, Any]]:
     return [line for line in seen.notes if "drawn" in line]
 
@@ -278,15 +264,6 @@ def test_a_script_that_stops_early_in_epochs_that_are_over_has_not_finished(
     asking = play(rounds_pool, tmp_path / "asking", "stops_early", rounds, asks=True, **given)
     assert asking[1][0].ending == "finished"
     assert [note["step"] for note in notes(asking)] == list(range(1, 21))
-
-
-@pytest.mark.campaign
-def test_an_order_of_samples_of_the_scripts_own_is_refused(
-    rounds_pool: WorkerPool, tmp_path: Path
-) -> None:
-    ((seen,),) = play(rounds_pool, tmp_path, "trains", [(1, None)], is_weighted=True)
-    assert seen.ending.startswith("RefusedError") and "Weighted is not torch's" in seen.ending
-    assert not seen.notes
 
 
 @pytest.mark.campaign

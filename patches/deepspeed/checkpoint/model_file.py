@@ -36,7 +36,7 @@ _DEEPSPEEDS_OWN = frozenset((
 """DeepSpeed's own entries; others are a script's."""
 
 
-def checkpoint_step(directory: Path) -> int | None:
+def saved_step(directory: Path) -> int | None:
     """Return the step of a checkpoint: from DeepSpeed's own tag, else from its first file. None:
     unknown."""
     match = _STEP_TAG.fullmatch(directory.name)

@@ -400,15 +400,8 @@ def stops_early(epochs: int, patience: int, asks: bool) -> None:
             break
 
 
-class Weighted(DistributedSampler[Any]):
-    """An order of the script's own."""
-
-    def __iter__(self) -> Iterator[int]:
-        return reversed(list(super().__iter__()))
-
-
 def trains(
-    epochs: int = 1, *, in_eval: bool = False, resized_to: int = 0, is_weighted: bool = False,
+    epochs: int = 1, *, in_eval: bool = False, resized_to: int = 0,
     is_offloaded: bool = False, config: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """A torch loop.
@@ -416,12 +409,9 @@ def trains(
     Args:
         in_eval: It trains without dropout, in eval(), and evaluates behind each epoch.
         resized_to: Samples of a step behind the second one; 0: as configured.
-        is_weighted: Its order of samples is its own.
         is_offloaded: The state is away between epochs, as in loops that generate there.
     """
     engine, loader, sampler = begun(**(config or {}))
-    if is_weighted:
-        loader = DataLoader(Rows(), MICRO_BATCH, sampler=Weighted(Rows()))
     if in_eval:
         engine.eval()
     rows = Rows(9)
@@ -460,20 +450,6 @@ def draws_in_order(steps: int, samples: int, later: int) -> None:
             numbers += found.tolist()
             engine.step()
         note(step=engine.global_steps, drawn=numbers)
-
-
-def accumulates_itself(micro_batches: int) -> None:
-    """A torch loop that says which micro-batch is a step's last, and calls ``step`` once."""
-    deepspeed.init_distributed()
-    engine = build_engine(build_model())
-    loader, _ = loaders()
-    for place, (rows, classes, _) in enumerate(loader, 1):
-        is_last = place % micro_batches == 0
-        engine.set_gradient_accumulation_boundary(is_last)
-        engine.backward(loss_of(engine, rows, classes))
-        if is_last:
-            engine.step()
-            note(step=engine.global_steps)
 
 
 def accelerator_of(config: dict[str, Any], **more: Any) -> Any:

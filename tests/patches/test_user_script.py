@@ -61,7 +61,7 @@ def test_what_changes_with_every_step_is_found_and_nothing_else() -> None:
         lines.append(place)
         kept = own.look(sys._getframe(), engine)
     assert own.is_done and (epoch, is_last, reference, batch) is not None
-    mine = {one.name: one for one in kept if one.place.startswith("test_own_state.py")}
+    mine = {one.name: one for one in kept if one.place.startswith("test_user_script.py")}
     assert set(mine) == {"shadow", "meter", "averaged", "done", "seen", "total"}
     assert {name for name, one in mine.items() if one.is_count} == {"done", "seen"}
     assert [mine[name].is_fresh for name in ("done", "seen")] == [False, True]
@@ -105,7 +105,7 @@ def test_what_cannot_be_read_is_passed_over_and_does_not_end_the_training() -> N
         frozen = {"weight": torch.empty(2, device="meta")}
         kept = own.look(sys._getframe(), engine)
     assert own.is_done and (opaque, spectra, graph, frozen) is not None
-    mine = {one.name for one in kept if one.place.startswith("test_own_state.py")}
+    mine = {one.name for one in kept if one.place.startswith("test_user_script.py")}
     assert mine == {"done"}
 
 
@@ -113,7 +113,7 @@ def test_the_line_of_the_script_is_told_and_not_that_of_a_library() -> None:
     place = sorted([1], key=lambda _: script_place())  # through what is not the script
     assert place == [1]
     here = sys._getframe().f_lineno + 1
-    assert script_place() == f"test_own_state.py:{here}"
+    assert script_place() == f"test_user_script.py:{here}"
 
 
 def test_a_file_that_cannot_be_read_binds_no_names(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_attributes_of_what_a_trainer_calls_are_looked_at() -> None:
         kept = own.look(sys._getframe(), engine, [callback, torch.nn.Linear(1, 1)])
     assert kept is not None
     (one,) = kept
-    assert one.name == "self.n" and one.place.startswith("test_own_state.py:") and one.is_fresh
+    assert one.name == "self.n" and one.place.startswith("test_user_script.py:") and one.is_fresh
 
 
 def test_a_count_of_enumerate_is_found_where_it_decides() -> None:
@@ -151,5 +151,5 @@ def test_a_count_of_enumerate_is_found_where_it_decides() -> None:
         if number == 100:
             break
         kept = own.look(sys._getframe(), engine)
-    mine = [one for one in kept if one.place.startswith("test_own_state.py")]
+    mine = [one for one in kept if one.place.startswith("test_user_script.py")]
     assert [(one.name, one.is_enumerated) for one in mine] == [("number", True)]

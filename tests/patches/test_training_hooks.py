@@ -13,7 +13,7 @@ from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
 from scalai.core.job.function_proof import Numbers
 from scalai.patches.megatron import training_hooks
-from scalai.patches.megatron.training_hooks import TrainingHooks
+from scalai.patches.megatron.training_hooks import TrainingHooks, warnings_of
 
 
 class FakeSession:
@@ -405,3 +405,9 @@ def test_arguments_are_checked_whatever_a_script_keeps_in_them_and_however_it_gi
     for parsed, check in training_hooks._UNCHECKED:
         assert not hasattr(parsed, "checked_with") and vars(check(parsed))["checked_with"] == 5
     assert bool(training_hooks._UNCHECKED) is (kept == 3)
+
+
+def test_surprises_are_said() -> None:
+    logged = " ".join(warnings_of(Namespace(exit_signal_handler=True, dataloader_type="external")))
+    assert "Signal the agent" in logged
+    assert "consumed_train_samples" in logged
