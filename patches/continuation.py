@@ -78,7 +78,6 @@ def continue_host_rng(saved: Mapping[str, Any]) -> None:
 
 
 def begin_host_rng(seed: int) -> None:
-    """Begin new RNG states."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -17,7 +17,6 @@ from scalai.runtime.orphans import die_with_parent
 
 
 def preload(path: Path) -> None:
-    """Import the file's ``modules`` with the workers' ``sys_path``."""
     # They import torch, which takes seconds: this process is tied to its agent before.
     from scalai.patches import worker_start
     from scalai.patches.signals import leave_signals_to_the_agent

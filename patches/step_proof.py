@@ -271,12 +271,10 @@ class OwnLoop:
 
     @property
     def is_proving(self) -> bool:
-        """True if the norm of this step is wanted."""
         return self._session.is_proving
 
     @property
     def is_last(self) -> bool:
-        """True if this step has no update."""
         return self._session.is_to_prove
 
     def tell(self, norm: float | None) -> None:

@@ -122,7 +122,6 @@ class Clock:
         return number, consumed
 
     def draw(self, number: Number) -> None:
-        """Count a drawn micro-batch of a pass."""
         (self.drawn if self.looked_at is None else self.looked_at).append(number)
 
     def use(self, *, is_trained: bool) -> None:
@@ -243,7 +242,6 @@ class Clocks:
         """Draws of the newest step."""
 
     def add(self) -> Clock:
-        """Return the clock of one sampler more."""
         clock = self._to_come.pop(0) if self._to_come else Clock()
         clock.name = f"loader-{len(self._clocks)}"
         self._clocks.append(clock)
@@ -273,7 +271,6 @@ class Clocks:
 
     @property
     def have_drawn(self) -> bool:
-        """True if a drawn micro-batch waits for its step."""
         return any(clock.drawn or clock.looked_at for clock in self._clocks)
 
     @property

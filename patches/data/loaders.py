@@ -123,7 +123,6 @@ class Feed:
         return batch_size in self._batch_sizes
 
     def install(self) -> None:
-        """Hook torch's samplers and loaders made from now on."""
         wrapt.wrap_function_wrapper(DistributedSampler, "__init__", self._make_sampler)
         wrapt.wrap_function_wrapper(DataLoader, "__init__", self._make_loader)
         wrapt.register_post_import_hook(self._hook_torchdata, TORCHDATA)
@@ -203,7 +202,6 @@ class Feed:
         self._declined[why] = None
 
     def note_evaluation(self) -> None:
-        """Remember a pass taken for an evaluation's."""
         if self.is_evaluating():
             self.decline("a pass over a loader began in eval(); call engine.train() before it")
 

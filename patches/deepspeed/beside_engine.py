@@ -87,11 +87,9 @@ class Auxiliary:
         return self._restored_step is not None and not self.has_stepped
 
     def install_seeds(self) -> None:
-        """Hook seeds of torch, before the script's first line."""
         wrapt.wrap_function_wrapper(torch, "manual_seed", self._seed)
 
     def install(self) -> None:
-        """Hook a script's actions beside the engine, in torch."""
         self.schedules.install()
         wrapt.wrap_function_wrapper(torch, "save", self._save_object)
 
@@ -116,7 +114,6 @@ class Auxiliary:
         self.schedules.restored()
 
     def loaded(self) -> None:
-        """The engine has loaded a checkpoint."""
         self._restored_step = None
         self.schedules.forget()
 
@@ -130,7 +127,6 @@ class Auxiliary:
         self._saved = dict(saved["saved"])
 
     def stepped(self) -> None:
-        """An optimizer step has ended."""
         self.has_stepped = True
         self.record.stepped()
 
@@ -200,7 +196,6 @@ class Auxiliary:
         )
 
     def forgets(self, detail: str) -> None:
-        """Note dropped parts of the record."""
         self.say("record_full", detail)
 
     def differs(self, detail: str, way_out: str) -> None:

@@ -177,7 +177,6 @@ class Checkpoints:
 
 
 def _is_away(engine: Any) -> bool:
-    """True if some of the state is offloaded."""
     return bool(getattr(engine.optimizer, "offloaded_states", None))
 
 

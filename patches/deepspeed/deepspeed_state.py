@@ -141,7 +141,6 @@ class DeepSpeedState:
             self._engine.optimizer.checkpoint_event_prologue()
 
     def rank_state(self) -> Json:
-        """Return the random number generators of this rank."""
         return rng_streams.state(self._engine)
 
     def load_rank_state(self, state: Json | None, step: int) -> str:

@@ -409,7 +409,6 @@ class EngineHooks:
         return bare.real()
 
     def _measuring(self, name: str, method: Call, args: Args, kwargs: Kwargs) -> Any:
-        """Make a pass of a step with numbers."""
         if name == "backward":
             loss = args[0] if args else kwargs.get("loss")
             self.numbers.note_loss(loss, is_share=kwargs.get("scale_wrt_gas") is False)

@@ -29,7 +29,6 @@ from scalai.patches.user_script import is_of_framework, script_place
 
 
 def install(feed: Feed) -> None:
-    """Hook the loaders of an imported DeepSpeed."""
 
     def count(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> int:
         """A loader is as long as in the first round."""
@@ -162,7 +161,6 @@ class Accumulation:
         self._micro_batches = 0
 
     def install(self, engine: Any) -> None:
-        """Watch the script's calls."""
         for name in _DECIDES:
             if hasattr(engine, name):
                 setattr(engine, name, self._noting(getattr(engine, name)))

@@ -69,7 +69,6 @@ class OwnSchedules:
         self._has_begun = False
 
     def install(self) -> None:
-        """Hook torch's schedules made from now on."""
         for name in MAKERS:
             wrapt.wrap_function_wrapper(lr_scheduler, f"{name}.__init__", self._make)
 

@@ -207,7 +207,6 @@ class ScriptRecord:
 
     @property
     def _under_way(self) -> Stretch:
-        """The recorded stretch."""
         return self._begun() if self._is_first and self._is_recording else self._newest
 
     def _begun(self) -> Stretch:

@@ -67,7 +67,6 @@ class Replay:
             setattr(pipeline_engine, name, _ShownCounter(name, self))
 
     def install(self, engine: Any) -> None:
-        """Hook an engine's ``train_batch``."""
         self._engine = engine
         method = engine.train_batch
 

@@ -43,12 +43,10 @@ class StepNumbers:
         self.began = time.monotonic()
 
     def begin(self) -> None:
-        """A step begins."""
         self._losses, self._draws, self._norm = [], RandomDraws(), None
         self.began = time.monotonic()
 
     def forward(self, method: Any, args: Any, kwargs: Any) -> Any:
-        """Make a forward pass."""
         with self._draws:
             return method(*args, **kwargs)
 
@@ -139,7 +137,6 @@ class BareBatch:
         return replace(told, obstacle=drawn.found, is_random=True)
 
     def real(self) -> Any:
-        """Make the step itself."""
         return self._call(is_copying=False)
 
     def _call(self, *, is_copying: bool) -> Any:

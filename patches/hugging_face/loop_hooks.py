@@ -239,7 +239,6 @@ class LoopHooks:
         return result
 
     def _fit(self, accelerator: Any, prepared: Args) -> None:
-        """Have Accelerate compute DeepSpeed's batches for this round's ranks."""
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         sizes = [size for arg in prepared if (size := getattr(arg, "batch_size", None))]
         batches = round_batches(
@@ -335,12 +334,10 @@ class LoopHooks:
         return wrapped(*args, **kwargs)
 
     def _schedules(self) -> list[Any]:
-        """Return Accelerate's schedules, carried by ``_take``."""
         wrappers = self._accelerator._schedulers if self._accelerator is not None else ()
         return [wrapper.scheduler for wrapper in wrappers]
 
     def _take(self) -> Json:
-        """Return the position of the schedules."""
         first = int(self._get_session().facts.get("first_dp", self._accelerator.num_processes))
         return {
             "schedules": [

@@ -295,7 +295,6 @@ class TrainerHooks:
         return wrapped(*args, **kwargs)
 
     def _drawn(self, step: int) -> Sequence[Draw]:
-        """Return the draws of Trainer's step of this number."""
         assert self._batches is not None and self._ordered is not None
         each, epoch = self._batches.global_batch_size, self._ordered
         return split("trainer", (step - 1) * each, step * each, epoch.samples, epoch.size)
@@ -304,7 +303,6 @@ class TrainerHooks:
         self._saved = saved
 
     def _schedules(self) -> list[Any]:
-        """Return Trainer's schedule, carried by ``taken``."""
         schedule = getattr(self._trainer, "lr_scheduler", None)
         return [schedule, getattr(schedule, "scheduler", None)]
 

@@ -228,7 +228,6 @@ class BareStep:
         return replace(numbers, obstacle=drawn.found, is_random=True)
 
     def real(self) -> Any:
-        """Make the step itself."""
         return self._call(is_copying=False)
 
     def _call(self, *, is_copying: bool, **other: Any) -> Any:

@@ -119,7 +119,6 @@ def _names(prefixes: Sequence[str]) -> list[str]:
 
 
 def _split(stated: str | None) -> Json:
-    """Return the shares of training, validation and test."""
     numbers = [float(word) for word in re.findall(r"[.0-9]+", stated or "")]
     numbers += [0.0] * (3 - len(numbers))
     return [round(number / (sum(numbers) or 1.0), DIGITS) for number in numbers]

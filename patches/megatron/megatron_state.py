@@ -181,7 +181,6 @@ class MegatronState:
 
     @cached_property
     def _names(self) -> Names:
-        """The names of the tensors under the optimizer."""
         of = {
             id(shard.data): [part.name for part in shard.parts] for shard in shards_of(self._chunks)
         }
@@ -189,7 +188,6 @@ class MegatronState:
         return {id(each.main): of[id(each.parameter)] for each in owned}
 
     def rank_state(self) -> Json:
-        """Return the random number generators of this rank."""
         return grid.rng_state()
 
     def load_rank_state(self, state: Json | None, step: int) -> str:

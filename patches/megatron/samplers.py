@@ -107,7 +107,6 @@ def _has_seeds(sampler: Any) -> bool:
 
 
 def _samples_at(places: Places, first: ShuffledBlocks) -> list[int]:
-    """Return the samples at places over all passes."""
     epochs, within = np.divmod(places, first.length)
     found = np.empty_like(within)
     for epoch in np.unique(epochs).tolist():
@@ -219,7 +218,6 @@ class TrainingDraws:
         self._has_own_loader = False
 
     def hook(self, samplers: Samplers) -> None:
-        """Hook the samplers of one module."""
         for cls, is_random in (
             (samplers.MegatronPretrainingSampler, False),
             (samplers.MegatronPretrainingRandomSampler, True),
@@ -362,7 +360,6 @@ class WholePasses:
 
 
 def hook_samplers(samplers: Any) -> None:
-    """Hook the module of the loaders."""
 
     def build(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         loader, job = wrapped(*args, **kwargs), samplers.get_args()

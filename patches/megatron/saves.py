@@ -114,7 +114,6 @@ def _folder(root: Path, iteration: int) -> Path:
 
 
 def _named(root: Path) -> int | None:
-    """Return the tracker's iteration."""
     try:
         text = (root / TRACKER).read_text().strip()
     except OSError:
@@ -169,7 +168,6 @@ class AsyncSaves:
         self._numbered = -1
 
     def hook(self, training: Any) -> None:
-        """Hook ``megatron.training.training``."""
         self._get_args: Call = training.get_args
         wrapt.wrap_function_wrapper(training, "maybe_finalize_async_save", self._finalize)
         wrapt.wrap_function_wrapper(training, "save_checkpoint", self._save)

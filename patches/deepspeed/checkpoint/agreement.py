@@ -32,7 +32,6 @@ _BOXES = ("tensor", "offset", "shape")
 
 
 def packed(collection: Collection, head: Json, columns: Mapping[str, Column]) -> bytes:
-    """Return bytes for ``unpacked``."""
     stream = io.BytesIO()
     tensors = [[tensor.name, list(tensor.shape), tensor.dtype] for tensor in collection.tensors]
     arrays: dict[str, Any] = {
@@ -135,14 +134,12 @@ class EngineRanks:
         return [part[: int(size.item())].cpu().numpy().tobytes() for part, size in pairs]
 
     def _tensor(self, payload: bytes, size: int) -> torch.Tensor:
-        """Return bytes on the device, padded to ``size``."""
         padded = np.zeros(size, dtype=np.uint8)
         padded[: len(payload)] = np.frombuffer(payload, dtype=np.uint8)
         return torch.from_numpy(padded).to(self._device)
 
 
 def ranks_of(engine: Any) -> EngineRanks:
-    """Return the ranks of an engine's job."""
     is_host = dist.get_backend() == "gloo"
     return EngineRanks(torch.device("cpu") if is_host else torch.device(engine.device))
 

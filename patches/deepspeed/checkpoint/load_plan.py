@@ -255,7 +255,6 @@ class LoadPlan:
         return self.request.load_lr_scheduler_states and self.engine.lr_scheduler is not None
 
     def _try_out(self) -> None:
-        """Refuse values ``put_scalars`` could not set."""
         self._put_groups(_copies(self.masters))
         if self.request.load_module_only:
             return

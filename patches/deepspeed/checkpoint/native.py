@@ -43,7 +43,6 @@ class LoadRequest:
 
     @property
     def is_whole(self) -> bool:
-        """True if the optimizer's state is requested, too."""
         return self.load_optimizer_states and not self.load_module_only
 
     def directory(self) -> Path | None:

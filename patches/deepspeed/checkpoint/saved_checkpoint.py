@@ -62,7 +62,6 @@ class SavedCheckpoint:
     storages: Sequence[FileStorage]
 
     def to_bytes(self) -> bytes:
-        """Return bytes for ``from_bytes``."""
         placed = self.placed
         files = [[file.path, file.size_bytes] for file in placed.files]
         return packed(
@@ -78,7 +77,6 @@ class SavedCheckpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "SavedCheckpoint":
-        """Read the bytes of ``to_bytes``."""
         collection, (paths, steps, groups, loss_scale, storages), rows = unpacked(data)
         files = tuple(CheckpointFile(path, size) for path, size in paths)
         columns = rows["file"], rows["begin"], rows["stride"]

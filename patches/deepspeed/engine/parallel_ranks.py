@@ -134,7 +134,6 @@ def coordinate(engine: Any) -> str:
 
 
 def tensor_parallel(engine: Any) -> TensorParallel:
-    """Return this rank's tensor-parallel place."""
     from deepspeed.utils import bwc
 
     return TensorParallel(

@@ -49,7 +49,6 @@ def _layout(engine: Any) -> dict[str, int]:
 
 
 def go_on(saved: Mapping[str, Any]) -> None:
-    """Continue with the result of ``state``."""
     continue_host_rng(saved)
     _accelerator().set_rng_state(rng_state_of_text(saved["device"]))
     if saved["tracker"]:

@@ -90,7 +90,6 @@ def _buffer_shard(name: str, buffer: torch.Tensor, is_first_replica: bool) -> En
 
 
 def _whole(name: str, data: torch.Tensor) -> tuple[torch.Tensor, Fragment]:
-    """Return flat memory with all of ``data``."""
     if not data.is_contiguous():
         raise RefusedError(
             f"{name} has strides {data.stride()} for shape {list(data.shape)}, so it is not one "

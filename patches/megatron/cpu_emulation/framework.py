@@ -18,7 +18,6 @@ from scalai.patches.megatron.cpu_emulation.stubs import nothing, replace, return
 
 
 def install() -> None:
-    """Register the patches."""
     when_imported("megatron.core.utils", _no_transformer_engine)
     when_imported("megatron.core.transformer.torch_norm", _norm_with_sequence_parallel)
     when_imported("megatron.core.transformer.moe.moe_utils", _router_without_transformer_engine)
@@ -144,7 +143,6 @@ DEVICES = 8
 
 
 def install_training() -> None:
-    """Register the patches."""
     replace(torch.cuda, device_count=returning(DEVICES))
     when_imported("megatron.training.initialize", _initialize_without_cuda)
     when_imported("megatron.legacy.fused_kernels", _no_fused_kernels)
