@@ -52,6 +52,29 @@ class FirstBatches:
         return (self.micro_batch_size, self.dp) == (batches.micro_batch_size, batches.dp)
 
 
+class PassObserver:
+    """Hears of passes over data; by itself it does nothing but refuse."""
+
+    def begins(self, clock: Clock) -> None:
+        """A counted pass begins."""
+
+    def evaluates(self) -> None:
+        """A pass outside training begins."""
+
+    def told(self, answer: str) -> None:
+        """The script gets a number of the first round."""
+
+    def differs(self, detail: str, way_out: str) -> None:
+        """The script's place in its data differs from the state's."""
+        raise RefusedError(f"{detail}. {way_out}.")
+
+    def ends_otherwise(self, clock: Clock) -> None:
+        """A pass has another end than those before, or follows a single early end."""
+
+    def forgets(self, detail: str) -> None:
+        """Passes are dropped from memory."""
+
+
 class Feed:
     """The loaders of one process, and the position of each.
 
@@ -65,14 +88,7 @@ class Feed:
         way_out: Advice for an order without a fixed place.
         on_pass: Called at the begin of a trained pass, with the data set's name and the facts
             behind its order.
-        on_other_pass: Called at the begin of a pass outside training.
-        on_begin: Called at the begin of a counted pass.
-        on_told: Called with a number of the first round, as the script gets it.
-        on_other: Called with detail and way out if the script's place in its data differs from the
-            state's.
-        on_other_end: Called if a pass has another end than those before, or follows a single early
-            end.
-        on_forgotten: Called once passes are dropped from memory.
+        observer: Hears of passes.
     """
 
     def __init__(self) -> None:
@@ -84,13 +100,8 @@ class Feed:
         self.has_drawn = False
         self.is_evaluating: Callable[[], bool] = lambda: False
         self.first_dp: Callable[[], int | None] = lambda: None
-        self.on_other_pass: Callable[[], None] = lambda: None
         self.on_pass: Callable[[str, Mapping[str, Json]], None] = lambda name, facts: None
-        self.on_other: Callable[[str, str], None] = _refuse
-        self.on_other_end: Callable[[Clock], None] = lambda clock: None
-        self.on_begin: Callable[[Clock], None] = lambda clock: None
-        self.on_told: Callable[[str], None] = lambda answer: None
-        self.on_forgotten: Callable[[str], None] = lambda detail: None
+        self.observer = PassObserver()
         self.way_out = (
             "Use training_data= of deepspeed.initialize, or a DataLoader over a map-style data set "
             "with a DistributedSampler and the micro-batch of DeepSpeed's configuration"
@@ -175,7 +186,7 @@ class Feed:
         length = pass_length(samples, layout.global_batch_size, drop_last=drop_last)
         length //= layout.micro_batch_size * layout.dp
         if not (self.has_drawn or self.is_evaluating()):
-            self.on_told(f"a loader of {length} micro-batches")
+            self.observer.told(f"a loader of {length} micro-batches")
         return length
 
     def _make_sampler(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
@@ -213,14 +224,14 @@ class Feed:
         """
         assert self.batches is not None
         if clock.glanced.has_forgotten:
-            self.on_forgotten(
+            self.observer.forgets(
                 f"the script has only looked into passes over {clock.name} more than {REMEMBERED} "
                 "times, at no equal distances: of the oldest ones a later round gets no batch"
             )
         if clock.jumped is not None:
             (epoch, repeat), consumed = clock.jumped
             again = f" (its pass {repeat + 1})" if repeat else ""
-            self.on_other(
+            self.observer.differs(
                 f"the script begins a later pass over {clock.name}; the training is in epoch "
                 f"{epoch}{again}, of which {consumed} of {clock.length} samples are consumed, and "
                 "the others would be left out",
@@ -228,7 +239,7 @@ class Feed:
                 "first one: epochs that are over yield nothing",
             )
         if clock.has_ended_otherwise or clock.ends_as_one:
-            self.on_other_end(clock)
+            self.observer.ends_otherwise(clock)
         if len(clock.drawn) > max(LOOK_AHEAD, 2 * self.batches.num_micro_batches):
             raise RefusedError(
                 f"{len(clock.drawn)} micro-batches were drawn and not trained on: the script skips "
@@ -243,7 +254,7 @@ class Feed:
         if isinstance(sampler, ElasticBatchSampler) and sampler.skip_consumed_pass():
             return iter(())
         if not getattr(sampler, "is_elastic", False):
-            self.on_other_pass()
+            self.observer.evaluates()
         batches: Iterator[Any] = wrapped(*args, **kwargs)
         return batches
 
@@ -351,7 +362,7 @@ class ElasticBatchSampler(BatchSampler):
         if not self.is_elastic or self.clock.next_pass(sampler.epoch)[1] is not None:
             return False
         self.clock.over, _ = self.clock.begin(sampler.epoch)
-        self.feed.on_begin(self.clock)
+        self.feed.observer.begins(self.clock)
         return True
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
@@ -420,16 +431,12 @@ class LoaderPass(Iterator[list[int]]):
             self.sampler.feed.note_evaluation()
             return iter(self.sampler.plain)
         self.number, consumed = self.sampler.clock.begin(self.sampler.epoch)
-        self.sampler.feed.on_begin(self.sampler.clock)
+        self.sampler.feed.observer.begins(self.sampler.clock)
         self.sampler.feed.refuse_skipping(self.sampler.clock)
         if consumed is None:
             self.sampler.skip()
             return iter(())
         return self.sampler.micro_batches(consumed)
-
-
-def _refuse(detail: str, way_out: str) -> None:
-    raise RefusedError(f"{detail}. {way_out}.")
 
 
 def samples_of(sampler: "DistributedSampler[Any]") -> int:

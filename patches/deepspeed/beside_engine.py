@@ -16,6 +16,7 @@ import wrapt
 
 from scalai.core.errors import RefusedError
 from scalai.patches.data.clock import Clock, Clocks
+from scalai.patches.data.loaders import PassObserver
 from scalai.patches.deepspeed.own_schedules import OwnSchedules
 from scalai.patches.deepspeed.record import ScriptRecord
 from scalai.patches.deepspeed.replay import Replay
@@ -44,7 +45,7 @@ _PLANNED = ("total_num_steps", "total_steps")
 """Names of the planned number of steps in DeepSpeed's and torch's schedules."""
 
 
-class Auxiliary:
+class Auxiliary(PassObserver):
     """State and actions of a script beside the engine of one process.
 
     Args:
@@ -194,6 +195,9 @@ class Auxiliary:
             f"a pass over {clock.name} went to {words[0]}, the one before to {words[1]}: a count "
             "of the script's own (enumerate) that ends it began anew where the pass was taken up",
         )
+
+    def told(self, answer: str) -> None:
+        self.record.note_told(answer)
 
     def forgets(self, detail: str) -> None:
         self.say("record_full", detail)

@@ -112,12 +112,8 @@ class EngineHooks:
         self.feed.install()
         self.auxiliary.install()
         self.feed.on_pass = lambda name, facts: self._session.note_sources({name: facts})
-        self.feed.on_other_pass = self.auxiliary.evaluates
-        self.feed.on_other = self.auxiliary.differs
-        self.feed.on_other_end = self.auxiliary.ends_otherwise
-        self.feed.on_begin = self.auxiliary.begins
-        self.feed.on_forgotten = self.replay.on_forgotten = self.auxiliary.forgets
-        self.feed.on_told = self.auxiliary.record.note_told
+        self.feed.observer = self.auxiliary
+        self.replay.on_forgotten = self.auxiliary.forgets
         self.replay.on_step = lambda is_over: self.auxiliary.record.begin("a step", is_over=is_over)
         self.auxiliary.schedules.on_step = lambda kind: self.auxiliary.record.note(
             f"a step of {kind}"

@@ -120,7 +120,7 @@ def told_accumulation(now: int, feed: Feed, asking: Any) -> int:
     if feed.first is None or not is_then or is_of_framework(asking):
         return now
     then = feed.first.num_micro_batches
-    feed.on_told(f"an accumulation of {then}")
+    feed.observer.told(f"an accumulation of {then}")
     return now if then == now else AsThen(now, then, lambda: feed.has_drawn)
 
 

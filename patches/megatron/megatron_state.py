@@ -30,7 +30,7 @@ from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, clip, whole
 from scalai.patches.continuation import refuse_changed_axes
-from scalai.patches.megatron import grid
+from scalai.patches.megatron import this_rank
 from scalai.patches.megatron.bare_step import watch_optimizer
 from scalai.patches.megatron.optimizer_state import (
     Names,
@@ -41,7 +41,7 @@ from scalai.patches.megatron.optimizer_state import (
     put_scalars,
     take_scalars,
 )
-from scalai.patches.megatron.shapes import ModelShard, ParameterPart, shards_of, unwrap
+from scalai.patches.megatron.shapes import ModelShard, TensorPart, shards_of, unwrap
 from scalai.runtime.live import Slot
 from scalai.runtime.session import Session
 from scalai.runtime.torch_dtypes import dtype_name
@@ -61,7 +61,7 @@ def fixed_axes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[st
     yield "cp"  # no adapter is proven for another split of sequences
     for chunk in chunks:
         configured = getattr(getattr(unwrap(chunk), "config", None), "__dict__", {})
-        yield from (axis for axis, _ in summed_axes(configured, grid.release()))
+        yield from (axis for axis, _ in summed_axes(configured, this_rank.release()))
     for leaf in leaf_optimizers(optimizer):
         # TensorParallelMuon calls it mode up to 0.16 and tp_mode since.
         if BLOCKWISE in (getattr(leaf.optimizer, name, None) for name in ("mode", "tp_mode")):
@@ -140,7 +140,7 @@ class MegatronState:
     @property
     def coordinate(self) -> str:
         """Position of this rank: ``tp0-pp1-dp0``."""
-        return grid.coordinate()
+        return this_rank.coordinate()
 
     def watch_steps(self, session: Session) -> None:
         """Tell the norm of the gradients in steps of a proof, in an own loop."""
@@ -164,7 +164,7 @@ class MegatronState:
 
     def scalars(self) -> Mapping[str, Json]:
         """Return schedule, loss scale, parameter groups, and the fixed degrees."""
-        degrees = grid.degrees()
+        degrees = this_rank.degrees()
         return {
             "megatron": dict(take_scalars(*self._small, self._asked)),
             "fixed_degrees": {axis: degrees[axis] for axis in sorted(self._fixed)},
@@ -172,7 +172,7 @@ class MegatronState:
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
         """Restore the result of ``scalars``. ``RefusedError`` if a fixed degree changed."""
-        refuse_changed_axes(scalars["fixed_degrees"], grid.degrees())
+        refuse_changed_axes(scalars["fixed_degrees"], this_rank.degrees())
         put_scalars(scalars["megatron"], *self._small, self._asked)
 
     @property
@@ -188,15 +188,15 @@ class MegatronState:
         return {id(each.main): of[id(each.parameter)] for each in owned}
 
     def rank_state(self) -> Json:
-        return grid.rng_state()
+        return this_rank.rng_state()
 
     def load_rank_state(self, state: Json | None, step: int) -> str:
         """Continue this rank's RNG states, or begin new ones at other degrees."""
-        return grid.restore_rng(state, self._seed, step)
+        return this_rank.restore_rng(state, self._seed, step)
 
 
 def _slots(
-    shard: ModelShard, part: ParameterPart, owned: Owned | None, is_split: bool
+    shard: ModelShard, part: TensorPart, owned: Owned | None, is_split: bool
 ) -> Iterator[Slot]:
     """Yield the slots of one part of a parameter: its own, its master's, its optimizer state's."""
     data = shard.data.detach().view(-1)
@@ -227,7 +227,7 @@ def _slots(
 
 
 def _state_slot(
-    kind: str, value: Any, part: ParameterPart, pieces: tuple[Piece, ...], numel: int
+    kind: str, value: Any, part: TensorPart, pieces: tuple[Piece, ...], numel: int
 ) -> Iterator[Slot]:
     """Yield the slot of one entry of the inner optimizer's state, if it is a tensor."""
     if value is None:
@@ -251,5 +251,5 @@ def _state_slot(
         )
 
 
-def _tensor(kind: str, part: ParameterPart, values: torch.Tensor) -> Tensor:
+def _tensor(kind: str, part: TensorPart, values: torch.Tensor) -> Tensor:
     return Tensor(f"{kind}/{part.name}", part.shape, dtype_name(values.dtype))

@@ -24,7 +24,7 @@ _CONTAINERS = ("layers", "experts.experts")
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterPart:
+class TensorPart:
     """A local parameter's boxes of one global tensor.
 
     ``name`` is the same in every layout. ``pieces`` count positions in the flattened local
@@ -42,7 +42,7 @@ class ModelShard:
     tensors."""
 
     data: torch.Tensor
-    parts: tuple[ParameterPart, ...]
+    parts: tuple[TensorPart, ...]
 
 
 def shards_of(chunks: Sequence[torch.nn.Module]) -> list[ModelShard]:
@@ -99,7 +99,7 @@ def _shards_of_chunk(model: Any) -> Iterator[ModelShard]:
         )
 
 
-def parts_of(item: Any) -> Iterator[ParameterPart]:
+def parts_of(item: Any) -> Iterator[TensorPart]:
     """Yield the global tensors of one ``ShardedTensor`` or ``ShardedTensorFactory``.
 
     Raises:
@@ -119,7 +119,7 @@ def parts_of(item: Any) -> Iterator[ParameterPart]:
             f"{item.key}: its shards have {numel} elements, the parameter {item.data.numel()}."
         )
     for name, (shape, pieces) in found.items():
-        yield ParameterPart(name, shape, tuple(pieces))
+        yield TensorPart(name, shape, tuple(pieces))
 
 
 def global_name(key: str, index: Iterable[int]) -> str:
@@ -190,7 +190,7 @@ def _duplicated(model: torch.nn.Module) -> set[int]:
     }
 
 
-def _refuse_uncut(key: str, data: torch.Tensor, parts: Sequence[ParameterPart]) -> None:
+def _refuse_uncut(key: str, data: torch.Tensor, parts: Sequence[TensorPart]) -> None:
     """Refuse a parameter cut by tensor parallelism, but whole by its sharded state: one rank's part
     would be taken for all."""
     from megatron.core import parallel_state

@@ -17,8 +17,8 @@ from scalai.core.dataset.drawn import Number
 from scalai.core.dataset.ledger import Ledger, judge
 from scalai.core.degrees.batches import fit_batches
 from scalai.core.errors import RefusedError
-from scalai.patches.data.clock import REMEMBERED, Glances
-from scalai.patches.data.loaders import Feed, FirstBatches
+from scalai.patches.data.clock import REMEMBERED, Clock, Glances
+from scalai.patches.data.loaders import Feed, FirstBatches, PassObserver
 from scalai.runtime.consumption import LEDGER, Consumption
 
 GLOBAL_BATCH, MICRO_BATCH = 12, 3
@@ -489,6 +489,16 @@ def breaking_off(feed: Feed, loader: "DataLoader[int]", steps: int, at: int) -> 
     return made
 
 
+class Ends(PassObserver):
+    """Notes the ends that the observer hears of."""
+
+    def __init__(self, ends: list[Any]) -> None:
+        self.ends = ends
+
+    def ends_otherwise(self, clock: Clock) -> None:
+        self.ends.append(clock.until if clock.ends_as_one else clock.ends[-2:])
+
+
 def test_a_pass_that_was_always_broken_off_at_one_place_ends_there_when_it_is_taken_up() -> None:
     """A count of the script's own begins anew within it, and the loader knows better."""
     first, batch = (
@@ -499,9 +509,7 @@ def test_a_pass_that_was_always_broken_off_at_one_place_ends_there_when_it_is_ta
     def play(saved: list[Mapping[str, Any]], steps: int, count: int) -> tuple[Any, Any]:
         with hooked() as feed:
             feed.start(batch, first, MICRO_BATCH)
-            feed.on_other_end = lambda clock: ends.append(
-                clock.until if clock.ends_as_one else clock.ends[-2:]
-            )
+            feed.observer = Ends(ends)
             loader = loader_of(24, 1, 0, shuffle=False)
             feed.clocks.put(saved)
             made = breaking_off(feed, loader, steps, count)

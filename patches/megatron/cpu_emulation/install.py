@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.megatron.cpu_emulation import collectives, cuda, framework, stubs
+from scalai.patches.megatron.cpu_emulation import cuda, framework, gloo, stubs
 
 log = logging.getLogger(__name__)
 _CAPTURES_CUDA = "megatron.core.tensor_parallel.random"
@@ -42,7 +42,7 @@ def _install() -> bool:
         )
     stubs.install()
     cuda.install()
-    collectives.install()
+    gloo.install()
     framework.install()
     log.warning(
         "event=cpu_emulation active=true reason=no-cuda detail='CUDA calls run on the CPU, "
