@@ -91,7 +91,6 @@ class Placed:
         return ITEM_BYTES["F32" if self.is_rounded_at(row) else dtype]
 
     def rounded(self) -> npt.NDArray[np.bool_]:
-        """Return ``is_rounded`` of all rows, [rows]."""
         return np.zeros(len(self.file), np.bool_) if self.is_rounded is None else self.is_rounded
 
 
@@ -108,7 +107,6 @@ class FilePiece:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element in its file."""
         return ITEM_BYTES["F32" if self.is_rounded else self.tensor.dtype]
 
 

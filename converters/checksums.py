@@ -148,7 +148,6 @@ def all_storages_in(directory: Path, file: str) -> Iterator[FileStorage]:
 
 
 def is_damaged(directory: Path, member: FileStorage) -> bool:
-    """Read a storage whole, and compare it with its checksum."""
     crc, left = 0, member.size_bytes
     buffer = memoryview(bytearray(min(BLOCK_BYTES, left)))
     with open(directory / member.file, "rb", buffering=0) as opened:
@@ -163,7 +162,6 @@ def is_damaged(directory: Path, member: FileStorage) -> bool:
 
 
 def _tensors_in(placed: Placed, member: FileStorage) -> Iterator[str]:
-    """Yield the tensors of pieces that begin in a storage."""
     for row, (number, begin) in enumerate(
         zip(placed.file.tolist(), placed.begin.tolist(), strict=True)
     ):
@@ -206,7 +204,6 @@ _SQUARES = _squares()
 
 @lru_cache(maxsize=4096)
 def _shift(size_bytes: int) -> int:
-    """Return x^(8 * size_bytes)."""
     product, power = _ONE, 3
     while size_bytes:
         if size_bytes & 1:
@@ -244,12 +241,10 @@ class StorageRecords:
 
     @property
     def checked(self) -> int:
-        """Number with a checksum."""
         return int(np.count_nonzero(self.crc))
 
     @property
     def unchecked(self) -> int:
-        """Number without one."""
         return len(self.crc) - self.checked
 
 
@@ -414,7 +409,6 @@ def _crcs(source: Checkpoint, gaps: Sequence[_Tile]) -> list[int]:
 
 
 def _stored(source: Checkpoint, records: StorageRecords, at: int) -> FileStorage:
-    """Return a record with its name."""
     path, begin = source.placed.files[int(records.file[at])].path, int(records.begin[at])
     name = next(m.name for m in _members(source.directory, path) if m.begin == begin)
     return FileStorage(path, name, begin, int(records.size_bytes[at]), int(records.crc[at]))

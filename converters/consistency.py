@@ -199,7 +199,6 @@ def _starts(placed: Placed, elements: int) -> Placed:
 
 
 def _duplicate_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Difference]:
-    """Yield differences between second copies and their tensors."""
     if checkpoint.duplicates is not None:
         yield from _differences(checkpoint, checkpoint.directory, checkpoint.duplicates, workers)
 
@@ -297,7 +296,6 @@ def _unrounded(
 
 
 def _bounds(unequal: npt.NDArray[np.bool_], part: Box) -> Box:
-    """Return the smallest box around all unequal elements."""
     low, high = [], []
     for axis in range(unequal.ndim):
         others = tuple(other for other in range(unequal.ndim) if other != axis)
@@ -308,7 +306,6 @@ def _bounds(unequal: npt.NDArray[np.bool_], part: Box) -> Box:
 
 
 def _united(differences: Sequence[Difference]) -> Difference:
-    """Return one difference for a tensor: the box around all, and their count."""
     boxes = [difference.box for difference in differences]
     low = tuple(min(at) for at in zip(*(box.offset for box in boxes), strict=True))
     ends = ([a + n for a, n in zip(box.offset, box.shape, strict=True)] for box in boxes)

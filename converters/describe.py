@@ -163,5 +163,4 @@ def _tensor_table(generation: Generation, rows: Collection) -> list[dict[str, Js
 
 
 def box_fields(box: Box) -> dict[str, Json]:
-    """Return a box as JSON."""
     return {"offset": list(box.offset), "shape": list(box.shape)}

@@ -36,7 +36,6 @@ def place_of(destination: Path) -> Path:
 
 
 def partial_of(destination: Path) -> Path:
-    """Return the place of a growing destination."""
     return destination.parent / f".{destination.name}.partial"
 
 
@@ -116,7 +115,6 @@ def publish(partial: Path, destination: Path, overwrite: bool) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or as much of a directory as can be."""
     if path.is_file():
         path.unlink()
     else:
@@ -126,11 +124,6 @@ def _remove(path: Path) -> None:
 AUXILIARY = "beside"
 """The digests' key in the proof."""
 BLOCK_BYTES = 4 << 20
-
-
-def auxiliary_bytes(target: Target) -> int:
-    """Return how much room a target's files without tensors take."""
-    return sum(file.size_bytes for file in target.auxiliary)
 
 
 def identify(file: AuxiliaryFile) -> bytes:

@@ -102,7 +102,6 @@ class Limits:
 
     @property
     def least_bytes(self) -> int:
-        """Least memory of a run, in bytes."""
         return self.table_bytes + self.workers * (WORKER_BYTES + BUFFERS * MIN_BUFFER_BYTES)
 
     @property
@@ -133,7 +132,7 @@ def table_bytes_of(source: Checkpoint, target: Target) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class ReshardOutlook:
     """Sizes of a run before it begins.
 
     ``unused`` counts the source's tensors, by kind, without a tensor in the target: steps among the
@@ -186,11 +185,11 @@ class Conversion:
         return plan_work(self.source, target, self.limits.buffer_bytes)
 
     @property
-    def outlook(self) -> Outlook:
+    def outlook(self) -> ReshardOutlook:
         """Sizes of the run. Raises as ``work``."""
         target, limits = self.target, self.limits
         auxiliary_bytes = sum(file.size_bytes for file in target.auxiliary)
-        return Outlook(
+        return ReshardOutlook(
             tensors=len(target.placed.collection.tensors),
             read_bytes=self.work.size_bytes,
             write_bytes=sum(file.size_bytes for file in target.placed.files) + auxiliary_bytes,

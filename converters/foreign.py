@@ -28,7 +28,6 @@ def is_torch_dcp(directory: Path) -> bool:
 
 
 def _is_fsdp_dtensor(directory: Path) -> bool:
-    """Whether Megatron's arguments there name that format."""
     if not is_torch_dcp(directory):
         return False
     try:
@@ -78,7 +77,6 @@ def _is_nemo(path: Path) -> bool:
 
 
 def _names_all(path: Path, *keys: bytes) -> bool:
-    """Whether torch's ``.metadata`` names all of these keys."""
     file = path / METADATA
     try:
         with open_regular(file) as opened:

@@ -63,7 +63,6 @@ class GenerationLayout:
     name: str = "scalai"
 
     def find(self, path: Path) -> bool:
-        """Whether there are manifests of generations."""
         return path.is_dir() and bool(find_generations(path))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
@@ -175,7 +174,6 @@ def _placed(part: HostManifest, folder: Path) -> Placed:
 
 
 def _files(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Yield tensors in order, as many as one file holds."""
     group: list[Tensor] = []
     size = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
@@ -328,7 +326,6 @@ def _plain(value: Any) -> Any:
 
 
 def _live(value: Any) -> Any:
-    """Undo ``_plain``."""
     if isinstance(value, Mapping):
         if set(value) == {"tensor", "dtype"}:
             dtype = FROM_TORCH[value["dtype"]]

@@ -87,7 +87,6 @@ class Journal:
         self._sync()
 
     def close(self) -> None:
-        """Unlock it."""
         self._file.close()
 
     def _write(self, content: object) -> None:
@@ -191,7 +190,6 @@ class RunPart:
 
     @property
     def journal(self) -> str:
-        """Name of its journal."""
         return NAME if self.is_whole else f"{NAME}-{self.number}-of-{self.count}"
 
     def is_mate(self, journal: str) -> bool:

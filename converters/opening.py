@@ -130,7 +130,6 @@ def _check_values(directory: Path, values: Values) -> None:
 
 
 def _check_kinds(directory: Path, tensors: tuple[Tensor, ...]) -> None:
-    """Refuse optimizer state without its parameter."""
     names = {tensor.name for tensor in tensors}
     for name in names:
         kind, parameter = split_name(name)

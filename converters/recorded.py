@@ -56,7 +56,6 @@ def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
 def row_fingerprints(
     checkpoint: Checkpoint, rows: Sequence[int], workers: int
 ) -> npt.NDArray[np.uint64]:
-    """Return the fingerprints of some rows as they are now."""
     values, files = np.zeros(len(rows), dtype=np.uint64), SourceFiles(checkpoint.directory)
 
     def compute(numbers: range) -> list[int]:
@@ -68,7 +67,6 @@ def row_fingerprints(
 
 
 def _without_overlaps(placed: Placed) -> Placed:
-    """Return rows with every element once."""
     tensors = placed.collection.tensors
     wanted = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
     copies = plan([Holder(HERE, placed.collection)], [Holder(HERE, wanted)]).copies
@@ -133,7 +131,6 @@ def check_recorded(checkpoint: Checkpoint, rows: Sequence[int], workers: int) ->
 
 
 def _difference(checkpoint: Checkpoint, row: int, found: int) -> str:
-    """Return a row's file, its fingerprint and the recorded one, in words."""
     assert checkpoint.recorded is not None
     placed = checkpoint.placed
     tensor, box = placed.collection.box(row)

@@ -80,7 +80,6 @@ def _line(newer: Checkpoint, older: Checkpoint, names: Sequence[str], of: int) -
 
 
 def _samples(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the first numbers of every tensor changed by each step."""
     collection = checkpoint.placed.collection
     moving = _moving({tensor.name: tensor.dtype for tensor in collection.tensors})
     at_origin = (collection.offset == 0).all(axis=1) & (collection.numel() > 0)

@@ -101,7 +101,6 @@ def prepare(request: ReshardRequest) -> PreparedReshard:
 
 
 def _target_degrees(source: Checkpoint, given: Mapping[str, int]) -> dict[str, int]:
-    """Return the degrees of the target: those given, else the source's."""
     degrees = {**source.values.degrees, **given}
     if "pp" in given and "vpp" not in given:
         degrees["vpp"] = 1

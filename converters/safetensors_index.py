@@ -49,7 +49,7 @@ _NUMBERED = re.compile(r"model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _HeaderEntry:
     """A tensor of a file."""
 
     file: str
@@ -65,11 +65,9 @@ class SafetensorsLayout:
     name: str = "safetensors"
 
     def find(self, path: Path) -> bool:
-        """Whether there is an index, or the one file without."""
         return (path / INDEX).is_file() or (path / SINGLE).is_file()
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        """Read the headers of all files in the index."""
         entries, files = _read_entries(path)
         pieces = [
             FilePiece(Tensor(f"{PARAM}/{name}", e.shape, e.dtype), whole(e.shape), e.file, e.begin)
@@ -97,7 +95,6 @@ class SafetensorsLayout:
 
 
 def _notes(path: Path) -> Iterator[str]:
-    """Yield a note for an optimizer of Trainer or Accelerate beside the weights."""
     for file, by in (("optimizer.pt", "a Trainer"), ("optimizer.bin", "Accelerate")):
         if (path / file).is_file():
             yield (
@@ -158,7 +155,7 @@ def _lay_out(
     return files, fixed, pieces, weight_map
 
 
-def _read_entries(path: Path) -> tuple[dict[str, _Entry], list[CheckpointFile]]:
+def _read_entries(path: Path) -> tuple[dict[str, _HeaderEntry], list[CheckpointFile]]:
     """Return all tensors by name, and the files.
 
     Raises:
@@ -177,7 +174,7 @@ def _read_entries(path: Path) -> tuple[dict[str, _Entry], list[CheckpointFile]]:
         if not isinstance(name, str) or Path(name).name != name:
             raise RefusedError(f"{path / INDEX} names {name!r}, which is no file beside it.")
     _check_names(path, names)
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _HeaderEntry] = {}
     files = []
     for name in names:
         size = file_inside(path, name, INDEX).stat().st_size
@@ -220,7 +217,7 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
+def _read_header(path: Path, size: int) -> Iterator[tuple[str, _HeaderEntry]]:
     """Yield the tensors of one file, checked; unknown dtypes are refused."""
     try:
         with open(path, "rb") as file:
@@ -231,7 +228,7 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
                     f"{name!r} of {path} is of dtype {dtype!r}, which is not converted: it is none "
                     f"of {', '.join(ITEM_BYTES)}. Leave it out, or save it as one of these."
                 )
-            yield name, _Entry(path.name, dtype, shape, begin)
+            yield name, _HeaderEntry(path.name, dtype, shape, begin)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if is_memory_short(error) or isinstance(error, RefusedError):
             raise
@@ -241,7 +238,6 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Return the content of ``config.json`` beside the files; empty if unreadable."""
     try:
         config = read_json(path / "config.json")
     except (OSError, ValueError):

@@ -171,7 +171,6 @@ def _read_rows(job: CopyJob, task: Task, descriptor: int, left: Sequence[int]) -
 
 
 def wanted_box(box: Box, unit: Unit) -> Box:
-    """Return a unit's box in the tensor."""
     offset = tuple(a + b for a, b in zip(box.offset, unit.block.offset, strict=True))
     return Box(offset, unit.block.shape)
 
@@ -185,7 +184,6 @@ def _begin(target: Placed, unit: Unit) -> int:
 
 
 def _read_back(target: Placed, unit: Unit, descriptor: int, scratch: Scratch) -> int:
-    """Return the fingerprint of a unit in the destination's file."""
     tensor, box = target.collection.box(unit.row)
     values = scratch.array(unit, tensor)
     read_at(descriptor, values.reshape(-1).view(np.uint8).data, _begin(target, unit))

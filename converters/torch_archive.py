@@ -291,7 +291,6 @@ def member_begin(window: FileWindow, member: zipfile.ZipInfo) -> int:
 
 
 def _rebuilt(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
-    """Stand in for ``torch._utils._rebuild_tensor_v2``."""
     item = ITEM_BYTES[storage.dtype]
     (offset,), shape, stride = _sizes((offset,)), _sizes(shape), _sizes(stride)
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -305,7 +304,6 @@ def _rebuilt(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) ->
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Return a plain tuple for one or for a ``torch.Size``."""
     return tuple(map(index, value.args[0] if isinstance(value, Foreign) else value))
 
 

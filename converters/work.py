@@ -66,7 +66,6 @@ class Work:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors to write."""
         return int(self.target.collection.size_bytes().sum())
 
 

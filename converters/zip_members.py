@@ -71,7 +71,6 @@ def is_archive(data: memoryview) -> bool:
 
 
 def _last_end(data: memoryview) -> int:
-    """Return the end of the last archive."""
     tail = bytes(data[-(_END.size + _MAX_TAIL) :])
     if tail[-_END.size :].startswith(_MARK):
         return len(data)
@@ -123,7 +122,6 @@ def _is_wide(data: memoryview, wide: int) -> bool:
 
 
 def _content(data: memoryview, at: int, size: int, end: int) -> int:
-    """Return the offset of the bytes behind a local header."""
     _expect(at + _HEADER.size <= end)
     mark, name_bytes, extra_bytes = _HEADER.unpack_from(data, at)
     begin = at + _HEADER.size + int(name_bytes) + int(extra_bytes)

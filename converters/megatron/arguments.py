@@ -40,7 +40,6 @@ TOLD_FACT = "arguments"
 
 
 def told_of(arguments: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return the set ones of ``TOLD``."""
     plain = (bool, int, float, str)
     return {name: arguments[name] for name in TOLD if isinstance(arguments.get(name), plain)}
 
@@ -212,7 +211,6 @@ class MegatronArguments:
 
 
 def is_megatron(script_args: Sequence[str]) -> bool:
-    """Whether the arguments are those of a Megatron-LM training script."""
     given = scan(script_args)
     return {"--micro-batch-size", "--num-attention-heads"} <= set(given) or any(
         flag in given for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
@@ -337,7 +335,6 @@ def _initial_chunks(given: Given, pp: int) -> int:
 
 
 def _counted_layers(given: Given) -> int | None:
-    """Layers as the pipeline split counts them."""
     layers = integer(given, "--num-layers", "--decoder-num-layers")
     return None if layers is None else layers + _extra_layers(given)
 
@@ -443,7 +440,6 @@ def _evaluation(
 
 
 def _stage_faults(given: Given, pp: int) -> Iterator[str]:
-    """Yield contradictions between flags of the pipeline's stages."""
     ways = [flag for flag in (_LAYERS_PER_CHUNK, _CHUNKS, LAYOUT_FLAG) if flag in given]
     if len(ways) > 1:
         yield f"{' and '.join(ways)} both say what stages have; keep one"

@@ -42,7 +42,6 @@ _COUNTERS = (
 
 
 def argument_degrees(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return the degrees in Megatron's arguments."""
     return {
         axis: int(arguments[name])
         for axis, name in DEGREE_ARGUMENTS.items()
@@ -51,7 +50,6 @@ def argument_degrees(arguments: Mapping[str, Any]) -> dict[str, int]:
 
 
 def counters_of(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return the counters in Megatron's arguments."""
     return {name: arguments[name] for name in _COUNTERS if arguments.get(name) is not None}
 
 
@@ -95,7 +93,6 @@ def find_param_groups(common: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...
 
 
 def find_links(common: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return how many parameter groups each optimizer of a chain has."""
     inner = [tree.get("optimizer", tree) for tree in _optimizers(common)]
     return tuple(len(of.get("param_groups", ())) for of in inner if isinstance(of, Mapping))
 
@@ -117,7 +114,6 @@ def is_same_group(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def find_scaler(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the state of the fp16 loss scale."""
     for tree in _optimizers(common):
         if isinstance(tree.get("grad_scaler"), Mapping):
             scaler: Mapping[str, Any] = tree["grad_scaler"]
@@ -231,7 +227,6 @@ RELEASE = "release"
 
 
 def folder_of(iteration: int) -> str:
-    """Return the name of an iteration's folder."""
     return f"iter_{iteration:07d}"
 
 

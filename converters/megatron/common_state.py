@@ -61,7 +61,6 @@ def marker_of(directory: Path) -> Mapping[str, Any]:
 
 
 def marker_for(form: str) -> Mapping[str, Any]:
-    """Return ``metadata.json`` for a checkpoint of this form."""
     marker = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
     if form == COMMON_OBJECT:
         return marker

@@ -30,8 +30,8 @@ from scalai.converters.megatron.rank_parameters import (
     ChunkBegin,
     OrderedModel,
     OrderRule,
-    ParameterPart,
     RankParameter,
+    ShardBox,
 )
 from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
 from scalai.converters.source_files import round_bytes, rounds_to
@@ -77,7 +77,7 @@ def lay(sizes: Sequence[int], parameters: Sequence[RankParameter]) -> list[Bucke
     return found if _after(sizes, bucket, end) == (len(sizes), 0) else None
 
 
-class Content(Protocol):
+class ParameterFinder(Protocol):
     """Tells a parameter's place: its weights, and the buckets' masters."""
 
     def weights(self, parameter: RankParameter) -> bytes:
@@ -88,13 +88,11 @@ class Content(Protocol):
         """Bits to which ``count`` elements round; None: outside of the bucket."""
         ...
 
-    def is_equal(self, found: BucketPlace) -> bool:
-        """Whether a parameter's weights lie at a place."""
-        ...
+    def is_equal(self, found: BucketPlace) -> bool: ...
 
 
 def lay_trained(
-    sizes: Sequence[int], parameters: Sequence[RankParameter], content: Content
+    sizes: Sequence[int], parameters: Sequence[RankParameter], content: ParameterFinder
 ) -> list[BucketPlace] | None:
     """Lay the parameters found by content into buckets, in order.
 
@@ -141,7 +139,6 @@ class _Way:
 
 
 def _steps(way: _Way) -> Iterator[BucketPlace]:
-    """Yield the steps of a way, the last one first."""
     at: _Way | None = way
     while at is not None and at.found is not None:
         yield at.found
@@ -212,7 +209,6 @@ class Buffers:
 
     @property
     def chains(self) -> list[int]:
-        """Numbers of the chained optimizers."""
         return sorted({chain for chain, _, _ in self.by_place})
 
     @property
@@ -221,7 +217,6 @@ class Buffers:
         return any(len(of) > 1 for by_dtype in self.by_place.values() for of in by_dtype.values())
 
     def groups(self, chain: int) -> set[int]:
-        """Return a chained optimizer's groups of data-parallel ranks."""
         return {group for of, group, _ in self.by_place if of == chain}
 
     def chunks(self, chain: int) -> int:
@@ -232,7 +227,6 @@ class Buffers:
         return len(numbers) // max(len(dtypes), 1)
 
     def of_chunk(self, chain: int, group: int, chunk: int) -> Mapping[str, list[Kinds]]:
-        """Return the buckets of a group's model chunk by dtype."""
         found: dict[str, list[Kinds]] = {}
         seen: dict[str, int] = {}
         for place, by_dtype in self.by_place.items():
@@ -261,7 +255,6 @@ class Files:
         return ordered[max(bisect_right(offsets, begin) - 1, 0) : bisect_left(offsets, end)]
 
     def read(self, file: str, begin: int, size: int) -> bytes:
-        """Return bytes of a file."""
         if file not in self._maps:
             self._maps[file] = map_file(self.directory / file)
         return bytes(self._maps[file][begin : begin + size])
@@ -277,7 +270,6 @@ class BucketContent:
     chunk_begin: ChunkBegin
 
     def weights(self, parameter: RankParameter) -> bytes:
-        """Return the bits of a parameter's first elements: of ``HEAD``, or of all."""
         width, found = ITEM_BYTES[self.dtype], b""
         for part in parameter.parts:
             count = min(part.piece.box.numel, HEAD - len(found) // width)
@@ -285,7 +277,6 @@ class BucketContent:
         return found
 
     def masters(self, bucket: int, start: int, count: int) -> bytes | None:
-        """Return the bits to which elements of a bucket round; None: it has not as many."""
         stored, found = self.buckets[bucket]["param"], b""
         if start + count > stored.shape[0]:
             return None
@@ -296,7 +287,7 @@ class BucketContent:
         return found
 
     def is_equal(self, found: BucketPlace) -> bool:
-        """Tell whether the masters at both ends of a parameter round to its weights."""
+        """Whether the masters at both ends of a parameter round to its weights."""
         stored = self.buckets[found.bucket]["param"]
         for part in found.parameter.parts:
             count = min(CHECKED, part.piece.box.numel)
@@ -306,7 +297,7 @@ class BucketContent:
         return True
 
     def _is_equal_at(
-        self, stored: StoredKey, found: BucketPlace, part: ParameterPart, first: int, count: int
+        self, stored: StoredKey, found: BucketPlace, part: ShardBox, first: int, count: int
     ) -> bool:
         """Compare ``count`` elements from the ``first`` of a part on, or those in one chunk."""
         masters, count = self._masters(stored, found.start + part.piece.start + first, count)
@@ -447,7 +438,6 @@ class _Rescue:
         """A parameter of fitting size, but with masters that do not round to its weights."""
 
     def run(self) -> RescuedState:
-        """Raises ``_MisfitError``."""
         chains = self._buffers.chains
         experts = chains[-1] if len(chains) > 1 and self._model.has_experts else None
         dense = [chain for chain in chains if chain != experts]
@@ -525,7 +515,6 @@ class _Rescue:
         return sorted(range(rest + 1), key=lambda n: (n != even, n))
 
     def _experts(self, chain: int, pp: int, chunks: int, stages: Sequence[range]) -> None:
-        """Give the buckets of expert parameters to their parameters."""
         found, etp = max(self._buffers.groups(chain)) + 1, self._model.expert_tp
         # The last stages may have no experts, and then no buckets of them.
         ep = self._degrees.get("ep", found // (pp * etp))

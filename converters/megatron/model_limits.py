@@ -135,7 +135,6 @@ def check_model(directory: Path, values: Values, tensors: Iterable[Tensor]) -> N
 
 
 def argument_heads(arguments: Mapping[str, Any]) -> Heads:
-    """Return the attention heads and query groups of a model."""
     heads = _number(arguments.get("num_attention_heads"))
     is_grouped = bool(arguments.get("group_query_attention"))
     return Heads(heads, _number(arguments.get("num_query_groups")) if is_grouped else heads)
@@ -150,7 +149,6 @@ DIVISOR = 128
 
 
 def padded_rows(vocabulary: int, divisor: int, tp: int) -> int:
-    """Return how many rows Megatron makes of a vocabulary."""
     multiple = divisor * tp
     return -(-vocabulary // multiple) * multiple
 

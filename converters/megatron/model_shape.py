@@ -85,7 +85,6 @@ def choices_of(arguments: MegatronArguments) -> Choices:
 
 
 def recompute_of(arguments: MegatronArguments) -> Recompute:
-    """Return the script's recomputation in its backward pass."""
     given = arguments.given
     if given.get("--recompute-granularity") == ("full",):
         return "full"
@@ -164,7 +163,7 @@ def _vocab(given: Given, vocab: int | None) -> int:
 
 
 def _moe_layers(given: Given, layers: int) -> int:
-    """Return how many layers have experts: each ``N``-th, or those of a pattern of 0 and 1."""
+    """Return the number of layers with experts: each ``N``-th, or those of a pattern of 0 and 1."""
     text = "".join(given.get("--moe-layer-freq") or ("1",)).replace(" ", "")
     if text.isdecimal() and int(text):
         return len(range(0, layers, int(text)))

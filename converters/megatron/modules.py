@@ -41,7 +41,7 @@ _AXES = (
 
 
 def leading_axes(key: str) -> int:
-    """Return how many leading axes of a key's tensor are layers or experts."""
+    """Return the number of leading axes of a key's tensor, layers or experts."""
     return sum(_pattern(container).search(key) is not None for container in _CONTAINERS)
 
 
@@ -89,7 +89,6 @@ def numbered_layer(name: str) -> int | None:
 
 
 def expert_of(name: str) -> int | None:
-    """Return a parameter's expert."""
     found = re.search(r"\.experts\.experts\.(\d+)\.", name)
     return int(found[1]) if found else None
 
@@ -133,7 +132,6 @@ class Naming:
     is_grouped: bool = False
 
     def to_global(self, name: str, first_layer: int, first_expert: int) -> str:
-        """Return the name of a parameter in the whole model."""
         name = re.sub(r"\.local_experts\.(\d+)\.", r".experts.\1.", name)
         name = re.sub(r"\.experts\.(linear_fc\d)\.(\D+)(\d+)$", r".experts.experts.\3.\1.\2", name)
         name = _shift(name, r"\.experts\.experts\.(\d+)\.", first_expert)
@@ -143,7 +141,7 @@ class Naming:
         return name
 
     def to_rank(self, name: str, first_layer: int, first_expert: int) -> str:
-        """Return what a rank calls a parameter: ``to_global`` backwards."""
+        """Undo ``to_global``."""
         name = _shift(name, r"\.experts\.experts\.(\d+)\.", -first_expert)
         name = _shift(name, r"\.layers\.(\d+)\.", -first_layer)
         pattern, repl = r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1."
@@ -374,15 +372,6 @@ def in_order(name: str) -> Order:
     return tuple(key)
 
 
-def is_known(name: str) -> bool:
-    """Tell whether ``in_order`` knows a name."""
-    try:
-        in_order(name)
-    except RefusedError:
-        return False
-    return True
-
-
 def _begins(name: str, known: str) -> bool:
-    """Tell whether a name begins with this one, or with one of a group of it: ``weight3``."""
+    """Whether a name begins with this one, or with one of a group of it: ``weight3``."""
     return name.startswith(known) and re.match(r"(\.|\d+$|$)", name[len(known) :]) is not None

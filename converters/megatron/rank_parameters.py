@@ -45,7 +45,7 @@ _WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterPart:
+class ShardBox:
     """A box of a parameter in the flat memory of a rank, and the file of its weights."""
 
     piece: region.Piece
@@ -60,7 +60,7 @@ class RankParameter:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[ParameterPart, ...]
+    parts: tuple[ShardBox, ...]
     is_copy: bool = False
     """Another stage has it too: the tied embedding of the last one."""
 
@@ -143,7 +143,7 @@ class OrderedModel:
 
     @cached_property
     def tp(self) -> int:
-        """Into how many shards the parameters are cut."""
+        """Number of shards of the parameters."""
         return max(
             (self._shards(k) for k in self.keys if not _is_expert(k.key) and not _is_gate(k)),
             default=1,
@@ -197,7 +197,6 @@ class OrderedModel:
     def expert_stage(
         self, layers: range, rank: int, experts: range, *, is_last: bool
     ) -> list[RankParameter]:
-        """Return the parameters of these experts in a pipeline stage."""
         inside = chain(
             *(self._inside.get(layer, ()) for layer in layers), self._behind if is_last else ()
         )
@@ -209,7 +208,6 @@ class OrderedModel:
 
     @cached_property
     def _entries(self) -> tuple[_KeyEntry, ...]:
-        """All parameters in order."""
         first: dict[str | None, int] = {}
         for at, stored in enumerate(self.keys):
             first.setdefault(stack_of(stored.key), at)
@@ -328,7 +326,7 @@ class OrderedModel:
             box = Box(chunk.box.offset[axes:], chunk.box.shape[axes:])
             begin, _, _ = self.chunk_begin(stored, chunk)
             piece = region.Piece(box, start, row_major(box.shape))
-            parts.append(ParameterPart(piece, chunk.extent.file, begin))
+            parts.append(ShardBox(piece, chunk.extent.file, begin))
             start += box.numel
         return RankParameter(entry.name, stored.shape[axes:], stored.dtype, tuple(parts), is_copy)
 

@@ -238,7 +238,6 @@ def _optimizer_faults(values: Values) -> Iterator[str]:
 
 
 def _scaled_dtypes(values: Values) -> Iterator[str]:
-    """Yield the scaled dtypes of the precision-aware optimizer."""
     for kind in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
         dtype = str(values.get(kind, "fp32")).removeprefix("torch.")
         if values.get("use_precision_aware_optimizer") and dtype in _SCALED_DTYPES:

@@ -94,7 +94,6 @@ _CARRIED = {
 
 
 def check_marker(directory: Path) -> None:
-    """Refuse an unfinished save, another format or another version."""
     marker = marker_of(directory)
     if "sharded_backend" not in marker and is_torch_dcp(directory):
         raise RefusedError(f"{directory}: {foreign_text(directory)}.")
@@ -291,7 +290,6 @@ class _TorchDistReader:
         ]
 
     def _pieces(self, kind: str, key: str, stored: StoredKey) -> Iterator[FilePiece]:
-        """Yield the pieces of a key's chunks, one a layer and expert."""
         for chunk in stored.chunks:
             yield from self._chunk_pieces(kind, key, stored, chunk)
 
@@ -369,7 +367,6 @@ class _TorchDistReader:
         return tuple(groups)
 
     def _object(self, key: str) -> Any:
-        """Return the value of one rank's object."""
         extent = self.metadata.objects[key]
         path = self.directory / extent.file
         value = read_archive(path, extent.begin, extent.size_bytes, trust=self.trust)

@@ -215,12 +215,10 @@ def _dtype(properties: Any, key: str, directory: Path) -> str:
 
 
 def _sizes_of(value: Any) -> Index:
-    """Return a plain tuple for a shape of any kind."""
     return _sizes(value) if isinstance(value, Foreign) else tuple(int(size) for size in value)
 
 
 def _sizes(value: Any) -> Index:
-    """Return a plain tuple for a ``torch.Size``."""
     return tuple(int(size) for size in value.args[0]) if value.args else ()
 
 

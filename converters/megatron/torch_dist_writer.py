@@ -307,7 +307,6 @@ def _link_sizes(
 
 
 def content_of(archive: ArchiveLayout) -> bytes:
-    """Return the bytes of an archive without open tensors."""
     assert not archive.tensors
     data = bytearray(archive.size_bytes)
     for at, part in archive.fixed:
@@ -378,7 +377,6 @@ def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:
 def _items(
     tensors: Mapping[str, Tensor], is_split: bool | None, names: KeyNames
 ) -> Iterator[_Item]:
-    """Yield the stored tensors, parameters first."""
     ordered = sorted(tensors, key=_in_order)
     for name in ordered:
         kind, parameter = split_name(name)
@@ -405,7 +403,6 @@ def _items(
 
 
 def _trained(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the parameters with an optimizer state."""
     pairs = (split_name(name) for name in tensors)
     return {parameter for kind, parameter in pairs if kind not in (PARAM, MAIN, STEP)}
 
@@ -448,7 +445,6 @@ class _Files:
         return [CheckpointFile(self._path(n), size) for n, size in enumerate(self._sizes)]
 
     def add_object(self, data: bytes) -> Extent:
-        """Store an archive of known bytes."""
         begin = self._sizes[-1]
         self.fixed[len(self._sizes) - 1].append((begin, data))
         self._sizes[-1] += len(data)

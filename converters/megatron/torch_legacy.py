@@ -152,7 +152,6 @@ class _LegacyReader:
         return [CheckpointFile(name, (self.directory / name).stat().st_size) for name in names]
 
     def _state(self, rank: Rank, chunk: int) -> Mapping[str, Any]:
-        """Return the state dict of a model chunk."""
         name = "model" if "model" in rank.tree else f"model{chunk}"
         state = rank.tree.get(name)
         if not isinstance(state, dict) or "language_model" in state:
@@ -272,7 +271,6 @@ class TorchLegacyLayout:
     name: str = "torch"
 
     def find(self, path: Path) -> bool:
-        """Whether there are folders of ranks."""
         directory = _find_iteration(path, None)
         return directory is not None and bool(_folders(directory))
 
@@ -315,7 +313,6 @@ def _find_iteration(path: Path, iteration: int | None) -> Path | None:
 
 
 def _folders(directory: Path) -> list[str]:
-    """Return the names of the ranks' folders."""
     if not directory.is_dir():
         return []
     found = (entry for entry in directory.iterdir() if _FOLDER.fullmatch(entry.name))
@@ -323,7 +320,6 @@ def _folders(directory: Path) -> list[str]:
 
 
 def _read_ranks(directory: Path, trust: bool) -> dict[Coordinate, Rank]:
-    """Read every rank's pickles: trees without the tensors' bytes."""
     trees = {}
     for folder in _folders(directory):
         path = directory / folder / MODEL
@@ -419,7 +415,6 @@ def _check_grid(directory: Path, ranks: Mapping[Coordinate, Rank]) -> dict[str, 
 
 
 def _check_equal(directory: Path, ranks: Mapping[Coordinate, Rank]) -> None:
-    """Refuse files of several iterations, or of several jobs."""
     first = ranks[min(ranks)]
     step = first.tree.get("iteration")
     for rank in ranks.values():

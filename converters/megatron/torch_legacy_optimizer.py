@@ -80,7 +80,6 @@ class FoundTensors:
     def add_stored(
         self, kind: str, parameter: LegacyParameter, stored: StoredTensor, file: str
     ) -> None:
-        """Add a tensor of a parameter's shape."""
         if stored.shape != parameter.stored.shape:
             raise self.misfit(
                 file,
@@ -119,7 +118,6 @@ class FoundTensors:
     def _add_whole(
         self, rank: Rank, link: Mapping[str, Any], parameters: Sequence[LegacyParameter]
     ) -> None:
-        """Add the state of an optimizer without distribution."""
         file = f"{rank.folder}/{MODEL}"
         inner = link.get("optimizer", link)
         masters = link.get("fp32_from_fp16_params", link.get("fp32_from_fp16"))
@@ -156,7 +154,6 @@ class FoundTensors:
     def _add_buffers(
         self, coordinate: Coordinate, rank: Rank, state: Any, parameters: Sequence[LegacyParameter]
     ) -> None:
-        """Add the state of the distributed optimizer."""
         if not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
             raise RefusedError(
                 f"{self.directory / rank.folder / OPTIMIZER} is of a form from before February "
@@ -257,7 +254,6 @@ class FoundTensors:
     def _add_flat(
         self, key: str, parameter: LegacyParameter, stored: StoredTensor, start: int, file: str
     ) -> None:
-        """Add a parameter's part of a flat buffer."""
         is_own_master = key == "param" and stored.dtype == parameter.stored.dtype
         kind = (PARAM if is_own_master else MAIN) if key == "param" else key
         tensor = Tensor(f"{kind}/{parameter.name}", parameter.shape, stored.dtype)
@@ -271,7 +267,6 @@ class FoundTensors:
             self.stepped[parameter.name] = None
 
     def read(self, file: str, begin: int, size: int) -> bytes:
-        """Return bytes of a file of the checkpoint."""
         with open(self.directory / file, "rb") as opened:
             opened.seek(begin)
             return opened.read(size)
@@ -284,7 +279,6 @@ class FoundTensors:
         )
 
     def misfit(self, file: str, what: str) -> RefusedError:
-        """Return the error for a file that does not fit the model."""
         return RefusedError(
             f"{self.directory / file} does not fit its model: {what}. Load the checkpoint in "
             "Megatron at its own degrees and save it with --ckpt-format torch_dist."

@@ -152,7 +152,6 @@ class LegacyJob:
 
     @property
     def is_chained(self) -> bool:
-        """Experts have an optimizer of their own."""
         return self.degrees["ep"] > 1 and any(expert_of(name) is not None for name in self.tensors)
 
     @property
@@ -179,7 +178,6 @@ class LegacyJob:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of the optimizer's tensors for a parameter."""
         kinds = {split_name(name)[0] for name in self.tensors}
         return sorted(kinds - {PARAM, MAIN, STEP})
 
@@ -202,7 +200,6 @@ class LegacyJob:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share a bucket."""
         return self.degrees.get("dp", 1) * self.degrees.get("cp", 1)
 
     def locals(self, coordinate: Coordinate) -> list[Local]:
@@ -325,7 +322,6 @@ def _counted(group: Mapping[str, Any], step: float | None) -> dict[str, Any]:
 def link_of(
     job: LegacyJob, locals_: Sequence[Local], groups: list[dict[str, Any]], fills: list[Fill]
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict."""
     scaler = job.source.values.grad_scaler
     scalers = {} if scaler is None else {"grad_scaler": scaler}
     if job.is_split:
@@ -403,7 +399,6 @@ def buffers_of(
 def _fill_flat(
     job: LegacyJob, kind: str, local: Local, into: NewTensor, start: int, fills: list[Fill]
 ) -> None:
-    """Note the boxes of a parameter's part of a flat buffer."""
     if kind == "param":
         weight, main = (job.tensors.get(f"{k}/{local.name}") for k in (PARAM, MAIN))
         tensor = main or weight
@@ -509,7 +504,6 @@ def _rank_files(
 def _model(
     job: LegacyJob, locals_: Sequence[Local], fills: list[Fill], *, is_last: bool
 ) -> dict[str, Any]:
-    """Return a chunk's state dict."""
     state: OrderedDict[str, Any] = OrderedDict()
     extra: dict[str, None] = {"output_layer._extra_state": None} if is_last else {}
     for local in locals_:

@@ -19,8 +19,8 @@ from scalai.converters.megatron.modules import Naming
 from scalai.converters.megatron.rank_parameters import (
     OrderedModel,
     OrderRule,
-    ParameterPart,
     RankParameter,
+    ShardBox,
 )
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey
 from scalai.core.errors import RefusedError
@@ -195,7 +195,7 @@ def parameters(*sizes: int) -> list[RankParameter]:
     """Return parameters of these sizes, in the order in which they fill buckets."""
     return [
         RankParameter(
-            f"p{at}", (size,), "F32", (ParameterPart(Piece(whole((size,)), 0, (1,)), "file", 0),)
+            f"p{at}", (size,), "F32", (ShardBox(Piece(whole((size,)), 0, (1,)), "file", 0),)
         )
         for at, size in enumerate(sizes)
     ]
