@@ -25,8 +25,7 @@ from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings, Want
 from scalai.core.messages import commands
-from scalai.core.messages.events import Committed, Prepared, Replicated
-from scalai.core.messages.reports import Grown
+from scalai.core.messages.reports import Committed, Grown, Prepared, Replicated
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     BeginSnapshot,
@@ -169,7 +168,7 @@ class Hands:
                 group = self.groups[number]
                 newest = group.newest_step()
                 group.go_on(stop)
-                return [Prepared(self._host.name, number, stop, newest)]
+                return [Prepared(number, stop, newest)]
             case commands.Agree(number, stop):
                 group = self.groups[number]
                 group.pause(stop)
@@ -202,12 +201,12 @@ class Hands:
                     return [events.NothingToCommit(generation, "here")]
                 sealed = host.store.sealed.pop(command.snapshot)
                 host.store.generations[generation] = committed(sealed, command)
-                return [Committed(host.name, generation)]
+                return [Committed(generation)]
             case actions.DiscardSealed(kept):
                 sealed_parts = host.store.sealed
                 host.store.sealed = {n: part for n, part in sealed_parts.items() if n in kept}
             case commands.Replicate(order):  # without tensors there is nothing to fetch
-                return [Replicated(host.name, order, 0)]
+                return [Replicated(order, 0)]
             case commands.Drop(generation):
                 host.store.generations.pop(generation, None)
         return ()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scalai.core.errors import DamageError, ScalaiError, StoreError
 from scalai.core.messages import commands, reports
-from scalai.core.messages.events import Archived
+from scalai.core.messages.reports import Archived
 from scalai.store.archive import retire, show
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name
@@ -62,7 +62,7 @@ class Archiver:
         if self._directory is None:
             if not isinstance(command, commands.Retire):
                 reason = "it was started without --durable-dir."
-                self._tell(Archived(self._store.host, command.order, 0, reason))
+                self._tell(Archived(command.order, 0, reason))
             return
         if isinstance(command, commands.Archive):
             self._newest = command
@@ -94,24 +94,24 @@ class Archiver:
                 self._put(partial(self._tell, report))
 
     def _done(self, command: Command) -> Archived | None:
-        directory, host = self._directory, self._store.host
+        directory = self._directory
         assert directory is not None, "the thread runs only with one"
         try:
             match command:
                 case commands.Archive():
-                    return Archived(host, command.order, self._copy(command, directory))
+                    return Archived(command.order, self._copy(command, directory))
                 case commands.FinishArchive(order, generation):
                     if generation not in self._snapshots:
                         raise StoreError(f"this agent has not written generation {generation}.")
                     show(directory, generation, self._snapshots[generation])
-                    return Archived(host, order)
+                    return Archived(order)
                 case commands.Retire(before):
                     for number in retire(directory, before):
                         log.info("event=retired generation=%d directory=%s", number, directory)
         except (ScalaiError, OSError, MemoryError) as error:
             reason = str(error) or "the agent's memory ran out."
             if not isinstance(command, commands.Retire):
-                return Archived(host, command.order, 0, reason)
+                return Archived(command.order, 0, reason)
             log.warning("event=not_retired %s", reason)
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scalai.core.errors import ScalaiError, StoreError
 from scalai.core.host.actions import LeaveState
-from scalai.core.messages import events, reports
+from scalai.core.messages import reports
 from scalai.launch.agent.archiver import Archiver
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.durable import (
@@ -190,12 +190,12 @@ class Holdings:
         self.archiver.give_up("the job ends, and is saved.")
 
         def save() -> None:
-            report: reports.Report = events.Saved(self._store.host)
+            report: reports.Report = reports.Saved()
             try:
                 self._store.copy_to(generation, folder)
             except (ScalaiError, OSError) as error:
                 reason = f"{error} The state stays in {self._store.directory}"
-                report = events.NotSaved(self._store.host, reason)
+                report = reports.Saved(reason)
             self._put(lambda: self._tell(report))
 
         self._background.submit(save, on_disk=True)

@@ -23,8 +23,7 @@ from scalai.core.errors import (
     StaleError,
 )
 from scalai.core.messages.commands import Command, Exit
-from scalai.core.messages.events import Stalled
-from scalai.core.messages.reports import Report
+from scalai.core.messages.reports import Report, Stalled
 from scalai.core.messages.shared import Named, Request
 from scalai.launch.agent.coordinator_line import Health, Line, Waits
 from scalai.launch.agent.current_round import CurrentRound

@@ -12,8 +12,8 @@ from scalai.core.errors import PeerError, UsageError
 from scalai.core.host import events
 from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
-from scalai.core.job.underway import Underway
-from scalai.core.messages.events import HealthChecked
+from scalai.core.job.remembered import Underway
+from scalai.core.messages.reports import HealthChecked
 from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.caretaker import say_ahead
@@ -338,7 +338,7 @@ def _health_check(spec: JobSpec, host: str, feed: Callable[[events.Event], None]
     probe = spec.config.probe
 
     def done(order: int, fault: str | None) -> None:
-        feed(HealthChecked(host, order, fault is None, fault or ""))
+        feed(HealthChecked(order, fault is None, fault or ""))
 
     check = HealthCheck(probe.health_check, probe.health_timeout_s, variables, done)
     check.start()

@@ -24,7 +24,6 @@ from scalai.core.host.events import Event, GroupOver, GroupSeen
 from scalai.core.host.state import Call, Round, Want
 from scalai.core.job.deadlines import GONE_S
 from scalai.core.messages import commands, reports
-from scalai.core.messages import events as job_events
 from scalai.core.messages.commands import Replicate, Start
 from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
@@ -218,7 +217,7 @@ class Performer:
             case commands.Prepare(round, stop):
                 self.groups[round].page.prepare(stop)
                 newest = self.groups[round].newest_step()
-                return [job_events.Prepared(self._hands.host, round, stop, newest)]
+                return [reports.Prepared(round, stop, newest)]
             case commands.Agree(round, stop, probes):
                 over = self._poll(round)
                 if over:
@@ -237,10 +236,8 @@ class Performer:
                 assert self._hands.health is not None
                 self._hands.health.begin(order, reason)
             case commands.Knock(order, peers):
-                host, feed = self._hands.host, self._hands.feed
-                begin_to_knock(
-                    peers, lambda unheard: feed(job_events.Knocked(host, order, unheard))
-                )
+                feed = self._hands.feed
+                begin_to_knock(peers, lambda unheard: feed(reports.Knocked(order, unheard)))
             case actions.WarmUp(imports):
                 self._hands.groups.warm_up(imports, self._hands.background.submit)
             case _:
@@ -465,7 +462,7 @@ class Performer:
                 log.log(level, "event=late_commit generation=%d: %s", generation, error)
                 return [events.CommitWaits(generation)]
         reached("committed")
-        return [job_events.Committed(self._hands.host, generation)]
+        return [reports.Committed(generation)]
 
     def _sealed(self) -> dict[str, Snapshot]:
         return {snapshot_name(manifest): sealed for sealed, manifest in self._store.sealed()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from scalai.core.job.deadlines import STALL_S, STALL_STEPS
-from scalai.core.messages.events import Stalled
+from scalai.core.messages.reports import Stalled
 from scalai.launch.agent.current_round import CurrentRound
 from scalai.launch.agent.stacks import Stacks
 

@@ -17,8 +17,7 @@ from scalai.core.errors import (
 from scalai.core.fields import mapped
 from scalai.core.jsonable import Json
 from scalai.core.messages.commands import Replicate
-from scalai.core.messages.events import Replicated
-from scalai.core.messages.reports import Grown, Report, Suspected
+from scalai.core.messages.reports import Grown, Replicated, Report, Suspected
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.replicas import to_keep
 from scalai.core.tensors.sources import Holder
@@ -98,7 +97,7 @@ class Replicas:
     def replicated(self, command: Replicate) -> tuple[Report, ...]:
         """Do the work of ``keep``, and return its results as reports; ``Replicated`` is the
         last."""
-        host, order = self._store.host, command.order
+        order = command.order
         try:
             kept = self.keep(command)
         except (ScalaiError, OSError, MemoryError) as error:
@@ -106,7 +105,7 @@ class Replicas:
             reason = str(error) or "the agent's memory ran out"
             hosts = error.hosts if isinstance(error, MismatchError) else ()
             wrong = suspected(command.sources.value.generation, dict.fromkeys(hosts, reason))
-            failed = Replicated(host, order, 0, reason, is_lasting)
+            failed = Replicated(order, 0, reason, is_lasting)
             return (failed,) if wrong is None else (wrong, failed)
         found: list[Report] = []
         if kept.grown is not None:
@@ -114,7 +113,7 @@ class Replicas:
         if kept.suspected is not None:
             found.append(kept.suspected)
         unchanged = kept.unchanged_bytes
-        done = Replicated(host, order, kept.size_bytes, kept.reason, unchanged_bytes=unchanged)
+        done = Replicated(order, kept.size_bytes, kept.reason, unchanged_bytes=unchanged)
         return (*found, done)
 
 

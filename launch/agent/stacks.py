@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalai.core.job.behind import FRAMES_APART, SILENT
+from scalai.core.messages.reports import FRAMES_APART, SILENT
 from scalai.runtime.stacks import STACK_SIGNAL, stacks_path
 
 ANSWER_S = 1.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from scalai.converters.megatron.arguments import derived_flags, is_megatron
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError, ScalaiError
-from scalai.core.job.schedule import Schedule
+from scalai.core.job.spacing import Schedule
 from scalai.core.messages import commands
 from scalai.core.messages.commands import Workers
 from scalai.core.messages.worker_messages import Imports

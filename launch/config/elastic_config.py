@@ -11,7 +11,7 @@ from scalai.core.degrees.passes import MEMORY_PARTS, PARTS, RECOMPUTES
 from scalai.core.degrees.policy import DegreePolicy, Preferring, Rule
 from scalai.core.errors import UsageError
 from scalai.core.job.function_proof import POLICIES
-from scalai.core.job.young_daly import MOST_STEPS, MTBF_HOURS
+from scalai.core.job.spacing import MOST_STEPS, MTBF_HOURS
 from scalai.core.planner.devices import FIGURES
 from scalai.core.planner.weighing import RESIDENCE_S
 from scalai.launch.config.notice_source import NoticeSource, parse_source

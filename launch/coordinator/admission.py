@@ -8,8 +8,7 @@ from scalai.core.errors import EndedError, LayoutError, ProofError, UsageError
 from scalai.core.job.admission import Admittance, Situation, admit, admit_sealed, rival
 from scalai.core.job.membership import ENDED_BY_A_LOSS, Phase
 from scalai.core.job.outlook import given_up_text
-from scalai.core.job.remembered import Remembered
-from scalai.core.job.underway import Underway
+from scalai.core.job.remembered import Remembered, Underway
 from scalai.core.messages import events
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.agent_events import Manifests
@@ -139,7 +138,7 @@ class Admission:
     def _take_over(self, underway: Underway) -> None:
         """A host brings its round, begun by a coordinator that is gone: this is the same run of the
         job."""
-        live, over = self._live, self._live.state.taking_over
+        live, over = self._live, self._live.state.takeover.pending
         newest = over.newest if over is not None else None
         if live.state.round == 0 and underway.round >= (newest or 0):
             live.take_over(underway.run)

@@ -49,4 +49,4 @@ class Calibrating:
         measured = Measured(
             current.degrees, micro, reading.steps, reading.seconds, current.recompute
         )
-        return measured, change_time(job.pace, self._moves)
+        return measured, change_time(job.change.pace, self._moves)

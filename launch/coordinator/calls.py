@@ -7,11 +7,9 @@ does nothing there, the host and the incarnation of its agent.
 from dataclasses import dataclass
 
 from scalai.core.job.function_proof import Made
-from scalai.core.job.remembered import Remembered
-from scalai.core.job.underway import Underway
+from scalai.core.job.remembered import Remembered, Underway
 from scalai.core.messages.commands import Command, Exit
-from scalai.core.messages.events import Stalled
-from scalai.core.messages.reports import Report
+from scalai.core.messages.reports import Report, Stalled
 from scalai.core.messages.shared import JsonText, Named, Request, Shared
 from scalai.launch.coordinator.named_once import BroughtPart
 from scalai.launch.coordinator.person_calls import PersonCall

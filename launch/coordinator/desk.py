@@ -270,7 +270,7 @@ class Desk:
     def _hear_kept(self) -> None:
         """Hear what was reported, once it is known which round the job is in."""
         members = self._live.members
-        while self._kept and self._live.state.taking_over is None:
+        while self._kept and self._live.state.takeover.pending is None:
             agent, host, report, manifests = self._kept.pop(0)
             if host in members and members[host] is agent:
                 self._agent_events.hear(host, report, manifests)
@@ -312,14 +312,15 @@ class Desk:
             "generation_step": newest.step if newest else None,
             "step": self._live.members.newest(),
             "no_progress": {host: asdict(each) for host, each in stalled.items()},
-            "held": dict(job.held) if job.phase is Phase.PREPARING else {},
+            "held": dict(job.stop.held) if job.phase is Phase.PREPARING else {},
             "missing": missing(job) if job.phase is Phase.WAITING else None,
-            "restarts_left": job.failures_left,
+            "restarts_left": job.budget.left,
             "unhealthy_hosts": {
-                host: check.reason or "is being checked" for host, check in job.checks.items()
+                host: check.reason or "is being checked"
+                for host, check in job.health.checks.items()
             },
-            "waiting_hosts": {h: round(until - job.now) for h, until in job.barred.items()},
-            "failed_changes": [f"{f.assignment.layout}: {f.reason}" for f in job.failed],
+            "waiting_hosts": {h: round(until - job.now) for h, until in job.health.barred.items()},
+            "failed_changes": [f"{f.assignment.layout}: {f.reason}" for f in job.change.failed],
             "last_failure": self._live.last_failure,
             "last_resize": reports[-1] if reports else None,
         }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from scalai.core.job.membership import Job, Phase
 from scalai.core.job.remembered import Remembered
-from scalai.core.job.remembering import is_as_before, remember
+from scalai.core.job.succession import is_as_before, remember
 from scalai.core.messages.commands import Remember
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.launch.coordinator.members import Members
@@ -38,7 +38,7 @@ class KeptWishes:
     def look(self, job: Job, run: str) -> None:
         """Have hosts keep a new record of the job, whose run has this name, where something
         changed. Nothing is sent before their own records are known: it would replace those."""
-        if job.taking_over is not None or job.phase is Phase.ENDED or not len(self._members):
+        if job.takeover.pending is not None or job.phase is Phase.ENDED or not len(self._members):
             return
         request = self._sizing.request
         if self._of is not None and request == self._of[1] and is_as_before(job, self._of[0]):

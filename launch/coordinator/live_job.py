@@ -19,7 +19,7 @@ from scalai.core.job.outlook import Course, outlook
 from scalai.core.job.recovery import Origin, newest_whole
 from scalai.core.job.resize import advance
 from scalai.core.jsonable import Json
-from scalai.core.messages import actions, commands, events
+from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import Shared
 from scalai.core.planner.preference import Preference
 from scalai.launch.config.job import JobSpec
@@ -31,12 +31,12 @@ from scalai.launch.coordinator.judging import Judge
 from scalai.launch.coordinator.kept_wishes import KeptWishes
 from scalai.launch.coordinator.look_ahead import LookAhead
 from scalai.launch.coordinator.members import Members
-from scalai.launch.coordinator.orders import command_of
 from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.launch.coordinator.starter import Starter
 from scalai.launch.coordinator.timeline import Timeline
+from scalai.store.parts import is_fetched
 
 SUCCESSORS_GAP = 8
 """Numbers that a new coordinator leaves out: who is away may have them from the one before."""
@@ -277,7 +277,7 @@ class LiveJob:
         target, current = next_assignment(self.state), self.state.current
         if target is None or current is None or target.is_same_as(current):
             return
-        if self.state.phase is m.Phase.RUNNING and self.state.changed_at is None:
+        if self.state.phase is m.Phase.RUNNING and self.state.change.at is None:
             self.timeline.begin("the planner")
             self.feed(events.Rescaled(self.sizing.assign(), time.monotonic()))
 
@@ -290,7 +290,7 @@ class LiveJob:
             self.members.hosts(),
             Course(
                 self._job, self.state.round > 0, self.lost_all, self.is_successor,
-                self.state.archived,
+                self.state.copies.archived,
             ),
         )  # fmt: skip
         state = m.replace_generations(self.state, found.generations)
@@ -302,21 +302,22 @@ class LiveJob:
     def can_go_on_without(self, host: str) -> bool:
         """Whether the other hosts that stay would have an assignment, and a state to go on from."""
         others = {name: kept for name, kept in self.state.hosts.items() if name != host}
-        if next_assignment(replace(self.state, hosts=others, place=m.keep_order)) is None:
+        settings = replace(self.state.settings, place=m.keep_order)
+        if next_assignment(replace(self.state, hosts=others, settings=settings)) is None:
             return False
         whole = self.generations.covered(without=host)
         is_held = any(not self.generations.catalogue.is_offered(each.number) for each in whole)
-        return is_held or not self.state.has_state
+        return is_held or not self.state.states.has_state
 
     # ------------------------------------------------------------------ events in, actions out
 
     def feed(self, event: events.Event) -> None:
         """Let the rules decide about an event, and do what they say."""
-        was, was_taking_over = self.state.phase, self.state.taking_over is not None
+        was, was_taking_over = self.state.phase, self.state.takeover.pending is not None
         self.state, due = advance(self.state, event)
         if (found := self.calibrating.look(self.state)) is not None:
             self._ahead.begin(found)
-        if self.sizing.note_ran(self.state.ran):
+        if self.sizing.note_ran(self.state.change.ran):
             self.limit()
         self.memory.look(self.state, self.run)
         if self.state.phase is not was:
@@ -328,19 +329,23 @@ class LiveJob:
                 self.crash(error)
             if self.has_crashed:
                 return  # the law has gone on, and what it asks for is not done
-        if self.state.phase is m.Phase.RUNNING and self.state.changed_at is None:
+        if self.state.phase is m.Phase.RUNNING and self.state.change.at is None:
             self.timeline.forget()
-        if was_taking_over and self.state.taking_over is None:
+        if was_taking_over and self.state.takeover.pending is None:
             self._count_sealed()
             for number, host in self.generations.catalogue.found_damage():
                 if host in self.members:
                     self.count_damaged(host, (number,))
 
+    def hear(self, host: str, report: reports.Report) -> None:
+        """Let the rules decide about a report of a host."""
+        self.feed(events.Reported(host, report))
+
     def count_damaged(self, host: str, numbers: Iterable[int]) -> None:
         """Damage that a host has brought, of these generations, counts as if it had found it now,
         once it is known what the job does."""
-        for number in numbers if self.state.taking_over is None else ():
-            self.feed(events.Examined(host, number, is_damaged=True))
+        for number in numbers if self.state.takeover.pending is None else ():
+            self.hear(host, reports.Examined(number, ("damage that its host has brought",), ""))
 
     def _count_sealed(self) -> None:
         """Parts of snapshots on the way count that only the coordinator before had heard of."""
@@ -348,7 +353,7 @@ class LiveJob:
         for name in self.generations.catalogue.on_the_way(self.run, round):
             for host in self.generations.sealed_parts(name, self.members.hosts()):
                 if self.state.phase in (*m.TRAINING, m.Phase.STARTING):
-                    self.feed(events.Sealed(host, round, "snapshot", name))
+                    self.hear(host, reports.Sealed(round, "snapshot", name, b""))
 
     def crash(self, error: Exception) -> None:
         """What must never happen has: end the job with its reason. The state stays in the
@@ -403,61 +408,60 @@ class LiveJob:
 
     def _perform(self, action: actions.Action) -> None:
         match action:
-            case actions.Build():
+            case actions.Order(hosts, command):
+                self._order(hosts, command)
+            case actions.BuildRound():
                 self._build(action)
-            case actions.GiveUp(round):
-                self._starter.give_up()
-                self.command(self.members.hosts(), commands.GiveUp(round))
-            case actions.Judge(hosts):
-                self.feed(self._judge.stop(self._snapshot_of(self.state.stop), hosts))
+            case actions.JudgeStop(hosts):
+                self.feed(self._judge.stop(self._snapshot_of(self.state.stop.step), hosts))
             case actions.JudgeSnapshot(reason, snapshot):
                 self._judge_snapshot(reason, snapshot)
-            case actions.Commit(hosts, generation):
+            case actions.CommitParts(hosts, generation):
                 self.command_commit(hosts, generation)
             case actions.JudgeRescue(step):
                 self.feed(self._judge.rescue(self._snapshot_of(step)))
             case actions.Lose(hosts, reason):
                 for host in hosts:
                     self._give_up(host, reason)
-            case actions.Report(text, hosts):
-                self.log(text)
-                self.command(hosts, commands.Report())
-            case actions.StopWorkers(hosts, reason, has_written):
-                self.log(f"event=stop_workers reason={reason!r}")
-                self.command(hosts, commands.Stop(self.state.round, has_written))
-            case actions.Discard(hosts):
-                self._discard(hosts)
             case actions.GoBack(hosts, generation):
                 for number in self.generations.go_back_to(generation):
                     self.command(hosts, commands.Drop(number))
             case actions.StartRound():
                 self._start(action)
-            case actions.Replicate():
+            case actions.MakeReplicas():
                 self._starter.replicate(action)
-            case actions.Knock(hosts, order):
+            case actions.TryLinks(hosts, order):
                 self._knock(hosts, order)
-            case actions.Expect(hosts):
+            case actions.CountTensors(hosts):
                 self._expect(hosts)
             case actions.Prove(generation):
                 self._prove(generation)
-            case actions.Drop(hosts, numbers):
-                for number in numbers:
-                    self.command(hosts, commands.Drop(number))
             case actions.Release():
                 self._release(action)
-            case actions.Exit():
+            case actions.EndJob():
                 self._end_job(action)
-            case actions.Retire() if not self._may_retire():
-                self.log(
-                    "event=not_retired the durable directory does not answer: whether another run "
-                    "reads there is unknown. Older generations go with the next one"
-                )
             case actions.AmendReport(function, prove_s):
                 self.timeline.amend(function, prove_s)
             case actions.Say(text):
                 self.log(text if text.startswith("event=") else f"event=note {text}")
-            case _:
-                self.command(*command_of(action, self.state.round, self.generations))
+
+    def _order(self, hosts: Sequence[str], command: commands.Command) -> None:
+        """Send a command; the coordinator's own part of it comes first."""
+        match command:
+            case commands.GiveUp():
+                self._starter.give_up()
+            case commands.Discard():
+                self._forget_sealed()
+            case commands.Archive(_, generation):
+                own_only = _is_held_by_writers(self.generations, generation, hosts)
+                command = replace(command, own_only=own_only)
+            case commands.Retire() if not self._may_retire():
+                self.log(
+                    "event=not_retired the durable directory does not answer: whether another run "
+                    "reads there is unknown. Older generations go with the next one"
+                )
+                return
+        self.command(hosts, command)
 
     def _snapshot_of(self, step: int) -> str:
         """Return the name of the snapshot of a step of the present round."""
@@ -471,9 +475,9 @@ class LiveJob:
             self.note_start(judged.step)
         self.feed(judged)
 
-    def _end_job(self, action: actions.Exit) -> None:
+    def _end_job(self, action: actions.EndJob) -> None:
         step = max(self.state.newest, self.members.newest())
-        has_finished = action.code == 0 and bool(self.state.finished)
+        has_finished = action.code == 0 and bool(self.state.attempt.finished)
         end = job_end(
             action.code, action.reason, round=self.state.round,
             finished_step=step if has_finished else None, newest=self.state.newest_generation,
@@ -503,7 +507,7 @@ class LiveJob:
         if can_go_on:
             self.lose(host)
 
-    def _build(self, action: actions.Build) -> None:
+    def _build(self, action: actions.BuildRound) -> None:
         standby = action.standby
         self.log(f"event=build {standby.assignment.reason!r} standby_round={standby.round}")
         newest = self.state.newest_generation
@@ -523,8 +527,7 @@ class LiveJob:
             self.members[host].newest, self.members[host].stalled = 0, None
         self._starter.start(action)
 
-    def _discard(self, hosts: Iterable[str]) -> None:
-        self.command(hosts, commands.Discard())
+    def _forget_sealed(self) -> None:
         for part in self.generations.forget_sealed():
             self.log(
                 f"event=note host {part.host} gives up what it had sealed at step {part.step}: it "
@@ -566,6 +569,15 @@ class LiveJob:
         if action.leaving:
             self._let_go(action.leaving)
             self.recount()
+
+
+def _is_held_by_writers(generations: Generations, number: int, hosts: Sequence[str]) -> bool:
+    """Whether all hosts that wrote a generation are among these, and hold what they wrote."""
+    stated, parts = generations.stated(number), generations.parts(number)
+    return stated is not None and all(
+        host in hosts and host in parts and not all(map(is_fetched, parts[host].files))
+        for host in stated.hosts
+    )
 
 
 def _resized(report: Mapping[str, Json]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from scalai.core.degrees.passes import AS_GIVEN
-from scalai.core.job.ahead import plans_ahead
+from scalai.core.job.assigning import plans_ahead
 from scalai.core.job.membership import Assign, Job, present, staying
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import Measured, Preference
@@ -68,7 +68,7 @@ class LookAhead:
     def _plan(self, found: Learned | None) -> None:
         with self._job_lock:
             job, sizing = self._live.state, self._live.sizing
-            assign = job.assign
+            assign = job.settings.assign
         learned = sizing.recalibrated() if found is None else sizing.with_measured(*found)
         if learned is not None:
             assign = learned[1]

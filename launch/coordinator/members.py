@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from scalai.core.errors import ReplacedError, StaleError
 from scalai.core.messages.commands import Command, Exit, Remember
-from scalai.core.messages.events import Stalled
+from scalai.core.messages.reports import Stalled
 from scalai.core.messages.shared import Named
 from scalai.launch.coordinator.calls import Commands, StoreIdentity
 from scalai.runtime.calls import Peer

@@ -8,7 +8,7 @@ job that runs is not ended for want of replicas.
 from scalai.core.errors import LayoutError
 from scalai.core.job.membership import TRAINING
 from scalai.core.job.replicating import keepers
-from scalai.core.messages import events
+from scalai.core.messages import events, reports
 from scalai.core.tensors.replica_memory import Memory, memory_of, shortage
 from scalai.core.tensors.replicas import ring_of
 from scalai.launch.coordinator.live_job import LiveJob
@@ -19,13 +19,13 @@ NAMED = 64
 """Hosts of which a line is said, those with the least room to spare first."""
 
 
-def refuse_early(live: LiveJob) -> events.WorkersFailed | None:
+def refuse_early(live: LiveJob) -> events.Reported | None:
     """Weigh the first round of a job once all of its hosts have published, before any step.
 
     Returns:
         The refusal, where a person has asked for replicas and there is no room for them.
     """
-    is_first, told = live.state.ran is None, live.answers.tensors.keys()
+    is_first, told = live.state.change.ran is None, live.answers.tensors.keys()
     if not is_first or not told >= live.active():
         return None
     found = _weigh(live)
@@ -34,7 +34,8 @@ def refuse_early(live: LiveJob) -> events.WorkersFailed | None:
         return None
     if live.are_replicas_asked:
         host = next(memory.host for memory in found if memory.is_short)
-        return events.WorkersFailed(host, live.state.round, reason, is_refusal=True)
+        refusal = reports.WorkersFailed(live.state.round, reason, is_refusal=True)
+        return events.Reported(host, refusal)
     _say_short(live, reason)
     return None
 
@@ -57,7 +58,9 @@ def _weigh(live: LiveJob) -> tuple[Memory, ...]:
     if answers.is_weighed or not told.keys() >= hosts:
         return ()
     answers.is_weighed = True
-    ring = ring_of({host: live.members[host].domain for host in kept_by}, live.state.replicas)
+    ring = ring_of(
+        {host: live.members[host].domain for host in kept_by}, live.state.settings.replicas
+    )
     held = {host: report.rows for host, report in told.items()}
     room = {host: report.room_bytes for host, report in told.items()}
     answers.holding.clear()

@@ -98,7 +98,7 @@ def scale(
 
 
 def _refuse_while_taking_over(job: Job) -> None:
-    if job.taking_over is not None:
+    if job.takeover.pending is not None:
         raise UsageError(
             "the coordinator has just taken another one's place, and waits for the hosts of the "
             "round under way. Ask again in a moment."
@@ -112,9 +112,9 @@ def _asked(nproc: int | None, nnodes: int | None, degrees: str | None) -> str:
 
 def _check(job: Job, target: Assignment) -> None:
     """Refuse a change that would lose what the job has, or that has failed before."""
-    if not job.is_hooked:
+    if not job.attempt.is_hooked:
         raise UsageError(f"the job cannot be changed while it runs: {UNHOOKED}.")
-    if job.phase is Phase.STARTING and not job.has_state:
+    if job.phase is Phase.STARTING and not job.states.has_state:
         raise UsageError(
             "the job is in its first start and has no state yet: a change would begin the script "
             "anew. Ask again once it has made a step (scalai status)."

@@ -103,7 +103,7 @@ class Coordinator(Desk):
     def run_name(self) -> str:
         """Return the name of the run of the job; "" until the agents of a coordinator that is gone
         have brought it. Any thread may ask."""
-        return "" if self._live.state.taking_over is not None else self._live.run
+        return "" if self._live.state.takeover.pending is not None else self._live.run
 
     @property
     def address(self) -> Address:
@@ -175,7 +175,7 @@ class Coordinator(Desk):
         if lease.is_fresh():
             self._hung_at = None
             return True
-        if not lease.is_superseded and self._live.state.taking_over is not None:
+        if not lease.is_superseded and self._live.state.takeover.pending is not None:
             return True  # its hosts have yet to come
         members = self._live.members
         silences = [members[host].silence_s() for host in members.hosts()]
@@ -193,7 +193,7 @@ class Coordinator(Desk):
 
     def _note_missing(self) -> None:
         """Note where hosts of a round that is taken over do not come: they are lost."""
-        live, over = self._live, self._live.state.taking_over
+        live, over = self._live, self._live.state.takeover.pending
         if over is not None:
             found = over.of_newest(live.state.hosts).values()
             self._to_come = next((each.members for each in found), self._to_come)

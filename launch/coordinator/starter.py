@@ -11,7 +11,7 @@ from scalai.core.degrees.assignment import place_ranks
 from scalai.core.errors import PeerError
 from scalai.core.job import membership as m
 from scalai.core.job.function_proof import FACT as PROVEN
-from scalai.core.messages import actions, commands, events
+from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.tensors.replicas import leaving_ring, ring_of
 from scalai.core.tensors.source_list import Listed, SourceList, source_list
@@ -21,7 +21,7 @@ from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.store.generation import unite
 from scalai.store.parts import ATTACHED, reference_of
 
-Beginning = actions.Build | actions.StartRound
+Beginning = actions.BuildRound | actions.StartRound
 Workers = dict[str, commands.Workers]
 """Those of each host."""
 CommandOf = Callable[[commands.Workers], commands.Command]
@@ -65,7 +65,7 @@ class Starter:
         self._opening: Beginning | None = None
         """What waits for where its workers are to meet."""
 
-    def build(self, action: actions.Build, newest: int | None) -> None:
+    def build(self, action: actions.BuildRound, newest: int | None) -> None:
         """Start the next round's workers beside the present ones, which will go on to a later
         generation than the ``newest``."""
         standby = action.standby
@@ -77,7 +77,7 @@ class Starter:
         """The workers that were on standby will not be needed."""
         self._close(self._standby_port)
         self._standby_port = None
-        if isinstance(self._opening, actions.Build):
+        if isinstance(self._opening, actions.BuildRound):
             self._opening = None
 
     def start(self, action: actions.StartRound) -> None:
@@ -119,17 +119,18 @@ class Starter:
                 self._opening = None
                 if isinstance(port, int):
                     self._begin(action, workers, command, port)
-                elif isinstance(action, actions.Build):  # nothing depends on it
+                elif isinstance(action, actions.BuildRound):  # nothing depends on it
                     standby = action.standby
                     host = standby.assignment.active[0]
-                    self._run.feed(events.NotBuilt(host, standby.round, str(port)))
+                    not_built = reports.NotBuilt(standby.round, str(port))
+                    self._run.feed(events.Reported(host, not_built))
                 else:
                     raise port
             except Exception as error:  # as where ``LiveJob.feed`` carries an action out
                 self._run.crash(error)
 
     def _begin(self, action: Beginning, workers: Workers, command: CommandOf, port: int) -> None:
-        if isinstance(action, actions.Build):
+        if isinstance(action, actions.BuildRound):
             self._standby_port = port
         else:
             self._port = port
@@ -141,11 +142,13 @@ class Starter:
         job = self._run.state
         if action is not self._opening or job.phase is m.Phase.ENDED:
             return False
-        if isinstance(action, actions.Build):
-            return job.standby is not None and job.standby.round == action.standby.round
+        if isinstance(action, actions.BuildRound):
+            return (
+                job.change.standby is not None and job.change.standby.round == action.standby.round
+            )
         return job.phase is m.Phase.STARTING and job.round == action.round
 
-    def replicate(self, action: actions.Replicate) -> None:
+    def replicate(self, action: actions.MakeReplicas) -> None:
         """Have hosts keep replicas for each other; each hears of those that share parameters with
         the hosts that it keeps replicas for."""
         domains = {host: self._roster[host].domain for host in action.hosts if host in self._roster}

@@ -24,7 +24,7 @@ import numpy as np
 
 from scalai.core.errors import StoreError
 from scalai.core.job.function_proof import MOST_STEPS, Made
-from scalai.core.job.schedule import Schedule
+from scalai.core.job.spacing import Schedule
 from scalai.store.secure import Folder
 
 STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, PROBED, FIRST_WORKER = 0, 1, 2, 3, 4, 5, 6, 8

@@ -29,7 +29,7 @@ import torch
 
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
 from scalai.core.job.function_proof import Numbers
-from scalai.core.job.schedule import Schedule
+from scalai.core.job.spacing import Schedule
 from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (

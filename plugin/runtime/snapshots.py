@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from scalai.core.job.step_times import StepTimes
+from scalai.core.job.spacing import StepTimes
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     AwaitSlot,

@@ -76,7 +76,7 @@ def test_what_comes_of_an_action_is_fed_at_once_and_in_order() -> None:
     made.hands.results[actions.StartGroup] = [events.GroupNotStarted(1, "no process")]
     made.agent.obey(start())
     (failed,) = made.reported()
-    assert isinstance(failed, reports.Failed) and "no process" in failed.reason
+    assert isinstance(failed, reports.WorkersFailed) and "no process" in failed.reason
 
 
 @pytest.mark.parametrize("error", [StoreError("no room."), OSError(28, "No space left")])
@@ -84,9 +84,9 @@ def test_an_action_that_fails_fails_the_round_and_the_others_are_done(error: Exc
     made = Made()
     made.agent.obey(start())
     made.hands.failing = (actions.ShowStacks, error)
-    made.agent.obey(commands.Report())
+    made.agent.obey(commands.ShowStacks())
     (failed,) = made.reported()
-    assert isinstance(failed, reports.Failed) and str(error) in failed.reason
+    assert isinstance(failed, reports.WorkersFailed) and str(error) in failed.reason
     assert made.agent.exit is None
 
 
@@ -94,7 +94,7 @@ def test_a_slip_of_our_own_ends_the_loop() -> None:
     made = Made()
     made.agent.obey(start())
     made.hands.failing = (actions.ShowStacks, KeyError("h7"))
-    made.loop.put(lambda: made.agent.obey(commands.Report()))
+    made.loop.put(lambda: made.agent.obey(commands.ShowStacks()))
     with pytest.raises(KeyError, match="h7"):
         made.agent.run()
 

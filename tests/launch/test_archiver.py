@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from scalai.core.messages import commands, reports
-from scalai.core.messages.events import Archived
+from scalai.core.messages.reports import Archived
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.job.membership import Assignment, Job, Phase
-from scalai.core.job.pace import Pace
+from scalai.core.job.spacing import Pace
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import Measured
 from scalai.launch.coordinator.calibrating import Calibrating

@@ -209,7 +209,7 @@ def finish(line: Line, code: int = 0) -> None:
     with line.coordinator._lock:
         live = line.coordinator._live
         live.state = replace(live.state, phase=Phase.ENDED)
-        live._perform(actions.Exit(live.members.hosts(), code, "the test ends it"))
+        live._perform(actions.EndJob(live.members.hosts(), code, "the test ends it"))
 
 
 def exits(agent: LinkedAgent) -> list[int]:

@@ -60,7 +60,7 @@ def fail_before_the_proof(agent: FakeAgent, number: int, whole: HostManifest, ho
         return
     start = agent.wait_for("start", number)
     agent.tell("published", round=start["round"], tensors=("param/w",))
-    agent.tell("failed", round=start["round"], reason="rank 0: AssertionError: other steps")
+    agent.tell("workers_failed", round=start["round"], reason="rank 0: AssertionError: other steps")
 
 
 @pytest.mark.parametrize("how", ["a proof", "the script"])

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
-from scalai.core.job.underway import TakingOver, Underway
-from scalai.core.messages import actions
+from scalai.core.job.remembered import TakingOver, Underway
+from scalai.core.messages import actions, commands
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import discovery, leases, process, registers
@@ -37,6 +37,7 @@ from support.certificates import Authority
 from support.coordinator_line import TOKEN, Line, wait_until
 from support.kept_registers import KINDS, Kept
 from support.kubernetes_api import Api, kubernetes_api
+from support.law_jobs import but
 from support.ports import free_port
 
 
@@ -404,7 +405,7 @@ def takes_over(line: Line, register: Register, within_s: float, *members: str) -
     live = line.coordinator._live
     with line.coordinator._lock:
         over = TakingOver(time.monotonic() + within_s, {members[0]: its})
-        live.state = replace(live.state, taking_over=over)
+        live.state = but(live.state, pending=over)
         line.coordinator.lease = Lease(register, entry(3), waits_over=2)
     return line.coordinator.lease
 
@@ -419,7 +420,7 @@ def test_who_follows_a_dead_coordinator_while_the_register_hangs_waits_for_its_h
     time.sleep(looked)
     agent = line.join("a")
     assert agent.error is None and not line.code
-    line.coordinator._live.state = replace(line.coordinator._live.state, taking_over=None)
+    line.coordinator._live.state = but(line.coordinator._live.state, pending=None)
     wait_until(lambda: any("event=lease_hangs" in text for text in line.log), "it is said")
 
 
@@ -463,11 +464,11 @@ def test_nothing_is_retired_that_another_run_may_read(line: Line, tmp_path: Path
     (tmp_path / "disk").write_text("a disk that does not answer")
     line.coordinator.owns = Lease(owned(tmp_path / "disk"), entry(3), waits_over=2)
     with line.coordinator._lock:
-        live._perform(actions.Retire(("a",), 5))
+        live._perform(actions.Order(("a",), commands.Retire(5)))
     (tmp_path / "disk").unlink()
     _until(line.coordinator.owns.is_fresh)
     with line.coordinator._lock:
-        live._perform(actions.Retire(("a",), 6))
+        live._perform(actions.Order(("a",), commands.Retire(6)))
     assert agent.wait_for("retire")["before"] == 6
     assert any("event=not_retired" in text for text in line.log)
 

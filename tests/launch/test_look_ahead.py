@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.degrees.degrees import Degrees
-from scalai.core.job.remembering import remember
+from scalai.core.job.succession import remember
 from scalai.core.messages.shared import JsonText
 from scalai.core.planner import preference
 from scalai.core.planner.change_time import ChangeTime

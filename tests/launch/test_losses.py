@@ -15,8 +15,7 @@ from scalai.core.errors import AnswerError, PeerError
 from scalai.core.job import membership as m
 from scalai.core.messages import actions
 from scalai.core.messages.commands import Save
-from scalai.core.messages.events import Stalled
-from scalai.core.messages.reports import Leaving, Report
+from scalai.core.messages.reports import Leaving, Report, Stalled
 from scalai.core.messages.shared import JsonText, Named
 from scalai.launch import cli
 from scalai.launch.agent.link import LONGEST_KEPT_S
@@ -218,7 +217,7 @@ def test_a_stall_of_the_coordinator_is_not_taken_for_a_slow_phase(line: Line) ->
     live = line.coordinator._live
     wait_until(lambda: live.state.wait.since is not None, "the clock of the start runs")
     with line.coordinator._lock:  # as after a pause of two start timeouts
-        stall_s = 2 * live.state.start_timeout_s
+        stall_s = 2 * live.state.settings.start_timeout_s
         line.coordinator._losses._looked_at -= stall_s
         live.state = m.excuse(live.state, -stall_s)
     wait_until(lambda: has_logged(line, "event=stalled"), "the stall is told of")
@@ -262,7 +261,7 @@ def test_a_start_whose_bytes_still_flow_makes_progress(line: Line) -> None:
     for moved in range(1, 4):
         wait_until(lambda: live.state.wait.since is not None, "the clock of the start runs")
         with line.coordinator._lock:  # most of the time has passed
-            live.state = m.excuse(live.state, -0.7 * live.state.start_timeout_s)
+            live.state = m.excuse(live.state, -0.7 * live.state.settings.start_timeout_s)
         agent.tell("moved", round=1, bytes=moved)
     agent.tell("stepped", round=1)
     wait_until(lambda: live.state.phase is m.Phase.RUNNING, "the job runs")
@@ -355,12 +354,10 @@ NONSENSE: dict[str, tuple[str, dict[str, Any], str]] = {
     "another job": ("Join", {**BRINGS, "job": "k"}, "job 'k' is called"),
     "scale": ("Scale", {"nproc": "many", "nnodes": None, "degrees": None, "dry_run": True},
               DIFFER),
-    "event of another host": ("Tell", {**WHO, "number": 9, "report": (
-        "Finished", {"host": "b", "round": 1})}, "which is of another host"),
     "no event": ("Tell", {**WHO, "number": 9, "report": ("Sleep", {})}, DIFFER),
     "wrong round": ("Tell", {**WHO, "number": 9, "report": (
-        "Built", {"host": "a", "round": "one"})}, DIFFER),
-    "no round": ("Tell", {**WHO, "number": 9, "report": ("Stopped", {"host": "a"})}, DIFFER),
+        "Built", {"round": "one"})}, DIFFER),
+    "no round": ("Tell", {**WHO, "number": 9, "report": ("Stopped", {})}, DIFFER),
     "slots": ("Tell", {**WHO, "number": 9, "report": ("Slots", {"slots": "two"})}, DIFFER),
 }  # fmt: skip
 

@@ -14,7 +14,6 @@ from scalai.core.errors import PeerError, ProofError, StoreError
 from scalai.core.host import actions, events
 from scalai.core.host.events import Event
 from scalai.core.messages import commands, reports
-from scalai.core.messages import events as job_events
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
@@ -134,7 +133,7 @@ def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
     assert [sealed.directory for sealed, _ in store.sealed()] == [slot.directory]
     assert caplog.text.count("it stays sealed. Make room") == 1
     made.perform(actions.DiscardSealed(frozenset({name})))
-    assert made.perform(again) == [job_events.Committed("a", 3)]
+    assert made.perform(again) == [reports.Committed(3)]
     assert is_whole(store, 3, step=3) and made.performer.generations() == {3}
 
 
@@ -167,7 +166,7 @@ def test_a_commit_that_is_told_twice_is_done_once(store: HostStore, made: Set) -
     manifest = generation(store, 3, step=3)
     command = commands.Commit(3, snapshot_name(manifest), None, {})
     again = actions.TryCommit(command, is_again=False)
-    assert made.perform(again) == [job_events.Committed("a", 3)] and store.generations() == [3]
+    assert made.perform(again) == [reports.Committed(3)] and store.generations() == [3]
 
 
 def test_what_was_sealed_and_has_no_number_is_given_up(store: HostStore, made: Set) -> None:
@@ -274,7 +273,7 @@ def test_workers_are_started_asked_and_ended(made: Set) -> None:
     assert made.perform(actions.StartGroup(workers(3), is_standby=False)) == [
         events.GroupStarted(3)
     ]
-    assert made.perform(commands.Prepare(3, 8)) == [job_events.Prepared("a", 3, 8, 7)]
+    assert made.perform(commands.Prepare(3, 8)) == [reports.Prepared(3, 8, 7)]
     assert made.perform(commands.Space(3, 9, 4)) == [events.Spaced(commands.Space(3, 9, 4), 7)]
     assert made.perform(actions.PollGroup(3)) == []
     assert made.perform(commands.Agree(3, 8)) == [events.Agreed(3, 8)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from scalai.core.errors import StoreError
-from scalai.core.messages.events import Replicated
+from scalai.core.messages.reports import Replicated
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.replica_pace import FIRST_RATE, Traffic
 from scalai.launch.agent.replica_rate import ReplicaRate

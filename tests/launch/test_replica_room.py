@@ -93,7 +93,7 @@ def test_a_job_that_runs_is_not_ended_for_want_of_room(made: list[Job], tmp_path
     for agent in job.agents.values():
         job.step(agent)
     wait_until(lambda: bool(job.logged("event=started")), "it trains")
-    job.agents["a"].tell("failed", round=1, reason="killed", is_chance=True)
+    job.agents["a"].tell("workers_failed", round=1, reason="killed", is_chance=True)
     for agent in job.agents.values():
         agent.wait_for("freeze")
         agent.tell("frozen", round=1, steps=())

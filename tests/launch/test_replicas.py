@@ -10,8 +10,7 @@ import pytest
 
 from scalai.core.errors import DamageError, RoomError, StoreError
 from scalai.core.messages.commands import Replicate
-from scalai.core.messages.events import Replicated
-from scalai.core.messages.reports import Report, Suspected
+from scalai.core.messages.reports import Replicated, Report, Suspected
 from scalai.core.messages.shared import Shared
 from scalai.core.messages.worker_messages import RankSnapshot
 from scalai.core.tensors.collection import Collection, Tensor

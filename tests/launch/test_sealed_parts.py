@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import PeerError, ProofError
-from scalai.core.job.function_proof import Numbers
+from scalai.core.job.function_proof import Asked, Numbers, Waiting
 from scalai.core.job.membership import Phase
 from scalai.launch.coordinator import generations
 from scalai.launch.coordinator.losses import Patience
@@ -18,6 +18,7 @@ from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
 from support.committed_parts import half, part
 from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, wait_until
+from support.law_jobs import but
 
 STORE = ["machine", 1]
 
@@ -241,11 +242,9 @@ def test_what_a_round_has_sealed_that_computes_otherwise_is_no_state(
     with hosts.line.coordinator._lock:
         assert live.state.current is not None
         ran = replace(live.state.current, micro_batch_size=7)
-        function = replace(
-            live.state.function, round=old, awaited=frozenset("ab"), is_waiting=True,
-            until=time.monotonic() + DEADLINE_S, after=Numbers(5.0, 2.0),
-        )  # fmt: skip
-        live.state = replace(live.state, ran=ran, function=function)
+        asked = Asked(old, frozenset("ab"), until=time.monotonic() + DEADLINE_S)
+        function = replace(live.state.function, probe=Waiting(asked), after=Numbers(5.0, 2.0))
+        live.state = but(live.state, ran=ran, function=function)
     hosts.step = 7
     for host in "ab":
         agent, message = getattr(hosts, host), manifest_bytes(hosts.sealed(host))

@@ -298,7 +298,7 @@ def test_what_the_workers_have_told_makes_it_bytes(gpu: str) -> None:
 
 def test_a_plain_job_has_the_order_of_joining() -> None:
     spec = JobSpec.read(parse_options(["--nnodes", "1:2", "script.py"]))
-    assert first_state(spec, Sizing(spec), 1, None).place is keep_order
+    assert first_state(spec, Sizing(spec), 1, None).settings.place is keep_order
 
 
 def test_a_slip_of_the_placement_is_told_and_hosts_stay_where_they_are(

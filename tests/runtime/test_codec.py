@@ -15,7 +15,7 @@ from scalai.core.dataset.ledger import Lost
 from scalai.core.errors import MessageError
 from scalai.core.job.function_proof import Numbers
 from scalai.core.job.remembered import FailedRun, Remembered, Run
-from scalai.core.messages import commands, events, reports
+from scalai.core.messages import commands, reports
 from scalai.core.messages import worker_messages as words
 from scalai.core.messages.shared import JsonText, Named, Shared
 from scalai.core.messages.worker_messages import ReadOrder, WriteOrder
@@ -59,27 +59,27 @@ PARTS: list[Any] = [
     start(sources=SOURCES, is_built=True),
     *(kind(1) for kind in (commands.Proceed, commands.Withdraw, commands.TakeSnapshot)),
     *(commands.Freeze(1), commands.Rescue(1, 8)),
-    *(commands.Prepare(1, 8), commands.Agree(1, 8), commands.Report(), commands.Discard()),
+    *(commands.Prepare(1, 8), commands.Agree(1, 8), commands.ShowStacks(), commands.Discard()),
     commands.Commit(3, "r-1-2", Shared(("a", "b")), {"param/w": 2**64 - 1}),
-    *(commands.CheckHealth(4, "it joins"), events.HealthChecked("a", 4, False, "no device")),
+    *(commands.CheckHealth(4, "it joins"), reports.HealthChecked(4, False, "no device")),
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
     *(kind(3) for kind in (commands.Drop, commands.Save, commands.Doubt, commands.Retire)),
     commands.Examine(3),
-    *(commands.Knock(4, (("b", ("10.0.0.2", 5)),)), events.Knocked("a", 4, ("b",))),
+    *(commands.Knock(4, (("b", ("10.0.0.2", 5)),)), reports.Knocked(4, ("b",))),
     commands.DropSnapshot("r-1-8"),
-    *(commands.Archive(1, 3, True), commands.FinishArchive(2, 3), events.Archived("a", 1, 9, "no")),
+    *(commands.Archive(1, 3, True), commands.FinishArchive(2, 3), reports.Archived(1, 9, "no")),
     commands.Replicate(4, SOURCES, Shared(Ring(("a", "b"), ("x", "y"), 1, True, ("b",)))),
     commands.Space(1, 20, 5),
     *(commands.Exit(0, "done", False, commands.Ending(9, None)), commands.Exit(75, "saved")),
-    *(events.Built("a", 1), events.NotBuilt("a", 1, "no"), events.Prepared("a", 1, 8, 7)),
-    *(events.Held("a", 1, 8, "a save"), events.Stopped("a", 1, 8)),
-    *(events.Arrived("a", 1, 8), events.Arrived("a", 1, 8, "'w' on ranks [0, 1]")),
-    *(kind("a", 1) for kind in (events.Stepped, events.Unhooked, events.Hooked, events.Finished)),
-    *(events.Frozen("a", 1, (8, 9)), events.Rescued("a", 1, 8), events.Skipped("a", 1, "r-1-8")),
-    *(events.Replicated("a", 4, 16, "full", True, 8), events.Replicated("a", 4, 0)),
-    *(events.Committed("a", 3), events.Saved("a"), events.NotSaved("a", "full")),
-    reports.Sealed(1, "stop", MANIFEST, {"snapshot": 0.5}),
-    *(reports.Sealed(1, "stop", None, {}), reports.Failed(1, "killed", False, True, False)),
+    *(reports.Built(1), reports.NotBuilt(1, "no"), reports.Prepared(1, 8, 7)),
+    *(reports.Held(1, 8, "a save"), reports.Stopped(1, 8)),
+    *(reports.Arrived(1, 8), reports.Arrived(1, 8, "'w' on ranks [0, 1]")),
+    *(kind(1) for kind in (reports.Stepped, reports.Unhooked, reports.Hooked, reports.Finished)),
+    *(reports.Frozen(1, (8, 9)), reports.Rescued(1, 8), reports.Skipped(1, "r-1-8")),
+    *(reports.Replicated(4, 16, "full", True, 8), reports.Replicated(4, 0)),
+    *(reports.Committed(3), reports.Saved(), reports.Saved("full")),
+    reports.Sealed(1, "stop", "r-1-8", MANIFEST, {"snapshot": 0.5}),
+    *(reports.Sealed(1, "stop", "r-1-8"), reports.WorkersFailed(1, "killed", False, True, False)),
     *(reports.Published(1, ("param/w",)), reports.Moved(1, 1 << 40), reports.Grown(MANIFEST)),
     reports.Holding(1, ROWS, 1 << 40),
     reports.Restored(1, ROWS, PRINTS, {"plan": 0.1}, 5, 6),
@@ -98,7 +98,7 @@ PARTS: list[Any] = [
     words.RankStepped(1, 2, 8, words.Imports(("torch",), ("/lib",))),
     *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),
     *(words.AwaitFreeze(1, 2), words.RankFrozen(1, 2, None, "torn"), words.RankFailed(1, 2, "no")),
-    calls.Poll("j", "a", "i", 1, 2, 3, events.Stalled((1, 3), 8, 2.5, 60.0), 1.0),
+    calls.Poll("j", "a", "i", 1, 2, 3, reports.Stalled((1, 3), 8, 2.5, 60.0), 1.0),
     calls.Poll("j", "a", "i", 1, 2, 3, None, 1.0, ((8, 5.25, 2.0), (9, 5.0, float("inf")))),
     words.RankStepped(1, 2, 8, None, Numbers(5.0, None, True, "float16", "f", "dropout", 0.5)),
     words.RankStepped(1, 2, 8, None, Numbers(5.0, norms={"experts": 0.1}, is_random=True)),
@@ -119,7 +119,7 @@ ANSWERS: list[Any] = [
     calls.Joined(1, False, 1),
     words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
                  TEXT, TEXT),
-    calls.Commands(2, 7, (Named(commands.Report()), Named(commands.Drop(3))), 1.0),
+    calls.Commands(2, 7, (Named(commands.ShowStacks()), Named(commands.Drop(3))), 1.0),
 ]  # fmt: skip
 UNIONS = (
     commands.Command, reports.Report, words.WorkerRequest, calls.CoordinatorRequest,
@@ -219,7 +219,7 @@ def test_samples_are_any_number_or_not_known(samples: float | None) -> None:
 
 
 @pytest.mark.parametrize("message", [
-    reports.Failed(1, "no file /caf\udce9"),
+    reports.WorkersFailed(1, "no file /caf\udce9"),
     commands.Commit(3, "\ud800", Shared(("\udce9",)), {"w": 2**64 - 1}),
     Named(commands.Exit(1, "/caf\udce9", True, commands.Ending(9, None))),
     WriteOrder(3, "/caf\udce9", (0, 1), (64, 128)),

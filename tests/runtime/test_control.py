@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.errors import StoreError
-from scalai.core.job.schedule import Schedule
-from scalai.core.job.young_daly import MOST_STEPS
+from scalai.core.job.spacing import MOST_STEPS, Schedule
 from scalai.runtime import control
 from scalai.runtime.control import MAX_WORKERS, ControlPage
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError
-from scalai.core.messages.events import Stalled
+from scalai.core.messages.reports import Stalled
 from scalai.core.messages.shared import JsonText, Named
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
@@ -173,7 +173,7 @@ class FakeAgent:
             self._reported += 1
             if event == "prepared":
                 facts.setdefault("round", self.round)
-            report = Named(report_of(event, self.host, **facts))
+            report = Named(report_of(event, **facts))
             self._calls.call(Tell("j", self.host, self.incarnation, self._reported, report))
 
     def heard(self, name: str) -> list[dict[str, Any]]:

@@ -217,7 +217,7 @@ class Histories(RuleBasedStateMachine):
                 assert world.live.exit_code == 3 and world.newest_whole() is None, world.log[-30:]
         else:
             assert world.phase is Phase.WAITING, (world.phase, world.log[-30:])
-            assert world.live.state.obstacle or not self._is_enough(), world.log[-30:]
+            assert world.live.state.states.obstacle or not self._is_enough(), world.log[-30:]
 
     def _is_enough(self) -> bool:
         """Whether hosts are there that a job could run on."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from scalai.core.job import membership as m
 from scalai.core.job.function_proof import Numbers
 from scalai.core.job.membership import active
-from scalai.core.messages import actions, events
+from scalai.core.messages import actions, commands, events
 
 PIECES = range(4)
 """A state is whole when each of these pieces is somewhere."""
@@ -48,7 +48,8 @@ class Known:
         self.now = 0.0
         self.hosts: dict[str, SimulatedHost] = {}
         self.commands: dict[str, list[Callable[[], events.Event | None]]] = {}
-        self.logged: list[actions.Action] = []
+        self.logged: list[actions.Action | commands.Command] = []
+        """All actions so far; of an order its command."""
         self.numbers = 0
         self.snapshots: dict[str, tuple[int, int, frozenset[int]]] = {}
         self.marked = (0, 0)
@@ -59,7 +60,7 @@ class Known:
         self.known: dict[int, dict[str, frozenset[int]]] = {}
         self.abandoned: set[int] = set()
         self.is_replicated = True
-        self.exits: list[actions.Exit] = []
+        self.exits: list[actions.EndJob] = []
         self.cannot_build: set[str] = set()
         self.is_saving = False
         """A save of the training's own is in flight: on all hosts, or on none."""

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from scalai.core.job import membership as m
-from scalai.core.job.behind import SILENT
-from scalai.core.job.links import Links
+from scalai.core.job.fitness import Links
 from scalai.core.job.membership import TRAINING, active
 from scalai.core.job.resize import advance
-from scalai.core.messages import actions, events
+from scalai.core.messages import actions, commands, events, reports
+from scalai.core.messages.reports import SILENT
+from support.law_jobs import but, made
+from support.law_words import restored
 from support.membership_choice import assign_all
 from support.membership_host import PIECES, Known, SimulatedHost
 
@@ -18,10 +20,17 @@ from support.membership_host import PIECES, Known, SimulatedHost
 def _at_rest(job: m.Job) -> m.Job:
     """Return what of a job does not change by time alone."""
     spacing = replace(job.spacing, worker_s=0.0, counted_at=None)
-    return replace(
-        job, newest=0, now=0.0, wait=m.Wait(), stepped_at=None, trained_s=0.0, barred={},
-        spacing=spacing, links=Links(),
-    )  # fmt: skip
+    return but(
+        job,
+        newest=0,
+        now=0.0,
+        wait=m.Wait(),
+        stepped_at=None,
+        trained_s=0.0,
+        barred={},
+        spacing=spacing,
+        links=Links(),
+    )
 
 
 class Simulation(Known):
@@ -33,8 +42,14 @@ class Simulation(Known):
     def feed(self, event: events.Event) -> None:
         self.job, due = advance(self.job, event)
         for action in due:
-            self.logged.append(action)
-            self.perform(action)
+            self.logged.append(action.command if isinstance(action, actions.Order) else action)
+            if isinstance(action, actions.Order):
+                self.send(action.hosts, action.command)
+            else:
+                self.perform(action)
+
+    def report(self, host: str, told: reports.Report) -> None:
+        self.feed(events.Reported(host, told))
 
     def join(self, name: str, slots: int, parts: dict[int, frozenset[int]] | None = None) -> None:
         kept = {n: p for n, p in (parts or {}).items() if n not in self.abandoned}
@@ -72,12 +87,16 @@ class Simulation(Known):
     def tick(self, seconds: float = 10.0) -> None:
         for name, host in sorted(self.hosts.items()):
             if host.held is not None and not host.is_silent and host.round is not None:
-                self.feed(events.Held(name, host.round, host.held, f"a save at {self.now}"))
+                self.feed(
+                    events.Reported(
+                        name, reports.Held(host.round, host.held, f"a save at {self.now}")
+                    )
+                )
         self.now += seconds
         newest = max((host.step for host in self.hosts.values()), default=0)
         self.feed(events.Ticked(self.now, newest, self.stalled()))
 
-    def stalled(self) -> dict[str, events.Stalled]:
+    def stalled(self) -> dict[str, reports.Stalled]:
         """Return who makes no step in training: all, where some hang. Each host has one rank."""
         names = sorted(active(self.job))
         if self.job.phase not in TRAINING or not (
@@ -88,7 +107,7 @@ class Simulation(Known):
         self.still_since = self.now if self.still_since is None else self.still_since
         for_s, step = self.now - self.still_since, max(self.hosts[name].step for name in names)
         return {
-            name: events.Stalled(
+            name: reports.Stalled(
                 (rank,), step, for_s, 0.0, 1.0, not self.hosts[name].is_silent,
                 ((rank, SILENT if self.hosts[name].is_hung else "torch/distributed/"),),
             )
@@ -195,64 +214,66 @@ class Simulation(Known):
     def perform(self, action: actions.Action) -> None:
         round = self.job.round
         match action:
-            case actions.Build(standby):
+            case actions.BuildRound(standby):
                 self.tell(standby.assignment.active, lambda host: self.build(host, standby.round))
-            case actions.GiveUp():
-                self.tell(tuple(self.hosts), self.give_up)
-            case actions.Prepare(hosts, stop):
-                self.tell(hosts, lambda host: self.prepare(host, round, stop))
-            case actions.Agree(hosts, stop):
-                self.tell(hosts, lambda host: self.agree(host, round, stop))
-            case actions.Withdraw(hosts):
-                self.tell(hosts, self.withdraw)
-            case actions.TakeSnapshot(hosts):
-                stop = self.job.stop
-                self.tell(hosts, lambda host: self.write_snapshot(host, round, stop))
             case actions.Lose(hosts):
                 for name in hosts:
                     if name in self.hosts:  # else the loss of another one has ended it
                         self.lose(name)
-            case actions.Judge(hosts):
+            case actions.JudgeStop(hosts):
                 self.judge(hosts)
             case actions.JudgeSnapshot(_, snapshot):
                 self.judge_snapshot(snapshot)
-            case actions.Commit(hosts, generation):
+            case actions.CommitParts(hosts, generation):
                 self.tell(hosts, lambda host: self.commit(host, generation))
-            case actions.Replicate(hosts, order, generation, _, giving):
+            case actions.MakeReplicas(hosts, order, generation, _, giving):
                 self.tell(hosts, lambda host: self.replicate(host, order, generation, giving))
-            case actions.StopWorkers(hosts):
-                self.tell(hosts, lambda host: self.stop(host, round))
-            case actions.Discard():
-                self.snapshots.clear()
             case actions.GoBack(_, source):
                 self.go_back(source)
             case actions.StartRound():
                 self.start(action)
-            case actions.Expect(hosts):
-                assert self.job.start.published >= set(hosts), "not all have published"
+            case actions.CountTensors(hosts):
+                assert self.job.attempt.published >= set(hosts), "not all have published"
                 self.tell(hosts, lambda host: self.in_start(host, round, self.restore))
             case actions.Prove(generation):
                 self.prove(generation)
-            case actions.Proceed(hosts):
-                assert self.job.start.restored >= set(hosts), "not all have restored"
-                self.tell(hosts, lambda host: self.in_start(host, round, self.step))
-            case actions.Examine(hosts, generation):
-                self.tell(hosts, lambda host: self.examine(host, generation))
-            case actions.Doubt(_, generation):
-                self.doubted.add(generation)
-            case actions.Drop(hosts, numbers):
-                for number in numbers:
-                    self.tell(hosts, lambda host, number=number: host.parts.pop(number, None))  # type: ignore[misc]
             case actions.Release(_, keep, leaving):
                 self.release(keep, leaving)
-            case actions.SaveDurable(hosts, generation):
-                self.tell(hosts, lambda host: events.Saved(host.name))
-            case actions.CheckHealth(hosts, order):
-                self.tell(hosts, lambda host: self.check_health(host, order))
-            case actions.Knock(hosts, order):
+            case actions.TryLinks(hosts, order):
                 self.tell(hosts, lambda host: self.knock(host, order, hosts))
-            case actions.Exit():
+            case actions.EndJob():
                 self.exits.append(action)
+
+    def send(self, hosts: tuple[str, ...], command: commands.Command) -> None:
+        match command:
+            case commands.GiveUp():
+                self.tell(hosts, self.give_up)
+            case commands.Prepare(round, stop):
+                self.tell(hosts, lambda host: self.prepare(host, round, stop))
+            case commands.Agree(round, stop):
+                self.tell(hosts, lambda host: self.agree(host, round, stop))
+            case commands.Withdraw():
+                self.tell(hosts, self.withdraw)
+            case commands.TakeSnapshot(round):
+                stop = self.job.stop.step
+                self.tell(hosts, lambda host: self.write_snapshot(host, round, stop))
+            case commands.Stop(round):
+                self.tell(hosts, lambda host: self.stop(host, round))
+            case commands.Discard():
+                self.snapshots.clear()
+            case commands.Proceed(round):
+                assert self.job.attempt.restored >= set(hosts), "not all have restored"
+                self.tell(hosts, lambda host: self.in_start(host, round, self.step))
+            case commands.Examine(generation):
+                self.tell(hosts, lambda host: self.examine(host, generation))
+            case commands.Doubt(generation):
+                self.doubted.add(generation)
+            case commands.Drop(number):
+                self.tell(hosts, lambda host: self.drop(host, number))
+            case commands.Save():
+                self.tell(hosts, lambda host: events.Reported(host.name, reports.Saved()))
+            case commands.CheckHealth(order):
+                self.tell(hosts, lambda host: self.check_health(host, order))
 
     def examine(self, host: SimulatedHost, generation: int) -> events.Event:
         """Read a host's part again: what is damaged of it counts no more."""
@@ -262,27 +283,31 @@ class Simulation(Known):
             host.parts.pop(generation, None)
             self.known.get(generation, {}).pop(host.name, None)
             self.job = m.replace_generations(self.job, self.covered())
-            loss = "" if self.job.generations else "damaged"
+            loss = "" if self.job.states.generations else "damaged"
             self.job = m.replace_obstacle(self.job, loss, is_held_back=False, loss=loss)
-        return events.Examined(host.name, generation, found)
+        return events.Reported(
+            host.name, reports.Examined(generation, ("w",) if found else (), "/d")
+        )
 
     def check_health(self, host: SimulatedHost, order: int) -> events.Event:
         is_sick = host.name in self.sick
-        return events.HealthChecked(host.name, order, not is_sick, "no device" if is_sick else "")
+        return events.Reported(
+            host.name, reports.HealthChecked(order, not is_sick, "no device" if is_sick else "")
+        )
 
     def knock(self, host: SimulatedHost, order: int, hosts: tuple[str, ...]) -> events.Event:
         unheard = tuple(name for name in hosts if frozenset((name, host.name)) in self.cut)
-        return events.Knocked(host.name, order, unheard)
+        return events.Reported(host.name, reports.Knocked(order, unheard))
 
     def build(self, host: SimulatedHost, round: int) -> events.Event | None:
         assert host.built is None, "two rounds are on standby"
         if host.name in self.cannot_build:
-            return events.NotBuilt(host.name, round, "no room")
+            return events.Reported(host.name, reports.NotBuilt(round, "no room"))
         host.built = round
-        standby = self.job.standby
+        standby = self.job.change.standby
         if standby is not None and self.are_cut(standby.assignment.active):
             return None
-        return events.Built(host.name, round)
+        return events.Reported(host.name, reports.Built(round))
 
     @staticmethod
     def give_up(host: SimulatedHost) -> None:
@@ -291,8 +316,8 @@ class Simulation(Known):
     def prepare(self, host: SimulatedHost, round: int, stop: int) -> events.Event:
         host.held = stop if self.is_saving and host.round == round else None
         if host.held is not None:
-            return events.Held(host.name, round, stop, "a save")
-        return events.Prepared(host.name, round, stop, host.step)
+            return events.Reported(host.name, reports.Held(round, stop, "a save"))
+        return events.Reported(host.name, reports.Prepared(round, stop, host.step))
 
     def agree(self, host: SimulatedHost, round: int, stop: int) -> events.Event | None:
         assert host.stop is None, "two stops at once"
@@ -307,8 +332,10 @@ class Simulation(Known):
             return None
         host.step, host.stands = host.stop, True
         if self.is_saving:
-            return events.Held(host.name, round, host.stop, "a save that began on the way")
-        return events.Arrived(host.name, round, host.stop, host.differing)
+            return events.Reported(
+                host.name, reports.Held(round, host.stop, "a save that began on the way")
+            )
+        return events.Reported(host.name, reports.Arrived(round, host.stop, host.differing))
 
     def withdraw(self, host: SimulatedHost) -> None:
         is_written = host.stop is not None and host.written == (host.round, host.stop)
@@ -322,7 +349,7 @@ class Simulation(Known):
         others = [self.hosts[name] for name in active(self.job)]
         assert all(h.stands or h.round != round for h in others), "not all have arrived"
         # Without room it waits: what was sealed and judged becomes a generation first.
-        is_judged = host.name in self.snapshots and host.name in self.job.uncommitted
+        is_judged = host.name in self.snapshots and host.name in self.job.states.uncommitted
         if is_judged or len(host.parts) > 1:
             self.commands[host.name].append(lambda: self.write_snapshot(host, round, stop))
             return None
@@ -330,17 +357,19 @@ class Simulation(Known):
         pieces = frozenset[int]() if host.is_hung else self.pieces(host.name)
         self.snapshots[host.name] = (round, stop, pieces)
         host.written = round, stop
-        return events.SnapshotWritten(host.name, round)
+        return events.Reported(host.name, reports.Sealed(round, "stop", ""))
 
     def judge(self, hosts: tuple[str, ...]) -> None:
         mine = {h: self.snapshots[h] for h in hosts if h in self.snapshots}
-        mine = {h: d for h, d in mine.items() if d[:2] == (self.job.round, self.job.stop) and d[2]}
+        mine = {
+            h: d for h, d in mine.items() if d[:2] == (self.job.round, self.job.stop.step) and d[2]
+        }
         is_covered = {p for _, _, pieces in mine.values() for p in pieces} == set(PIECES)
         if is_covered:
             self.numbers += 1
-            self.steps[self.numbers] = self.job.stop
+            self.steps[self.numbers] = self.job.stop.step
             self.known[self.numbers] = {h: pieces for h, (_, _, pieces) in mine.items()}
-        self.feed(events.Judged(is_covered, self.job.stop, self.numbers, frozenset(mine)))
+        self.feed(events.Judged(is_covered, self.job.stop.step, self.numbers, frozenset(mine)))
 
     def replicate(
         self, host: SimulatedHost, order: int, generation: int, giving: tuple[str, ...]
@@ -355,25 +384,29 @@ class Simulation(Known):
                 )
                 self.known[generation][host.name] = host.parts[generation]
                 self.job = m.replace_generations(self.job, self.covered())
-        return events.Replicated(host.name, order, 16)
+        return events.Reported(host.name, reports.Replicated(order, 16))
 
     def commit(self, host: SimulatedHost, generation: int) -> events.Event:
         snapshot = self.snapshots.get(host.name)
         if snapshot is None or not snapshot[2] or snapshot[1] != self.steps[generation]:
-            return events.WorkersFailed(host.name, host.round or 0, "nothing to commit")
+            return events.Reported(
+                host.name, reports.WorkersFailed(host.round or 0, "nothing to commit")
+            )
         del self.snapshots[host.name]
         assert len(host.parts) < 2, "more than two generations on a host"
         host.parts[generation] = snapshot[2]
-        return events.Committed(host.name, generation)
+        return events.Reported(host.name, reports.Committed(generation))
 
     def stop(self, host: SimulatedHost, round: int) -> events.Event:
         host.round = host.todo = host.stop = host.held = None
         host.stands = host.is_hung = host.is_done = False  # whatever hangs is ended
-        return events.Stopped(host.name, round, host.step)
+        return events.Reported(host.name, reports.Stopped(round, host.step))
 
     def start(self, action: actions.StartRound) -> None:
         assert all(host.round is None for host in self.hosts.values()), "workers of two rounds"
-        assert not self.job.checks.keys() & set(action.assignment.active), "a host is not healthy"
+        assert not self.job.health.checks.keys() & set(action.assignment.active), (
+            "a host is not healthy"
+        )
         if action.generation is None:
             assert not self.covered(), "a state is there and is not used"
         else:
@@ -389,6 +422,10 @@ class Simulation(Known):
         for number in self.abandoned & set(self.known):
             del self.known[number]
         self.tell(tuple(self.hosts), self.drop_abandoned)
+
+    @staticmethod
+    def drop(host: SimulatedHost, number: int) -> None:
+        host.parts.pop(number, None)
 
     def drop_abandoned(self, host: SimulatedHost) -> None:
         """The job has gone back behind these."""
@@ -410,7 +447,9 @@ class Simulation(Known):
             is_gone, host.built = start.is_built and host.built is None, None
             host.round = round
             if is_gone:
-                return events.WorkersFailed(host.name, round, "what was built is gone")
+                return events.Reported(
+                    host.name, reports.WorkersFailed(round, "what was built is gone")
+                )
         if host.round != round:
             return None
         is_met = start.assignment.degrees.world_size not in self.cannot_meet
@@ -421,8 +460,10 @@ class Simulation(Known):
 
     def publish(self, host: SimulatedHost, start: actions.StartRound) -> events.Event:
         if start.assignment.degrees.world_size in self.cannot_run:
-            return events.WorkersFailed(host.name, start.round, "RuntimeError: not supported")
-        return events.Published(host.name, start.round)
+            return events.Reported(
+                host.name, reports.WorkersFailed(start.round, "RuntimeError: not supported")
+            )
+        return events.Reported(host.name, reports.Published(start.round, ()))
 
     def restore(self, host: SimulatedHost, start: actions.StartRound) -> events.Event:
         """Plan, move and restore, of one host; with nothing to restore the first step."""
@@ -430,13 +471,15 @@ class Simulation(Known):
         if source is None:
             return self.step(host, start)
         if source not in {generation.number for generation in self.covered()}:
-            return events.WorkersFailed(host.name, round, "nobody holds a piece")
+            return events.Reported(host.name, reports.WorkersFailed(round, "nobody holds a piece"))
         if self.damaged.get((host.name, source)) is False:
-            return events.WorkersFailed(host.name, round, "StoreError: the file is too short")
+            return events.Reported(
+                host.name, reports.WorkersFailed(round, "StoreError: the file is too short")
+            )
         host.parts[source] = host.parts.get(source, frozenset()) | self.pieces(host.name)
         self.known[source][host.name] = host.parts[source]
         self.job = m.replace_generations(self.job, self.covered())
-        return events.Restored(host.name, round)
+        return events.Reported(host.name, restored(round))
 
     def prove(self, generation: int) -> None:
         damaged = {name for name, number in self.damaged if number == generation}
@@ -453,7 +496,7 @@ class Simulation(Known):
         host.step = 1 if start.generation is None else self.steps[start.generation] + 1
         host.is_hung = host.name in self.hangers
         numbers = self.computed.get(start.assignment.degrees.world_size)
-        return events.Stepped(host.name, start.round, numbers)
+        return events.Reported(host.name, reports.Stepped(start.round, numbers))
 
     def release(self, keep: int | None, leaving: tuple[str, ...]) -> None:
         for name in leaving:
@@ -490,9 +533,11 @@ class Simulation(Known):
         if host.round != round or len(host.parts) > 1 or sealed[:2] > (round, step):
             return None
         if (host.name, round, step) in self.skipped:
-            return events.Skipped(host.name, round, f"run-{round}-{step}")
+            return events.Reported(host.name, reports.Skipped(round, f"run-{round}-{step}"))
         self.snapshots[host.name] = (round, step, self.pieces(host.name))
-        return events.Sealed(host.name, round, "snapshot", f"run-{round}-{step}")
+        return events.Reported(
+            host.name, reports.Sealed(round, "snapshot", f"run-{round}-{step}", b"")
+        )
 
     def judge_snapshot(self, snapshot: str) -> None:
         step = int(snapshot.rpartition("-")[2])
@@ -510,4 +555,4 @@ class Simulation(Known):
 
 def job(**settings: Any) -> m.Job:
     """Return a job as a coordinator makes it."""
-    return m.Job(**{"assign": assign_all(), "max_hosts": 3, "settle_s": 1.0, **settings})
+    return made(**{"assign": assign_all(), "max_hosts": 3, "settle_s": 1.0, **settings})

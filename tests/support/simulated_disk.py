@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from scalai.core.messages import commands
-from scalai.core.messages.events import Archived
+from scalai.core.messages.reports import Archived
 from scalai.core.tensors.collection import Tensor
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import snapshot_name
@@ -35,7 +35,7 @@ class SimulatedDisk:
             reason = "the disk is full" if self.is_full else "it is gone"
         else:
             self.hidden.setdefault(number, {})[host.name] = part
-        host.unsent.append(Archived(host.name, order, 16, reason))
+        host.unsent.append(Archived(order, 16, reason))
 
     def _show(self, number: int) -> None:
         self.shown.setdefault(number, {}).update(self.hidden.pop(number, {}))

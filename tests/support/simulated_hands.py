@@ -11,9 +11,8 @@ from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import Round
 from scalai.core.job.function_proof import Numbers
-from scalai.core.job.schedule import Schedule
+from scalai.core.job.spacing import Schedule
 from scalai.core.messages import commands, reports
-from scalai.core.messages import events as job_events
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     AwaitFreeze,
@@ -102,7 +101,7 @@ class SimulatedHands:
                 group = self._groups[number]
                 group.proposed = stop
                 newest = max(worker.step for worker in group.workers.values())
-                return [job_events.Prepared(host.name, number, stop, newest)]
+                return [reports.Prepared(number, stop, newest)]
             case commands.Agree(number, stop):
                 over = self._poll(number)
                 if over:
@@ -161,16 +160,12 @@ class SimulatedHands:
                 host.work.append(lambda: host.world.disk.obey(host, action))
             case commands.CheckHealth(asked):
                 host.work.append(
-                    lambda: job_events.HealthChecked(
-                        host.name, asked, not host.is_sick, "no device"
-                    )
+                    lambda: reports.HealthChecked(asked, not host.is_sick, "no device")
                 )
             case commands.Knock(asked, peers):
                 names = [name for name, _ in peers]
                 host.work.append(
-                    lambda: job_events.Knocked(
-                        host.name, asked, host.world.unheard(host.name, names)
-                    )
+                    lambda: reports.Knocked(asked, host.world.unheard(host.name, names))
                 )
             case commands.Look():
                 host.unsent.append(reports.Attached(host.found(), ()))

@@ -17,8 +17,16 @@ from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
 from scalai.core.job.deadlines import STALL_S
 from scalai.core.messages import commands
-from scalai.core.messages.events import Committed, HealthChecked, Replicated, Stalled
-from scalai.core.messages.reports import Examined, Grown, Report, Suspected
+from scalai.core.messages.reports import (
+    Committed,
+    Examined,
+    Grown,
+    HealthChecked,
+    Replicated,
+    Report,
+    Stalled,
+    Suspected,
+)
 from scalai.core.messages.shared import JsonText, Named
 from scalai.core.messages.worker_messages import (
     Source,
@@ -231,20 +239,20 @@ class SimulatedHost:
         )  # fmt: skip
         if damaged:
             wrong = Suspected(number, tuple(damaged), "it differs")
-            return [wrong, Replicated(self.name, command.order, 0, "it differs")]
+            return [wrong, Replicated(command.order, 0, "it differs")]
         missing = [ward for ward in ring.wards(self.name) if ward in set(listed.hosts) - set(given)]
         reason = f"{missing} give nothing" if missing else ""
         wanted = to_keep(ring, self.name, {name: part.collection for name, part in given.items()})
         if self.is_full or not len(wanted):
             reason = "full" if self.is_full else reason
-            return Replicated(self.name, command.order, 0, reason, self.is_full)
+            return Replicated(command.order, 0, reason, self.is_full)
         one, mine = next(iter(given.values())), self.store.get(number)
         names = {wanted.tensors[row].name: wanted.tensors[row] for row in wanted.tensor.tolist()}
         if mine is not None:
             names |= {tensor.name: tensor for tensor in mine.collection.tensors}
         made = self.like(one, names.values(), ())
         self.store[number] = made
-        done = Replicated(self.name, command.order, 16, reason)
+        done = Replicated(command.order, 16, reason)
         return [Grown(summary_bytes(made)), done]
 
     def found(self) -> tuple[bytes, ...]:
@@ -256,14 +264,14 @@ class SimulatedHost:
         command = action.command
         number, there = command.generation, self.store.get(command.generation)
         if there is not None and snapshot_name(there) == command.snapshot:
-            return [Committed(self.name, number)]
+            return [Committed(number)]
         if command.snapshot not in self.sealed:
             return () if action.is_again else [events.NothingToCommit(number, "sealed")]
         if self.is_full:
             return [events.CommitWaits(number)]
         made = self.sealed.pop(command.snapshot)
         self.store[number] = replace(made, generation=number, committed=command.committed)
-        return [Committed(self.name, number)]
+        return [Committed(number)]
 
     # ------------------------------------------------------------------ the network
 

@@ -6,7 +6,7 @@ import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scalai.core.job.schedule import Schedule
+from scalai.core.job.spacing import Schedule
 from scalai.core.messages.worker_messages import WriteOrder
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.launch.coordinator import (

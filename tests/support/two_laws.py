@@ -148,7 +148,7 @@ class World:
     def can_meet(self, number: int) -> bool:
         """Whether the workers of a round reach each other."""
         state = self.live.state
-        standby = state.standby.assignment if state.standby is not None else None
+        standby = state.change.standby.assignment if state.change.standby is not None else None
         assignment = state.current if number == state.round else standby
         members = frozenset() if assignment is None else assignment.members
         return not any(pair <= members for pair in self.broken)

@@ -11,6 +11,8 @@ from scalai.core.tensors.source_list import SourceList
 from scalai.launch.coordinator.calls import StoreIdentity
 from scalai.runtime.codec import decode
 from scalai.runtime.connecting import Address, connect
+from scalai.store.manifest import manifest_of_bytes
+from scalai.store.parts import snapshot_name
 
 
 def word_of(kind: type) -> str:
@@ -24,15 +26,17 @@ REPORTS = {word_of(kind): kind for kind in get_args(reports.Report)}
 SHORT = {"part": "manifest", "parts": "manifests"}
 
 
-def report_of(word: str, host: str, **facts: Any) -> Any:
-    """Return the report of a host that a word names; lists among its facts become tuples."""
-    kind = REPORTS[word]
-    of_host = {"host": host} if "host" in {field.name for field in fields(kind)} else {}
+def report_of(word: str, **facts: Any) -> Any:
+    """Return the report that a word names; lists among its facts become tuples. A sealed part says
+    of which snapshot it is."""
     given = {
         SHORT.get(name, name): tuple(value) if isinstance(value, list) else value
         for name, value in facts.items()
     }
-    return kind(**of_host, **given)
+    if word == "sealed":
+        part: Any = given.get("manifest")
+        given["snapshot"] = snapshot_name(manifest_of_bytes(part, "a")) if part is not None else ""
+    return REPORTS[word](**given)
 
 
 def store_identity(named: Sequence[object] | None) -> StoreIdentity | None:

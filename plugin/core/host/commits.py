@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from scalai.core.host import actions, snapshots
 from scalai.core.host.step import Step
 from scalai.core.messages import commands, reports
-from scalai.core.messages import events as job_events
 
 
 def commit(step: Step, command: commands.Commit) -> None:
@@ -20,7 +19,7 @@ def _others(step: Step, generation: int) -> Mapping[int, commands.Commit]:
     return {number: each for number, each in step.state.late.items() if number != generation}
 
 
-def done(step: Step, report: job_events.Committed) -> None:
+def done(step: Step, report: reports.Committed) -> None:
     """A sealed snapshot has its number."""
     held = step.state.generations | {report.generation}
     step.change(late=_others(step, report.generation), generations=held)
@@ -37,7 +36,7 @@ def nothing(step: Step, generation: int, found: str) -> None:
     step.change(late=_others(step, generation))
     if snapshots.was_given_up(step, snapshot):
         step.tell(reports.Doubted(generation, None))
-        step.tell(job_events.Committed(step.state.host, generation))
+        step.tell(reports.Committed(generation))
         return
     step.fail(
         f"generation {generation} cannot be committed here: snapshot {snapshot!r} is not {found}"

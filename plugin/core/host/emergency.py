@@ -12,7 +12,7 @@ from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import Call, Emergency, Snapshot
 from scalai.core.host.step import Step
 from scalai.core.job.deadlines import FREEZE_ALL_S
-from scalai.core.messages import events as job_events
+from scalai.core.messages import reports
 from scalai.core.messages.worker_messages import AwaitFreeze, RankFailed, RankFrozen
 
 CAUSE_S = 0.5
@@ -43,7 +43,7 @@ def freeze(step: Step) -> None:
     writes one stands at its step, and may write it again."""
     current = step.present()
     if not current.has_group:
-        step.tell(job_events.Frozen(step.state.host, current.number, ()))
+        step.tell(reports.Frozen(current.number, ()))
     if current.emergency is not None and current.has_group:
         # Another coordinator has told it before, and may not have heard the answer.
         step.change_round(emergency=replace(current.emergency, is_reported=False))
@@ -97,14 +97,14 @@ def _report(step: Step) -> None:
         step.log(Level.WARNING, f"event=not_frozen ranks={sorted(silent)} do not answer")
     steps = {at for at in emergency.steps.values() if at is not None}
     step.change_round(emergency=replace(emergency, is_reported=True))
-    step.tell(job_events.Frozen(step.state.host, current.number, tuple(sorted(steps))))
+    step.tell(reports.Frozen(current.number, tuple(sorted(steps))))
 
 
 def write(step: Step, at: int) -> None:
     """Workers that stand at this step write their state, and that of others which they hold too."""
     current = step.present()
     if current.emergency is None or not current.emergency.is_reported:
-        step.tell(job_events.Rescued(step.state.host, current.number, at))
+        step.tell(reports.Rescued(current.number, at))
         return
     if current.emergency.step == at and current.sealed_step == at:  # it was told before
         _done(step)
@@ -175,7 +175,7 @@ def _done(step: Step) -> None:
     emergency = current.emergency
     assert emergency is not None and emergency.step is not None
     step.change_round(emergency=replace(emergency, is_done=True))
-    step.tell(job_events.Rescued(step.state.host, current.number, emergency.step))
+    step.tell(reports.Rescued(current.number, emergency.step))
 
 
 def watch(step: Step, seen: GroupSeen | None) -> None:

@@ -23,7 +23,6 @@ from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState
 from scalai.core.host.step import Step
 from scalai.core.messages import commands, reports
-from scalai.core.messages import events as job_events
 from scalai.core.messages.worker_messages import (
     AwaitFreeze,
     AwaitSlot,
@@ -134,21 +133,21 @@ def _of_the_host(step: Step, event: events.Event) -> None:
         case events.JobLost(reason):
             step.log(Level.ERROR, reason)
             step.change(exit=1)
-        case job_events.Committed():
+        case reports.Committed():
             commits.done(step, event)
         case reports.Slots(slots):
             if slots != step.state.slots:
                 step.change(slots=slots)
                 step.tell(event)
-        case job_events.Prepared() | reports.Moved() | reports.Unproven():
+        case reports.Prepared() | reports.Moved() | reports.Unproven():
             if step.is_present(event.round):
                 step.tell(event)
         case (
             reports.Grown()
             | reports.Suspected()
-            | job_events.Replicated()
-            | job_events.HealthChecked()
-            | job_events.Knocked()
+            | reports.Replicated()
+            | reports.HealthChecked()
+            | reports.Knocked()
         ):
             step.tell(event)
         case _:
@@ -217,7 +216,7 @@ def _commanded(step: Step, command: commands.Command, seen: events.GroupSeen | N
             step.do(command)
         case commands.Drop():
             commits.drop(step, command)
-        case commands.Report():
+        case commands.ShowStacks():
             if step.round is not None and step.round.has_group:
                 step.do(actions.ShowStacks(step.round.number))
         case commands.Exit():

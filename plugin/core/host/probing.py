@@ -7,7 +7,7 @@ from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import Round
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import PROOF_S, merged
-from scalai.core.messages import events as job_events
+from scalai.core.messages import reports
 from scalai.core.messages.worker_messages import RankStepped
 
 
@@ -21,7 +21,7 @@ def told(step: Step, report: RankStepped) -> bool:
     probed = current.probed | {report.rank}
     step.change_of(report.round, numbers=numbers, probed=probed)
     if current.is_complete(probed):
-        step.tell(job_events.Stepped(step.state.host, report.round, numbers))
+        step.tell(reports.Stepped(report.round, numbers))
     return True
 
 
@@ -41,7 +41,7 @@ def holds(step: Step) -> bool:
     end(step)  # of an earlier change
     step.change(probing=current, round=None)
     snapshots.give_back(step, current)
-    step.tell(job_events.Stopped(step.state.host, current.number, current.stop or 0))
+    step.tell(reports.Stopped(current.number, current.stop or 0))
     return True
 
 
@@ -82,4 +82,4 @@ def _told_no_more(step: Step, ended: Round) -> None:
     rank has told of are of all."""
     if not ended.is_complete(ended.probed):
         numbers = ended.numbers if ended.probed else None
-        step.tell(job_events.Stepped(step.state.host, ended.number, numbers))
+        step.tell(reports.Stepped(ended.number, numbers))

@@ -11,7 +11,6 @@ from scalai.core.host.state import Call, Published, Round, Want
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import merged
 from scalai.core.messages import commands, reports
-from scalai.core.messages import events as job_events
 from scalai.core.messages.worker_messages import Publish, RankFinished, RankRestored, RankStepped
 from scalai.core.tensors.collection import concatenate
 from scalai.core.tensors.fingerprint import distinct_pieces
@@ -81,7 +80,7 @@ def _start_due(step: Step) -> None:
 def group_started(step: Step, number: int) -> None:
     """The workers of a round run. Of a plain job nothing more is heard until they end."""
     if step.is_present(number) and not step.state.settings.is_elastic:
-        step.tell(job_events.Stepped(step.state.host, number))
+        step.tell(reports.Stepped(number))
 
 
 def group_not_started(step: Step, number: int, reason: str) -> None:
@@ -92,7 +91,7 @@ def group_not_started(step: Step, number: int, reason: str) -> None:
         step.fail(f"its workers cannot be started: {reason}")
     elif step.state.standby is not None and step.state.standby.number == number:
         step.change(standby=None)
-        step.tell(job_events.NotBuilt(step.state.host, number, reason))
+        step.tell(reports.NotBuilt(number, reason))
 
 
 def give_up(step: Step, number: int | None = None) -> None:
@@ -110,7 +109,7 @@ def stop(step: Step, number: int, *, has_written: bool) -> None:
     writers."""
     current = step.round
     if current is None or current.number != number:
-        step.tell(job_events.Stopped(step.state.host, number, 0))
+        step.tell(reports.Stopped(number, 0))
         return
     if has_written and probing.holds(step):
         return
@@ -149,7 +148,7 @@ def _gone(step: Step, ended: Round, newest: int) -> None:
         step.change(is_rejoining=False)
         step.do(actions.Rejoin())
     else:
-        step.tell(job_events.Stopped(step.state.host, ended.number, newest))
+        step.tell(reports.Stopped(ended.number, newest))
 
 
 def dismiss(step: Step, ended: Round) -> None:
@@ -180,7 +179,7 @@ def group_over(step: Step, over: GroupOver) -> None:
     elif standby is not None and standby.number == over.round:
         give_up(step)
         reason = "; ".join(over.failures) or "the script has ended"
-        step.tell(job_events.NotBuilt(step.state.host, over.round, reason))
+        step.tell(reports.NotBuilt(over.round, reason))
     elif current is None or current.number != over.round:
         return
     elif over.failures:
@@ -189,7 +188,7 @@ def group_over(step: Step, over: GroupOver) -> None:
         )
     elif current.failure is None and not current.has_finished:
         step.change_round(has_finished=True)
-        step.tell(job_events.Finished(step.state.host, over.round))
+        step.tell(reports.Finished(over.round))
 
 
 def refuse(step: Step, number: int, reason: str) -> None:
@@ -198,7 +197,7 @@ def refuse(step: Step, number: int, reason: str) -> None:
         step.fail(reason, is_refusal=True)
     else:
         give_up(step, number)
-        step.tell(job_events.NotBuilt(step.state.host, number, reason))
+        step.tell(reports.NotBuilt(number, reason))
 
 
 # ---------------------------------------------------------------------- what workers say
@@ -211,7 +210,7 @@ def publish(step: Step, call: Call, report: Publish) -> None:
     if current.is_unhooked:  # its first steps were on the way to this
         step.change_of(report.round, is_unhooked=False)
         step.log(Level.INFO, f"event=hooked host={step.state.host} the script has connected itself")
-        step.tell(job_events.Hooked(step.state.host, report.round))
+        step.tell(reports.Hooked(report.round))
     want = Want(report.wanted, report.coordinate)
     entry = Published(report.held, want, report.is_restoring, call)
     published = {**current.published, report.rank: entry}
@@ -226,7 +225,7 @@ def publish(step: Step, call: Call, report: Publish) -> None:
     if step.is_present(report.round):
         _begin_restore(step)
     else:
-        step.tell(job_events.Built(step.state.host, report.round))
+        step.tell(reports.Built(report.round))
 
 
 def _begin_restore(step: Step) -> None:
@@ -322,7 +321,7 @@ def stepped(step: Step, report: RankStepped) -> None:
     numbers = merged(current.numbers, report.numbers)
     current = step.change_round(stepped=current.stepped | {report.rank}, numbers=numbers)
     if current.is_complete(current.stepped):
-        step.tell(job_events.Stepped(step.state.host, current.number, numbers))
+        step.tell(reports.Stepped(current.number, numbers))
         snapshots.reserve(step)
 
 
@@ -344,4 +343,4 @@ def unhooked(step: Step, number: int, rank: int) -> None:
         return
     step.change_of(number, is_unhooked=True)
     step.log(Level.ERROR, f"event=unhooked rank={rank} {UNHOOKED}")
-    step.tell(job_events.Unhooked(step.state.host, number))
+    step.tell(reports.Unhooked(number))

@@ -15,7 +15,6 @@ from scalai.core.host.step import Step
 from scalai.core.job.recovery import LINEAGE, lineage_from
 from scalai.core.job.remembered import ASKED
 from scalai.core.jsonable import Json
-from scalai.core.messages import events as job_events
 from scalai.core.messages import reports
 from scalai.core.messages.commands import DropSnapshot, Start
 from scalai.core.messages.worker_messages import (
@@ -243,7 +242,7 @@ def tell_arrived(step: Step) -> None:
         if found := _differing(step):
             _say_differing(step, found)
         step.change_round(has_arrived=True)
-        step.tell(job_events.Arrived(step.state.host, current.number, current.stop, found))
+        step.tell(reports.Arrived(current.number, current.stop, found))
 
 
 def _differing(step: Step) -> str:
@@ -391,7 +390,7 @@ def cannot(step: Step, reason: str) -> bool:
 def _skip(step: Step, current: Round, under_way: Snapshot) -> None:
     """This host has nothing of a snapshot on the way; others may have the whole state."""
     name = _name(current, under_way.step)
-    step.tell(job_events.Skipped(step.state.host, current.number, name))
+    step.tell(reports.Skipped(current.number, name))
     step.change_round(snapshot=None)
     _begin_postponed(step)
     seal_if_complete(step)
@@ -501,9 +500,10 @@ def _tell_sealed(step: Step, manifest: bytes | None) -> None:
     current = step.present()
     if current.has_sealed:
         return
-    under_way = current.snapshot or Snapshot("stop", 0)
+    under_way = current.snapshot or Snapshot("stop", current.stop or 0)
     step.change_round(has_sealed=under_way.reason == "stop", give_up_at=None)
-    step.tell(reports.Sealed(current.number, under_way.reason, manifest, dict(under_way.seconds)))
+    name, seconds = _name(current, under_way.step), dict(under_way.seconds)
+    step.tell(reports.Sealed(current.number, under_way.reason, name, manifest, seconds))
 
 
 def _hand_over(step: Step) -> None:

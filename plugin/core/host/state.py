@@ -12,7 +12,7 @@ from scalai.core.job.function_proof import Numbers
 from scalai.core.job.remembered import Remembered
 from scalai.core.jsonable import Json
 from scalai.core.messages.commands import Build, Commit, Start, Workers
-from scalai.core.messages.reports import Failed
+from scalai.core.messages.reports import WorkersFailed
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.messages.worker_messages import (
     BeginSnapshot,
@@ -215,7 +215,7 @@ class Round:
     raised_at: float = 0.0
     is_proven: bool = False
     is_ending: bool = False
-    failure: Failed | None = None
+    failure: WorkersFailed | None = None
     has_finished: bool = False
     is_unhooked: bool = False
     uses_devices: bool = False

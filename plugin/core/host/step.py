@@ -7,7 +7,7 @@ from scalai.core.host import actions
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState, Round
 from scalai.core.job.endings import kind_of
-from scalai.core.messages.reports import Failed, Report
+from scalai.core.messages.reports import Report, WorkersFailed
 
 
 class Step:
@@ -105,7 +105,7 @@ class Step:
         current = self.state.round
         if current is None or current.failure is not None or current.is_ending:
             return
-        failure = Failed(current.number, reason, out_of_memory, is_chance, is_refusal)
+        failure = WorkersFailed(current.number, reason, out_of_memory, is_chance, is_refusal)
         self.change_round(failure=failure)
         kind = kind_of(reason)
         self.log(Level.ERROR, f"event=failed round={current.number} kind={kind!r} {reason}")

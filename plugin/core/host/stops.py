@@ -8,8 +8,7 @@ from scalai.core.host.actions import Level
 from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import Call, HeldStop, Round
 from scalai.core.host.step import Step
-from scalai.core.messages import commands
-from scalai.core.messages import events as job_events
+from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import Stand
 
 HELD_TELL_S = 15.0
@@ -51,7 +50,7 @@ def _hold(step: Step, seen: GroupSeen) -> None:
         what += f"; no worker has looked for its end for {now - held.looked_at:.0f} s"
     if now >= held.tell_at:
         held = replace(held, tell_at=now + HELD_TELL_S)
-        step.tell(job_events.Held(step.state.host, held.round, held.stop, what))
+        step.tell(reports.Held(held.round, held.stop, what))
     if now >= held.log_at:
         held = replace(held, log_at=now + HELD_LOG_S)
         step.log(Level.INFO, f"event=held a change waits: {what}. The training goes on.")
@@ -69,7 +68,7 @@ def stand(step: Step, call: Call, request: Stand) -> None:
     standing = tuple(each for each in step.state.standing if each in current.calls)
     if not standing:  # those of a round that has ended stand no more
         what = f"the save of iteration {request.iteration} has begun on the way to it"
-        step.tell(job_events.Held(step.state.host, current.number, request.step, what))
+        step.tell(reports.Held(current.number, request.step, what))
     step.change(standing=(*standing, call))
 
 

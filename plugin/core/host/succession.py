@@ -6,8 +6,8 @@ from scalai.core.host.actions import Level
 from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import HostState
 from scalai.core.host.step import Step
-from scalai.core.job.underway import Underway
-from scalai.core.messages import events as job_events
+from scalai.core.job.remembered import Underway
+from scalai.core.messages import reports
 
 
 def replaced(step: Step) -> None:
@@ -43,7 +43,7 @@ def tell_again(step: Step) -> None:
     if current.failure is not None:
         step.tell(current.failure)
     if current.has_finished:
-        step.tell(job_events.Finished(step.state.host, current.number))
+        step.tell(reports.Finished(current.number))
 
 
 def underway(state: HostState, seen: GroupSeen | None) -> Underway | None:

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from scalai.core.job.copies import Archiving
+from scalai.core.job.deadlines import report_if_slow
 from scalai.core.job.membership import TRAINING, Generation, Job
-from scalai.core.job.slow import report_if_slow
-from scalai.core.messages import events
-from scalai.core.messages.actions import Action, Archive, FinishArchive, Retire, Say
+from scalai.core.messages import commands, reports
+from scalai.core.messages.actions import Action, Order, Say
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -23,27 +23,35 @@ FINISH_AGAIN_S = 30.0
 def archive(job: Job) -> Result:
     """Have the newest generation written where it is time for that; say how long it takes. Asked
     with every tick."""
-    under_way = job.archiving
+    under_way = job.copies.archiving
     if under_way is not None:
         return _watched(job, under_way)
-    if not job.archive_every_s or not job.has_durable_dir or job.phase not in TRAINING:
+    if (
+        not job.settings.archive_every_s
+        or not job.settings.has_durable_dir
+        or job.phase not in TRAINING
+    ):
         return job, ()
-    if job.archive_at is None:
-        return replace(job, archive_at=job.now + job.archive_every_s), ()
+    if job.copies.archive_at is None:
+        return replace(
+            job, copies=replace(job.copies, archive_at=job.now + job.settings.archive_every_s)
+        ), ()
     newest = job.newest_generation
-    if newest is None or job.uncommitted or job.now < job.archive_at:
+    if newest is None or job.states.uncommitted or job.now < job.copies.archive_at:
         return job, ()
-    if newest.number <= max(job.archived, default=0):
+    if newest.number <= max(job.copies.archived, default=0):
         return _nothing_new(job, newest)
-    hosts, order = newest.hosts & frozenset(job.hosts), job.last_archive + 1
+    hosts, order = newest.hosts & frozenset(job.hosts), job.copies.last_archive + 1
     begun = Archiving(order, newest.number, newest.step, hosts, job.now, awaited=hosts)
-    return replace(job, archiving=begun, last_archive=order), (
-        Archive(tuple(sorted(hosts)), order, newest.number),
+    return replace(job, copies=replace(job.copies, archiving=begun, last_archive=order)), (
+        Order(tuple(sorted(hosts)), commands.Archive(order, newest.number)),
     )
 
 
 def _nothing_new(job: Job, newest: Generation) -> Result:
-    job = replace(job, archive_at=job.now + job.archive_every_s)
+    job = replace(
+        job, copies=replace(job.copies, archive_at=job.now + job.settings.archive_every_s)
+    )
     if job.newest <= newest.step:
         return job, ()
     text = (
@@ -53,21 +61,21 @@ def _nothing_new(job: Job, newest: Generation) -> Result:
     return job, (Say(text),)
 
 
-def archived(event: events.Archived, job: Job) -> Result:
+def archived(report: reports.Archived, host: str, job: Job) -> Result:
     """A host has written its part, or has shown it, or could not."""
-    under_way = job.archiving
-    is_due = under_way is not None and event.order == under_way.order
-    if under_way is None or not is_due or event.host not in under_way.awaited:
+    under_way = job.copies.archiving
+    is_due = under_way is not None and report.order == under_way.order
+    if under_way is None or not is_due or host not in under_way.awaited:
         return job, ()
     under_way = replace(
         under_way,
-        awaited=under_way.awaited - {event.host},
-        size_bytes=under_way.size_bytes + event.size_bytes,
-        failed=under_way.failed | ({event.host} if event.reason else frozenset()),
+        awaited=under_way.awaited - {host},
+        size_bytes=under_way.size_bytes + report.size_bytes,
+        failed=under_way.failed | ({host} if report.reason else frozenset()),
     )
-    job, lines = replace(job, archiving=under_way), tuple[Action, ...]()
-    if event.reason:
-        lines = (Say(f"event=not_archived host={event.host} {event.reason}"),)
+    job, lines = replace(job, copies=replace(job.copies, archiving=under_way)), tuple[Action, ...]()
+    if report.reason:
+        lines = (Say(f"event=not_archived host={host} {report.reason}"),)
     if under_way.awaited:
         return job, lines
     job, actions = _go_on(job, under_way)
@@ -77,20 +85,20 @@ def archived(event: events.Archived, job: Job) -> Result:
 def lose(job: Job, hosts: Collection[str]) -> Job:
     """These hosts leave, and take along what they have written on disks of their own. What all have
     written others let appear for them. The next tick draws the conclusion."""
-    under_way = job.archiving
+    under_way = job.copies.archiving
     gone = frozenset(hosts) & under_way.hosts if under_way is not None else frozenset[str]()
     if under_way is None or not gone:
         return job
     failed = under_way.failed if under_way.is_written else under_way.failed | gone
     under_way = replace(under_way, awaited=under_way.awaited - gone, failed=failed)
-    return replace(job, archiving=under_way)
+    return replace(job, copies=replace(job.copies, archiving=under_way))
 
 
 def _watched(job: Job, under_way: Archiving) -> Result:
     if not under_way.awaited:
         return _go_on(job, under_way) if job.now >= under_way.again_at else (job, ())
     under_way, lines = report_if_slow(under_way, "archive", job.now)
-    return replace(job, archiving=under_way), lines
+    return replace(job, copies=replace(job.copies, archiving=under_way)), lines
 
 
 def _go_on(job: Job, under_way: Archiving) -> Result:
@@ -104,17 +112,19 @@ def _go_on(job: Job, under_way: Archiving) -> Result:
             return _done(job, under_way)
         if not under_way.again_at:  # they are asked again, a little later
             later = replace(under_way, again_at=job.now + FINISH_AGAIN_S)
-            return replace(job, archiving=later), ()
+            return replace(job, copies=replace(job.copies, archiving=later)), ()
     elif under_way.failed or is_passed_over:
-        wait_s = min(job.archive_every_s, AGAIN_S)
+        wait_s = min(job.settings.archive_every_s, AGAIN_S)
         text = f"event=archive_given_up generation={number} again_s={wait_s:.0f}"
-        return replace(job, archiving=None, archive_at=job.now + wait_s), (Say(text),)
-    order = job.last_archive + 1
+        return replace(
+            job, copies=replace(job.copies, archiving=None, archive_at=job.now + wait_s)
+        ), (Say(text),)
+    order = job.copies.last_archive + 1
     finishing = replace(
         under_way, order=order, awaited=hosts, failed=frozenset(), is_written=True, again_at=0.0
     )
-    return replace(job, archiving=finishing, last_archive=order), (
-        FinishArchive(tuple(sorted(hosts)), order, number),
+    return replace(job, copies=replace(job.copies, archiving=finishing, last_archive=order)), (
+        Order(tuple(sorted(hosts)), commands.FinishArchive(order, number)),
     )
 
 
@@ -122,20 +132,23 @@ def _done(job: Job, under_way: Archiving) -> Result:
     """The generation is on the disk as a whole: what is older than it and those that are kept
     beside it may go there."""
     number = under_way.generation
-    kept = (*job.archived, number)[-job.archive_keep :]
+    kept = (*job.copies.archived, number)[-job.settings.archive_keep :]
     job = replace(
         job,
-        archiving=None,
-        archived=kept,
-        archive_at=max(job.now, under_way.since + job.archive_every_s),
+        copies=replace(
+            job.copies,
+            archiving=None,
+            archived=kept,
+            archive_at=max(job.now, under_way.since + job.settings.archive_every_s),
+        ),
     )
     took_s = job.now - under_way.since
     text = (
         f"event=archived generation={number} step={under_way.step} bytes={under_way.size_bytes} "
         f"took_s={took_s:.0f}"
     )
-    if len(kept) < job.archive_keep:
+    if len(kept) < job.settings.archive_keep:
         return job, (Say(text),)
     # Of a generation that was found on the disk hosts may still read their share.
-    before = min([kept[0], *(generation.number for generation in job.generations)])
-    return job, (Say(text), Retire(tuple(sorted(job.hosts)), before))
+    before = min([kept[0], *(generation.number for generation in job.states.generations)])
+    return job, (Say(text), Order(tuple(sorted(job.hosts)), commands.Retire(before)))

@@ -1,12 +1,14 @@
-"""Which assignment a job takes next: of the hosts that stay, at degrees that have not failed, each
-host where it holds most of what it needs."""
+"""The next assignment of a job: of the hosts that stay, at degrees that have not failed, each host
+where it holds most of its pieces; and the assignments it would take if hosts came or went."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from scalai.core.job.links import all_hear
+from scalai.core.job.fitness import all_hear
 from scalai.core.job.membership import (
     LOST,
+    Assign,
     Assignment,
     FailedChange,
     Job,
@@ -26,12 +28,16 @@ def next_assignment(job: Job) -> Assignment | None:
     where there is nothing else.
     """
     hosts = staying(job)
-    target = job.assign(hosts, present(job)) if hosts else None
+    target = job.settings.assign(hosts, present(job)) if hosts else None
     if target is None:
         return None
     if failure_of(job, target) is not None:
-        if job.ran is not None and _is_possible(job, job.ran) and not failure_of(job, job.ran):
-            return job.ran
+        if (
+            job.change.ran is not None
+            and _is_possible(job, job.change.ran)
+            and not failure_of(job, job.change.ran)
+        ):
+            return job.change.ran
         target, hosts = _fewer(job, hosts) or (target, hosts)
     return placed(job, target, hosts)
 
@@ -44,13 +50,13 @@ def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> 
     """
     if job.current is not None and target.is_same_as(job.current):
         return target
-    standby = job.standby.assignment if job.standby is not None else None
+    standby = job.change.standby.assignment if job.change.standby is not None else None
     if standby is not None and _has_same_hosts(standby, target):
         idle = tuple((name, 0) for name, _ in target.workers if name not in standby.members)
         active_ones = tuple(entry for entry in standby.workers if entry[1])
         return replace(target, workers=(*active_ones, *idle), reason=standby.reason)
     ran = _held(job)
-    return target if ran is None else job.place(target, ran, hosts)
+    return target if ran is None else job.settings.place(target, ran, hosts)
 
 
 def _has_same_hosts(one: Assignment, other: Assignment) -> bool:
@@ -63,7 +69,7 @@ def _held(job: Job) -> Assignment | None:
     """What ran last, with ``LOST`` for each host that has nothing of it any more; None: there is no
     state yet."""
     newest = job.newest_generation
-    ran = job.ran or (job.current if newest is not None else None)
+    ran = job.change.ran or (job.current if newest is not None else None)
     if ran is None:
         return None
     holders = active(job) | (newest.hosts & job.hosts.keys() if newest is not None else frozenset())
@@ -78,7 +84,7 @@ def _fewer(
     for count in range(len(hosts) - 1, 0, -1):
         every = combinations(hosts, count) if len(hosts) <= FEW else (hosts[:count],)
         for chosen in every:  # the earlier hosts first: any of them may be to blame
-            fewer = job.assign(chosen, present(job))
+            fewer = job.settings.assign(chosen, present(job))
             if fewer is not None and failure_of(job, fewer) is None:
                 return fewer, chosen
     return None
@@ -86,8 +92,8 @@ def _fewer(
 
 def _is_possible(job: Job, assignment: Assignment) -> bool:
     """Whether its hosts are all there, with their devices, and hear each other."""
-    return all_hear(assignment.active, job.links.unheard) and all(
-        name in job.hosts and job.hosts[name].slots >= count and name not in job.checks
+    return all_hear(assignment.active, job.health.links.unheard) and all(
+        name in job.hosts and job.hosts[name].slots >= count and name not in job.health.checks
         for name, count in assignment.workers
         if count
     )
@@ -97,7 +103,7 @@ def failure_of(job: Job, assignment: Assignment) -> FailedChange | None:
     """How this assignment failed on the hosts as they joined last, in whatever order; None where
     it did not."""
     members = members_of(job, assignment)
-    for failed in job.failed:
+    for failed in job.change.failed:
         its = failed.assignment
         if _has_same_hosts(its, assignment) and members == failed.members:
             return failed
@@ -108,3 +114,29 @@ def members_of(job: Job, assignment: Assignment) -> frozenset[tuple[str, int]]:
     """The hosts of an assignment that are there, with the numbers of their joining."""
     hosts = (job.hosts[name] for name in assignment.active if name in job.hosts)
     return frozenset((host.name, host.order) for host in hosts)
+
+
+Hosts = tuple[tuple[str, int], ...]
+NEWCOMER = "another"
+"""Stands for a host that may come; it has as many slots as the last one that is there."""
+
+
+def changes_ahead(hosts: Hosts) -> Iterator[tuple[str, Hosts]]:
+    """Yield one host less, two less, half of them and one more, as far as they differ."""
+    seen = {len(hosts)}
+    for name, count in (
+        ("one less", len(hosts) - 1), ("two less", len(hosts) - 2), ("half", len(hosts) // 2),
+    ):  # fmt: skip
+        if count > 0 and count not in seen:
+            seen.add(count)
+            yield name, hosts[:count]
+    if hosts:
+        yield "one more", (*hosts, (NEWCOMER, hosts[-1][1]))
+
+
+def plans_ahead(
+    assign: Assign, hosts: Hosts, present: Assignment | None
+) -> Iterator[tuple[str, Assignment | None]]:
+    """Yield what the job would run after each; None: it could not."""
+    for name, there in changes_ahead(hosts):
+        yield name, assign(there, present)

@@ -8,8 +8,8 @@ from scalai.core.job.failures import fail
 from scalai.core.job.membership import Generation, Job, Phase, active
 from scalai.core.job.replicating import is_to_be_replicated, release_older
 from scalai.core.job.transitions import Result, answered, judge_sealed, next_phase, rescue, step_of
-from scalai.core.messages import events
-from scalai.core.messages.actions import Commit
+from scalai.core.messages import events, reports
+from scalai.core.messages.actions import CommitParts
 
 
 def judged(event: events.Judged, job: Job) -> Result:
@@ -21,9 +21,14 @@ def judged(event: events.Judged, job: Job) -> Result:
     generation = Generation(event.number, event.step, event.hosts)
     # A host whose workers died before they wrote, or that has just come back, has no part.
     hosts = event.hosts & frozenset(job.hosts)
-    job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset(), sealed={})
+    job = replace(
+        job,
+        phase=Phase.COMMITTING,
+        awaited=hosts,
+        states=replace(job.states, uncommitted=frozenset(), sealed={}),
+    )
     job = _with_generation(job, generation)
-    return job, (Commit(tuple(sorted(hosts)), generation.number),)
+    return job, (CommitParts(tuple(sorted(hosts)), generation.number),)
 
 
 def rescue_judged(event: events.RescueJudged, job: Job) -> Result:
@@ -33,64 +38,81 @@ def rescue_judged(event: events.RescueJudged, job: Job) -> Result:
     if event.number is None:
         return rescue(job)  # of an earlier step, if workers stand at one
     hosts = event.hosts & frozenset(job.hosts)
-    job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset(), sealed={})
+    job = replace(
+        job,
+        phase=Phase.COMMITTING,
+        awaited=hosts,
+        states=replace(job.states, uncommitted=frozenset(), sealed={}),
+    )
     job = _with_generation(job, Generation(event.number, event.step, event.hosts))
-    return job, (Commit(tuple(sorted(hosts)), event.number),)
+    return job, (CommitParts(tuple(sorted(hosts)), event.number),)
 
 
-def sealed(event: events.Sealed, job: Job) -> Result:
+def sealed(report: reports.Sealed, host: str, job: Job) -> Result:
     """A snapshot on the way is judged once every host with workers has sealed its part. That of a
     stop is waited for otherwise: there workers may be dead."""
-    return _answered(event, event.reason, job)
+    if report.reason == "stop":
+        is_due = job.phase is Phase.SNAPSHOTTING and report.round == job.round
+        return next_phase(answered(job, host)) if is_due else (job, ())
+    if report.manifest is None or report.reason == "emergency":  # that one reports ``Rescued``
+        return job, ()
+    return _answered(report, host, report.reason, job)
 
 
-def skipped(event: events.Skipped, job: Job) -> Result:
+def skipped(report: reports.Skipped, host: str, job: Job) -> Result:
     """A host has nothing of a snapshot on the way: the others may have all of it."""
-    return _answered(event, "snapshot", job)
+    return _answered(report, host, "snapshot", job)
 
 
-def _answered(event: events.Sealed | events.Skipped, reason: str, job: Job) -> Result:
-    if event.round != job.round or job.phase is Phase.COMMITTING:
+def _answered(report: reports.Sealed | reports.Skipped, host: str, reason: str, job: Job) -> Result:
+    if report.round != job.round or job.phase is Phase.COMMITTING:
         return job, ()  # something later is committed
     # A host comes to its snapshots in their order: of an earlier one that it has not answered for
     # it has nothing, because it learned too late at which steps they are.
-    known = {event.snapshot: frozenset[str](), **job.sealed}
-    at = step_of(event.snapshot)
-    passed = {name: known[name] | {event.host} for name in known if step_of(name) <= at}
-    job = replace(job, sealed={**known, **passed})
+    known = {report.snapshot: frozenset[str](), **job.states.sealed}
+    at = step_of(report.snapshot)
+    passed = {name: known[name] | {host} for name in known if step_of(name) <= at}
+    job = replace(job, states=replace(job.states, sealed={**known, **passed}))
     # Of a round that may compute another function nothing becomes a generation.
     return (job, ()) if job.function.is_waiting else judge_sealed(job, reason)
 
 
 def snapshot_judged(event: events.SnapshotJudged, job: Job) -> Result:
     generation = Generation(event.number, event.step, frozenset(event.hosts))
-    job = _with_generation(replace(job, uncommitted=generation.hosts), generation)
+    job = _with_generation(
+        replace(job, states=replace(job.states, uncommitted=generation.hosts)), generation
+    )
     job, respaced = respacing.measured(job, event.measured)
-    return job, (Commit(event.hosts, generation.number), *respaced)
+    return job, (CommitParts(event.hosts, generation.number), *respaced)
 
 
 def _with_generation(job: Job, generation: Generation) -> Job:
     return replace(
         job,
-        generations=(*job.generations, generation),
-        committing=generation.number,
-        has_state=True,
+        states=replace(
+            job.states,
+            generations=(*job.states.generations, generation),
+            committing=generation.number,
+            has_state=True,
+        ),
     )
 
 
-def committed(event: events.Committed, job: Job) -> Result:
-    if event.generation != job.committing:
+def committed(report: reports.Committed, host: str, job: Job) -> Result:
+    if report.generation != job.states.committing:
         return job, ()
     if job.phase is Phase.COMMITTING:
-        return next_phase(answered(job, event.host))
-    if event.host not in job.uncommitted:
+        return next_phase(answered(job, host))
+    if host not in job.states.uncommitted:
         return job, ()
     # A snapshot on the way. Once every host has it, and replicas of it are made, older generations
     # may go, also during a drain: the snapshot at its end needs their room. A start keeps its
     # source.
-    job = replace(job, uncommitted=job.uncommitted - {event.host})
+    job = replace(job, states=replace(job.states, uncommitted=job.states.uncommitted - {host}))
     newest = job.newest_generation
-    is_ready = not job.uncommitted and newest is not None and newest.number == event.generation
+    is_ready = (
+        not job.states.uncommitted and newest is not None and newest.number == report.generation
+    )
     if not is_ready or is_to_be_replicated(job):
         return job, ()
     return release_older(job)

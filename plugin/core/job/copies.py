@@ -46,3 +46,26 @@ class Archiving:
     failed: frozenset[str] = frozenset()
     is_written: bool = False
     again_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of generations, under way and made.
+
+    Attributes:
+        replicated: The generation of which replicas were made last, and on which hosts.
+        evacuated: The generation of which others hold the pieces held by these hosts alone, which
+            will be taken away.
+        archived: Generations that this job has brought to the durable directory and keeps there.
+        archive_at: When the next one comes there, at the soonest.
+        last_replication, last_archive: Highest numbers of orders.
+    """
+
+    replication: Replication | None = None
+    replicated: tuple[int, frozenset[str]] | None = None
+    evacuated: tuple[int, frozenset[str]] | None = None
+    last_replication: int = 0
+    archiving: Archiving | None = None
+    archived: tuple[int, ...] = ()
+    archive_at: float | None = None
+    last_archive: int = 0

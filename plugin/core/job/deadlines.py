@@ -1,12 +1,15 @@
-"""How long each phase of a job may take, and what comes of it where it takes longer.
+"""Deadlines of a job: how long each phase may take, and what comes of it where it takes longer.
 
 The one place for it: ``overdue`` acts by this table and docs/architecture.md repeats it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from scalai.core.job.copies import Archiving, Replication
 from scalai.core.job.membership import Job, Phase
+from scalai.core.messages.actions import Action, Say
 
 REPORT_S = 60.0
 """A wait is said after so long; then after twice as long each time, but in WAITING every time."""
@@ -79,11 +82,11 @@ TABLE = (
         Phase.STARTING, "a host's workers published, restored or stepped last, or bytes came to it",
         "1800 s (`start_timeout_s`)",
         "reports after 60 s, and its hosts knock at each other; then back to the degrees that ran, "
-        "or a failure that counts where there are none", lambda job: job.start_timeout_s,
+        "or a failure that counts where there are none", lambda job: job.settings.start_timeout_s,
     ),
     Deadline(
         Phase.EXAMINING, "a host answered last", "1800 s (`start_timeout_s`)",
-        "done without the hosts awaited", lambda job: job.start_timeout_s,
+        "done without the hosts awaited", lambda job: job.settings.start_timeout_s,
     ),
     Deadline(
         Phase.RUNNING, "a worker of the host stepped last", "60 s (`stall_s`), and 10 usual steps",
@@ -96,7 +99,7 @@ TABLE = (
         Phase.BUILDING, "the phase began", "300 s (`build_timeout_s`)",
         "the hosts knock at each other after 60 s; then what is built is given up, and the next "
         "workers start after the stop",
-        lambda job: job.build_timeout_s,
+        lambda job: job.settings.build_timeout_s,
     ),
     Deadline(
         Phase.PREPARING, "a host answered last, or told for what its workers cannot stop yet",
@@ -105,12 +108,13 @@ TABLE = (
     Deadline(
         Phase.DRAINING, "the stop was agreed", "120 s (`drain_timeout_s`)",
         "the stop is taken back and the training goes on; the change is tried again later",
-        lambda job: job.drain_timeout_s,
+        lambda job: job.settings.drain_timeout_s,
     ),
     Deadline(
         Phase.SNAPSHOTTING, "a host wrote last", "120 s (`drain_timeout_s`), 3 times that",
         "an agent ends workers that do not write, and replicas write for them; after 3 times that "
-        "the hosts awaited count as lost", lambda job: SNAPSHOT_PATIENCES * job.drain_timeout_s,
+        "the hosts awaited count as lost",
+        lambda job: SNAPSHOT_PATIENCES * job.settings.drain_timeout_s,
     ),
     Deadline(
         Phase.FREEZING, "a host answered last", "20 s",
@@ -119,7 +123,7 @@ TABLE = (
     Deadline(
         Phase.RESCUING, "a host wrote last", "120 s (`drain_timeout_s`)",
         "an agent ends workers that do not write; then done without the hosts awaited",
-        lambda job: RESCUE_PATIENCES * job.drain_timeout_s,
+        lambda job: RESCUE_PATIENCES * job.settings.drain_timeout_s,
     ),
     Deadline(
         Phase.COMMITTING, "a host answered last", "60 s", "the hosts awaited count as lost",
@@ -142,8 +146,24 @@ LIMITS = {deadline.phase: deadline for deadline in TABLE}
 def clock_of(job: Job) -> object:
     """What restarts the clock of a phase when it changes."""
     if job.phase in (Phase.DRAINING, Phase.BUILDING, Phase.RUNNING):
-        return job.phase, job.round, job.stop, job.standby
+        return job.phase, job.round, job.stop.step, job.change.standby
     if job.phase is Phase.WAITING:
         return job.phase, tuple(job.hosts)
-    held = job.held if job.awaited <= job.held.keys() else None  # else somebody is silent
-    return job.phase, job.round, job.stop, job.awaited, job.progress, held
+    held = job.stop.held if job.awaited <= job.stop.held.keys() else None  # else somebody is silent
+    return job.phase, job.round, job.stop.step, job.awaited, job.attempt.progress, held
+
+
+Work = TypeVar("Work", Replication, Archiving)
+
+
+def report_if_slow(work: Work, kind: str, now: float) -> tuple[Work, tuple[Action, ...]]:
+    """Return the work, and who has yet to answer where it is time to say so; ``kind``: what is made
+    of the generation."""
+    waited = now - work.since
+    if waited < REPORT_S * float(2**work.reports):
+        return work, ()
+    text = (
+        f"event=slow {kind} of generation {work.generation} since_s={waited:.0f} awaited: "
+        f"{', '.join(sorted(work.awaited))}"
+    )
+    return replace(work, reports=work.reports + 1), (Say(text),)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from scalai.core.job import probing, respacing
 from scalai.core.job.assigning import failure_of, members_of, next_assignment
 from scalai.core.job.endings import kind_of
+from scalai.core.job.function_proof import Refuted
+from scalai.core.job.health import strike
 from scalai.core.job.membership import (
     TRAINING,
     Emergency,
@@ -17,7 +19,6 @@ from scalai.core.job.membership import (
     active,
     leaving,
 )
-from scalai.core.job.quarantine import strike
 from scalai.core.job.transitions import (
     Result,
     answered,
@@ -29,8 +30,8 @@ from scalai.core.job.transitions import (
     stop_workers,
     without_standby,
 )
-from scalai.core.messages import events
-from scalai.core.messages.actions import Action, Freeze, Say
+from scalai.core.messages import commands, reports
+from scalai.core.messages.actions import Action, Order, Say
 
 _PASSING = re.compile(r"Dist\w*Error|Connection|[Tt]im(?:ed ?|e)out|[Aa]ddress already in use")
 """Errors of a network, which may be well the next time."""
@@ -61,9 +62,9 @@ def fail(
     What was on standby expected the state of the stop that does not come now.
     """
     is_starting = job.phase is Phase.STARTING
-    is_tried = _is_change(job) or (is_standstill and job.tries > 0)
+    is_tried = _is_change(job) or (is_standstill and job.budget.tries > 0)
     is_changing = is_starting and not is_loss and is_tried
-    was_built = job.was_standby and is_starting
+    was_built = job.attempt.was_standby and is_starting
     if is_refusal and not is_changing:
         return end(job, 3, reason)
     unproven: tuple[Action, ...] = ()
@@ -73,24 +74,35 @@ def fail(
     job, respaced = respacing.failed(job) if job.phase in STEPPING else (job, ())
     job, given_up = without_standby(job)
     message: tuple[Action, ...] = ()
-    if is_changing and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
+    if is_changing and not (job.budget.tries == 0 and not is_refusal and (is_chance or was_built)):
         job, message, is_free = _blame(job, reason)
     else:
-        is_free = is_free or was_built or is_changing or (is_loss and job.is_loss_free)
-        job = replace(job, tries=job.tries + (is_changing or is_standstill))
+        is_free = is_free or was_built or is_changing or (is_loss and job.settings.is_loss_free)
+        job = replace(
+            job, budget=replace(job.budget, tries=job.budget.tries + (is_changing or is_standstill))
+        )
     error = "" if is_loss or is_chance else _error_of_the_script(job, reason)
-    is_same, job = bool(error) and error == job.start_error, replace(job, start_error=error)
-    if is_same or (job.failures_left <= 0 and not is_free):
+    is_same, job = (
+        bool(error) and error == job.budget.start_error,
+        replace(job, budget=replace(job.budget, start_error=error)),
+    )
+    if is_same or (job.budget.left <= 0 and not is_free):
         ending = f"{reason}; the restart budget (--max-restarts) is used up"
         if is_same:
             ending = f"{reason}; the start before has ended alike, and no step was ever made"
         job, actions = _freeze(job, reason, ending=ending)
         return job, (*unproven, *respaced, *given_up, *message, *actions)
-    job = replace(job, was_standby=False, trained_s=0.0)
+    job = replace(
+        job,
+        attempt=replace(job.attempt, was_standby=False),
+        budget=replace(job.budget, trained_s=0.0),
+    )
     if not is_free:
-        job = replace(job, failures_left=job.failures_left - 1, counted_round=job.round)
+        job = replace(
+            job, budget=replace(job.budget, left=job.budget.left - 1, counted_round=job.round)
+        )
     job, actions = _freeze(job, reason, is_counted=not is_free)
-    message = (Say(f"event=restart {reason}; {job.failures_left} restarts left"), *message)
+    message = (Say(f"event=restart {reason}; {job.budget.left} restarts left"), *message)
     return job, (*unproven, *respaced, *given_up, *message, *actions)
 
 
@@ -106,7 +118,7 @@ def computes_otherwise(job: Job, text: str) -> Result:
         job, actions = next_phase(job) if job.phase is Phase.STARTING else stand(job)
         return job, (warning, Say("there is nothing to go back to: the job goes on"), *actions)
     # Where its workers train already: the start fails after all, and nothing of theirs is written.
-    function = replace(job.function, is_refuted=True)
+    function = replace(job.function, probe=Refuted())
     job = replace(job, phase=Phase.STARTING, function=function)
     job, actions = fail(job, reason, is_refusal=True)
     return job, (warning, *actions)
@@ -126,7 +138,7 @@ def _error_of_the_script(job: Job, reason: str) -> str:
     kind = kind_of(reason)
     is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
     newest = job.newest_generation
-    has_stepped = job.ran is not None or (newest is not None and newest.step > 0)
+    has_stepped = job.change.ran is not None or (newest is not None and newest.step > 0)
     if has_stepped or job.phase is not Phase.STARTING or not is_own:
         return ""
     return re.sub(r"0x[0-9a-f]+|\d+", "#", reason)
@@ -136,48 +148,46 @@ def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = ""
     """Have the workers that live stand still and say where, before they are stopped; ``ending``:
     why the job ends then."""
     hosts, emergency = active(job), Emergency(reason, is_counted=is_counted, ending=ending)
-    if not (hosts and job.has_emergency and job.is_hooked and job.phase in STEPPING):
-        return go_on(replace(job, emergency=emergency))
-    job = replace(
-        job, phase=Phase.FREEZING, awaited=hosts, margin=1, held={},
-        emergency=emergency,
-    )  # fmt: skip
-    return job, (Freeze(tuple(sorted(hosts))),)
+    has_emergency = job.settings.has_emergency and job.attempt.is_hooked
+    job = replace(job, failure=emergency)
+    if not hosts or not has_emergency or job.phase not in STEPPING:
+        return go_on(job)
+    stop = replace(job.stop, margin=1, held={})
+    job = replace(job, phase=Phase.FREEZING, awaited=hosts, stop=stop)
+    return job, (Order(tuple(sorted(hosts)), commands.Freeze(job.round)),)
 
 
-def frozen(event: events.Frozen, job: Job) -> Result:
-    if job.phase is not Phase.FREEZING or event.round != job.round or job.emergency is None:
+def frozen(report: reports.Frozen, host: str, job: Job) -> Result:
+    if job.phase is not Phase.FREEZING or report.round != job.round or job.emergency is None:
         return job, ()
-    steps = job.emergency.steps | set(event.steps)
-    return next_phase(
-        answered(replace(job, emergency=replace(job.emergency, steps=steps)), event.host)
-    )
+    steps = job.emergency.steps | set(report.steps)
+    return next_phase(answered(replace(job, failure=replace(job.emergency, steps=steps)), host))
 
 
-def rescued(event: events.Rescued, job: Job) -> Result:
-    is_due = job.phase is Phase.RESCUING and event.round == job.round
-    if not is_due or job.emergency is None or event.step != job.emergency.step:
+def rescued(report: reports.Rescued, host: str, job: Job) -> Result:
+    is_due = job.phase is Phase.RESCUING and report.round == job.round
+    if not is_due or job.emergency is None or report.step != job.emergency.step:
         return job, ()
-    return next_phase(answered(job, event.host))
+    return next_phase(answered(job, host))
 
 
 def excuse_loss(job: Job, host: str) -> Result:
     """A host turns out to be lost while those that live write what they have: its loss was the
     failure, and costs nothing where it is a change."""
     emergency = job.emergency
-    if emergency is None or not job.is_loss_free:
+    if emergency is None or not job.settings.is_loss_free:
         return job, ()
     if not emergency.is_counted and not emergency.ending:
         return job, ()
-    left = job.failures_left + emergency.is_counted
+    left = job.budget.left + emergency.is_counted
     emergency = replace(emergency, is_counted=False, ending="")
-    job = replace(job, failures_left=left, counted_round=0, emergency=emergency)
+    job = replace(job, budget=replace(job.budget, left=left, counted_round=0), failure=emergency)
     return job, (Say(f"host {host} is lost, which was the failure; {left} restarts left"),)
 
 
 def _is_change(job: Job) -> bool:
     """Whether the present round is to run other than the one that ran last."""
-    ran, current = job.ran, job.current
+    ran, current = job.change.ran, job.current
     return ran is not None and current is not None and not current.is_same_as(ran)
 
 
@@ -188,9 +198,13 @@ def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
     assert current is not None
     failed = FailedChange(current, members_of(job, current), reason)
     # What hosts that went have failed at says nothing of those that come.
-    kept = tuple(f for f in job.failed if f.members <= {(h.name, h.order) for h in _hosts(job)})
-    job = replace(job, failed=(*kept, failed), tries=0)
-    newcomers = set(current.active) - set(job.ran.active) if job.ran else set[str]()
+    kept = tuple(
+        f for f in job.change.failed if f.members <= {(h.name, h.order) for h in _hosts(job)}
+    )
+    job = replace(
+        job, change=replace(job.change, failed=(*kept, failed)), budget=replace(job.budget, tries=0)
+    )
+    newcomers = set(current.active) - set(job.change.ran.active) if job.change.ran else set[str]()
     job, message = strike(job, newcomers & set(job.hosts))
     target = next_assignment(job)
     is_free = target is not None and failure_of(job, target) is None
@@ -207,5 +221,7 @@ def _hosts(job: Job) -> tuple[Host, ...]:
 def try_again(job: Job, reason: str) -> Result:
     """The same round once more, which counts as no failure."""
     job, given_up = without_standby(job)
-    job, actions = stop_workers(replace(job, was_standby=False), reason)
+    job, actions = stop_workers(
+        replace(job, attempt=replace(job.attempt, was_standby=False)), reason
+    )
     return job, (*given_up, Say(reason), *actions)

@@ -206,40 +206,71 @@ def difference(one: float, other: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """Workers of a round make a step more behind its end.
+
+    Attributes:
+        awaited: Hosts of the round that have not reported the step.
+        before: Its numbers so far.
+        until: How long they are waited for, by the job's clock.
+    """
+
+    round: int
+    awaited: frozenset[str]
+    before: Numbers | None = None
+    until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The new round has made the step and trains on; the old one has yet to report it."""
+
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True)
+class Refuted:
+    """The round that ends computes another function: nothing of it is kept."""
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionProof:
     """What a job knows of the function of its layouts.
 
     Attributes:
-        policy: When a change is proven: ``auto``: the first one to each key.
         known: Keys of layouts whose function is proven, or with which the job began.
-        framework: As the present round's first step has told; empty: nothing measures its steps.
-        round: The round whose workers make a step more; 0: none does.
-        awaited: Its hosts that have not told of the step.
-        until: How long they are waited for, by the job's clock.
-        is_waiting: The new round has made the step and trains on; the old one has not told of it.
-        is_refuted: The round that ends computes another function: nothing of it is kept.
-        before, after: Numbers of that step by the old workers and by the new ones.
-        found: What came of the newest comparison, for the report; empty: none was made.
-        seconds: How long the old workers' step took.
-        remade: What the newest steps have computed.
-        dtype: Of the passes, as the newest round's first step has told.
-        is_random: Whether it has told of random numbers, or of another obstacle.
-        said: Why changes are not proven, as it was said last.
+        framework, dtype, is_random: As the newest round's first step has reported; no framework:
+            nothing measures its steps.
+        remade: Numbers of the newest steps.
+        probe: The proof under way, or its refutation.
+        after: Numbers of the present round's first step.
+        found: Outcome of the newest comparison, for the report; empty: none was made.
+        seconds: Duration of the old workers' step.
+        said: Newest logged reason for an unproven change.
     """
 
-    policy: str = "never"
     known: tuple[str, ...] = ()
     framework: str = ""
-    round: int = 0
-    awaited: frozenset[str] = frozenset()
-    until: float = 0.0
-    is_waiting: bool = False
-    is_refuted: bool = False
-    before: Numbers | None = None
+    dtype: str = "float32"
+    is_random: bool = False
+    remade: Remade = Remade()
+    probe: Asked | Waiting | Refuted | None = None
     after: Numbers | None = None
     found: str = ""
     seconds: float = 0.0
-    remade: Remade = Remade()
-    dtype: str = "float32"
-    is_random: bool = False
     said: str = ""
+
+    @property
+    def asked(self) -> Asked | None:
+        """The step that the old workers make, until it is judged."""
+        if isinstance(self.probe, Waiting):
+            return self.probe.asked
+        return self.probe if isinstance(self.probe, Asked) else None
+
+    @property
+    def is_waiting(self) -> bool:
+        return isinstance(self.probe, Waiting)
+
+    @property
+    def is_refuted(self) -> bool:
+        return isinstance(self.probe, Refuted)

@@ -1,30 +1,32 @@
-"""The rules for hosts that have a health check (``--health-check``): which are asked, when, and
-what comes of the answer.
+"""The rules for unfit hosts: those that fail their health check (``--health-check``), and those
+that come and go, or break every round they join.
 
-Who is asked runs no workers until it has passed. It stays in the job, and its store serves. The
-others wait for a first answer for a moment, and train on without it then.
+A host runs no workers until it has passed its check; the others wait for a first answer for a
+moment, and train on without it. A host that flaps is kept out of the rounds for a while, longer
+each time. All of them stay in the job: their stores serve, and a barred one is taken at once where
+nothing fits without it.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from scalai.core.job.checks import Check
 from scalai.core.job.deadlines import CHECK_AGAIN_S, LONGEST_CHECK_AGAIN_S
+from scalai.core.job.fitness import Check
 from scalai.core.job.membership import Job, Phase
 from scalai.core.job.transitions import Result, changed, consider
-from scalai.core.messages import events
-from scalai.core.messages.actions import Action, CheckHealth, Say
+from scalai.core.messages import commands, reports
+from scalai.core.messages.actions import Action, Order, Say
 
 
 def joined(job: Job, host: str) -> Result:
     """A host's agent has come: it is asked before it runs workers, whatever was asked before."""
-    left = {name: check for name, check in job.checks.items() if name != host}
-    return ask(replace(job, checks=left), [host], "it joins the job")
+    left = {name: check for name, check in job.health.checks.items() if name != host}
+    return ask(replace(job, health=replace(job.health, checks=left)), [host], "it joins the job")
 
 
 def ask(job: Job, hosts: Iterable[str], reason: str) -> Result:
     """Ask those of the hosts that have a check, and are not being asked already."""
-    checks, order, due = dict(job.checks), job.last_check, list[Action]()
+    checks, order, due = dict(job.health.checks), job.health.last_check, list[Action]()
     for host in sorted(hosts):
         has_check = host in job.hosts and job.hosts[host].has_check
         before = checks.get(host)
@@ -33,41 +35,119 @@ def ask(job: Job, hosts: Iterable[str], reason: str) -> Result:
         order += 1
         failures, why = (before.failures, before.reason) if before else (0, "")
         checks[host] = Check(order, job.now, failures=failures, reason=why)
-        due.append(CheckHealth((host,), order, reason))
-    return replace(job, checks=checks, last_check=order), tuple(due)
+        due.append(Order((host,), commands.CheckHealth(order, reason)))
+    return replace(job, health=replace(job.health, checks=checks, last_check=order)), tuple(due)
 
 
 def ask_again(job: Job) -> Result:
     """Ask those whose pause is over."""
     due = [
         host
-        for host, check in job.checks.items()
+        for host, check in job.health.checks.items()
         if not check.is_asked and check.again_at <= job.now
     ]
     return ask(job, due, "it failed its check before") if due else (job, ())
 
 
-def checked(event: events.HealthChecked, job: Job) -> Result:
+def checked(report: reports.HealthChecked, host: str, job: Job) -> Result:
     """A host has answered."""
-    check = job.checks.get(event.host)
-    if check is None or check.order != event.order or not check.is_asked:
+    check = job.health.checks.get(host)
+    if check is None or check.order != report.order or not check.is_asked:
         return job, ()
-    if event.is_healthy:
-        left = {name: kept for name, kept in job.checks.items() if name != event.host}
-        job = replace(job, checks=left)
+    if report.is_healthy:
+        left = {name: kept for name, kept in job.health.checks.items() if name != host}
+        job = replace(job, health=replace(job.health, checks=left))
         has_begun = job.phase is Phase.WAITING and job.current is not None
         job, actions = consider(job) if has_begun else changed(job, job.now)
-        return job, (Say(f"host {event.host} passes its health check"), *actions)
+        return job, (Say(f"host {host} passes its health check"), *actions)
     failures = check.failures + 1
     pause_s = min(CHECK_AGAIN_S * 2.0 ** (failures - 1), LONGEST_CHECK_AGAIN_S)
     failed = replace(
-        check, is_asked=False, failures=failures, again_at=job.now + pause_s, reason=event.reason
+        check, is_asked=False, failures=failures, again_at=job.now + pause_s, reason=report.reason
     )
-    job = replace(job, checks={**job.checks, event.host: failed})
+    job = replace(job, health=replace(job.health, checks={**job.health.checks, host: failed}))
     said = Say(
-        f"host {event.host} fails its health check ({event.reason}): it runs no workers, and is "
+        f"host {host} fails its health check ({report.reason}): it runs no workers, and is "
         f"asked again after {pause_s:.0f} s"
     )
     # Whoever waited for the answer goes on without it.
     job, actions = consider(job) if job.phase is Phase.WAITING else (job, ())
     return job, (said, *actions)
+
+
+STRIKES = 3
+"""Losses of a host, or rounds that failed as it joined, before it waits."""
+WINDOW_S = 3600.0
+"""What is longer ago does not count."""
+LONGEST_S = 3600.0
+HANGS = 2
+"""Hangs at which a host was behind before it waits."""
+HANG_WAITS = 4
+"""It waits so many times as long as the others have waited for it, at first."""
+
+
+def strike(job: Job, hosts: Iterable[str]) -> tuple[Job, tuple[Action, ...]]:
+    """Return the job after these hosts were lost or made a round fail, and what is said of it."""
+    strikes = {name: _recent(job, times) for name, times in job.health.strikes.items()}
+    strikes = {name: times for name, times in strikes.items() if times}
+    barred, lines = dict(job.health.barred), []
+    for host in sorted(hosts):
+        strikes[host] = (*strikes.get(host, ()), job.now)
+        beyond = len(strikes[host]) - STRIKES
+        if beyond >= 0 and job.settings.quarantine_s:
+            waits_s = min(job.settings.quarantine_s * 2.0**beyond, LONGEST_S)
+            barred[host] = job.now + waits_s
+            lines.append(
+                Say(
+                    f"host {host} was lost or failed to join {len(strikes[host])} times within "
+                    f"{WINDOW_S / 60:.0f} minutes: the others go on without it for {waits_s:.0f} s"
+                )
+            )
+    return replace(job, health=replace(job.health, strikes=strikes, barred=barred)), tuple(lines)
+
+
+def bar_who_hangs(
+    job: Job, hosts: Iterable[str], waited_s: float
+) -> tuple[Job, tuple[Action, ...]]:
+    """Return the job after these hosts have kept the others waiting for so long, and what is said
+    of it. How often they did is forgotten when they join anew."""
+    hangs, barred, lines = dict(job.health.hangs), dict(job.health.barred), []
+    for host in sorted(hosts):
+        hangs[host] = hangs.get(host, 0) + 1
+        if hangs[host] < HANGS or not job.settings.quarantine_s:
+            continue
+        least_s = max(job.settings.quarantine_s, HANG_WAITS * waited_s)
+        waits_s = max(least_s, min(least_s * 2.0 ** (hangs[host] - HANGS), LONGEST_S))
+        barred[host] = max(barred.get(host, 0.0), job.now + waits_s)
+        lines.append(
+            Say(
+                f"host {host} has kept the others waiting at {hangs[host]} hangs: they go on "
+                f"without it for {waits_s:.0f} s, or until its agent is started anew"
+            )
+        )
+    return replace(job, health=replace(job.health, hangs=hangs, barred=barred)), tuple(lines)
+
+
+def joined_anew(job: Job, host: str) -> Job:
+    """Return the job after the agent of a host has come: what hung on it is over. What has flapped
+    waits all the same."""
+    if host not in job.health.hangs:
+        return job
+    is_flapping = len(_recent(job, job.health.strikes.get(host, ()))) >= STRIKES
+    hangs = {name: count for name, count in job.health.hangs.items() if name != host}
+    barred = {n: until for n, until in job.health.barred.items() if n != host or is_flapping}
+    return replace(job, health=replace(job.health, hangs=hangs, barred=barred))
+
+
+def _recent(job: Job, times: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(at for at in times if job.now - at < WINDOW_S)
+
+
+def pardon(job: Job) -> Job:
+    """Return the job without the bars whose time is over."""
+    barred = {host: until for host, until in job.health.barred.items() if until > job.now}
+    return (
+        job
+        if len(barred) == len(job.health.barred)
+        else replace(job, health=replace(job.health, barred=barred))
+    )

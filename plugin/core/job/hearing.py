@@ -9,12 +9,12 @@ from dataclasses import replace
 from scalai.core.job.assigning import next_assignment
 from scalai.core.job.deadlines import ANSWER_S, CHECK_AGAIN_S, LONGEST_CHECK_AGAIN_S
 from scalai.core.job.failures import fail
-from scalai.core.job.links import Knocking, Links, Pair, all_hear
+from scalai.core.job.fitness import Knocking, Links, Pair, all_hear
+from scalai.core.job.health import strike
 from scalai.core.job.membership import RESIZABLE, TRAINING, Job, Phase, active
-from scalai.core.job.quarantine import strike
 from scalai.core.job.transitions import Result, changed, consider
-from scalai.core.messages import events
-from scalai.core.messages.actions import Action, Knock, Say
+from scalai.core.messages import reports
+from scalai.core.messages.actions import Action, Say, TryLinks
 
 MOST_NAMED = 10
 """Pairs that a message names."""
@@ -23,29 +23,38 @@ MOST_NAMED = 10
 def knock(job: Job, hosts: Iterable[str]) -> Result:
     """Have hosts knock at each other, unless some are at it."""
     asked = frozenset(hosts) & job.hosts.keys()
-    if len(asked) < 2 or job.links.knocking is not None:
+    if len(asked) < 2 or job.health.links.knocking is not None:
         return job, ()
-    order = job.links.last_order + 1
+    order = job.health.links.last_order + 1
     under_way = Knocking(order, job.now, asked, asked)
-    job = replace(job, links=replace(job.links, knocking=under_way, last_order=order))
-    return job, (Knock(tuple(sorted(asked)), order),)
-
-
-def knocked(event: events.Knocked, job: Job) -> Result:
-    """A host says which of the others it does not hear."""
-    under_way = job.links.knocking
-    if under_way is None or under_way.order != event.order or event.host not in under_way.awaited:
-        return job, ()
-    named = {frozenset((event.host, name)) for name in event.unheard if name in under_way.hosts}
-    under_way = replace(
-        under_way, awaited=under_way.awaited - {event.host}, unheard=under_way.unheard | named
+    job = replace(
+        job,
+        health=replace(
+            job.health, links=replace(job.health.links, knocking=under_way, last_order=order)
+        ),
     )
-    return _conclude(replace(job, links=replace(job.links, knocking=under_way)))
+    return job, (TryLinks(tuple(sorted(asked)), order),)
+
+
+def knocked(report: reports.Knocked, host: str, job: Job) -> Result:
+    """A host says which of the others it does not hear."""
+    under_way = job.health.links.knocking
+    if under_way is None or under_way.order != report.order or host not in under_way.awaited:
+        return job, ()
+    named = {frozenset((host, name)) for name in report.unheard if name in under_way.hosts}
+    under_way = replace(
+        under_way, awaited=under_way.awaited - {host}, unheard=under_way.unheard | named
+    )
+    return _conclude(
+        replace(
+            job, health=replace(job.health, links=replace(job.health.links, knocking=under_way))
+        )
+    )
 
 
 def ticked(job: Job) -> Result:
     """Go on without answers that do not come, and have those knock again that were not heard."""
-    links = job.links
+    links = job.health.links
     if links.knocking is not None:
         return _conclude(job)
     is_due = links.unheard and job.now >= links.again_at
@@ -56,35 +65,43 @@ def ticked(job: Job) -> Result:
 
 def forget(job: Job, host: str) -> Job:
     """Return the job after a host is gone, or its agent is a new one: nothing is known of it."""
-    unheard = frozenset(pair for pair in job.links.unheard if host not in pair)
-    under_way = job.links.knocking
+    unheard = frozenset(pair for pair in job.health.links.unheard if host not in pair)
+    under_way = job.health.links.knocking
     if under_way is not None:
         under_way = replace(
             under_way, hosts=under_way.hosts - {host}, awaited=under_way.awaited - {host}
         )
-    return replace(job, links=replace(job.links, unheard=unheard, knocking=under_way))
+    return replace(
+        job,
+        health=replace(
+            job.health, links=replace(job.health.links, unheard=unheard, knocking=under_way)
+        ),
+    )
 
 
 def broken(job: Job) -> str:
     """Say which hosts of the present round do not hear each other, if any do not."""
-    pairs = frozenset(pair for pair in job.links.unheard if pair <= active(job))
+    pairs = frozenset(pair for pair in job.health.links.unheard if pair <= active(job))
     return f"; {_names(pairs)}" if pairs else ""
 
 
 def _conclude(job: Job) -> Result:
     """Take what was found, once all have answered, or the others have waited for long enough."""
-    under_way = job.links.knocking
+    under_way = job.health.links.knocking
     assert under_way is not None
     if under_way.awaited and job.now - under_way.at <= ANSWER_S:
         return job, ()
-    before = job.links.unheard
+    before = job.health.links.unheard
     kept = {pair for pair in before if not pair <= under_way.hosts}
     unheard = frozenset(kept | {p for p in under_way.unheard if p <= under_way.hosts})
     if job.phase in TRAINING:  # who trains together hears each other
         unheard = frozenset(pair for pair in unheard if not pair <= active(job))
-    tries = job.links.tries + 1 if unheard & before else 0
+    tries = job.health.links.tries + 1 if unheard & before else 0
     again_at = job.now + min(CHECK_AGAIN_S * 2.0**tries, LONGEST_CHECK_AGAIN_S)
-    job = replace(job, links=Links(unheard, None, under_way.order, again_at, tries))
+    job = replace(
+        job,
+        health=replace(job.health, links=Links(unheard, None, under_way.order, again_at, tries)),
+    )
     new = f"event=unheard {_names(unheard - before)}, though the coordinator hears them"
     said = [Say(new)] if unheard - before else []
     if before - unheard:
@@ -94,7 +111,7 @@ def _conclude(job: Job) -> Result:
 
 
 def _act(job: Job, *, has_healed: bool) -> Result:
-    unheard = job.links.unheard
+    unheard = job.health.links.unheard
     none: tuple[Action, ...] = ()
     if job.phase is Phase.STARTING and not all_hear(active(job), unheard):
         target = next_assignment(job)
@@ -104,7 +121,7 @@ def _act(job: Job, *, has_healed: bool) -> Result:
         job, lines = strike(job, active(job) - target.members)
         job, actions = fail(job, reason, is_loss=True, is_free=True)
         return job, (*lines, *actions)
-    standby = job.standby
+    standby = job.change.standby
     if job.phase is Phase.BUILDING and standby and not all_hear(standby.assignment.active, unheard):
         members = standby.assignment.members
         struck = {name for pair in unheard if pair <= members for name in pair}

@@ -27,14 +27,11 @@ from operator import attrgetter
 from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.degrees.passes import Passes, Recompute
-from scalai.core.job.checks import Check
-from scalai.core.job.copies import Archiving, Replication
+from scalai.core.job.copies import Copies
+from scalai.core.job.fitness import Health, hearing_with
 from scalai.core.job.function_proof import FunctionProof
-from scalai.core.job.links import NOTHING_KNOWN, Links, hearing_with
-from scalai.core.job.pace import Pace
-from scalai.core.job.remembered import Remembered
-from scalai.core.job.spacing import Spacing
-from scalai.core.job.underway import TakingOver
+from scalai.core.job.remembered import Takeover
+from scalai.core.job.spacing import Pace, Spacing
 
 
 class Phase(Enum):
@@ -198,18 +195,6 @@ class Generation:
     hosts: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How far the start of a round has come: the generation ``source`` that it began from (None:
-    from the script's own initial state), and the hosts whose workers have built their models
-    (``published``) and have filled their memory (``restored``)."""
-
-    source: int | None = None
-    published: frozenset[str] = frozenset()
-    restored: frozenset[str] = frozenset()
-    is_proven: bool = False
-
-
 Assign = Callable[[tuple[tuple[str, int], ...], Assignment | None], Assignment | None]
 """(hosts and their slots in rank order, what ran last) -> an assignment, or None where no world
 fits yet."""
@@ -239,147 +224,216 @@ def says_nothing(hosts: tuple[tuple[str, int], ...], ran: Assignment | None) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """The whole state of a job. ``awaited`` are the hosts whose answer ends the present phase."""
+class Settings:
+    """What a job was told, by its flags and its configuration.
+
+    Attributes:
+        assign, why_not, place: How hosts get workers and degrees.
+        settle_s: Seconds without a further change before a change is met.
+        max_hosts: Hosts that it may have.
+        most_failures: Failures that it survives; its budget is filled up to them again.
+        does_refill: Whether progress of the training does that.
+        is_loss_free: Whether the loss of a host is a change, which costs no restart.
+        is_elastic: False: a plain job, whose workers are stopped and started anew as by torchrun.
+        has_durable_dir: Whether it has a durable directory.
+        archive_every_s: Seconds between two generations that go there while it trains; 0: none.
+        archive_keep: Generations that stay there.
+        has_emergency: Whether workers that outlive a failure write their state.
+        replicas: Hosts that keep a replica of each piece that would be lost with a host.
+        build_timeout_s: Seconds for standby workers to build beside the present ones; 0: none do.
+        drain_timeout_s: Seconds for all workers to come to an agreed stop.
+        quarantine_s: First wait of a host that flaps, in seconds; 0: none.
+        start_timeout_s: Seconds without progress of a start.
+        hang_s: Most seconds without a step of any worker, also where a usual step is unknown.
+        proves: Which changes are proven to compute the same function (``POLICIES``).
+    """
 
     assign: Assign
     why_not: WhyNot = says_nothing
     place: Place = keep_order
     settle_s: float = 0.0
     max_hosts: int = 1
-    failures_left: int = 3
-    """Failures that the job survives from here on."""
     most_failures: int = 3
-    """What ``failures_left`` is filled up to again while the training makes progress."""
     does_refill: bool = False
     is_loss_free: bool = False
-    """Whether the loss of a host is a change, which costs no restart."""
+    is_elastic: bool = True
     has_durable_dir: bool = False
     archive_every_s: float = 0.0
-    """How long after one generation the next one comes to the durable directory; 0: none does."""
     archive_keep: int = 2
-    """So many of them stay there."""
-    is_elastic: bool = True
-    """False: a plain job, whose workers are stopped and started anew as under torchrun."""
     has_emergency: bool = False
-    """Whether workers that outlive a failure write what they have."""
     replicas: int = 0
-    """Of what would be lost with a host, so many other hosts keep a replica."""
-    is_hooked: bool = True
-    """False: nothing in the script says where a step ends, so a change would begin it anew."""
     build_timeout_s: float = 0.0
-    """How long the next round's workers may build beside the present ones; 0: they never do."""
     drain_timeout_s: float = 120.0
     quarantine_s: float = 60.0
-    """How long a host that flaps waits at first; 0: it never does."""
     start_timeout_s: float = 1800.0
     hang_s: float = 0.0
-    """How long no worker may make a step at most, and where it is not known how long one takes."""
-    has_state: bool = False
-    phase: Phase = Phase.WAITING
-    taking_over: TakingOver | None = None
-    """Until it is known which round another coordinator, which is gone, had under way."""
-    recalled: Remembered | None = None
-    """The latest of what hosts have kept of the job under coordinators that are gone."""
-    keepers: frozenset[str] = frozenset()
-    """Hosts that have kept anything: their agents have lived since."""
-    hosts: Mapping[str, Host] = field(default_factory=dict)
-    joined: int = 0
-    round: int = 0
-    last_round: int = 0
-    """The highest number given to a round, also to one that was on standby and given up."""
-    current: Assignment | None = None
-    ran: Assignment | None = None
-    """The assignment of which every rank has stepped last: a change that fails goes back to it."""
-    failed: tuple[FailedChange, ...] = ()
+    proves: str = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Failures that a job survives.
+
+    Attributes:
+        left: Failures that it survives from here on.
+        counted_round: The round whose failure has cost a restart last.
+        tries: Failures of the present assignment that may have been chance.
+        start_error: Before any round has stepped: the error of its script in the last start.
+        was_start_killed: A signal ended the last start before its proof.
+        trained_s: Seconds of training progress since ``left`` was last raised.
+        stepped_at: When the newest step was made, by the job's clock.
+        hung: The furthest step at the last hang, and hangs without a step in between.
+    """
+
+    left: int = 3
     counted_round: int = 0
-    """The round whose failure has cost a restart last."""
     tries: int = 0
-    """Failures of the present assignment that may have been chance."""
     start_error: str = ""
-    """Before any round of this job has stepped: what its script has raised in the last start."""
-    standby: Standby | None = None
-    was_standby: bool = False
-    """The present round was, so its first failure may come from that and is not counted."""
-    generations: tuple[Generation, ...] = ()
-    awaited: frozenset[str] = frozenset()
-    stop: int = 0
-    margin: int = 1
-    newest: int = 0
-    lost: tuple[Lost, ...] = ()
-    """What earlier rounds did and the job went back behind; of ``Lost`` the round is its number, or
-    named as ``of_run`` does where another coordinator had heard of it."""
-    now: float = 0.0
-    wait: Wait = Wait()
-    start: Start = Start()
-    emergency: Emergency | None = None
-    """From a failure until the workers are stopped."""
-    examination: Examination | None = None
     was_start_killed: bool = False
-    """A signal ended the last start before its proof."""
-    progress: Mapping[str, str] = field(default_factory=dict)
-    """What the workers of each host have done last in the present start."""
-    held: Mapping[str, str] = field(default_factory=dict)
-    """What the workers of each host have to end before the proposed stop."""
-    changed_at: float | None = None
-    withdrawn: int = 0
-    """Stops that were taken back since the last change that came about."""
-    again_at: float | None = None
-    """When the change whose stop was taken back is tried again."""
     trained_s: float = 0.0
-    """Time of training progress since ``failures_left`` was last filled up."""
     stepped_at: float | None = None
     hung: tuple[int, int] = (0, 0)
-    """The furthest step when the job hung last, and how often it did without a step in between."""
-    hangs: Mapping[str, int] = field(default_factory=dict)
-    """At how many hangs a host was behind since it joined."""
-    strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """When hosts were lost, or joined a round that failed (see ``quarantine``)."""
-    barred: Mapping[str, float] = field(default_factory=dict)
-    """Hosts that wait before they run workers again, and until when."""
-    checks: Mapping[str, Check] = field(default_factory=dict)
-    """Of hosts that run no workers: their health check is under way, or has failed (``health``)."""
-    last_check: int = 0
-    links: Links = NOTHING_KNOWN
-    """Which hosts do not hear each other (``hearing``)."""
-    gone: frozenset[str] = frozenset()
-    """Hosts that were lost since the present round began: one that joins anew has no workers of
-    it."""
-    finished: frozenset[str] = frozenset()
-    committing: int | None = None
-    """Number of the generation whose parts hosts are renaming."""
-    uncommitted: frozenset[str] = frozenset()
-    """Hosts that have yet to rename their part of a snapshot; older generations stay until then."""
-    replication: Replication | None = None
-    replicated: tuple[int, frozenset[str]] | None = None
-    """The generation of which replicas were made last, and on which hosts."""
-    last_replication: int = 0
-    evacuated: tuple[int, frozenset[str]] | None = None
-    """The generation of which others hold what only these hosts held, which will be taken away."""
-    function: FunctionProof = field(default_factory=FunctionProof)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Changes of a job, under way and before.
+
+    Attributes:
+        at: When something changed that is not met yet.
+        again_at: When the change whose stop was taken back is tried again.
+        withdrawn: Stops taken back since the last change that came about.
+        standby: The round whose workers build beside the present ones.
+        last_round: The highest number given to a round, also to one that stood by and was given up.
+        ran: The assignment of which all ranks have stepped last: a failed change goes back to it.
+        failed: Assignments that have failed on the present hosts.
+        pace: Seconds that the parts of a change take.
+    """
+
+    at: float | None = None
+    again_at: float | None = None
+    withdrawn: int = 0
+    standby: Standby | None = None
+    last_round: int = 0
+    ran: Assignment | None = None
+    failed: tuple[FailedChange, ...] = ()
     pace: Pace = field(default_factory=Pace)
-    spacing: Spacing = field(default_factory=Spacing)
-    archiving: Archiving | None = None
-    archived: tuple[int, ...] = ()
-    """The generations that this job has brought to the durable directory and keeps there."""
-    archive_at: float | None = None
-    """When the next one comes there, at the soonest."""
-    last_archive: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The present round since its start.
+
+    Attributes:
+        source: The generation that it began from; None: the script's own initial state.
+        published: Hosts whose workers have built their models.
+        restored: Hosts whose workers have filled their memory.
+        is_proven: Whether the restored state is the committed one.
+        was_standby: Its workers stood by; so its first failure may come from that, and is free.
+        progress: Newest act of each host's workers in the start.
+        is_hooked: False: nothing in the script says where a step ends; a change would begin anew.
+        gone: Hosts lost since it began: one that joins anew has no workers of it.
+        finished: Hosts whose workers came to the end of the script.
+    """
+
+    source: int | None = None
+    published: frozenset[str] = frozenset()
+    restored: frozenset[str] = frozenset()
+    is_proven: bool = False
+    was_standby: bool = False
+    progress: Mapping[str, str] = field(default_factory=dict)
+    is_hooked: bool = True
+    gone: frozenset[str] = frozenset()
+    finished: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class StopPoint:
+    """A stop, proposed or agreed, at ``step``. ``margin``: steps beyond the furthest known one at
+    which it is proposed; ``held``: what each host's workers must end before."""
+
+    step: int = 0
+    margin: int = 1
+    held: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """States of a job on its hosts.
+
+    Attributes:
+        generations: Committed ones that the present hosts hold wholly, oldest first.
+        has_state: Whether there is any state that must not be lost.
+        committing: Number of the generation whose parts hosts are renaming.
+        uncommitted: Hosts that have yet to rename their part of a snapshot; older generations stay
+            until then.
+        sealed: Hosts that have sealed a snapshot of the present round, by its name, until all have.
+        lost: Steps of earlier rounds behind which the job went back. ``Lost.round`` is the round's
+            number, or named as by ``of_run`` where another coordinator had heard of it.
+        obstacle: Why the newest known state cannot be gone on from, and the ways out.
+        is_held_back: While it waits, the job must not go back behind that state by itself.
+        loss: Why no known state can be gone on from, where damage is the reason and no absent host
+            can mend it.
+        looking: Hosts that have yet to report the contents of their durable directories.
+    """
+
+    generations: tuple[Generation, ...] = ()
+    has_state: bool = False
+    committing: int | None = None
+    uncommitted: frozenset[str] = frozenset()
     sealed: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """By its name the hosts that have sealed a snapshot of the present round, until all have."""
+    lost: tuple[Lost, ...] = ()
     obstacle: str = ""
-    """Why the newest state that is known cannot be gone on from, and the ways out."""
     is_held_back: bool = False
-    """While it waits, the job must not go back behind that state by itself: a person decides."""
     loss: str = ""
-    """Why nothing that is known can be gone on from, where damage is the reason and nobody who is
-    away can mend it."""
     looking: frozenset[str] = frozenset()
-    """Hosts that have yet to say what their durable directories hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The whole state of a job.
+
+    Attributes:
+        awaited: Hosts whose answer ends the present phase.
+        now: Time of the last event that had one, in seconds.
+        round, current: The present round and its assignment.
+        newest: The furthest known step.
+        failure: From a failure until the workers are stopped, or the examination has ended.
+    """
+
+    settings: Settings
+    phase: Phase = Phase.WAITING
+    awaited: frozenset[str] = frozenset()
+    now: float = 0.0
+    wait: Wait = Wait()
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    round: int = 0
+    current: Assignment | None = None
+    newest: int = 0
+    attempt: Attempt = field(default_factory=Attempt)
+    change: Change = field(default_factory=Change)
+    stop: StopPoint = field(default_factory=StopPoint)
+    failure: Emergency | Examination | None = None
+    budget: Budget = Budget()
+    states: States = field(default_factory=States)
+    copies: Copies = field(default_factory=Copies)
+    health: Health = field(default_factory=Health)
+    takeover: Takeover = field(default_factory=Takeover)
+    function: FunctionProof = field(default_factory=FunctionProof)
+    spacing: Spacing = field(default_factory=Spacing)
+
+    @property
+    def emergency(self) -> Emergency | None:
+        return self.failure if isinstance(self.failure, Emergency) else None
+
+    @property
+    def examination(self) -> Examination | None:
+        return self.failure if isinstance(self.failure, Examination) else None
 
     @property
     def newest_generation(self) -> Generation | None:
-        return self.generations[-1] if self.generations else None
+        generations = self.states.generations
+        return generations[-1] if generations else None
 
 
 def excuse(job: Job, seconds: float) -> Job:
@@ -392,12 +446,13 @@ def excuse(job: Job, seconds: float) -> Job:
 
 def replace_assign(job: Job, assign: Assign) -> Job:
     """Return the job with other limits, without beginning a change."""
-    return replace(job, assign=assign)
+    return replace(job, settings=replace(job.settings, assign=assign))
 
 
 def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
     """Return the job with other generations known to be whole, oldest first."""
-    return replace(job, generations=covered, has_state=job.has_state or bool(covered))
+    has_state = job.states.has_state or bool(covered)
+    return replace(job, states=replace(job.states, generations=covered, has_state=has_state))
 
 
 def replace_known(job: Job, known: tuple[str, ...]) -> Job:
@@ -408,14 +463,15 @@ def replace_known(job: Job, known: tuple[str, ...]) -> Job:
 def forget_sealed(job: Job, snapshot: str) -> Job:
     """Return the job that waits for no more parts of a snapshot: it is a generation already, or it
     is judged."""
-    return replace(
-        job, sealed={name: waited for name, waited in job.sealed.items() if name != snapshot}
-    )
+    sealed = {name: waited for name, waited in job.states.sealed.items() if name != snapshot}
+    return replace(job, states=replace(job.states, sealed=sealed))
 
 
 def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool, loss: str = "") -> Job:
     """Return the job with another reason not to go on from the newest state that is known."""
-    return replace(job, obstacle=obstacle, is_held_back=is_held_back, loss=loss)
+    return replace(
+        job, states=replace(job.states, obstacle=obstacle, is_held_back=is_held_back, loss=loss)
+    )
 
 
 def staying(job: Job) -> tuple[tuple[str, int], ...]:
@@ -424,30 +480,32 @@ def staying(job: Job) -> tuple[tuple[str, int], ...]:
     not hear the others; one that has yet to pass its health check does not at all."""
     current = [name for name, _ in job.current.workers] if job.current else []
     there = [host for host in job.hosts.values() if not host.is_leaving]
-    hosts = [host for host in there if host.name not in job.checks]
+    hosts = [host for host in there if host.name not in job.health.checks]
     place = {name: number for number, name in enumerate(current)}
     hosts.sort(key=attrgetter("order"))
     if place:
         hosts.sort(key=lambda host: place.get(host.name, len(place)))  # else in that order
-    free = tuple([(host.name, host.slots) for host in hosts if host.name not in job.barred])
-    if job.links.unheard:
-        ran = job.ran.active if job.ran else ()
-        heard = hearing_with(ran, free, job.links.unheard)
-        if heard and job.assign(heard, present(job)) is not None:
+    free = tuple([(host.name, host.slots) for host in hosts if host.name not in job.health.barred])
+    if job.health.links.unheard:
+        ran = job.change.ran.active if job.change.ran else ()
+        heard = hearing_with(ran, free, job.health.links.unheard)
+        if heard and job.settings.assign(heard, present(job)) is not None:
             return heard
-    if len(free) == len(hosts) or (free and job.assign(free, present(job)) is not None):
+    if len(free) == len(hosts) or (free and job.settings.assign(free, present(job)) is not None):
         return free
     return tuple((host.name, host.slots) for host in hosts)
 
 
 def present(job: Job) -> Assignment | None:
     """What ran last, else the start under way."""
-    return job.ran or job.current
+    return job.change.ran or job.current
 
 
 def active(job: Job) -> frozenset[str]:
     """Hosts that are present and have workers in the current round."""
-    return job.current.members.intersection(job.hosts) - job.gone if job.current else frozenset()
+    if job.current is None:
+        return frozenset()
+    return job.current.members.intersection(job.hosts) - job.attempt.gone
 
 
 def leaving(job: Job) -> frozenset[str]:

@@ -1,15 +1,162 @@
-"""What comes of a phase that takes too long: the consequences of the table in ``deadlines``."""
+"""The consequences of time: a phase that takes longer than its deadline (the table in
+``deadlines``), and a training that hangs, because no worker makes a step for longer than a step
+can take.
 
+In a training whose ranks wait for each other all have made the same step, so the number of steps
+rarely tells which one hangs. A rank that does not even answer, or stands elsewhere than most, is
+behind.
+
+Source: MegaScale and ByteRobust (ByteDance), "stack aggregation": ranks with the stacks of few are
+suspected. Differs in: a rank that waits in a collective is never suspected, and where nothing tells
+no rank is named.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from scalai.core.job.deadlines import LIMITS, REPORT_S
-from scalai.core.job.examining import go_on
+from scalai.core.job.assigning import next_assignment
+from scalai.core.job.deadlines import HANG_STEPS, LEAST_HANG_S, LIMITS, PAUSES, REPORT_S
 from scalai.core.job.failures import fail
+from scalai.core.job.health import ask, bar_who_hangs
 from scalai.core.job.hearing import broken, knock
-from scalai.core.job.membership import Job, Phase, Wait, active
-from scalai.core.job.transitions import Result, missing, next_phase, stop_unbuilt, withdraw
-from scalai.core.messages.actions import Action, Lose, Report
+from scalai.core.job.membership import TRAINING, Job, Phase, Wait, active
+from scalai.core.job.starting import go_on
+from scalai.core.job.transitions import (
+    Result,
+    missing,
+    next_phase,
+    show_stacks,
+    stop_unbuilt,
+    withdraw,
+)
+from scalai.core.messages.actions import Action, Lose, Say
+from scalai.core.messages.reports import FRAMES_APART, SILENT, Stalled
+
+COLLECTIVES = "torch/distributed/"
+"""Frames of a rank that waits for others, as far as Python knows."""
+Ranks = Mapping[str, tuple[int, ...]]
+"""Ranks by host."""
+
+
+def behind(stalls: Mapping[str, Stalled]) -> Ranks:
+    """Return the ranks for which the others wait, by host; none where nothing tells.
+
+    Args:
+        stalls: Of all hosts of the round.
+    """
+    lowest = min(each.step for each in stalls.values())
+    late = {host: each.ranks for host, each in stalls.items() if each.step == lowest}
+    if len(late) < len(stalls):
+        return late
+    places = {rank: place for each in stalls.values() for rank, place in each.where}
+    found = _apart(places)
+    named = {
+        host: tuple(rank for rank, _ in each.where if rank in found)
+        for host, each in sorted(stalls.items())
+    }
+    return {host: ranks for host, ranks in named.items() if ranks}
+
+
+def _apart(places: Mapping[int, str]) -> frozenset[int]:
+    """Return the ranks that stand apart: a minority that does not answer, that waits for nobody
+    where others do, or whose innermost frame is not that of most."""
+    silent = {rank for rank, place in places.items() if place.startswith(SILENT)}
+    if silent and 2 * len(silent) <= len(places):
+        return frozenset(silent)
+    waiting = {rank for rank, place in places.items() if COLLECTIVES in place}
+    busy = places.keys() - waiting
+    if busy and 2 * len(busy) <= len(places):
+        return frozenset(busy)
+    inner = Counter(place.partition(FRAMES_APART)[0] for place in places.values())
+    if not inner or len(inner) == 1:
+        return frozenset()
+    ((most, count),) = inner.most_common(1)
+    if 2 * count <= len(places):
+        return frozenset()
+    others = {rank for rank, place in places.items() if not place.startswith(most)}
+    return frozenset(others - waiting)
+
+
+PLACE = 200
+"""Most characters of where a rank stands that are said."""
+
+
+def limit_s(job: Job, stalled: Mapping[str, Stalled]) -> float:
+    """Return how long no step may be made, in seconds.
+
+    Where all workers are within a step, and the usual one is known, it is many of those; elsewhere,
+    and at most, what a person said. It is longer than any pause so far, and twice as long each time
+    that the job has hung without a step in between, because that may be a pause longer than any
+    before.
+    """
+    limit = job.settings.hang_s
+    if stalled and all(each.is_within and each.usual_s for each in stalled.values()):
+        usual = max(each.usual_s for each in stalled.values())
+        limit = min(limit, max(LEAST_HANG_S, HANG_STEPS * usual))
+    longest = max((each.longest_s for each in stalled.values()), default=0.0)
+    step, count = job.budget.hung
+    return max(limit, PAUSES * longest) * 2.0 ** (count if job.newest <= step else 0)
+
+
+def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
+    """Start the round again where all of its hosts say that their workers make no steps, for too
+    long; None where that is not so. Who has finished waits for the others, who may evaluate.
+
+    A host that keeps the others waiting a second time is left out for a while, where they can go on
+    without it; then it is as if it had been lost.
+    """
+    hosts = active(job)
+    stalls = {host: stalled[host] for host in hosts & stalled.keys()}
+    is_due = (
+        job.settings.hang_s
+        and job.phase in TRAINING
+        and not job.attempt.finished
+        and job.attempt.is_hooked
+    )
+    if not is_due or not hosts or stalls.keys() != hosts:
+        return None
+    waited, limit = min(each.for_s for each in stalls.values()), limit_s(job, stalls)
+    if waited <= limit:
+        return None
+    step = min(each.step for each in stalls.values())
+    _, count = job.budget.hung
+    job = replace(
+        job,
+        budget=replace(
+            job.budget, hung=(job.newest, count + 1 if job.newest <= job.budget.hung[0] else 1)
+        ),
+    )
+    where = (
+        f"the training hangs: no worker has made a step for {waited:.0f} s (limit {limit:.0f}) at "
+        f"step {step}"
+    )
+    job, knocked = knock(job, hosts)
+    late = behind(stalls)
+    if not late or late.keys() == hosts:
+        named = f"; behind are {_names(late, stalls)}" if late else ""
+        job, actions = fail(job, where + named, is_chance=True)
+        return job, (*knocked, *actions)
+    # Where most are behind, it may as well be the few that are not.
+    job, lines = bar_who_hangs(job, late if 2 * len(late) <= len(hosts) else (), waited)
+    target = next_assignment(job)
+    is_without = target is not None and not late.keys() & target.members
+    reason = f"{where}; behind are {_names(late, stalls)}"
+    job, asked = ask(job, late, "the others have waited for its workers in vain")
+    job, actions = fail(job, reason, is_chance=True, is_loss=is_without)
+    return job, (*knocked, *lines, *asked, *actions)
+
+
+def _names(late: Ranks, stalls: Mapping[str, Stalled]) -> str:
+    """Say who is behind, and where one of each host stands."""
+    named = []
+    for host, ranks in late.items():
+        places = dict(stalls[host].where)
+        place = places.get(ranks[0], "")[:PLACE] if ranks else ""
+        text = f"{host}: rank {','.join(map(str, ranks))}"
+        named.append(f"{text} ({place})" if place else text)
+    return ", ".join(named)
+
 
 _REPORTED = (
     Phase.WAITING, Phase.STARTING, Phase.DRAINING, Phase.SNAPSHOTTING, Phase.PREPARING,
@@ -37,7 +184,9 @@ def overdue(job: Job) -> Result:
         job, said = report(job, waited)
     if job.phase not in _MEETING:
         return job, said
-    meeting = job.standby.assignment.active if job.standby is not None else active(job)
+    meeting = (
+        job.change.standby.assignment.active if job.change.standby is not None else active(job)
+    )
     job, asked = knock(job, meeting)
     return job, (*said, *asked)
 
@@ -48,7 +197,7 @@ def _report_at(job: Job) -> float:
         return REPORT_S * (reports + 1)
     first_s = REPORT_S
     if job.phase is Phase.STARTING:  # before its time is over
-        first_s = min(first_s, job.start_timeout_s / 2)
+        first_s = min(first_s, job.settings.start_timeout_s / 2)
     return first_s * float(2**reports)
 
 
@@ -56,7 +205,7 @@ def report(job: Job, waited: float) -> Result:
     """Say for what the job waits."""
     job = replace(job, wait=replace(job.wait, reports=job.wait.reports + 1))
     text = f"event=slow phase={job.phase.value} since_s={waited:.0f} {_awaited(job)}"
-    return job, (Report(text, tuple(sorted(job.awaited & active(job)))),)
+    return job, (Say(text), *show_stacks(job.awaited & active(job)))
 
 
 def _awaited(job: Job) -> str:
@@ -68,8 +217,8 @@ def _awaited(job: Job) -> str:
 
 def _with_progress(job: Job, host: str) -> str:
     if job.phase is Phase.STARTING:
-        return f"{host} ({job.progress.get(host, 'nothing')} so far)"
-    return f"{host} ({job.held[host]})" if host in job.held else host
+        return f"{host} ({job.attempt.progress.get(host, 'nothing')} so far)"
+    return f"{host} ({job.stop.held[host]})" if host in job.stop.held else host
 
 
 def _not_started(job: Job, waited: float) -> Result:
@@ -80,7 +229,7 @@ def _not_started(job: Job, waited: float) -> Result:
 
 
 def _not_built(job: Job, waited: float) -> Result:
-    return stop_unbuilt(job, f"not built within {job.build_timeout_s:.0f} s")
+    return stop_unbuilt(job, f"not built within {job.settings.build_timeout_s:.0f} s")
 
 
 def _not_drained(job: Job, waited: float) -> Result:
@@ -88,7 +237,7 @@ def _not_drained(job: Job, waited: float) -> Result:
     lost = sorted(set(present) - active(job))
     if lost:  # the others wait for its workers in the middle of a step
         return fail(job, f"host {lost[0]} is lost on the way to the stop", is_loss=True)
-    reason = f"not every worker came to step {job.stop} within {waited:.0f} s, {_awaited(job)}"
+    reason = f"not every worker came to step {job.stop.step} within {waited:.0f} s, {_awaited(job)}"
     return withdraw(job, reason)
 
 
@@ -98,11 +247,11 @@ def _without_the_silent(job: Job, waited: float) -> Result:
     text = f"event=slow phase={job.phase.value} since_s={waited:.0f} {_awaited(job)}: done without"
     job = replace(job, awaited=frozenset())
     job, actions = go_on(job) if job.phase is Phase.EXAMINING else next_phase(job)
-    return job, (Report(text, ()), *actions)
+    return job, (Say(text), *actions)
 
 
 def _silent(job: Job, waited: float) -> Result:
-    silent = job.awaited - job.held.keys() or job.awaited
+    silent = job.awaited - job.stop.held.keys() or job.awaited
     others = set(job.hosts) - silent
     if not others:
         is_due = waited >= _report_at(job)

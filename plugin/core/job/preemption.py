@@ -1,14 +1,50 @@
-"""The rules for a host that will be taken away: whether its drain is likely to end in time, what
-leaves it first where it is not, and what comes of a deadline that has passed."""
+"""The rules for a host that will be taken away: whether its drain is likely to end in time, which
+pieces leave it first where it is not, and what comes of a deadline that has passed."""
 
 from dataclasses import replace
 
-from scalai.core.job.evacuating import evacuate
+from scalai.core.job.copies import Replication
 from scalai.core.job.membership import TRAINING, Host, Job, Phase, active
-from scalai.core.job.pace import WEIGHT, Pace, estimate
+from scalai.core.job.replicating import keepers
+from scalai.core.job.spacing import WEIGHT, Pace, estimate
 from scalai.core.job.transitions import Result
 from scalai.core.messages import events
-from scalai.core.messages.actions import Lose, Report
+from scalai.core.messages.actions import Lose, MakeReplicas, Say
+
+_FETCHING = (*TRAINING, Phase.WAITING, Phase.PREPARING, Phase.DRAINING)
+"""Phases in which hosts have nothing else to fetch, and no newer generation is written."""
+
+
+def givers(job: Job) -> frozenset[str]:
+    """Return the hosts that are taken away before their drain is likely to have ended."""
+    short = frozenset(host.name for host in job.hosts.values() if host.is_short)
+    return short & job.newest_generation.hosts if job.newest_generation else frozenset()
+
+
+def evacuate(job: Job) -> Result:
+    """Have others fetch what only hosts hold that will be taken away, of the newest generation.
+    Asked at a notice and with every tick."""
+    under_way, giving, newest = job.copies.replication, givers(job), job.newest_generation
+    if under_way is not None and under_way.giving - giving:  # some have left, or stay after all
+        job = replace(job, copies=replace(job.copies, replication=None))
+        under_way = None
+    if newest is None or not giving or job.states.uncommitted or job.phase not in _FETCHING:
+        return job, ()
+    hosts = keepers(job)
+    if job.copies.evacuated == (newest.number, giving) or not hosts:
+        return job, ()
+    if under_way is not None and under_way.giving == giving:
+        is_again_due = not under_way.awaited and job.now >= under_way.again_at
+        if under_way.generation == newest.number and not is_again_due:
+            return job, ()
+    order = job.copies.last_replication + 1
+    ordered = Replication(order, newest.number, hosts, hosts, job.now, giving=giving)
+    names = ", ".join(sorted(giving))
+    return replace(job, copies=replace(job.copies, replication=ordered, last_replication=order)), (
+        Say(f"what only {names} holds of generation {newest.number} goes to other hosts first"),
+        MakeReplicas(tuple(sorted(hosts)), order, newest.number, 1, tuple(sorted(giving))),
+    )
+
 
 LATE_S = 5.0
 """An agent ends by itself when its host's time is over; one that has not for so long may hang."""
@@ -24,10 +60,10 @@ def noticed(event: events.HostLeaving, job: Job) -> Result:
     marked = replace(host, is_leaving=True, leave_by=by if event.is_final else None)
     if event.left_s is None:
         return _with(job, replace(marked, is_short=False)), ()
-    needs = estimate(job.pace, event.at, event.size_bytes)
+    needs = estimate(job.change.pace, event.at, event.size_bytes)
     text = f"event=notice host={host.name} source={event.source!r} left_s={event.left_s:.0f} "
     if job.phase is Phase.WAITING:
-        job = _with(job, replace(marked, is_short=job.has_state))
+        job = _with(job, replace(marked, is_short=job.states.has_state))
         text += "nothing runs that could be drained"
     elif host.name not in active(job) and job.phase in TRAINING:
         job = _with(job, replace(marked, is_short=False))
@@ -39,7 +75,7 @@ def noticed(event: events.HostLeaving, job: Job) -> Result:
         if is_short:
             text += "; that is too long: what only it holds leaves first"
     job, first = evacuate(job)
-    return job, (Report(text, ()), *first)
+    return job, (Say(text), *first)
 
 
 def is_known(event: events.HostLeaving, job: Job) -> bool:
@@ -82,12 +118,16 @@ def measured(before: Job, after: Job) -> Job:
     nothing measures nothing."""
     if after is before:
         return after
-    pace = after.pace
+    pace = after.change.pace
     if after.phase is not before.phase:
         pace = _entered(pace, before.phase, after.phase, after.now)
         pace = pace if after.phase in TRAINING else replace(pace, seen=None)
     pace = _stepped(pace, after) if after.phase in TRAINING else pace
-    return after if pace == after.pace else replace(after, pace=pace)
+    return (
+        after
+        if pace == after.change.pace
+        else replace(after, change=replace(after.change, pace=pace))
+    )
 
 
 def _entered(pace: Pace, was: Phase, phase: Phase, now: float) -> Pace:

@@ -7,17 +7,19 @@ from dataclasses import replace
 from scalai.core.job.assigning import next_assignment
 from scalai.core.job.function_proof import (
     PROOF_S,
+    Asked,
     FunctionProof,
     Made,
     Numbers,
     Verdict,
+    Waiting,
     compare,
     merged,
     remade,
 )
 from scalai.core.job.membership import Assignment, Job, Phase, active, leaving
-from scalai.core.job.pace import estimate
-from scalai.core.messages import events
+from scalai.core.job.spacing import estimate
+from scalai.core.messages import reports
 from scalai.core.messages.actions import Action, AmendReport, Say
 
 LEAST_STEPS = 2
@@ -34,19 +36,19 @@ def key_of(job: Job, assignment: Assignment) -> str:
 def agreed(job: Job) -> Job:
     """Return the job whose stop is agreed: whether its workers make a step more behind it."""
     job = not_probing(job)
-    target = job.standby.assignment if job.standby is not None else next_assignment(job)
+    target = (
+        job.change.standby.assignment if job.change.standby is not None else next_assignment(job)
+    )
     if target is None or not _is_due(job, target):
         return job
-    return replace(job, function=replace(job.function, round=job.round, awaited=active(job)))
+    probe = Asked(job.round, active(job))
+    return replace(job, function=replace(job.function, probe=probe))
 
 
 def not_probing(job: Job) -> Job:
     """Return the job whose workers do not come to their stop, or do not go on from it, so that no
     step of both sides is the same one."""
-    function = replace(
-        job.function, round=0, awaited=frozenset(), before=None, after=None, found="", seconds=0.0,
-        is_waiting=False,
-    )  # fmt: skip
+    function = replace(job.function, probe=None, after=None, found="", seconds=0.0)
     return job if function == job.function else replace(job, function=function)
 
 
@@ -54,63 +56,69 @@ def started(job: Job, *, is_from_stop: bool) -> Job:
     """Return the job whose next round starts now: its first step is that behind the stop, or it is
     of an older state."""
     job = job if is_from_stop else not_probing(job)
-    function = replace(job.function, after=None, until=job.now + PROOF_S, is_refuted=False)
-    return replace(job, function=function)
+    asked = job.function.asked
+    probe = None if asked is None else replace(asked, until=job.now + PROOF_S)
+    return replace(job, function=replace(job.function, probe=probe, after=None))
 
 
 def _is_due(job: Job, target: Assignment) -> bool:
     function, current = job.function, job.current
-    if function.policy == "never" or not function.framework or current is None:
+    if job.settings.proves == "never" or not function.framework or current is None:
         return False
-    if not job.is_elastic or not job.is_hooked or target.is_same_as(current):
+    if not job.settings.is_elastic or not job.attempt.is_hooked or target.is_same_as(current):
         return False
-    needs = estimate(job.pace, job.now, 0)
+    needs = estimate(job.change.pace, job.now, 0)
     needs_s = needs.total_s + LEAST_STEPS * needs.step_s
     hosts = (job.hosts[name] for name in leaving(job))
     if any(host.leave_by is not None and host.leave_by - job.now < needs_s for host in hosts):
         return False
-    return function.policy == "always" or key_of(job, target) not in function.known
+    return job.settings.proves == "always" or key_of(job, target) not in function.known
 
 
-def is_of_probe(event: events.Stepped, job: Job) -> bool:
+def is_of_probe(report: reports.Stepped, job: Job) -> bool:
     """Whether workers have told of the step that they made behind their stop."""
-    is_past = event.round != job.round or job.phase is not Phase.STARTING
-    return bool(event.round) and event.round == job.function.round and is_past
+    asked = job.function.asked
+    is_past = report.round != job.round or job.phase is not Phase.STARTING
+    return asked is not None and report.round == asked.round and is_past
 
 
-def probed(event: events.Stepped, job: Job) -> Job:
-    before = merged(job.function.before, event.numbers)
+def probed(report: reports.Stepped, host: str, job: Job) -> Job:
+    function, asked = job.function, job.function.asked
+    assert asked is not None
+    before = merged(asked.before, report.numbers)
+    asked = replace(asked, before=before, awaited=asked.awaited - {host})
     seconds = before.seconds if before is not None else 0.0
-    awaited = job.function.awaited - {event.host}
-    function = replace(job.function, before=before, seconds=seconds, awaited=awaited)
-    return replace(job, function=function)
+    probe = Waiting(asked) if function.is_waiting else asked
+    return replace(job, function=replace(function, probe=probe, seconds=seconds))
 
 
-def stepped(event: events.Stepped, job: Job) -> Job:
+def stepped(report: reports.Stepped, job: Job) -> Job:
     """A host of the new round has made its first step."""
-    if event.numbers is None:
+    if report.numbers is None:
         return job
-    after = merged(job.function.after, event.numbers)
+    after = merged(job.function.after, report.numbers)
     return replace(job, function=replace(job.function, after=after))
 
 
 def must_wait(job: Job) -> bool:
     """Whether old workers have yet to tell of the step that the new ones have made."""
-    function = job.function
-    is_known = function.after is not None and not function.after.obstacle
-    is_awaited = bool(function.awaited & job.hosts.keys()) and job.now < function.until
-    return bool(function.round) and is_known and is_awaited
+    asked, after = job.function.asked, job.function.after
+    is_known = after is not None and not after.obstacle
+    if asked is None or not is_known:
+        return False
+    return bool(asked.awaited & job.hosts.keys()) and job.now < asked.until
 
 
 def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
     """Every rank of the new round has stepped: compare, where there is something to compare. While
     the old workers have not told of the step, the new ones train on."""
-    if must_wait(job):
-        function = replace(job.function, is_waiting=True, found=f"not proven: {UNTOLD}")
-        return replace(job, function=function), None, ()
+    asked = job.function.asked
+    if asked is not None and must_wait(job):
+        waiting = replace(job.function, probe=Waiting(asked), found=f"not proven: {UNTOLD}")
+        return replace(job, function=waiting), None, ()
     is_late = job.function.is_waiting
     job, verdict, lines = _judge(job)
-    function = replace(job.function, round=0, after=None, is_waiting=False)
+    function = replace(job.function, probe=None, after=None)
     amended = (AmendReport(function.found, function.seconds),) if is_late else ()
     return replace(job, function=function), verdict, (*lines, *amended)
 
@@ -129,14 +137,19 @@ def _judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
         ),
     )
     framework = told.framework
-    if not function.round:
-        if job.ran is None and framework:  # what the job begins with is the measure
+    if (asked := function.asked) is None:
+        if job.change.ran is None and framework:  # what the job begins with is the measure
             job = _known(job, current)
-        is_change = job.ran is not None and not current.has_layout_of(job.ran)
-        if is_change and not framework and function.policy != "never" and job.is_elastic:
+        is_change = job.change.ran is not None and not current.has_layout_of(job.change.ran)
+        if (
+            is_change
+            and not framework
+            and job.settings.proves != "never"
+            and job.settings.is_elastic
+        ):
             return _unproven(job, "nothing tells what the steps of the script compute")
         return job, None, ()
-    verdict = compare(function.before, function.after, function.remade.spread)
+    verdict = compare(asked.before, function.after, function.remade.spread)
     if verdict.is_same is None:
         return _unproven(job, verdict.text)
     found = "proven" if verdict.is_same else "differs"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from scalai.core.job import respacing
 from scalai.core.job.copies import Replication
-from scalai.core.job.links import hearing_with
+from scalai.core.job.deadlines import report_if_slow
+from scalai.core.job.fitness import hearing_with
 from scalai.core.job.membership import TRAINING, Job, Phase, active
-from scalai.core.job.slow import report_if_slow
-from scalai.core.messages import events
-from scalai.core.messages.actions import Action, Release, Replicate, Say
+from scalai.core.messages import reports
+from scalai.core.messages.actions import Action, MakeReplicas, Release, Say
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -28,58 +28,65 @@ _NEEDING = (
 def keepers(job: Job) -> frozenset[str]:
     """Return the hosts that keep replicas: all that stay and hear each other."""
     there = [(host.name, host.slots) for host in job.hosts.values() if not host.is_leaving]
-    if job.links.unheard:
+    if job.health.links.unheard:
         training = active(job)
         there.sort(key=lambda entry: entry[0] not in training)
-        there = list(hearing_with(training, tuple(there), job.links.unheard))
+        there = list(hearing_with(training, tuple(there), job.health.links.unheard))
     return frozenset(name for name, _ in there)
 
 
 def is_to_be_replicated(job: Job) -> bool:
     """Whether replicas of the newest generation are, or will be, made while the job trains."""
-    return bool(job.replicas) and job.phase in TRAINING and len(keepers(job)) > 1
+    return bool(job.settings.replicas) and job.phase in TRAINING and len(keepers(job)) > 1
 
 
 def needs_older(job: Job) -> bool:
     """Whether an older generation stays, because there will be replicas of the newest one, and are
     none yet."""
     newest = job.newest_generation
-    is_made = newest is not None and job.replicated == (newest.number, keepers(job))
+    is_made = newest is not None and job.copies.replicated == (newest.number, keepers(job))
     return is_to_be_replicated(job) and not is_made
 
 
 def replicate(job: Job) -> Result:
     """Have replicas made of the newest generation, where there are none of it on the present hosts;
     say how long it takes. Asked with every tick."""
-    before = job.replication
+    before = job.copies.replication
     if before is not None and _is_behind(job, before):
         return _skip(job, before)
     if before is not None and before.awaited:
         under_way, lines = report_if_slow(before, "replicas", job.now)
-        return replace(job, replication=under_way), lines
+        return replace(job, copies=replace(job.copies, replication=under_way)), lines
     if before is not None and before.giving:
         return job, ()  # tried again first
     newest, hosts = job.newest_generation, keepers(job)
-    if newest is None or job.uncommitted:
+    if newest is None or job.states.uncommitted:
         return job, ()
     if not is_to_be_replicated(job):  # an older one may have stayed for hosts that are gone
-        is_left = job.phase in TRAINING and job.generations[0].number < newest.number
+        is_left = job.phase in TRAINING and job.states.generations[0].number < newest.number
         return release_older(job) if is_left else (job, ())
-    if job.replicated == (newest.number, hosts) or (before and job.now < before.again_at):
+    if job.copies.replicated == (newest.number, hosts) or (before and job.now < before.again_at):
         return job, ()
     return _order(job, Replication(0, newest.number, hosts, hosts, job.now, is_again=bool(before)))
 
 
 def _order(job: Job, replication: Replication) -> Result:
-    order, hosts = job.last_replication + 1, tuple(sorted(replication.hosts))
-    job = replace(job, replication=replace(replication, order=order), last_replication=order)
-    return job, (Replicate(hosts, order, replication.generation, job.replicas),)
+    order, hosts = job.copies.last_replication + 1, tuple(sorted(replication.hosts))
+    job = replace(
+        job,
+        copies=replace(
+            job.copies, replication=replace(replication, order=order), last_replication=order
+        ),
+    )
+    return job, (MakeReplicas(hosts, order, replication.generation, job.settings.replicas),)
 
 
 def _is_behind(job: Job, under_way: Replication) -> bool:
     """Whether a newer generation is there before all hosts have made their replicas of this one."""
     newest = job.newest_generation
-    is_late = newest is not None and under_way.generation < newest.number and not job.uncommitted
+    is_late = (
+        newest is not None and under_way.generation < newest.number and not job.states.uncommitted
+    )
     is_free = not under_way.giving and not under_way.has_skipped and is_to_be_replicated(job)
     return bool(under_way.awaited) and is_late and is_free
 
@@ -100,23 +107,23 @@ def _skip(job: Job, under_way: Replication) -> Result:
     return job, (Say(text), *actions)
 
 
-def replicated(event: events.Replicated, job: Job) -> Result:
-    replication = job.replication
-    if replication is None or event.order != replication.order:
+def replicated(report: reports.Replicated, host: str, job: Job) -> Result:
+    replication = job.copies.replication
+    if replication is None or report.order != replication.order:
         return job, ()
     replication = replace(
         replication,
-        awaited=replication.awaited - {event.host},
-        size_bytes=replication.size_bytes + event.size_bytes,
-        unchanged_bytes=replication.unchanged_bytes + event.unchanged_bytes,
-        failed=replication.failed | ({event.host} if event.reason else frozenset()),
-        is_hopeful=replication.is_hopeful or bool(event.reason and not event.is_lasting),
+        awaited=replication.awaited - {host},
+        size_bytes=replication.size_bytes + report.size_bytes,
+        unchanged_bytes=replication.unchanged_bytes + report.unchanged_bytes,
+        failed=replication.failed | ({host} if report.reason else frozenset()),
+        is_hopeful=replication.is_hopeful or bool(report.reason and not report.is_lasting),
     )
     lines: tuple[Action, ...] = ()
-    if event.reason:
-        lines = (Say(f"event=no_replica host={event.host} {event.reason}"),)
+    if report.reason:
+        lines = (Say(f"event=no_replica host={host} {report.reason}"),)
     if replication.awaited:
-        return replace(job, replication=replication), lines
+        return replace(job, copies=replace(job.copies, replication=replication)), lines
     job, actions = _done(job, replication)
     return job, (*lines, *actions)
 
@@ -128,8 +135,15 @@ def _done(job: Job, replication: Replication) -> Result:
     if replication.giving:
         return _given(job, replication)
     if replication.is_hopeful and not replication.is_again:
-        return replace(job, replication=replace(replication, again_at=job.now + AGAIN_S)), ()
-    job = replace(job, replication=None, replicated=(number, replication.hosts))
+        return replace(
+            job,
+            copies=replace(
+                job.copies, replication=replace(replication, again_at=job.now + AGAIN_S)
+            ),
+        ), ()
+    job = replace(
+        job, copies=replace(job.copies, replication=None, replicated=(number, replication.hosts))
+    )
     lines: tuple[Action, ...] = ()
     if replication.size_bytes or replication.unchanged_bytes:
         text = (
@@ -149,9 +163,11 @@ def _given(job: Job, replication: Replication) -> Result:
     because a host gave nothing, it is asked for again soon."""
     if replication.is_hopeful:
         again = replace(replication, again_at=job.now + GIVEN_AGAIN_S)
-        return replace(job, replication=again), ()
+        return replace(job, copies=replace(job.copies, replication=again)), ()
     number, names = replication.generation, ",".join(sorted(replication.giving))
-    job = replace(job, replication=None, evacuated=(number, replication.giving))
+    job = replace(
+        job, copies=replace(job.copies, replication=None, evacuated=(number, replication.giving))
+    )
     text = (
         f"event=evacuated generation={number} from={names} bytes={replication.size_bytes} "
         f"unchanged_bytes={replication.unchanged_bytes} "
@@ -163,28 +179,32 @@ def _given(job: Job, replication: Replication) -> Result:
 
 def without(job: Job, released: frozenset[str]) -> Job:
     """These hosts leave the job: who is left makes replicas anew, and waits for none of them."""
-    under_way = job.replication
+    under_way = job.copies.replication
     if under_way is None or not released & (under_way.hosts | under_way.giving):
         return job
-    return replace(job, replication=None)
+    return replace(job, copies=replace(job.copies, replication=None))
 
 
 def give_up(job: Job) -> Job:
     """A host is lost, with what it kept for others: they are made anew."""
-    return replace(job, replication=None, replicated=None, evacuated=None)
+    return replace(
+        job, copies=replace(job.copies, replication=None, replicated=None, evacuated=None)
+    )
 
 
 def release_older(job: Job) -> Result:
     """Let older generations go, where the newest one is committed everywhere, no start needs
     another and nothing has failed: who is lost may not be known yet, and be needed for it."""
     newest = job.newest_generation
-    if newest is None or job.uncommitted or job.phase in _NEEDING:
+    if newest is None or job.states.uncommitted or job.phase in _NEEDING:
         return job, ()
     return _keep_from(job, newest.number)
 
 
 def _keep_from(job: Job, number: int) -> Result:
-    kept = tuple(generation for generation in job.generations if generation.number >= number)
+    kept = tuple(generation for generation in job.states.generations if generation.number >= number)
     if not kept or kept[0].number != number:
         return job, ()
-    return replace(job, generations=kept), (Release(job.round, number, ()),)
+    return replace(job, states=replace(job.states, generations=kept)), (
+        Release(job.round, number, ()),
+    )

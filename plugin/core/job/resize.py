@@ -11,10 +11,7 @@ from functools import singledispatch
 from scalai.core.job import (
     archiving,
     commits,
-    evacuating,
-    examining,
     failures,
-    hangs,
     health,
     hearing,
     preemption,
@@ -26,6 +23,7 @@ from scalai.core.job import (
 )
 from scalai.core.job.deadlines import clock_of
 from scalai.core.job.failures import excuse_loss, fail
+from scalai.core.job.health import joined_anew, pardon, strike
 from scalai.core.job.membership import (
     ENDED_BY_A_LOSS,
     FALLIBLE,
@@ -39,8 +37,7 @@ from scalai.core.job.membership import (
     leaving,
     staying,
 )
-from scalai.core.job.overdue import overdue
-from scalai.core.job.quarantine import joined_anew, pardon, strike
+from scalai.core.job.overdue import hung, overdue
 from scalai.core.job.transitions import (
     NOT_BEGUN,
     UNHOOKED,
@@ -59,19 +56,11 @@ from scalai.core.job.transitions import (
     stand,
     stop_unbuilt,
     withdraw,
+    withdrawn,
     without_standby,
 )
-from scalai.core.messages import events
-from scalai.core.messages.actions import (
-    RESUMABLE,
-    Action,
-    Commit,
-    Drop,
-    Release,
-    Report,
-    Say,
-    Withdraw,
-)
+from scalai.core.messages import commands, events, reports
+from scalai.core.messages.actions import RESUMABLE, Action, CommitParts, Order, Release, Say
 
 REFILL_S = 3600.0
 """Training progress for which a failure is forgotten, in a job without a budget of its own."""
@@ -93,34 +82,45 @@ def _on(event: events.Event, job: Job) -> Result:
 
 
 @_on.register
+def _reported(event: events.Reported, job: Job) -> Result:
+    return _heard(event.report, event.host, job)
+
+
+@singledispatch
+def _heard(report: object, host: str, job: Job) -> Result:
+    raise AssertionError(f"no rule for {report!r}")
+
+
+@_on.register
 def _host_joined(event: events.HostJoined, job: Job) -> Result:
     before, is_replaced = job, event.host in job.hosts
-    host = Host(event.host, event.slots, job.joined, has_check=event.has_check)
-    job = replace(
-        hearing.forget(joined_anew(job, event.host), event.host),
-        hosts={**job.hosts, event.host: host},
-        joined=job.joined + 1,
+    host = Host(event.host, event.slots, job.health.joined, has_check=event.has_check)
+    job = hearing.forget(joined_anew(job, event.host), event.host)
+    states = replace(
+        job.states,
         generations=event.covered,
-        has_state=job.has_state or event.has_parts,
-        looking=job.looking - {event.host},  # it has looked before it joined
+        has_state=job.states.has_state or event.has_parts,
+        looking=job.states.looking - {event.host},  # it has looked before it joined
     )
+    joined = replace(job.health, joined=job.health.joined + 1)
+    job = replace(job, hosts={**job.hosts, event.host: host}, health=joined, states=states)
     asked: tuple[Action, ...] = ()
     if event.underway is None:  # else it has passed, and runs workers
         job, asked = health.joined(job, event.host)
     brought = (*asked, *_brought(event))
-    if not is_replaced or job.taking_over is not None:
+    if not is_replaced or job.takeover.pending is not None:
         job, actions = succession.joined(event, job)
         return job, (*brought, *actions)
     # What it brings counts before the loss of the one before it is judged.
-    job = replace(job, changed_at=event.at)
+    job = replace(job, change=replace(job.change, at=event.at))
     job, actions = _workers_gone(before, job, event.host, event.at)
     return job, (*brought, *actions)
 
 
 def _brought(event: events.HostJoined) -> tuple[Action, ...]:
     """What becomes of what a host brings: before a round begins, which gives up what is sealed."""
-    dropped = (Drop((event.host,), event.obsolete),) if event.obsolete else ()
-    return (*dropped, *(Commit(hosts, number) for number, hosts in event.sealed))
+    dropped = (Order((event.host,), commands.Drop(number)) for number in event.obsolete)
+    return (*dropped, *(CommitParts(hosts, number) for number, hosts in event.sealed))
 
 
 @_on.register
@@ -134,14 +134,14 @@ def _host_leaving(event: events.HostLeaving, job: Job) -> Result:
 
 def _leave(job: Job, event: events.HostLeaving) -> Result:
     """Begin the drain of a host that is marked as leaving."""
-    if job.taking_over is not None:
+    if job.takeover.pending is not None:
         return job, ()
     if job.phase is Phase.WAITING:
         return _leave_while_waiting(job, event.host)
     if event.host not in active(job) and job.phase in RESIZABLE:
         # In a start it serves its store until every rank has stepped; in a running job the hosts
         # with workers hold all that it holds.
-        if job.standby is not None and event.host in job.standby.assignment.active:
+        if job.change.standby is not None and event.host in job.change.standby.assignment.active:
             return consider(job)
         return release_leaving(job) if job.phase in TRAINING else (job, ())
     return _consider_soon(job, event.at)
@@ -152,30 +152,30 @@ def _consider_soon(job: Job, at: float) -> Result:
     stop that waits for a save, and that nothing needs any more, is taken back now."""
     if job.phase in RESIZABLE:
         return consider(job)
-    if job.phase is Phase.PREPARING and job.held and runs_as_requested(job):
+    if job.phase is Phase.PREPARING and job.stop.held and runs_as_requested(job):
         return call_off(job)
-    return replace(job, changed_at=at), ()
+    return replace(job, change=replace(job.change, at=at)), ()
 
 
-@_on.register
-def _host_staying(event: events.HostStaying, job: Job) -> Result:
+@_heard.register
+def _host_staying(report: reports.Staying, host: str, job: Job) -> Result:
     """The notice is withdrawn: a stop at which nobody has written is taken back, where the job runs
     as it is to; else the next round has the host again."""
-    if event.host not in job.hosts or not job.hosts[event.host].is_leaving:
+    if host not in job.hosts or not job.hosts[host].is_leaving:
         return job, ()
-    job = preemption.taken_back(job, event.host)
+    job = preemption.taken_back(job, host)
     has_all = job.current is not None and active(job) == job.current.members
     if job.phase in (Phase.PREPARING, Phase.DRAINING) and has_all and runs_as_requested(job):
         return call_off(job)
-    return _consider_soon(job, event.at)
+    return _consider_soon(job, job.now)
 
 
 def _leave_while_waiting(job: Job, host: str) -> Result:
     """Nothing runs: let a host go unless the state may need it. Then it stays until its drain
     timeout, and its part stays in its store."""
-    if not staying(job) and job.has_state:
+    if not staying(job) and job.states.has_state:
         return save(job)
-    if not job.has_state:
+    if not job.states.has_state:
         hosts = {name: kept for name, kept in job.hosts.items() if name != host}
         if not hosts:
             return end(job, RESUMABLE, NOT_BEGUN)
@@ -188,20 +188,28 @@ def _host_lost(event: events.HostLost, job: Job) -> Result:
     if event.host not in job.hosts:
         return job, ()
     hosts = {name: host for name, host in job.hosts.items() if name != event.host}
-    after = replace(job, hosts=hosts, generations=event.covered)
+    after = replace(job, hosts=hosts, states=replace(job.states, generations=event.covered))
     return _workers_gone(job, after, event.host, event.at)
 
 
 def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
     """A host's agent is gone, and its workers with it."""
-    job = replace(job, gone=job.gone | {host}, uncommitted=job.uncommitted - {host}, now=at)
+    job = replace(
+        job,
+        attempt=replace(job.attempt, gone=job.attempt.gone | {host}),
+        states=replace(job.states, uncommitted=job.states.uncommitted - {host}),
+        now=at,
+    )
     job, lines = strike(hearing.forget(job, host), [host])
     job, excused = excuse_loss(job, host)
     lines, job = (*lines, *excused), archiving.lose(replicating.give_up(job), [host])
     given_up: tuple[Action, ...] = ()
-    if job.standby is not None and host in job.standby.assignment.active:
+    if job.change.standby is not None and host in job.change.standby.assignment.active:
         job, given_up = without_standby(job)
-    is_full = len(before.generations) > 1 and job.phase in (Phase.DRAINING, Phase.SNAPSHOTTING)
+    is_full = len(before.states.generations) > 1 and job.phase in (
+        Phase.DRAINING,
+        Phase.SNAPSHOTTING,
+    )
     job, room = _make_room(job, host) if is_full else (job, ())
     if job.phase is not before.phase:
         return job, (*lines, *given_up, *room)
@@ -214,15 +222,17 @@ def _make_room(job: Job, host: str) -> Result:
     snapshot: the snapshot that the lost one had yet to rename is whole without it, or this stop
     comes to nothing, because no store may let go of either."""
     newest = job.newest_generation
-    if newest is None or newest.number != job.committing:
+    if newest is None or newest.number != job.states.committing:
         reason = (
-            f"host {host} is lost, without which generation {job.committing} is not whole; the "
-            "others have no room for another snapshot"
+            f"host {host} is lost, without which generation {job.states.committing} is not whole; "
+            "the others have no room for another snapshot"
         )
         return fail(job, reason, is_loss=True)
-    if job.uncommitted:
+    if job.states.uncommitted:
         return job, ()
-    return replace(job, generations=(newest,)), (Release(job.round, newest.number, ()),)
+    return replace(job, states=replace(job.states, generations=(newest,))), (
+        Release(job.round, newest.number, ()),
+    )
 
 
 def _without_workers(job: Job, host: str, at: float, was_active: bool) -> Result:
@@ -230,7 +240,7 @@ def _without_workers(job: Job, host: str, at: float, was_active: bool) -> Result
     if job.phase is Phase.SAVING and host in job.awaited:
         return end(job, 1, f"host {host} is lost before its part was saved")
     if job.phase is Phase.EXAMINING:
-        return examining.lost(job, host, was_active=was_active)
+        return starting.lost(job, host, was_active=was_active)
     if was_active and job.phase in ENDED_BY_A_LOSS:
         return fail(job, f"host {host} is lost", is_loss=True)
     if job.phase is Phase.BUILDING:
@@ -240,46 +250,51 @@ def _without_workers(job: Job, host: str, at: float, was_active: bool) -> Result
     return changed(job, at) if job.phase in RESIZABLE else (job, ())
 
 
-@_on.register
-def _slots_changed(event: events.SlotsChanged, job: Job) -> Result:
-    if event.host not in job.hosts or job.hosts[event.host].slots == event.slots:
+@_heard.register
+def _slots_changed(report: reports.Slots, host: str, job: Job) -> Result:
+    if host not in job.hosts or job.hosts[host].slots == report.slots:
         return job, ()
-    host = replace(job.hosts[event.host], slots=event.slots)
-    return changed(replace(job, hosts={**job.hosts, event.host: host}), event.at)
+    present = replace(job.hosts[host], slots=report.slots)
+    return changed(replace(job, hosts={**job.hosts, host: present}), job.now)
 
 
 @_on.register
 def _rescaled(event: events.Rescaled, job: Job) -> Result:
-    job = replace(job, assign=event.assign, max_hosts=event.max_hosts or job.max_hosts)
+    job = replace(
+        job,
+        settings=replace(
+            job.settings, assign=event.assign, max_hosts=event.max_hosts or job.settings.max_hosts
+        ),
+    )
     return _consider_soon(job, event.at)
 
 
 @_on.register
 def _ticked(event: events.Ticked, job: Job) -> Result:
     job = _refill(replace(job, now=event.at), event.newest)
-    was_barred = len(job.barred)
+    was_barred = len(job.health.barred)
     job, asked = health.ask_again(pardon(job))
-    if job.taking_over is not None:
+    if job.takeover.pending is not None:
         job, adopted = succession.ticked(job)
-        if job.taking_over is None and job.phase is Phase.WAITING:
+        if job.takeover.pending is None and job.phase is Phase.WAITING:
             for host in sorted(leaving(job)):
                 job, released = _leave_while_waiting(job, host)
                 adopted = (*adopted, *released)
         return job, (*asked, *adopted)
-    if (ended := examining.ticked(job)) is not None:
+    if (ended := starting.ticked(job)) is not None:
         return ended
-    is_settled = job.changed_at is not None and event.at - job.changed_at >= job.settle_s
-    is_again = job.again_at is not None and event.at >= job.again_at
-    if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):
+    is_settled = job.change.at is not None and event.at - job.change.at >= job.settings.settle_s
+    is_again = job.change.again_at is not None and event.at >= job.change.again_at
+    if job.phase in RESIZABLE and (is_settled or is_again or len(job.health.barred) < was_barred):
         job, actions = consider(job)
         return job, (*asked, *actions)
     job, judged = _judged_late(job)
     job, heard = hearing.ticked(job)
     asked = (*asked, *judged, *heard)
-    if stuck := hangs.hung(job, event.stalled):
+    if stuck := hung(job, event.stalled):
         return stuck[0], (*asked, *stuck[1])
     job, spaced = respacing.ticked(job)
-    job, given = evacuating.evacuate(job)
+    job, given = preemption.evacuate(job)
     job, copied = replicating.replicate(job)
     job, archived = archiving.archive(job)
     job, late = preemption.overdue(job)
@@ -292,140 +307,153 @@ def _refill(job: Job, newest: int) -> Job:
     """Take note of the steps that were made; an hour of them earns a failure that they cost."""
     if newest <= job.newest or job.phase not in TRAINING:
         return replace(job, newest=max(job.newest, newest))
-    made_s = 0.0 if job.stepped_at is None else job.now - job.stepped_at
-    job = replace(job, newest=newest, stepped_at=job.now, trained_s=job.trained_s + made_s)
-    if job.trained_s < REFILL_S or not job.does_refill:
+    made_s = 0.0 if job.budget.stepped_at is None else job.now - job.budget.stepped_at
+    job = replace(
+        job,
+        newest=newest,
+        budget=replace(job.budget, stepped_at=job.now, trained_s=job.budget.trained_s + made_s),
+    )
+    if job.budget.trained_s < REFILL_S or not job.settings.does_refill:
         return job
-    left = min(job.most_failures, job.failures_left + 1)
-    return replace(job, failures_left=left, trained_s=0.0)
+    left = min(job.settings.most_failures, job.budget.left + 1)
+    return replace(job, budget=replace(job.budget, left=left, trained_s=0.0))
 
 
-@_on.register
-def _built(event: events.Built, job: Job) -> Result:
-    if job.phase is not Phase.BUILDING or job.standby is None or event.round != job.standby.round:
+@_heard.register
+def _built(report: reports.Built, host: str, job: Job) -> Result:
+    if (
+        job.phase is not Phase.BUILDING
+        or job.change.standby is None
+        or report.round != job.change.standby.round
+    ):
         return job, ()
-    return next_phase(answered(job, event.host))
+    return next_phase(answered(job, host))
 
 
-@_on.register
-def _not_built(event: events.NotBuilt, job: Job) -> Result:
-    if job.standby is None or event.round != job.standby.round:
+@_heard.register
+def _not_built(report: reports.NotBuilt, host: str, job: Job) -> Result:
+    if job.change.standby is None or report.round != job.change.standby.round:
         return job, ()
-    return stop_unbuilt(job, f"host {event.host}: {event.reason}")
+    return stop_unbuilt(job, f"host {host}: {report.reason}")
 
 
-@_on.register
-def _prepared(event: events.Prepared, job: Job) -> Result:
-    if job.phase is not Phase.PREPARING or (event.round, event.stop) != (job.round, job.stop):
+@_heard.register
+def _prepared(report: reports.Prepared, host: str, job: Job) -> Result:
+    if job.phase is not Phase.PREPARING or (report.round, report.stop) != (
+        job.round,
+        job.stop.step,
+    ):
         return job, ()
-    held = {host: what for host, what in job.held.items() if host != event.host}
-    job = replace(answered(job, event.host), held=held)
-    return next_phase(replace(job, newest=max(job.newest, event.newest)))
+    held = {name: what for name, what in job.stop.held.items() if name != host}
+    job = replace(answered(job, host), stop=replace(job.stop, held=held))
+    return next_phase(replace(job, newest=max(job.newest, report.newest)))
 
 
-@_on.register
-def _held(event: events.Held, job: Job) -> Result:
+@_heard.register
+def _held(report: reports.Held, host: str, job: Job) -> Result:
     """What is in flight began before the stop was proposed, or on the way to it; then all ranks
     stand there with it, and train on to a later one."""
-    if (event.round, event.stop) != (job.round, job.stop):
+    if (report.round, report.stop) != (job.round, job.stop.step):
         return job, ()
     if job.phase is Phase.PREPARING:
-        return replace(job, held={**job.held, event.host: event.what}), ()
+        return replace(job, stop=replace(job.stop, held={**job.stop.held, host: report.what})), ()
     if job.phase is not Phase.DRAINING:
         return job, ()
-    hosts = tuple(sorted(active(job)))
-    job, actions = prepare(replace(job, newest=max(job.newest, event.stop)))
-    lines = Say(f"the stop at step {event.stop} is put off: {event.what}")
-    return job, (Withdraw(hosts), lines, *actions)
+    hosts = active(job)
+    job, actions = prepare(replace(job, newest=max(job.newest, report.stop)))
+    lines = Say(f"the stop at step {report.stop} is put off: {report.what}")
+    return job, (withdrawn(job, hosts), lines, *actions)
 
 
-@_on.register
-def _arrived(event: events.Arrived, job: Job) -> Result:
-    if job.phase is not Phase.DRAINING or (event.round, event.stop) != (job.round, job.stop):
+@_heard.register
+def _arrived(report: reports.Arrived, host: str, job: Job) -> Result:
+    if job.phase is not Phase.DRAINING or (report.round, report.stop) != (job.round, job.stop.step):
         return job, ()
-    if not event.differing:
-        return next_phase(answered(job, event.host))
-    text = f"host {event.host} holds replicas that differ: {event.differing}"
+    if not report.differing:
+        return next_phase(answered(job, host))
+    text = f"host {host} holds replicas that differ: {report.differing}"
     if not leaving(job):
         why = f"{text}. A change would keep one rank's values for all"
         return withdraw(replace(job, awaited=frozenset()), why)
-    job, actions = next_phase(answered(job, event.host))
+    job, actions = next_phase(answered(job, host))
     return job, (Say(f"event=replicas_differ {text}. One rank's are kept for all"), *actions)
 
 
-@_on.register
-def _written(event: events.SnapshotWritten, job: Job) -> Result:
-    if job.phase is not Phase.SNAPSHOTTING or event.round != job.round:
+@_heard.register
+def _stopped(report: reports.Stopped, host: str, job: Job) -> Result:
+    if job.phase is not Phase.STOPPING or report.round != job.round:
         return job, ()
-    return next_phase(answered(job, event.host))
+    return next_phase(replace(answered(job, host), newest=max(job.newest, report.newest)))
 
 
-@_on.register
-def _stopped(event: events.Stopped, job: Job) -> Result:
-    if job.phase is not Phase.STOPPING or event.round != job.round:
-        return job, ()
-    return next_phase(replace(answered(job, event.host), newest=max(job.newest, event.newest)))
-
-
-@_on.register
-def _workers_failed(event: events.WorkersFailed, job: Job) -> Result:
-    reason = f"workers of host {event.host} failed: {event.reason}"
-    if event.round == job.round and not event.is_refusal:
-        job, asked = health.ask(job, [event.host], reason)
-        job, actions = _failed(event, job, reason)
+@_heard.register
+def _workers_failed(report: reports.WorkersFailed, host: str, job: Job) -> Result:
+    reason = f"workers of host {host} failed: {report.reason}"
+    if report.round == job.round and not report.is_refusal:
+        job, asked = health.ask(job, [host], reason)
+        job, actions = _failed(report, host, job, reason)
         return job, (*asked, *actions)
-    return _failed(event, job, reason)
+    return _failed(report, host, job, reason)
 
 
-def _failed(event: events.WorkersFailed, job: Job, reason: str) -> Result:
-    if event.round == job.round and job.emergency is not None:
+def _failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> Result:
+    if report.round == job.round and job.emergency is not None:
         return job, (Say(reason),)
-    if event.round != job.round or job.phase not in FALLIBLE:
+    if report.round != job.round or job.phase not in FALLIBLE:
         return job, ()
     if job.phase is Phase.SNAPSHOTTING:  # what the others snapshot may be the whole state
-        job, actions = next_phase(answered(job, event.host))
+        job, actions = next_phase(answered(job, host))
         return job, (Say(reason), *actions)
-    reason = event.reason if event.is_refusal else reason
-    if (asked := examining.start_failed(event, job, reason)) is not None:
+    reason = report.reason if report.is_refusal else reason
+    if (asked := starting.start_failed(report, host, job, reason)) is not None:
         return asked
-    return fail(job, reason, is_chance=event.is_chance, is_refusal=event.is_refusal)
+    return fail(job, reason, is_chance=report.is_chance, is_refusal=report.is_refusal)
 
 
-@_on.register
-def _unhooked(event: events.Unhooked, job: Job) -> Result:
+@_heard.register
+def _unhooked(report: reports.Unhooked, host: str, job: Job) -> Result:
     """It runs as it is: no step will be told of, and no change begun."""
-    if event.round != job.round or not job.is_hooked or job.phase is not Phase.STARTING:
+    if report.round != job.round or not job.attempt.is_hooked or job.phase is not Phase.STARTING:
         return job, ()
-    job = replace(job, is_hooked=False, phase=Phase.RUNNING, awaited=frozenset(), ran=job.current)
-    text = f"event=unhooked host={event.host} a change of the job is refused: {UNHOOKED}"
-    return job, (Report(text, ()),)
+    job = replace(
+        job,
+        attempt=replace(job.attempt, is_hooked=False),
+        phase=Phase.RUNNING,
+        awaited=frozenset(),
+        change=replace(job.change, ran=job.current),
+    )
+    text = f"event=unhooked host={host} a change of the job is refused: {UNHOOKED}"
+    return job, (Say(text),)
 
 
-@_on.register
-def _hooked(event: events.Hooked, job: Job) -> Result:
-    if job.is_hooked or event.round != job.round:
+@_heard.register
+def _hooked(report: reports.Hooked, host: str, job: Job) -> Result:
+    if job.attempt.is_hooked or report.round != job.round:
         return job, ()
     # What changed meanwhile was refused.
-    return replace(job, is_hooked=True, changed_at=job.now), ()
+    return replace(
+        job, attempt=replace(job.attempt, is_hooked=True), change=replace(job.change, at=job.now)
+    ), ()
 
 
-for _rule in (commits.judged, commits.sealed, commits.skipped, commits.snapshot_judged,
-              commits.committed,
-              commits.rescue_judged, replicating.replicated, archiving.archived,
-              failures.frozen, failures.rescued, health.checked, hearing.knocked,
-              starting.progressed, starting.published, starting.restored, starting.proven,
-              examining.proof_failed, examining.examined, examining.suspected):  # fmt: skip
+for _rule in (commits.judged, commits.rescue_judged, commits.snapshot_judged, starting.proven,
+              starting.proof_failed):  # fmt: skip
     _on.register(_rule)
+for _told in (commits.sealed, commits.skipped, commits.committed, replicating.replicated,
+              archiving.archived, failures.frozen, failures.rescued, health.checked,
+              hearing.knocked, starting.moved, starting.published, starting.restored,
+              starting.examined, starting.suspected):  # fmt: skip
+    _heard.register(_told)
 
 
-@_on.register
-def _looked(event: events.Looked, job: Job) -> Result:
+@_heard.register
+def _looked(report: reports.Attached, host: str, job: Job) -> Result:
     """What lies on disks may be gone on from unasked; other hosts may still tell of more."""
-    job = replace(job, looking=job.looking - {event.host})
-    is_found = job.generations and not job.is_held_back
-    if job.phase is not Phase.WAITING or not is_found or job.changed_at is not None:
+    job = replace(job, states=replace(job.states, looking=job.states.looking - {host}))
+    is_found = job.states.generations and not job.states.is_held_back
+    if job.phase is not Phase.WAITING or not is_found or job.change.at is not None:
         return job, ()
-    return replace(job, changed_at=event.at), ()
+    return replace(job, change=replace(job.change, at=job.now)), ()
 
 
 @_on.register
@@ -433,13 +461,13 @@ def _resumed(event: events.Resumed, job: Job) -> Result:
     return consider(job) if job.phase is Phase.WAITING else (job, ())
 
 
-@_on.register
-def _stepped(event: events.Stepped, job: Job) -> Result:
-    if probing.is_of_probe(event, job):
-        return _judged_late(probing.probed(event, job))
-    if job.phase is not Phase.STARTING or event.round != job.round:
+@_heard.register
+def _stepped(report: reports.Stepped, host: str, job: Job) -> Result:
+    if probing.is_of_probe(report, job):
+        return _judged_late(probing.probed(report, host, job))
+    if job.phase is not Phase.STARTING or report.round != job.round:
         return job, ()
-    job = probing.stepped(event, answered(job, event.host))
+    job = probing.stepped(report, answered(job, host))
     if job.awaited:
         return job, ()
     return _judged(job)
@@ -460,27 +488,22 @@ def _judged_late(job: Job) -> Result:
     return _judged(job) if is_due else (job, ())
 
 
-@_on.register
-def _finished(event: events.Finished, job: Job) -> Result:
-    if event.round != job.round:
+@_heard.register
+def _finished(report: reports.Finished, host: str, job: Job) -> Result:
+    if report.round != job.round:
         return job, ()
-    job = replace(job, finished=job.finished | {event.host})
-    if not job.finished >= active(job):
+    job = replace(job, attempt=replace(job.attempt, finished=job.attempt.finished | {host}))
+    if not job.attempt.finished >= active(job):
         return job, ()
     job, unproven = prove_no_more(job, "the script has finished")
     job, actions = end(job, 0, "finished")
     return job, (*unproven, *actions)
 
 
-@_on.register
-def _saved(event: events.Saved, job: Job) -> Result:
+@_heard.register
+def _saved(report: reports.Saved, host: str, job: Job) -> Result:
     if job.phase is not Phase.SAVING:
         return job, ()
-    return next_phase(answered(job, event.host))
-
-
-@_on.register
-def _not_saved(event: events.NotSaved, job: Job) -> Result:
-    if job.phase is not Phase.SAVING:
-        return job, ()
-    return end(job, 1, f"host {event.host} could not save its part: {event.reason}")
+    if report.reason:
+        return end(job, 1, f"host {host} could not save its part: {report.reason}")
+    return next_phase(answered(job, host))

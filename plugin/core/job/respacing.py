@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from scalai.core.job.membership import TRAINING, Job, active
 from scalai.core.job.spacing import Measured, is_noticeable
-from scalai.core.messages.actions import Action, Say, Space
+from scalai.core.messages import commands
+from scalai.core.messages.actions import Action, Order, Say
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -33,7 +34,7 @@ def failed(job: Job) -> Result:
 def ticked(job: Job) -> Result:
     """Count the time that the job has trained, and tell the workers of a round what they do not
     know yet."""
-    is_training = job.phase in TRAINING and job.is_hooked and job.current is not None
+    is_training = job.phase in TRAINING and job.attempt.is_hooked and job.current is not None
     if not job.spacing.is_auto:
         return job, ()
     spacing = job.spacing.counted(job.now, _workers(job) if is_training else None)
@@ -51,9 +52,10 @@ def ticked(job: Job) -> Result:
         )
     if spacing.told == spacing.every:
         return replace(job, spacing=spacing), lines
-    begin = job.newest + spacing.lead(job.pace.step_s)
+    begin = job.newest + spacing.lead(job.change.pace.step_s)
     job = replace(job, spacing=replace(spacing, told=spacing.every))
-    return job, (*lines, Space(tuple(sorted(active(job))), begin, spacing.every))
+    told = commands.Space(job.round, begin, spacing.every)
+    return job, (*lines, Order(tuple(sorted(active(job))), told))
 
 
 def built(job: Job) -> Job:

@@ -1,12 +1,73 @@
-"""How many steps lie between two snapshots of a job, and what it has measured for that."""
+"""Durations that a job measures, and how often it is saved: the cost of a snapshot against the
+training lost at a failure.
+
+Source: J. W. Young, "A first order approximation to the optimum checkpoint interval",
+Communications of the ACM 17 (9), 1974; J. T. Daly, "A higher order estimate of the optimum
+checkpoint interval for restart dumps", Future Generation Computer Systems 22 (3), 2006, of which it
+is the first-order term. Differs in: bounds, because both the cost and the rate are estimates.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, sqrt
 from statistics import median
 from typing import Literal
 
-from scalai.core.job.young_daly import MTBF_HOURS, interval_s, mtbf_s, steps_of
+MTBF_HOURS = 50_000.0
+"""Hours of a worker between two failures, where nobody says otherwise. Meta's training of Llama 3
+had 419 unexpected interruptions in 54 days on 16,384 GPUs, which is one in 50,700 hours of a GPU
+("The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.4)."""
+
+LEAST_S, MOST_S = 10.0, 3600.0
+"""Snapshots are so far apart, at least and at most."""
+LEAST_DURATIONS = 4.0
+"""And at least so many times as long as one is written."""
+MOST_STEPS = 1_000_000
+SEEN_S = 3600.0
+"""What was seen counts as the rate of failures of so long a time, at least."""
+
+
+def mtbf_s(workers: int, mtbf_hours: float, failures: int, worker_s: float) -> float:
+    """Return how long the job trains between two failures, in seconds.
+
+    Of what is assumed, which the job's own failures correct slowly, and what was seen, which a few
+    failures make, that which fails more often.
+
+    Args:
+        workers: How many train.
+        mtbf_hours: Hours of one worker between two failures, as assumed; > 0.
+        failures: How many this job has seen, while it has trained
+        worker_s: for so many seconds, times its workers.
+    """
+    workers = max(1, workers)
+    assumed = (1 + failures) / (mtbf_hours * 3600.0 + worker_s)
+    seen = failures / max(worker_s, workers * SEEN_S)
+    return 1.0 / (workers * max(assumed, seen))
+
+
+def interval_s(cost_s: float, mtbf_s: float, write_s: float = 0.0) -> float:
+    """Return the seconds of training between two snapshots that lose the least time.
+
+    Args:
+        cost_s: By how much one makes the training longer; what is no number counts as 0.
+        mtbf_s: Between two failures; > 0.
+        write_s: How long one is written, its replicas included.
+    """
+    cost_s = cost_s if isfinite(cost_s) and cost_s > 0 else 0.0
+    write_s = write_s if isfinite(write_s) and write_s > 0 else 0.0
+    least_s = min(MOST_S, max(LEAST_S, LEAST_DURATIONS * write_s))
+    return min(MOST_S, max(least_s, sqrt(2.0 * cost_s * mtbf_s)))
+
+
+def steps_of(interval_s: float, step_s: float) -> int:
+    """Return the steps that come nearest to an interval, at least 1.
+
+    Args:
+        interval_s: In seconds.
+        step_s: A usual step; > 0.
+    """
+    return max(1, round(min(MOST_STEPS, interval_s / step_s)))
+
 
 FIRST_STEPS = 50
 """Steps between snapshots until one was measured."""
@@ -126,3 +187,134 @@ def is_noticeable(every: int, other: int) -> bool:
 def _kept(values: Iterable[float], value: float | None, *, least: float) -> tuple[float, ...]:
     is_number = value is not None and isfinite(value) and value >= least
     return (*values, *((value,) if is_number and value is not None else ()))[-KEPT:]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A snapshot at step ``begin`` (but not at 0) and at each ``every``-th behind it; 0: none."""
+
+    every: int
+    begin: int = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether a snapshot belongs to this step."""
+        is_begun = step >= max(self.begin, 1)
+        return bool(self.every) and is_begun and (step - self.begin) % self.every == 0
+
+    def at(self, step: int, told: "Schedule | None") -> "Schedule":
+        """Return which holds at a step, where another one was told: from its own ``begin`` on. Who
+        learns of it later than at that step is at once where all others are."""
+        return told if told is not None and step >= told.begin else self
+
+
+KEPT_STEPS = 32
+"""Steps whose times make up what is usual."""
+KNOWN_STEPS = 4
+"""As long as there were fewer, it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Steps of a round until now, with what lies between them.
+
+    Attributes:
+        usual: Seconds of the newest steps beside which nothing was written, newest last.
+        since: When the step under way began; None: not known.
+        over_s: How much longer than usual the steps have taken beside the present snapshot, which
+            is an estimate where a single step took less.
+        is_open: Whether there is one.
+        cost_s: What the last one has cost that is over, in seconds; None: not known.
+    """
+
+    usual: tuple[float, ...] = ()
+    since: float | None = None
+    over_s: float = 0.0
+    is_open: bool = False
+    cost_s: float | None = None
+
+    @property
+    def step_s(self) -> float | None:
+        """A usual step, in seconds; None: not known yet. Few that take much longer do not change
+        it."""
+        return median(self.usual) if len(self.usual) >= KNOWN_STEPS else None
+
+    def ended(self, now: float, *, is_beside: bool) -> "StepTimes":
+        """Return it after a step that ends now. ``is_beside``: a snapshot was written beside it, or
+        before it began."""
+        if self.since is None:
+            return replace(self, since=now)
+        took_s = now - self.since
+        times = replace(self, since=now)
+        if not is_beside:
+            if self.is_open:
+                times = replace(times, over_s=0.0, is_open=False, cost_s=max(0.0, self.over_s))
+            return replace(times, usual=(*self.usual[1 - KEPT_STEPS :], took_s))
+        step_s = self.step_s
+        if step_s is None:
+            return times
+        return replace(times, over_s=self.over_s + took_s - step_s, is_open=True)
+
+
+FIRST_WRITE_S = 5.0
+"""What a snapshot at a stop is taken to need beside the time of its bytes, until one was
+measured."""
+FIRST_RATE = 5e8
+"""Bytes a second of a host that it is taken to write, until a stop was measured."""
+WEIGHT = 0.3
+"""How much the newest step counts in what is usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of the parts of a change.
+
+    Attributes:
+        step_s: A usual step; 0: none was measured.
+        write_s: From the stop until the next round is assigned; None: never measured.
+        start_s: From there until every rank has stepped; None: never measured.
+        since: When the part under way began; None: none is measured now.
+        seen: The furthest step while the workers train, and when it was seen first.
+    """
+
+    step_s: float = 0.0
+    write_s: float | None = None
+    start_s: float | None = None
+    since: float | None = None
+    seen: tuple[int, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a drain is expected to take, in seconds: until the workers stand at one step, until
+    their state is a generation, until the others have stepped. ``is_measured``: the snapshot of an
+    earlier stop was."""
+
+    step_s: float
+    write_s: float
+    start_s: float
+    is_measured: bool
+
+    @property
+    def total_s(self) -> float:
+        return self.step_s + self.write_s + self.start_s
+
+    def __str__(self) -> str:
+        write = "as measured last" if self.is_measured else "assumed from its bytes"
+        return (
+            f"{self.total_s:.1f} s: a step {self.step_s:.1f}, the snapshot {self.write_s:.1f} "
+            f"({write}), the start of the others {self.start_s:.1f}"
+        )
+
+
+def estimate(pace: Pace, now: float, size_bytes: int) -> Estimate:
+    """Return what a drain is expected to take from ``now`` on, of a host that holds so many bytes
+    of the newest generation."""
+    under_way_s = 0.0 if pace.seen is None else now - pace.seen[1]
+    written_s, started_s = pace.write_s, pace.start_s or 0.0
+    first_s = FIRST_WRITE_S + size_bytes / FIRST_RATE
+    return Estimate(
+        max(pace.step_s, under_way_s),
+        first_s if written_s is None else written_s,
+        started_s,
+        written_s is not None,
+    )

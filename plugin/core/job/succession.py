@@ -1,18 +1,20 @@
 """The rules by which a coordinator takes the place of one that is gone, and goes on with the round
 under way.
 
-It knows nothing but what agents bring when they join it (``underway``). Once all hosts of the
+It knows nothing but what agents bring when they join it (``remembered``). Once all hosts of the
 newest round are there, or the time is over, that round is adopted: it runs on where every host's
 workers train; a stop at which some write already is gone on with, so that all do; anything else
-counts as a failure of the round, and those that live write what they have.
+counts as a failure of the round, and the survivors write their state.
 """
 
 from dataclasses import replace
 
+from scalai.core.dataset.ledger import of_run
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.job import respacing
 from scalai.core.job.failures import fail, try_again
-from scalai.core.job.membership import Assignment, Job, Phase, Start, active
-from scalai.core.job.remembering import failed_before, keep, recall
+from scalai.core.job.membership import Assignment, Attempt, FailedChange, Job, Phase, active
+from scalai.core.job.remembered import FailedRun, Remembered, Run, TakingOver, Underway
 from scalai.core.job.transitions import (
     Result,
     changed,
@@ -21,9 +23,127 @@ from scalai.core.job.transitions import (
     release_leaving,
     stop_workers,
 )
-from scalai.core.job.underway import TakingOver, Underway
-from scalai.core.messages import events
-from scalai.core.messages.actions import Action, EndWorkers, Say, TakeSnapshot, Withdraw
+from scalai.core.messages import commands, events
+from scalai.core.messages.actions import Action, Order, Say
+from scalai.core.messages.shared import JsonText
+
+MOST_FAILED = 8
+"""Of failed changes the newest are remembered."""
+
+
+def is_as_before(job: Job, before: Job) -> bool:
+    """Whether there is nothing new to remember. Asked with every event."""
+    return job is before or (
+        job.settings.max_hosts == before.settings.max_hosts
+        and job.budget.left == before.budget.left
+        and job.budget.counted_round == before.budget.counted_round
+        and job.budget.tries == before.budget.tries
+        and (job.change.ran is before.change.ran or job.change.ran == before.change.ran)
+        and job.copies.archived == before.copies.archived
+        and job.states.lost == before.states.lost
+        and job.function.known == before.function.known
+        and _failures(job) == _failures(before)
+    )
+
+
+def remember(job: Job, run: str, term: int, number: int, request: JsonText) -> Remembered:
+    """Return what hosts are to keep of a job whose run has this name."""
+    return Remembered(
+        term=term,
+        number=number,
+        request=request,
+        max_hosts=job.settings.max_hosts,
+        failures_left=job.budget.left,
+        counted_round=job.budget.counted_round,
+        tries=job.budget.tries,
+        ran=None if job.change.ran is None else _run(job.change.ran),
+        failed=_failures(job)[-MOST_FAILED:],
+        archived=job.copies.archived,
+        lost=tuple(of_run(run, each) for each in job.states.lost),
+        proven=(job.function.known, job.function.framework),
+    )
+
+
+def _failures(job: Job) -> tuple[FailedRun, ...]:
+    """Return the changes that are not tried again as things are, and those that had failed before
+    on hosts of which some have yet to come."""
+    if not job.change.failed and job.takeover.recalled is None:
+        return ()
+    there = {(host.name, host.order) for host in job.hosts.values()}
+    awaited = []
+    for each in job.takeover.recalled.failed if job.takeover.recalled is not None else ():
+        members = {name for name, count in each.run.workers if count}
+        if members - job.hosts.keys() and members & job.hosts.keys() <= job.takeover.keepers:
+            awaited.append(each)
+    known = (f for f in job.change.failed if f.members <= there)
+    return (*awaited, *(FailedRun(_run(each.assignment), each.reason) for each in known))
+
+
+def keep(job: Job, host: str, kept: Remembered | None) -> Job:
+    """Return the job after a host has joined with what it has kept under another coordinator; None:
+    nothing, because its agent is a new one."""
+    if kept is None:
+        return replace(job, takeover=replace(job.takeover, keepers=job.takeover.keepers - {host}))
+    is_later = job.takeover.recalled is None or kept.order > job.takeover.recalled.order
+    return replace(
+        job,
+        takeover=replace(
+            job.takeover,
+            keepers=job.takeover.keepers | {host},
+            recalled=kept if is_later else job.takeover.recalled,
+        ),
+    )
+
+
+def recall(job: Job) -> Job:
+    """Return the job of a new coordinator that goes by what hosts have kept."""
+    known = job.takeover.recalled
+    if known is None:
+        return job
+    return replace(
+        job,
+        settings=replace(job.settings, max_hosts=known.max_hosts),
+        budget=replace(
+            job.budget,
+            left=known.failures_left,
+            counted_round=known.counted_round,
+            tries=known.tries,
+        ),
+        change=replace(
+            job.change,
+            ran=None if known.ran is None else _assignment(known.ran),
+            failed=failed_before(job),
+        ),
+        copies=replace(job.copies, archived=known.archived),
+        states=replace(job.states, lost=known.lost),
+        function=replace(job.function, known=known.proven[0], framework=known.proven[1]),
+    )
+
+
+def failed_before(job: Job) -> tuple[FailedChange, ...]:
+    """Return the changes that had failed under another coordinator on hosts that are all there with
+    the same agents: on others they may be tried again."""
+    orders = {
+        host.name: host.order for host in job.hosts.values() if host.name in job.takeover.keepers
+    }
+    found = []
+    for each in job.takeover.recalled.failed if job.takeover.recalled is not None else ():
+        its = _assignment(each.run)
+        if its.members <= orders.keys():
+            members = frozenset((name, orders[name]) for name in its.members)
+            found.append(FailedChange(its, members, each.reason))
+    return tuple(found)
+
+
+def _run(assignment: Assignment) -> Run:
+    degrees = assignment.degrees.to_json()
+    return Run(assignment.workers, degrees, assignment.micro_batch_size, assignment.recompute)
+
+
+def _assignment(run: Run) -> Assignment:
+    degrees, why = Degrees.from_json(run.degrees), "it ran under the coordinator before"
+    return Assignment(run.workers, degrees, run.micro_batch_size, why, run.recompute)
+
 
 HEARD_S = 6.0
 """How long a new coordinator waits for a first host that has a round under way: an agent whose
@@ -35,32 +155,45 @@ before it is lost."""
 
 def begin(job: Job, at: float) -> Job:
     """Return the job of a coordinator that takes another one's place at this time."""
-    return replace(job, taking_over=TakingOver(at + HEARD_S))
+    return replace(job, takeover=replace(job.takeover, pending=TakingOver(at + HEARD_S)))
 
 
 def joined(event: events.HostJoined, job: Job) -> Result:
     """A host has joined while the job, whose member it is by now, may have a round under way."""
-    over, its, before = job.taking_over, event.underway, job.recalled
+    over, its, before = job.takeover.pending, event.underway, job.takeover.recalled
     job = keep(job, event.host, event.remembered)
-    job = replace(job, last_round=max(job.last_round, event.last_round))
-    brings = its is not None or job.recalled is not before
+    job = replace(
+        job, change=replace(job.change, last_round=max(job.change.last_round, event.last_round))
+    )
+    brings = its is not None or job.takeover.recalled is not before
     if over is None and brings and job.round == 0 and job.phase is Phase.WAITING:
         over = TakingOver(event.at)  # nothing was begun yet, however late it comes
     if over is None:
         failed = failed_before(job)
-        job = replace(job, failed=(*job.failed, *(f for f in failed if f not in job.failed)))
+        job = replace(
+            job,
+            change=replace(
+                job.change,
+                failed=(*job.change.failed, *(f for f in failed if f not in job.change.failed)),
+            ),
+        )
         return _late(event, job) if its is not None else changed(job, event.at)
     of = {host: each for host, each in over.of.items() if host != event.host}
     if its is not None:
         of[event.host] = its
         over = replace(over, until=max(over.until, event.at + ADOPT_S))
-    job = replace(job, taking_over=replace(over, of=of), changed_at=event.at, now=event.at)
+    job = replace(
+        job,
+        takeover=replace(job.takeover, pending=replace(over, of=of)),
+        change=replace(job.change, at=event.at),
+        now=event.at,
+    )
     return adopt(job) if _is_known(job) else (job, ())
 
 
 def ticked(job: Job) -> Result:
     """Time passes while the hosts of the round under way are awaited."""
-    over = job.taking_over
+    over = job.takeover.pending
     if over is None or (job.now < over.until and not _is_known(job)):
         return job, ()
     return adopt(job)
@@ -68,7 +201,7 @@ def ticked(job: Job) -> Result:
 
 def _is_known(job: Job) -> bool:
     """Whether every host of the newest round is there, with workers of it or without."""
-    over = job.taking_over
+    over = job.takeover.pending
     one = next(iter(over.of_newest(job.hosts).values()), None) if over else None
     return one is not None and one.members <= job.hosts.keys()  # all of a round name the same
 
@@ -78,39 +211,54 @@ def _late(event: events.HostJoined, job: Job) -> Result:
     part in the present one, the round has failed for its absence already."""
     assert event.underway is not None
     job, actions = changed(job, event.at)
-    return job, (EndWorkers((event.host,), event.underway.round), *actions)
+    return job, (_ends(event.host, event.underway), *actions)
+
+
+def _ends(host: str, underway: Underway) -> Order:
+    """End a host's workers of a round that the job goes on without."""
+    return Order((host,), commands.Stop(underway.round, has_written=False))
 
 
 def adopt(job: Job) -> Result:
     """Go on with the newest round that hosts have told of; with none, begin one."""
-    over = job.taking_over
+    over = job.takeover.pending
     assert over is not None
-    job, found = replace(job, taking_over=None), over.of_newest(job.hosts)
+    job, found = (
+        replace(job, takeover=replace(job.takeover, pending=None)),
+        over.of_newest(job.hosts),
+    )
     job = recall(job)
     ends: tuple[Action, ...] = tuple(
-        EndWorkers((host,), each.round)
+        _ends(host, each)
         for host, each in sorted(over.of.items())
         if host in job.hosts and host not in found
     )
     if not found:
-        return replace(job, changed_at=job.now), ends
+        return replace(job, change=replace(job.change, at=job.now)), ends
     one = next(iter(found.values()))
     gone = one.members - found.keys()
     job = replace(
         job,
         round=one.round,
-        last_round=max(job.last_round, one.round),
+        change=replace(job.change, last_round=max(job.change.last_round, one.round), at=job.now),
         current=Assignment(
             one.workers, one.layout, one.micro_batch_size, "it ran so", one.recompute
         ),
         newest=max(each.newest for each in found.values()),
-        is_hooked=all(each.is_hooked for each in found.values()),
-        gone=gone,
-        finished=frozenset(host for host, each in found.items() if each.is_finished),
-        has_state=job.has_state or any(each.is_stepping for each in found.values()),
-        start=Start(one.generation, one.members, one.members, is_proven=True),
-        stepped_at=None,
-        changed_at=job.now,
+        attempt=Attempt(
+            one.generation,
+            one.members,
+            one.members,
+            is_proven=True,
+            is_hooked=all(each.is_hooked for each in found.values()),
+            gone=gone,
+            finished=frozenset(host for host, each in found.items() if each.is_finished),
+        ),
+        states=replace(
+            job.states,
+            has_state=job.states.has_state or any(each.is_stepping for each in found.values()),
+        ),
+        budget=replace(job.budget, stepped_at=None),
     )
     job = respacing.adopted(job, {each.every for each in found.values()})
     said = Say(f"event=adopted round={one.round} hosts={','.join(sorted(found))}")
@@ -126,20 +274,26 @@ def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result
         return end(job, 0, "finished")  # others that are gone had their exit before
     if not any(each.is_stepping for each in found.values()):
         return _go_on_starting(job, found, gone)
-    hosts, ran = active(job), job.ran
-    job = replace(job, phase=Phase.RUNNING, awaited=frozenset(), ran=job.current)
+    hosts, ran = active(job), job.change.ran
+    job = replace(
+        job, phase=Phase.RUNNING, awaited=frozenset(), change=replace(job.change, ran=job.current)
+    )
     failed = _failed(found)
-    if (gone or failed) and job.counted_round == job.round:  # it counts once
-        job = replace(job, failures_left=job.failures_left + 1, counted_round=0)
+    if (gone or failed) and job.budget.counted_round == job.round:  # it counts once
+        job = replace(job, budget=replace(job.budget, left=job.budget.left + 1, counted_round=0))
     if gone:
         return fail(job, f"hosts {sorted(gone)} have no workers of the round", is_loss=True)
     if failed:
         return fail(job, f"the round had failed on hosts {failed}", is_chance=True)
     at_stop = any(each.has_arrived for each in found.values())
-    sent_on: tuple[Action, ...] = (Withdraw(tuple(sorted(hosts))),) if at_stop else ()
+    sent_on: tuple[Action, ...] = (
+        (Order(tuple(sorted(hosts)), commands.Withdraw(job.round)),) if at_stop else ()
+    )
     starting = frozenset(host for host, each in found.items() if not each.is_stepping)
     if starting:
-        return replace(job, phase=Phase.STARTING, awaited=starting, ran=ran), sent_on
+        return replace(
+            job, phase=Phase.STARTING, awaited=starting, change=replace(job.change, ran=ran)
+        ), sent_on
     job, released = release_leaving(job)
     return job, (*sent_on, *released)
 
@@ -165,10 +319,16 @@ def _failed(found: dict[str, Underway]) -> list[str]:
 def _go_on_writing(job: Job, found: dict[str, Underway]) -> Result:
     """All stand at one agreed stop, or nobody had been told to write: the others write, too."""
     left = frozenset(host for host, each in found.items() if not each.is_sealed)
-    job = replace(job, stop=next(each.stop or 0 for each in found.values() if each.is_writing))
+    step = next(each.stop or 0 for each in found.values() if each.is_writing)
+    job = replace(job, stop=replace(job.stop, step=step))
     if not left:
         return stop_workers(job, "the state was written before the coordinator was lost",
                             has_written=True)  # fmt: skip
-    job = replace(job, phase=Phase.SNAPSHOTTING, awaited=left & active(job), ran=job.current)
+    job = replace(
+        job,
+        phase=Phase.SNAPSHOTTING,
+        awaited=left & active(job),
+        change=replace(job.change, ran=job.current),
+    )
     job, actions = next_phase(job)
-    return job, (TakeSnapshot(tuple(sorted(left))), *actions)
+    return job, (Order(tuple(sorted(left)), commands.TakeSnapshot(job.round)), *actions)

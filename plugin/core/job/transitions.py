@@ -4,6 +4,7 @@ and what must be done.
 What leads to them is in ``resize``. Nothing here waits, sends or reads a clock.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from scalai.core.dataset.ledger import MOST_LOST, Lost
@@ -14,10 +15,10 @@ from scalai.core.job.deadlines import CHECKED_S, LONGEST_BACKOFF_S
 from scalai.core.job.membership import (
     RESIZABLE,
     Assignment,
+    Attempt,
     Job,
     Phase,
     Standby,
-    Start,
     active,
     forget_sealed,
     leaving,
@@ -25,29 +26,20 @@ from scalai.core.job.membership import (
     staying,
 )
 from scalai.core.job.replicating import give_up, needs_older, release_older, without
+from scalai.core.messages import commands
 from scalai.core.messages.actions import (
     RESUMABLE,
     Action,
-    Agree,
-    Build,
-    Discard,
-    Exit,
-    GiveUp,
+    BuildRound,
+    EndJob,
     GoBack,
-    Judge,
     JudgeRescue,
     JudgeSnapshot,
-    Look,
-    Prepare,
+    JudgeStop,
+    Order,
     Release,
-    Report,
-    Rescue,
-    SaveDurable,
     Say,
     StartRound,
-    StopWorkers,
-    TakeSnapshot,
-    Withdraw,
 )
 
 Result = tuple[Job, tuple[Action, ...]]
@@ -71,15 +63,15 @@ NOT_BEGUN = (
 
 def consider(job: Job) -> Result:
     """Begin a resize if the hosts now present would be assigned otherwise than they are."""
-    if job.taking_over is not None:
-        return replace(job, changed_at=job.now), ()
-    job = replace(job, changed_at=None, again_at=None)
+    if job.takeover.pending is not None:
+        return replace(job, change=replace(job.change, at=job.now)), ()
+    job = replace(job, change=replace(job.change, at=None, again_at=None))
     if job.phase is Phase.WAITING:
         return _start_round(job)
-    if not job.is_hooked:
+    if not job.attempt.is_hooked:
         return _stay(job, f"the change is not made: {UNHOOKED}")
     target = next_assignment(job)
-    if target is None and staying(job) and not job.has_durable_dir:
+    if target is None and staying(job) and not job.settings.has_durable_dir:
         reason = (
             "no allowed world fits the hosts that stay, and there is no --durable-dir to save to: "
             "going on"
@@ -87,7 +79,7 @@ def consider(job: Job) -> Result:
         return _stay(job, reason)
     if target is not None and runs_as_requested(job):
         return _stay(job, f"the change leaves the job as it is: {target.reason}")
-    if job.phase is Phase.STARTING or not job.is_elastic:
+    if job.phase is Phase.STARTING or not job.settings.is_elastic:
         return stop_workers(job, "the hosts changed")
     return _build(job, target)
 
@@ -103,23 +95,23 @@ def call_off(job: Job) -> Result:
     hosts = active(job)
     job, given_up = without_standby(job)
     # Answers to this stop may be on their way: the next one is another.
-    newest = max(job.newest, job.stop)
+    newest = max(job.newest, job.stop.step)
+    stop, change = replace(job.stop, held={}, margin=1), replace(job.change, at=None)
     job = replace(
-        job, phase=Phase.RUNNING, awaited=frozenset(), held={}, margin=1, newest=newest,
-        changed_at=None,
-    )  # fmt: skip
-    message = Say(f"the stop at step {job.stop} is called off: the job is to run as it does")
+        job, phase=Phase.RUNNING, awaited=frozenset(), newest=newest, stop=stop, change=change
+    )
+    message = Say(f"the stop at step {job.stop.step} is called off: the job is to run as it does")
     job, released = release_leaving(job) if leaving(job) - hosts else (job, ())
-    return job, (Withdraw(tuple(sorted(hosts))), *given_up, message, *released)
+    return job, (withdrawn(job, hosts), *given_up, message, *released)
 
 
 def changed(job: Job, at: float) -> Result:
     """Something changed that settles: at once where nobody else can come, else at the first tick
     after it."""
-    job = replace(job, changed_at=at)
-    if job.phase not in RESIZABLE or len(job.hosts) < job.max_hosts:
+    job = replace(job, change=replace(job.change, at=at))
+    if job.phase not in RESIZABLE or len(job.hosts) < job.settings.max_hosts:
         return job, ()
-    return consider(job) if len(staying(job)) >= job.max_hosts else (job, ())
+    return consider(job) if len(staying(job)) >= job.settings.max_hosts else (job, ())
 
 
 def _stay(job: Job, reason: str) -> Result:
@@ -136,26 +128,22 @@ def _build(job: Job, target: Assignment | None) -> Result:
     if _is_built_for(job, target):
         return prepare(job) if leaving(job) else (job, ())
     job, given_up = without_standby(job)
-    if target is None or not job.build_timeout_s:
+    if target is None or not job.settings.build_timeout_s:
         job, actions = prepare(job)
         return job, (*given_up, *actions)
-    standby = Standby(job.last_round + 1, target)
-    job = replace(
-        respacing.built(job),
-        phase=Phase.BUILDING,
-        awaited=frozenset(target.active),
-        standby=standby,
-        last_round=standby.round,
-    )
+    standby = Standby(job.change.last_round + 1, target)
+    change = replace(job.change, standby=standby, last_round=standby.round)
+    awaited = frozenset(target.active)
+    job = replace(respacing.built(job), phase=Phase.BUILDING, awaited=awaited, change=change)
     job, actions = prepare(job) if leaving(job) else (job, ())
-    return job, (*given_up, Build(standby, job.spacing.every), *actions)
+    return job, (*given_up, BuildRound(standby, job.spacing.every), *actions)
 
 
 def _is_built_for(job: Job, target: Assignment | None) -> bool:
     """Whether the workers that stand by are those of this assignment."""
-    if job.standby is None or target is None:
+    if job.change.standby is None or target is None:
         return False
-    return target.is_same_as(job.standby.assignment)
+    return target.is_same_as(job.change.standby.assignment)
 
 
 def stop_unbuilt(job: Job, reason: str) -> Result:
@@ -168,25 +156,39 @@ def stop_unbuilt(job: Job, reason: str) -> Result:
 
 def without_standby(job: Job) -> Result:
     """Give up what was on standby, if anything was."""
-    if job.standby is None:
+    if job.change.standby is None:
         return job, ()
-    return replace(job, standby=None), (GiveUp(job.standby.round),)
+    given_up = commands.GiveUp(job.change.standby.round)
+    return replace(job, change=replace(job.change, standby=None)), (
+        Order(tuple(sorted(job.hosts)), given_up),
+    )
 
 
 def prepare(job: Job) -> Result:
     """Propose a stop, a margin beyond the furthest step that is known."""
-    hosts, stop = active(job), job.newest + job.margin
-    job = replace(job, phase=Phase.PREPARING, awaited=hosts, stop=stop, held={})
-    return job, (Prepare(tuple(sorted(hosts)), stop),)
+    hosts, stop = active(job), job.newest + job.stop.margin
+    job = replace(
+        job, phase=Phase.PREPARING, awaited=hosts, stop=replace(job.stop, step=stop, held={})
+    )
+    return job, (Order(tuple(sorted(hosts)), commands.Prepare(job.round, stop)),)
 
 
 def stop_workers(job: Job, reason: str, *, has_written: bool = False) -> Result:
     """End the workers of the round. ``has_written``: they leave by themselves."""
     hosts = active(job)
-    job = replace(job, phase=Phase.STOPPING, awaited=hosts, margin=1, held={}, emergency=None)
+    job = replace(
+        job,
+        phase=Phase.STOPPING,
+        awaited=hosts,
+        stop=replace(job.stop, margin=1, held={}),
+        failure=None,
+    )
     if not hosts:
         return _start_round(job)
-    return job, (StopWorkers(tuple(sorted(hosts)), reason, has_written),)
+    return job, (
+        Say(f"event=stop_workers reason={reason!r}"),
+        Order(tuple(sorted(hosts)), commands.Stop(job.round, has_written)),
+    )
 
 
 def rescue(job: Job) -> Result:
@@ -199,8 +201,8 @@ def rescue(job: Job) -> Result:
         return go_on(job)
     step = max(steps)
     left = replace(job.emergency, steps=frozenset(steps - {step}), step=step)
-    job = replace(job, phase=Phase.RESCUING, awaited=hosts, emergency=left)
-    return job, (Rescue(tuple(sorted(hosts)), step),)
+    job = replace(job, phase=Phase.RESCUING, awaited=hosts, failure=left)
+    return job, (Order(tuple(sorted(hosts)), commands.Rescue(job.round, step)),)
 
 
 def go_on(job: Job) -> Result:
@@ -208,34 +210,42 @@ def go_on(job: Job) -> Result:
     round, or ends."""
     assert job.emergency is not None
     if job.emergency.ending:
-        return end(replace(job, emergency=None), 1, job.emergency.ending)
+        return end(replace(job, failure=None), 1, job.emergency.ending)
     return stop_workers(job, job.emergency.reason)
+
+
+def withdrawn(job: Job, hosts: Iterable[str]) -> Order:
+    """Have hosts forget the stop, proposed or agreed."""
+    return Order(tuple(sorted(hosts)), commands.Withdraw(job.round))
+
+
+def show_stacks(hosts: Iterable[str]) -> tuple[Action, ...]:
+    """Have the workers of hosts that are waited for log where they stand."""
+    awaited = tuple(sorted(hosts))
+    return (Order(awaited, commands.ShowStacks()),) if awaited else ()
 
 
 def withdraw(job: Job, reason: str) -> Result:
     """Take an agreed stop back: nobody has written yet, and the workers that wait at it go on. The
     change is tried again, later each time."""
-    hosts, slow = active(job), tuple(sorted(job.awaited & active(job)))
+    hosts, slow = active(job), job.awaited & active(job)
     job, given_up = without_standby(job)
-    later_s = min(job.drain_timeout_s * 2.0 ** min(job.withdrawn, 20), LONGEST_BACKOFF_S)
-    job = replace(
-        probing.not_probing(job),
-        phase=Phase.RUNNING,
-        awaited=frozenset(),
-        withdrawn=job.withdrawn + 1,
-        again_at=job.now + later_s,
+    later_s = min(
+        job.settings.drain_timeout_s * 2.0 ** min(job.change.withdrawn, 20), LONGEST_BACKOFF_S
     )
+    change = replace(job.change, withdrawn=job.change.withdrawn + 1, again_at=job.now + later_s)
+    job = replace(probing.not_probing(job), phase=Phase.RUNNING, awaited=frozenset(), change=change)
     text = (
         f"event=withdrawn {reason}: training goes on, and the change is tried again after "
         f"{later_s:.0f} s or when the hosts or the request change"
     )
-    return job, (Withdraw(tuple(sorted(hosts))), *given_up, Report(text, slow))
+    return job, (withdrawn(job, hosts), *given_up, Say(text), *show_stacks(slow))
 
 
 def _start_round(job: Job) -> Result:
     """No worker is alive: assign the next round, or wait, or save and leave."""
-    if job.standby is None and is_being_checked(job):
-        return _wait(replace(job, again_at=job.now + CHECKED_S))
+    if job.change.standby is None and is_being_checked(job):
+        return _wait(replace(job, change=replace(job.change, again_at=job.now + CHECKED_S)))
     target = next_assignment(job)
     source = job.newest_generation
     step = source.step if source else 0
@@ -245,35 +255,34 @@ def _start_round(job: Job) -> Result:
         job, given_up = without_standby(job)
         job, actions = save(job)
         return job, (*given_up, *actions)
-    is_held_back = job.phase is Phase.WAITING and job.is_held_back
-    if target is None or is_held_back or (job.has_state and source is None):
+    is_held_back = job.phase is Phase.WAITING and job.states.is_held_back
+    if target is None or is_held_back or (job.states.has_state and source is None):
         return _wait(job)
     reached = job.newest
-    job = probing.started(job, is_from_stop=step == job.stop)
+    job = probing.started(job, is_from_stop=step == job.stop.step)
     is_built = source is not None and _is_built_for(job, target)
     job, given_up = (job, ()) if is_built else without_standby(job)
-    number = job.standby.round if job.standby else job.last_round + 1
+    number = job.change.standby.round if job.change.standby else job.change.last_round + 1
     lost = (Lost(str(job.round), step, reached),) if reached > step else ()
+    is_same = job.current is not None and target.is_same_as(job.current)
+    last_round = max(number, job.change.last_round)
+    job = give_up(respacing.started(job, is_built=is_built))
     job = replace(
-        give_up(respacing.started(job, is_built=is_built)),
+        job,
         phase=Phase.STARTING,
-        round=number,
-        last_round=max(number, job.last_round),
-        standby=None,
-        was_standby=is_built,
-        current=target,
-        tries=job.tries if job.current is not None and target.is_same_as(job.current) else 0,
         awaited=frozenset(target.active),
-        start=Start(source.number if source else None),
-        progress={},
-        is_hooked=True,
-        gone=frozenset(),
-        finished=frozenset(),
-        uncommitted=frozenset(),
-        sealed={},
-        changed_at=None,
+        round=number,
+        current=target,
         newest=step,
-        lost=(*job.lost, *lost)[-MOST_LOST:],
+        attempt=Attempt(source.number if source else None, was_standby=is_built),
+        change=replace(job.change, at=None, standby=None, last_round=last_round),
+        budget=job.budget if is_same else replace(job.budget, tries=0),
+        states=replace(
+            job.states,
+            uncommitted=frozenset(),
+            sealed={},
+            lost=(*job.states.lost, *lost)[-MOST_LOST:],
+        ),
     )
     return job, (*given_up, *_starts(job, target, max(0, reached - step), is_built=is_built))
 
@@ -281,25 +290,27 @@ def _start_round(job: Job) -> Result:
 def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) -> tuple[Action, ...]:
     """What begins a round: everyone leaves behind what the earlier one left, and whatever is newer
     than the state that the job goes on from."""
-    everyone, source = tuple(sorted(job.hosts)), job.start.source
-    message = [Report(f"event=round {target.reason!r} generation={source}", ())]
-    lost = [Report(f"event=went_back steps_lost={steps_lost}", ())] if steps_lost else []
+    everyone, source = tuple(sorted(job.hosts)), job.attempt.source
+    message = Say(f"event=round {target.reason!r} generation={source}")
+    lost = [Say(f"event=went_back steps_lost={steps_lost}")] if steps_lost else []
     every = job.spacing.told
-    proves = bool(job.function.round)
-    start = StartRound(job.round, target, source, steps_lost, is_built, every, job.lost, proves)
-    return (*message, Discard(everyone), GoBack(everyone, source), *lost, start)
+    proves = job.function.asked is not None
+    start = StartRound(
+        job.round, target, source, steps_lost, is_built, every, job.states.lost, proves
+    )
+    return (message, Order(everyone, commands.Discard()), GoBack(everyone, source), *lost, start)
 
 
 def _unfit(job: Job) -> list[str]:
     """Hosts that would stay, and have yet to pass their health check."""
-    return sorted(job.checks.keys() & job.hosts.keys() - leaving(job))
+    return sorted(job.health.checks.keys() & job.hosts.keys() - leaving(job))
 
 
 def is_being_checked(job: Job) -> bool:
     """Whether a host that would take part has just been asked whether it is healthy: the answer is
     worth a moment. Not of one that joins a job which trains without it."""
     expected = job.current.members if job.current else job.hosts.keys()
-    asked = [job.checks[host] for host in _unfit(job) if host in expected]
+    asked = [job.health.checks[host] for host in _unfit(job) if host in expected]
     return any(c.is_asked and not c.failures and job.now - c.since < CHECKED_S for c in asked)
 
 
@@ -314,25 +325,27 @@ def _wait(job: Job) -> Result:
 def _look(job: Job) -> Result:
     """Nothing in memory is whole any more, and the job begins to wait: what do disks hold? At a
     start the agents have just told that."""
-    is_lost = job.has_durable_dir and job.has_state and not job.generations
+    is_lost = job.settings.has_durable_dir and job.states.has_state and not job.states.generations
     if job.phase is Phase.WAITING or not is_lost or not job.hosts:
         return job, ()
     hosts = tuple(sorted(job.hosts))
-    return replace(job, looking=frozenset(hosts)), (Look(hosts),)
+    return replace(job, states=replace(job.states, looking=frozenset(hosts))), (
+        Order(hosts, commands.Look()),
+    )
 
 
 def missing(job: Job) -> str:
     """What a job waits for that cannot begin its round."""
     hosts = staying(job)
-    fits = bool(hosts) and job.assign(hosts, present(job)) is not None
-    found = job.obstacle or _NOT_WHOLE
+    fits = bool(hosts) and job.settings.assign(hosts, present(job)) is not None
+    found = job.states.obstacle or _NOT_WHOLE
     if not fits:
-        why = job.why_not(hosts, present(job))
+        why = job.settings.why_not(hosts, present(job))
         found = f"for hosts: {why}" if why else "for hosts"
     checked = [
         f"; host {host} "
         + (f"fails its health check: {check.reason}" if check.reason else "runs its health check")
-        for host, check in ((host, job.checks[host]) for host in _unfit(job))
+        for host, check in ((host, job.health.checks[host]) for host in _unfit(job))
     ]
     return f"waiting, {len(job.hosts)} hosts present, {found}{''.join(checked)}"
 
@@ -340,8 +353,8 @@ def missing(job: Job) -> str:
 def save(job: Job) -> Result:
     """Nobody can go on: the newest generation goes to the durable directory, and the job ends
     resumable. Where no host has asked to leave, the last one was lost: the job waits for others."""
-    source = None if job.is_held_back else job.newest_generation
-    if not job.hosts or source is None or not job.has_durable_dir:
+    source = None if job.states.is_held_back else job.newest_generation
+    if not job.hosts or source is None or not job.settings.has_durable_dir:
         if staying(job) or _unfit(job) or not leaving(job):
             job, looked = _look(job)
             job = replace(job, phase=Phase.WAITING, awaited=frozenset())
@@ -361,18 +374,22 @@ def save(job: Job) -> Result:
         )
     hosts = source.hosts & frozenset(job.hosts)
     job = replace(job, phase=Phase.SAVING, awaited=hosts)
-    return job, (SaveDurable(tuple(sorted(hosts)), source.number),)
+    return job, (Order(tuple(sorted(hosts)), commands.Save(source.number)),)
 
 
 def _has_made_nothing(job: Job) -> bool:
     """Whether no step was made that anybody has kept: to begin anew loses nothing."""
-    return job.is_elastic and job.is_hooked and not (job.has_state or job.newest)
+    return (
+        job.settings.is_elastic
+        and job.attempt.is_hooked
+        and not (job.states.has_state or job.newest)
+    )
 
 
 def end(job: Job, code: int, reason: str) -> Result:
     """Every agent ends with this exit code."""
     return replace(job, phase=Phase.ENDED, awaited=frozenset()), (
-        Exit(tuple(sorted(job.hosts)), code, reason),
+        EndJob(tuple(sorted(job.hosts)), code, reason),
     )
 
 
@@ -383,8 +400,10 @@ def release_leaving(job: Job) -> Result:
     job = lose(without(replace(job, hosts=hosts), released), released)
     # Older generations stay while some host has yet to rename its part of the newest, or to make
     # its replicas.
-    source = None if job.uncommitted or needs_older(job) else job.newest_generation
-    job = replace(job, generations=(source,) if source else job.generations)
+    source = None if job.states.uncommitted or needs_older(job) else job.newest_generation
+    job = replace(
+        job, states=replace(job.states, generations=(source,) if source else job.states.generations)
+    )
     return job, (Release(job.round, source.number if source else None, tuple(sorted(released))),)
 
 
@@ -401,25 +420,31 @@ def next_phase(job: Job) -> Result:
         return prepare(job)
     if job.phase is Phase.PREPARING:
         hosts = tuple(sorted(active(job)))
-        if job.newest < job.stop:
+        if job.newest < job.stop.step:
             job, waited = prove_no_more(job, "a further change has begun")
             job, judged = judge_sealed(job)
-            job = replace(job, phase=Phase.DRAINING, awaited=frozenset(hosts), margin=1, held={})
-            is_full = len(job.generations) > 1  # so there is no room for the snapshot at the stop
-            job, room = release_older(job) if is_full else (job, ())
+            job = replace(
+                job,
+                phase=Phase.DRAINING,
+                awaited=frozenset(hosts),
+                stop=replace(job.stop, margin=1, held={}),
+            )
+            # Two generations leave no room for the snapshot at the stop.
+            job, room = release_older(job) if len(job.states.generations) > 1 else (job, ())
             job = probing.agreed(job)
-            return job, (*waited, *judged, *room, Agree(hosts, job.stop, bool(job.function.round)))
-        job, actions = prepare(replace(job, margin=2 * job.margin))
-        return job, (Withdraw(hosts), *actions)
+            agreed = commands.Agree(job.round, job.stop.step, job.function.asked is not None)
+            return job, (*waited, *judged, *room, Order(hosts, agreed))
+        job, actions = prepare(replace(job, stop=replace(job.stop, margin=2 * job.stop.margin)))
+        return job, (withdrawn(job, hosts), *actions)
     if job.phase is Phase.DRAINING and active(job):
         hosts = tuple(sorted(active(job)))
         return replace(job, phase=Phase.SNAPSHOTTING, awaited=frozenset(hosts)), (
-            TakeSnapshot(hosts),
+            Order(hosts, commands.TakeSnapshot(job.round)),
         )
     if job.phase in (Phase.DRAINING, Phase.SNAPSHOTTING):
         # A host that came back may have brought what it had sealed.
         hosts = tuple(sorted(set(job.current.active if job.current else ()) & set(job.hosts)))
-        return replace(job, phase=Phase.SNAPSHOTTING), (Judge(hosts),)
+        return replace(job, phase=Phase.SNAPSHOTTING), (JudgeStop(hosts),)
     if job.phase is Phase.FREEZING:
         return rescue(job)
     if job.phase is Phase.RESCUING:
@@ -435,12 +460,11 @@ def next_phase(job: Job) -> Result:
         saved = "saved to the durable directory; the same command resumes from there"
         return end(job, RESUMABLE, saved)
     assert job.phase is Phase.STARTING, job.phase
-    running = replace(
-        job, phase=Phase.RUNNING, tries=0, withdrawn=0, stepped_at=None, was_start_killed=False,
-    )  # fmt: skip
-    # Else it may yet go back to what ran.
-    running = running if job.function.is_waiting else replace(running, ran=job.current)
-    return release_leaving(running)
+    # While its function waits to be judged, the job may yet go back to what ran.
+    ran = job.change.ran if job.function.is_waiting else job.current
+    change = replace(job.change, withdrawn=0, ran=ran)
+    budget = replace(job.budget, tries=0, stepped_at=None, was_start_killed=False)
+    return release_leaving(replace(job, phase=Phase.RUNNING, budget=budget, change=change))
 
 
 def prove_no_more(job: Job, why: str) -> Result:
@@ -448,17 +472,21 @@ def prove_no_more(job: Job, why: str) -> Result:
     if not job.function.is_waiting:
         return job, ()
     job, lines = probing.unproven(job, f"{why} before the old workers had told of their step")
-    return replace(job, ran=job.current), lines
+    return replace(job, change=replace(job.change, ran=job.current)), lines
 
 
 def stand(job: Job) -> Result:
     """The change of the present round stands, and so does what its workers have sealed."""
-    return judge_sealed(replace(job, ran=job.current))
+    return judge_sealed(replace(job, change=replace(job.change, ran=job.current)))
 
 
 def judge_sealed(job: Job, reason: str = "snapshot") -> Result:
     """Have those snapshots on the way judged that every host with workers has answered for."""
-    due = [name for name in sorted(job.sealed, key=step_of) if job.sealed[name] >= active(job)]
+    due = [
+        name
+        for name in sorted(job.states.sealed, key=step_of)
+        if job.states.sealed[name] >= active(job)
+    ]
     for name in due:
         job = forget_sealed(job, name)
     return job, tuple(JudgeSnapshot(reason, name) for name in due)

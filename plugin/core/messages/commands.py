@@ -185,8 +185,8 @@ class Rescue:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Say where the workers are: the job waits for them."""
+class ShowStacks:
+    """The job waits for the workers: have them log where they stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class Archive:
 
     order: int
     generation: int
-    own_only: bool
+    own_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ class Exit:
 
 Command = (
     Remember | Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw
-    | TakeSnapshot | Report | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop
+    | TakeSnapshot | ShowStacks | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop
     | Drop | Save | Archive | FinishArchive | Retire | Replicate | Examine | Doubt | Look
     | CheckHealth | Knock | Exit
 )  # fmt: skip

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from scalai.core.job.pace import Pace
+from scalai.core.job.spacing import Pace
 from scalai.core.planner.reconfiguration import RELAUNCH_S
 
 

@@ -89,7 +89,7 @@ def test_what_not_all_have_written_is_not_shown(tmp_path: Path) -> None:
                 world.act(host, what)
         for what in ("net", "workers"):
             world.act("c", what)
-        if world.live.state.archiving is None:  # else it would write its part
+        if world.live.state.copies.archiving is None:  # else it would write its part
             world.act("c", "work")
     lose(world, "c")
     world.go_on(60.0)
@@ -145,7 +145,7 @@ def test_what_an_earlier_run_left_on_the_disk_is_gone_back_to_by_a_person_only(
     for host in "abc":
         world.add(host)
     world.go_on(60.0)
-    assert world.is_training() and not world.live.state.archived, world.log
+    assert world.is_training() and not world.live.state.copies.archived, world.log
     lose(world, "a", "b")
     world.go_on(60.0)
     assert world.phase is Phase.WAITING, world.log

@@ -67,14 +67,14 @@ def test_a_damaged_part_is_fetched_anew_from_who_has_it_at_no_further_restart(
 ) -> None:
     """All hold all of it, or the other one keeps a replica."""
     world = training(tmp_path, is_replicated=is_replicated)
-    newest, left = world.newest_whole(), world.live.state.failures_left
+    newest, left = world.newest_whole(), world.live.state.budget.left
     world.hosts["a"].damage(what, 4)
     assert world.newest_whole() == newest
     fail(world)
     world.go_on(300.0)
     assert world.is_training(), world.log[-30:]
     assert logged(world, "event=damage generation=")
-    assert world.live.state.failures_left == left - 1, "the worker that died"
+    assert world.live.state.budget.left == left - 1, "the worker that died"
     assert {generation for _, generation in world.started[1:]} == {newest}
 
 

@@ -11,7 +11,6 @@ from scalai.core.host.events import NoRoom, Reserved, SealDone
 from scalai.core.job.deadlines import FREEZE_ALL_S
 from scalai.core.job.membership import Phase
 from scalai.core.messages import commands, reports
-from scalai.core.messages import events as job_events
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     AwaitFreeze,
@@ -74,12 +73,12 @@ def logged(world: World, text: str) -> bool:
 
 def test_a_host_that_is_lost_costs_no_step_where_others_hold_the_state(tmp_path: Path) -> None:
     world, step = trained(tmp_path)
-    left = world.live.state.failures_left
+    left = world.live.state.budget.left
     world.kill("b", is_disk_lost=True)
     world.go_on(120.0)
     assert world.is_training() and begun_at(world) == step, world.log
     assert logged(world, f"event=rescued committed=2 step={step}"), world.log
-    assert world.live.state.failures_left == left and not logged(world, "event=went_back")
+    assert world.live.state.budget.left == left and not logged(world, "event=went_back")
 
 
 def test_a_worker_that_is_killed_costs_no_step_where_others_hold_its_state(tmp_path: Path) -> None:
@@ -157,12 +156,12 @@ def test_a_failure_on_the_way_to_a_stop_costs_no_step(tmp_path: Path) -> None:
 
 def test_the_loss_that_was_the_failure_costs_no_restart(tmp_path: Path) -> None:
     world, step = trained(tmp_path)
-    left = world.live.state.failures_left
+    left = world.live.state.budget.left
     world.hosts["b"].is_silent = True
     fail(world, "a")
     world.go_on(180.0)
     assert world.is_training() and begun_at(world) == step, world.log
-    assert logged(world, "which was the failure") and world.live.state.failures_left == left
+    assert logged(world, "which was the failure") and world.live.state.budget.left == left
 
 
 def test_a_job_without_restarts_ends_with_what_lives(tmp_path: Path) -> None:
@@ -204,10 +203,12 @@ def test_who_was_killed_is_named_though_its_end_is_seen_after_others_have_raised
     host.train()
     host.ask(RankFailed(0, 1, "Connection closed by peer"))
     host.tick()
-    assert "failed" not in host.reported(), "a process closes its connections before it has ended"
+    assert "workers_failed" not in host.reported(), (
+        "a process closes its connections before it has ended"
+    )
     host.feed(events.GroupOver(1, ("rank 1 was killed by SIGKILL",), is_chance=True))
     host.tick(9.0)
-    (failed,) = [each for each in host.reports() if isinstance(each, reports.Failed)]
+    (failed,) = [each for each in host.reports() if isinstance(each, reports.WorkersFailed)]
     assert failed.reason == "rank 1 was killed by SIGKILL"
 
 
@@ -217,13 +218,13 @@ def test_who_raises_is_named_where_nobody_was_killed() -> None:
     host.ask(RankFailed(0, 1, "ValueError: no such token"))
     for _ in range(9):
         host.tick()
-    (failed,) = [each for each in host.reports() if isinstance(each, reports.Failed)]
+    (failed,) = [each for each in host.reports() if isinstance(each, reports.WorkersFailed)]
     assert failed.reason == "rank 0: ValueError: no such token"
 
 
 def test_workers_are_asked_at_once_and_written_when_it_is_wanted() -> None:
     host = frozen_host({0: 9, 1: 9})
-    assert host.reports()[-1] == job_events.Frozen("a", 1, (9,))
+    assert host.reports()[-1] == reports.Frozen(1, (9,))
     assert not orders(host), "nothing is written before the job says of which step"
     host.obey(commands.Rescue(1, 9))
     assert orders(host) == [0, 1]
@@ -234,7 +235,7 @@ def test_workers_are_asked_at_once_and_written_when_it_is_wanted() -> None:
     host.feed(SealDone(1, seal.slot, b"manifest"))
     sealed, done = host.reports()[-2:]
     assert isinstance(sealed, reports.Sealed) and sealed.reason == "emergency"
-    assert done == job_events.Rescued("a", 1, 9)
+    assert done == reports.Rescued(1, 9)
 
 
 def test_another_rank_writes_what_a_torn_one_should_have_written() -> None:
@@ -259,15 +260,15 @@ def test_who_cannot_write_is_done_without_at_once() -> None:
 
 def test_who_does_not_answer_is_done_without() -> None:
     host = frozen_host({0: 9})
-    assert not any(isinstance(report, job_events.Frozen) for report in host.reports())
+    assert not any(isinstance(report, reports.Frozen) for report in host.reports())
     host.tick(FREEZE_ALL_S + 0.1)
-    assert host.reports()[-1] == job_events.Frozen("a", 1, (9,))
+    assert host.reports()[-1] == reports.Frozen(1, (9,))
 
 
 def test_nobody_that_lives_writes_where_none_stands_at_the_step() -> None:
     host = frozen_host({0: 9, 1: 9})
     host.obey(commands.Rescue(1, 10))
-    assert host.reports()[-1] == job_events.Rescued("a", 1, 10) and not orders(host)
+    assert host.reports()[-1] == reports.Rescued(1, 10) and not orders(host)
     host.obey(commands.Rescue(1, 9))
     assert orders(host) == [0, 1], "of an earlier step they do"
 
@@ -287,15 +288,15 @@ def rescued_behind_a_snapshot() -> tuple[LawHost, Any]:
     host.obey(commands.Rescue(1, 9))
     assert not host.all(actions.Seal)[1:], "the one before is being sealed"
     host.feed(SealDone(1, slot, b"manifest"))
-    assert not any(isinstance(r, job_events.Rescued) for r in host.reports())
+    assert not any(isinstance(r, reports.Rescued) for r in host.reports())
     return host, slot
 
 
 def test_a_store_without_room_writes_nothing_and_says_so() -> None:
     host, _ = rescued_behind_a_snapshot()
     host.feed(NoRoom(1, "full"))
-    assert host.reports()[-1] == job_events.Rescued("a", 1, 9)
-    assert not any(isinstance(r, reports.Failed) for r in host.reports())
+    assert host.reports()[-1] == reports.Rescued(1, 9)
+    assert not any(isinstance(r, reports.WorkersFailed) for r in host.reports())
 
 
 def test_files_are_made_where_there_are_none() -> None:

@@ -207,7 +207,7 @@ def test_two_hosts_that_do_not_hear_each_other_do_not_stop_the_others(tmp_path: 
     world.go_on(900.0)
     assert logged(world, "event=unheard b and c do not hear each other"), world.log
     assert world.is_training() and len(world.live.state.current.active) == 2, world.log
-    assert world.furthest() > (number, step) and world.live.state.failures_left >= 8, world.log
+    assert world.furthest() > (number, step) and world.live.state.budget.left >= 8, world.log
     world.broken.clear()
     world.go_on(900.0)
     assert world.is_training() and len(world.live.state.current.active) == 3, world.log
@@ -331,7 +331,7 @@ def test_a_save_that_is_in_flight_puts_a_change_off(tmp_path: Path) -> None:
     world.begin_save()
     world.scale(2)
     world.go_on(60.0)
-    assert world.phase is Phase.PREPARING and world.live.state.held, world.log
+    assert world.phase is Phase.PREPARING and world.live.state.stop.held, world.log
     world.end_save()
     world.go_on(60.0)
     assert world.is_training() and world.live.state.current.degrees.world_size == 2, world.log
@@ -339,12 +339,12 @@ def test_a_save_that_is_in_flight_puts_a_change_off(tmp_path: Path) -> None:
 
 def test_a_proof_that_fails_once_costs_no_restart(tmp_path: Path) -> None:
     world = two_hosts(tmp_path)
-    left = world.live.state.failures_left
+    left = world.live.state.budget.left
     world.hosts["a"].is_spoilt = True
     world.scale(2)
     world.go_on(120.0)
     assert logged(world, "the restored state is not the written one"), world.log
-    assert world.is_training() and world.live.state.failures_left == left, world.log
+    assert world.is_training() and world.live.state.budget.left == left, world.log
     assert world.started[-1][1] == world.started[-2][1] is not None
 
 

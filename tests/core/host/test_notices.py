@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core.job.pace import Pace
+from scalai.core.job.spacing import Pace
 from support.simulated_workers import use_real_time, use_virtual_time
 from support.two_laws import World
 

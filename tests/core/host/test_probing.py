@@ -5,8 +5,7 @@ import pytest
 from scalai.core.host import actions
 from scalai.core.host.events import Agreed, GroupEnded, GroupOver, GroupSeen, GroupStarted, SealDone
 from scalai.core.job.function_proof import PROOF_S, Numbers
-from scalai.core.messages import commands
-from scalai.core.messages import events as job_events
+from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import BeginSnapshot, RankStepped, RankWritten
 from support.law_host import LawHost
@@ -41,8 +40,8 @@ def tell(host: LawHost, rank: int, loss: float | None = None) -> None:
     host.ask(RankStepped(rank, 1, 9, None, Numbers(loss, 2.0, framework="f")))
 
 
-def stepped(host: LawHost) -> list[job_events.Stepped]:
-    return [each for each in host.reports() if isinstance(each, job_events.Stepped)]
+def stepped(host: LawHost) -> list[reports.Stepped]:
+    return [each for each in host.reports() if isinstance(each, reports.Stepped)]
 
 
 def test_where_the_next_workers_stand_by_the_old_ones_go_on_beside_them(host: LawHost) -> None:
@@ -55,11 +54,11 @@ def test_where_the_next_workers_stand_by_the_old_ones_go_on_beside_them(host: La
     assert stepped(host)[-1].round == 1 and stepped(host)[-1].numbers is None, "of the first step"
     tell(host, 1, 5.0)
     assert len(host.all(actions.AnswerCall)) == answers + 2, "they leave, and their memory is free"
-    assert stepped(host)[-1] == job_events.Stepped("a", 1, NUMBERS)
+    assert stepped(host)[-1] == reports.Stepped(1, NUMBERS)
     host.feed(GroupOver(1, ("rank 0 was killed",)))
     assert host.all(actions.EndGroup) == [actions.EndGroup(1, 0.0)]
     host.feed(GroupEnded(1, 8))
-    assert host.reported().count("stopped") == 1 and "failed" not in host.reported()
+    assert host.reported().count("stopped") == 1 and "workers_failed" not in host.reported()
     assert host.state.probing is None and host.state.round is not None
 
 
@@ -69,7 +68,7 @@ def test_who_makes_the_step_for_too_long_beside_the_next_round_is_ended(host: La
     host.tick(PROOF_S - 1)
     assert not host.all(actions.EndGroup)
     host.tick(2)
-    assert stepped(host)[-1] == job_events.Stepped("a", 1, None), "nobody waits for its numbers"
+    assert stepped(host)[-1] == reports.Stepped(1, None), "nobody waits for its numbers"
     host.tick(2)
     assert host.all(actions.EndGroup) == [actions.EndGroup(1, 0.0)]
 
@@ -95,7 +94,7 @@ def test_a_step_that_hangs_or_is_left_out_ends_the_round_too(host: LawHost, is_l
     else:
         host.tick(1, GroupSeen(ended={0: 0, 1: 0}))
     assert host.all(actions.EndGroup) == [actions.EndGroup(1, 0.0)]
-    assert stepped(host)[-1] == job_events.Stepped("a", 1, None)
+    assert stepped(host)[-1] == reports.Stepped(1, None)
 
 
 @pytest.mark.parametrize("has_told", [True, False])
@@ -108,7 +107,7 @@ def test_who_dies_in_the_step_is_told_of_at_once_with_what_the_others_know(
     if has_told:
         tell(host, 1, 5.0)
     host.feed(GroupOver(1, ("rank 0 was killed",)))
-    assert stepped(host)[-1] == job_events.Stepped("a", 1, NUMBERS if has_told else None)
+    assert stepped(host)[-1] == reports.Stepped(1, NUMBERS if has_told else None)
 
 
 def test_workers_that_have_told_of_the_step_before_the_end_hold_up_nothing(host: LawHost) -> None:

@@ -119,10 +119,10 @@ def test_a_crash_loop_gets_no_restarts_from_new_coordinators(tmp_path: Path) -> 
     for left in (1, 0):
         world.kill_worker("a", 0)
         world.go_on(120.0)
-        assert world.is_training() and world.live.state.failures_left == left, world.log[-8:]
+        assert world.is_training() and world.live.state.budget.left == left, world.log[-8:]
         world.replace_coordinator()
         world.go_on(30.0)
-        assert world.is_training() and world.live.state.failures_left == left, world.log[-8:]
+        assert world.is_training() and world.live.state.budget.left == left, world.log[-8:]
     world.kill_worker("a", 0)
     world.go_on(120.0)
     assert world.phase is Phase.ENDED and world.live.exit_code == 1, world.log[-8:]
@@ -134,14 +134,14 @@ def test_a_failure_counts_once_though_two_coordinators_hear_of_it(
     tmp_path: Path, phase: Phase
 ) -> None:
     world = training(tmp_path)
-    left = world.live.state.failures_left
+    left = world.live.state.budget.left
     world.kill_worker("a", 0)
     until(world, phase)
     all_hear(world)
     world.replace_coordinator()
     world.go_on(150.0)
     assert world.is_training(), world.log[-8:]
-    assert world.live.state.failures_left == left - 1, world.log
+    assert world.live.state.budget.left == left - 1, world.log
 
 
 def failed_change(folder: Path) -> World:
@@ -150,7 +150,7 @@ def failed_change(folder: Path) -> World:
     world.add("c")
     world.hosts["c"].cannot_start = True
     world.go_on(200.0)
-    assert world.is_training() and world.live.state.failed, world.log
+    assert world.is_training() and world.live.state.change.failed, world.log
     return world
 
 
@@ -162,7 +162,7 @@ def test_a_change_that_has_failed_is_not_tried_again_under_a_new_coordinator(
     for _ in range(2):
         world.replace_coordinator()
         world.go_on(120.0)
-        assert world.is_training() and world.live.state.failed, world.log[-8:]
+        assert world.is_training() and world.live.state.change.failed, world.log[-8:]
         assert world.started == started, world.log[-8:]
 
 
@@ -204,7 +204,7 @@ def test_what_has_failed_is_known_though_its_host_comes_to_the_second_coordinato
 
 def test_a_change_that_fails_under_a_new_coordinator_goes_back_to_what_ran(tmp_path: Path) -> None:
     world = training(tmp_path)
-    left = world.live.state.failures_left
+    left = world.live.state.budget.left
     world.add("c")
     world.hosts["c"].cannot_start = True
     world.go_on(2.0)
@@ -212,8 +212,8 @@ def test_a_change_that_fails_under_a_new_coordinator_goes_back_to_what_ran(tmp_p
     all_hear(world)
     world.replace_coordinator()
     world.go_on(300.0)
-    assert world.is_training() and world.live.state.failures_left == left, world.log
-    assert set(world.live.state.current.active) == {"a", "b"} and world.live.state.failed
+    assert world.is_training() and world.live.state.budget.left == left, world.log
+    assert set(world.live.state.current.active) == {"a", "b"} and world.live.state.change.failed
 
 
 def test_what_the_job_has_brought_to_the_disk_is_known_to_the_next_coordinator(
@@ -221,11 +221,11 @@ def test_what_the_job_has_brought_to_the_disk_is_known_to_the_next_coordinator(
 ) -> None:
     world = training(tmp_path, snapshot_every=7, archive_every_s=30.0)
     world.go_on(120.0)
-    archived = world.live.state.archived
+    archived = world.live.state.copies.archived
     assert archived, world.log
     world.replace_coordinator()
     world.go_on(12.0)
-    assert world.live.state.archived[: len(archived)] == archived, world.log
+    assert world.live.state.copies.archived[: len(archived)] == archived, world.log
 
 
 def test_steps_that_were_lost_are_told_to_workers_of_later_coordinators_rounds(
@@ -236,15 +236,17 @@ def test_steps_that_were_lost_are_told_to_workers_of_later_coordinators_rounds(
     for name in "ab":
         world.kill(name, is_disk_lost=False)
     world.go_on(120.0)
-    lost = world.live.state.lost
+    lost = world.live.state.states.lost
     assert world.is_training() and lost, world.log[-8:]
     named = [f"{world.live.run}-{each.round}" for each in lost]
     for _ in range(2):
         world.replace_coordinator()
         world.go_on(30.0)
         assert world.is_training(), world.log[-8:]
-        assert [each.round for each in world.live.state.lost] == named
-        assert [each.until for each in world.live.state.lost] == [each.until for each in lost]
+        assert [each.round for each in world.live.state.states.lost] == named
+        assert [each.until for each in world.live.state.states.lost] == [
+            each.until for each in lost
+        ]
     heard: list[str] = []
     start = world.live._starter.start
 

@@ -22,7 +22,6 @@ from scalai.core.host.events import (
 from scalai.core.host.rounds import ENDED
 from scalai.core.host.state import Slot
 from scalai.core.messages import commands, reports
-from scalai.core.messages import events as job_events
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     BeginSnapshot,
@@ -110,7 +109,7 @@ def test_what_was_not_promised_is_left_to_the_coordinator() -> None:
     host = LawHost()
     restoring(host)
     host.feed(reports.Unproven(1, "2 pieces"))
-    assert host.reported()[-1] == "unproven" and "failed" not in host.reported()
+    assert host.reported()[-1] == "unproven" and "workers_failed" not in host.reported()
     host.feed(reports.Unproven(7, "of an earlier round"))
     assert host.reported().count("unproven") == 1
 
@@ -154,7 +153,9 @@ def test_what_was_on_standby_and_is_gone_fails_the_round_that_counts_on_it() -> 
     assert actions.EndGroup(2, 0.0) in host.done
     host.obey(start(2, 0, 2, is_built=True))
     failed = host.reports()[-1]
-    assert isinstance(failed, reports.Failed) and "what was on standby is gone" in failed.reason
+    assert (
+        isinstance(failed, reports.WorkersFailed) and "what was on standby is gone" in failed.reason
+    )
     host.obey(commands.Stop(2, False))
     assert host.reported()[-1] != "stopped", "those that were on standby are being ended"
     host.feed(GroupEnded(2, 0))
@@ -170,7 +171,11 @@ def test_workers_that_cannot_be_started_end_no_agent() -> None:
     host.obey(start(3))
     host.feed(GroupNotStarted(3, "no page"))
     failed = host.reports()[-1]
-    assert isinstance(failed, reports.Failed) and failed.round == 3 and "no page" in failed.reason
+    assert (
+        isinstance(failed, reports.WorkersFailed)
+        and failed.round == 3
+        and "no page" in failed.reason
+    )
     host.obey(commands.Stop(3, False))
     assert host.reported()[-1] == "stopped" and not host.all(actions.EndGroup)
 
@@ -211,7 +216,7 @@ def test_workers_that_are_being_ended_are_told_nothing_and_ended_once() -> None:
     done = len(host.done)
     host.obey(commands.Stop(1, False))
     host.obey(commands.Prepare(1, 12))
-    host.obey(commands.Report())
+    host.obey(commands.ShowStacks())
     host.tick(1.0)
     assert host.done[done:] == []
     host.feed(GroupEnded(1, 9))
@@ -249,7 +254,7 @@ def test_steps_ends_and_failures_of_workers_are_told_of_once() -> None:
     other.train()
     other.feed(GroupOver(1, ("rank 1 was killed by SIGKILL",), False, True))
     other.feed(WorkFailed(None, "and no room"))
-    failed = [report for report in other.reports() if isinstance(report, reports.Failed)]
+    failed = [report for report in other.reports() if isinstance(report, reports.WorkersFailed)]
     assert len(failed) == 1 and failed[0].is_chance
 
 
@@ -262,7 +267,7 @@ def test_a_worker_that_refuses_the_job_ends_the_round_and_not_a_training_beside_
     assert host.reported()[-1] == "not_built" and host.state.standby is None
     host.ask(RankRefused(0, 1, "not this one either"))
     failed = host.reports()[-1]
-    assert isinstance(failed, reports.Failed) and failed.is_refusal
+    assert isinstance(failed, reports.WorkersFailed) and failed.is_refusal
 
 
 def test_a_script_that_nothing_connects_is_told_of_once_and_may_connect_itself() -> None:
@@ -297,7 +302,7 @@ def test_what_there_is_no_room_for_is_committed_later() -> None:
     assert host.all(actions.DiscardSealed) == [actions.DiscardSealed(frozenset({"r-1-7"}))]
     host.tick()
     assert host.all(actions.TryCommit)[-1].is_again
-    host.feed(job_events.Committed("a", 3))
+    host.feed(reports.Committed(3))
     assert host.reported() == ["committed"]
     host.tick()
     assert len(host.all(actions.TryCommit)) == 2

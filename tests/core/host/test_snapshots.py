@@ -21,7 +21,6 @@ from scalai.core.host.events import (
 )
 from scalai.core.job.remembered import Remembered
 from scalai.core.messages import commands, reports
-from scalai.core.messages import events as job_events
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.messages.worker_messages import (
     AwaitSlot,
@@ -93,14 +92,14 @@ def test_while_nobody_commits_the_two_newest_snapshots_stay_and_older_ones_go() 
     # It is back, and has heard of all of them.
     host.obey(commands.Commit(3, "r-1-7", None, {}))
     host.feed(events.NothingToCommit(3, "sealed"))
-    assert host.reports()[-2:] == [reports.Doubted(3, None), job_events.Committed("a", 3)]
+    assert host.reports()[-2:] == [reports.Doubted(3, None), reports.Committed(3)]
     host.obey(commands.Commit(4, "r-1-21", None, {}))
-    host.feed(job_events.Committed("a", 4))
+    host.feed(reports.Committed(4))
     snapshot(host, 35)
     host.feed(SealDone(1, slot, b""))
     host.tick(seen=GroupSeen(newest=37))
     assert len(host.all(commands.DropSnapshot)) == 2, "one that has its number is not given up"
-    assert "failed" not in host.reported()
+    assert "workers_failed" not in host.reported()
 
 
 def test_a_snapshot_that_is_missing_and_was_not_given_up_fails_its_round() -> None:
@@ -110,7 +109,7 @@ def test_a_snapshot_that_is_missing_and_was_not_given_up_fails_its_round() -> No
     host.feed(SealDone(1, slot, b""))
     host.obey(commands.Commit(3, "r-1-7", None, {}))
     host.feed(events.NothingToCommit(3, "sealed"))
-    assert "failed" in host.reported()
+    assert "workers_failed" in host.reported()
 
 
 def test_a_snapshot_says_of_which_runs_it_comes() -> None:
@@ -167,7 +166,7 @@ def test_a_round_that_trains_goes_on_without_room_and_takes_it_when_it_is_there(
     host.feed(Holds(frozenset({1})))
     host.feed(NoRoom(1, "no room."))
     assert "no room. Until there is room the training goes on" in host.log()
-    assert "failed" not in host.reported()
+    assert "workers_failed" not in host.reported()
     before = len(host.all(actions.Reserve))
     host.tick(snapshots.AGAIN_S - 1)
     assert len(host.all(actions.Reserve)) == before, "not yet"
@@ -202,7 +201,7 @@ def test_a_host_without_room_refuses_a_job_that_begins_and_fails_a_round_of_one_
     host.feed(events.GroupStarted(1))
     host.publish()
     host.feed(NoRoom(1, "no room."))
-    (failure,) = [r for r in host.reports() if isinstance(r, reports.Failed)]
+    (failure,) = [r for r in host.reports() if isinstance(r, reports.WorkersFailed)]
     assert failure.is_refusal is not is_restoring and "no room." in failure.reason
 
 
@@ -213,7 +212,7 @@ def test_a_snapshot_that_is_wanted_at_a_stop_and_finds_no_room_fails_the_round()
     host.tick(snapshots.AGAIN_S + 1)
     host.feed(NoRoom(1, "no room."))
     failed = host.reports()[-1]
-    assert isinstance(failed, reports.Failed)
+    assert isinstance(failed, reports.WorkersFailed)
     assert failed.reason == "making room for a snapshot: no room."
 
 
@@ -263,8 +262,8 @@ def test_a_snapshot_on_the_way_that_has_no_files_is_done_without(how: str) -> No
     assert "skipped" not in host.reported(), "the other rank has yet to come to it"
     second = host.ask(BeginSnapshot(1, 1, "snapshot", 9))
     assert host.answers()[second] is None
-    assert host.reports()[-1] == job_events.Skipped("a", 1, "r-1-9")
-    assert "failed" not in host.reported()
+    assert host.reports()[-1] == reports.Skipped(1, "r-1-9")
+    assert "workers_failed" not in host.reported()
     host.feed(Holds(frozenset({2})))
     host.tick(snapshots.LONGEST_AGAIN_S)
     host.feed(Reserved(1, MadeSlot(range(2))))
@@ -291,7 +290,7 @@ def test_a_stop_waits_for_no_snapshot_on_the_way_that_has_no_files() -> None:
     host.agree(10)
     host.tick(1.0)
     assert [host.answers()[call] for call in calls] == [None, None]
-    assert host.reports()[-1] == job_events.Skipped("a", 1, "r-1-9")
+    assert host.reports()[-1] == reports.Skipped(1, "r-1-9")
     for rank in range(2):
         host.ask(BeginSnapshot(rank, 1, "stop", 10))
     host.obey(commands.TakeSnapshot(1))
@@ -313,7 +312,9 @@ def test_a_rank_that_cannot_write_is_left_out_and_trains_on() -> None:
     assert host.answers()[call] is None and "No space left" in host.log()
     host.ask(written(1))
     (seal,) = host.all(actions.Seal)
-    assert set(seal.parts) == {1} and not seal.taken_over and "failed" not in host.reported()
+    assert (
+        set(seal.parts) == {1} and not seal.taken_over and "workers_failed" not in host.reported()
+    )
 
 
 def test_where_no_rank_can_write_the_files_are_kept_for_the_next_snapshot() -> None:
@@ -323,7 +324,7 @@ def test_where_no_rank_can_write_the_files_are_kept_for_the_next_snapshot() -> N
         host.ask(BeginSnapshot(rank, 1, "snapshot", 7))
     for rank in range(2):
         host.ask(RankUnwritten(rank, 1, 7, "full"))
-    assert host.reports()[-1] == job_events.Skipped("a", 1, "r-1-7") and not host.all(actions.Seal)
+    assert host.reports()[-1] == reports.Skipped(1, "r-1-7") and not host.all(actions.Seal)
     assert snapshot(host, 9).slot is slot
 
 
@@ -361,11 +362,11 @@ def test_a_snapshot_on_the_way_that_cannot_be_sealed_is_done_without() -> None:
     host.train()
     snapshot(host)
     host.feed(WorkFailed(1, "sealing the snapshot: no room for the manifest."))
-    assert host.reports()[-1] == job_events.Skipped("a", 1, "r-1-7")
+    assert host.reports()[-1] == reports.Skipped(1, "r-1-7")
     assert "event=snapshot_skipped step=7 sealing the snapshot" in host.log()
     host.feed(Holds(frozenset({1})))
     host.feed(Reserved(1, MadeSlot(range(2))))
-    assert snapshot(host, 9).step == 9 and "failed" not in host.reported()
+    assert snapshot(host, 9).step == 9 and "workers_failed" not in host.reported()
 
 
 def test_a_snapshot_at_a_stop_that_cannot_be_sealed_fails_the_round() -> None:
@@ -380,7 +381,7 @@ def test_a_snapshot_at_a_stop_that_cannot_be_sealed_fails_the_round() -> None:
     host.feed(WorkFailed(1, "sealing the snapshot: no room for the manifest."))
     assert "no room for the manifest" in str(host.reports()[-1])
     host.feed(WorkFailed(1, "and again"))
-    assert host.reported().count("failed") == 1
+    assert host.reported().count("workers_failed") == 1
 
 
 def test_what_a_worker_says_when_its_snapshot_was_sealed_without_it_is_answered() -> None:

@@ -12,9 +12,8 @@ from scalai.core.host.events import (
     SealDone,
     WorkerGone,
 )
-from scalai.core.messages import commands
-from scalai.core.messages import events as job_events
-from scalai.core.messages.reports import Failed
+from scalai.core.messages import commands, reports
+from scalai.core.messages.reports import WorkersFailed
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     BeginSnapshot,
@@ -47,7 +46,7 @@ def host() -> LawHost:
 def test_a_stop_is_proposed_and_reported_as_far_as_the_workers_are(host: LawHost) -> None:
     host.obey(commands.Prepare(1, 8), FREE)
     assert host.done[-2:] == [actions.WantStop(1, 0), commands.Prepare(1, 8)]
-    host.feed(job_events.Prepared("a", 1, 8, 7))
+    host.feed(reports.Prepared(1, 8, 7))
     (prepared,) = host.reports()
     assert (prepared.stop, prepared.newest, prepared.round) == (8, 7, 1)  # type: ignore[union-attr]
 
@@ -165,7 +164,7 @@ def test_replicas_that_differ_at_a_stop_are_named_before_anybody_writes(
         for rank, value in enumerate((5, other))
     ]
     arrived = host.reports()[-1]
-    assert isinstance(arrived, job_events.Arrived) and arrived.differing == named
+    assert isinstance(arrived, reports.Arrived) and arrived.differing == named
     assert not set(calls) & set(host.answers())
 
 
@@ -215,10 +214,12 @@ def test_a_worker_that_dies_before_the_stop_fails_the_round() -> None:
     host.train()
     host.agree(8)
     host.feed(WorkerGone(1, 1, GroupSeen()))
-    assert "failed" not in host.reported(), "how it ends tells"
+    assert "workers_failed" not in host.reported(), "how it ends tells"
     host.tick(seen=GroupSeen(ended={1: -9}))
     failed = host.reports()[-1]
-    assert isinstance(failed, Failed) and failed.is_chance and "ranks [1] died" in failed.reason
+    assert (
+        isinstance(failed, WorkersFailed) and failed.is_chance and "ranks [1] died" in failed.reason
+    )
 
 
 def test_workers_that_have_finished_on_the_way_to_a_stop_are_told_of_once() -> None:

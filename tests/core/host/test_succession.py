@@ -243,7 +243,7 @@ def test_a_request_that_workers_are_built_for_is_not_forgotten(tmp_path: Path) -
     world.scale(2)
     step_by_step(world, 6)
     assert world.phase in (Phase.BUILDING, Phase.PREPARING)
-    built = world.live.state.last_round
+    built = world.live.state.change.last_round
     world.replace_coordinator()
     world.go_on(120.0)
     assert world.is_training() and len(world._workers()) == 2

@@ -5,7 +5,7 @@ import pytest
 from scalai.core.degrees.assignment import make_assign
 from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.degrees.policy import DegreePolicy
-from scalai.core.job.ahead import NEWCOMER, changes_ahead, plans_ahead
+from scalai.core.job.assigning import NEWCOMER, changes_ahead, plans_ahead
 from support.membership_choice import ran
 
 FOUR = tuple((name, 2) for name in "abcd")

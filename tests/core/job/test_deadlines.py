@@ -9,7 +9,7 @@ from scalai.core.job import membership as m
 from scalai.core.job.deadlines import ANSWER_S, GONE_S, JOIN_S, LIMITS, STORE_READY_S, TABLE, TELL_S
 from scalai.core.job.membership import active
 from scalai.core.job.resize import advance
-from scalai.core.messages import actions, events
+from scalai.core.messages import actions, events, reports
 from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
 from support.membership_simulation import Simulation, job
@@ -18,8 +18,9 @@ EXIT_GRACE_S = Settings("a", is_elastic=True, drain_timeout_s=120.0).exit_grace_
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
-def reports(simulation: Simulation) -> list[str]:
-    return [action.text for action in simulation.logged if isinstance(action, actions.Report)]
+def reported_lines(simulation: Simulation) -> list[str]:
+    lines = (action.text for action in simulation.logged if isinstance(action, actions.Say))
+    return [line for line in lines if line.startswith("event=")]
 
 
 def test_every_phase_has_its_line_and_the_docs_repeat_it() -> None:
@@ -62,13 +63,13 @@ def test_a_stop_that_a_rank_does_not_come_to_is_taken_back_and_tried_again_later
     assert simulation.job.phase is m.Phase.RUNNING
     simulation.deliver()
     assert not simulation.hosts["a"].stands and not simulation.snapshots
-    assert "tried again after 20 s" in reports(simulation)[-1]
+    assert "tried again after 20 s" in reported_lines(simulation)[-1]
     simulation.wake(simulation.hosts["b"])
     simulation.pass_time(60.0, 5.0)
     simulation.settle()
     last = rounds(simulation)[-1]
     assert last.assignment.degrees.world_size == 2 and last.steps_lost == 0
-    assert simulation.job.failures_left == 3 and simulation.job.withdrawn == 0
+    assert simulation.job.budget.left == 3 and simulation.job.change.withdrawn == 0
 
 
 def test_a_change_of_replicas_that_differ_is_refused_by_name_and_the_job_trains_on() -> None:
@@ -78,8 +79,8 @@ def test_a_change_of_replicas_that_differ_is_refused_by_name_and_the_job_trains_
     until(simulation, m.Phase.DRAINING)
     simulation.deliver()
     assert simulation.job.phase is m.Phase.RUNNING and not simulation.snapshots
-    assert not simulation.hosts["a"].stands and simulation.job.failures_left == 3
-    assert "replicas that differ: 'param/w' on ranks [0, 1]" in reports(simulation)[-1]
+    assert not simulation.hosts["a"].stands and simulation.job.budget.left == 3
+    assert "replicas that differ: 'param/w' on ranks [0, 1]" in reported_lines(simulation)[-1]
 
 
 def test_replicas_that_differ_keep_no_host_from_leaving_and_are_named() -> None:
@@ -117,21 +118,21 @@ def test_each_further_try_of_such_a_change_comes_later() -> None:
     simulation.pass_time(1000.0, 1.0)
     waits = [
         text.split("tried again after ")[1].split()[0]
-        for text in reports(simulation)
+        for text in reported_lines(simulation)
         if "withdrawn" in text
     ]
     assert waits[:4] == ["10", "20", "40", "80"]
 
 
 def test_a_start_that_makes_no_progress_goes_back_to_what_ran() -> None:
-    simulation = two_hosts(start_timeout_s=100.0, failures_left=0)
+    simulation = two_hosts(start_timeout_s=100.0, left=0)
     simulation.feed(events.Rescaled(assign_all(allowed=(2, 3)), simulation.now))
     until(simulation, m.Phase.STARTING)
     simulation.hosts["b"].is_hung = True
     simulation.pass_time(95.0, 5.0)
     assert simulation.job.phase is m.Phase.STARTING
-    assert "b (nothing so far)" in reports(simulation)[-1]
-    simulation.feed(events.Progressed("b", simulation.job.round, "published"))
+    assert "b (nothing so far)" in reported_lines(simulation)[-1]
+    simulation.feed(events.Reported("b", reports.Moved(simulation.job.round, 1 << 30)))
     simulation.pass_time(95.0, 5.0)
     assert simulation.job.phase is m.Phase.STARTING, "the clock begins anew with each progress"
     simulation.pass_time(20.0, 5.0)
@@ -139,15 +140,15 @@ def test_a_start_that_makes_no_progress_goes_back_to_what_ran() -> None:
     last = rounds(simulation)[-1]
     # The host that did not hang waits for it, and has made no step.
     assert last.assignment.degrees.world_size == 4 and last.steps_lost == 0
-    assert simulation.job.phase is m.Phase.RUNNING and simulation.job.failures_left == 0
+    assert simulation.job.phase is m.Phase.RUNNING and simulation.job.budget.left == 0
 
 
 def test_a_first_start_that_makes_no_progress_is_a_failure() -> None:
-    simulation = Simulation(job(max_hosts=1, start_timeout_s=100.0, failures_left=1))
+    simulation = Simulation(job(max_hosts=1, start_timeout_s=100.0, left=1))
     simulation.join("a", 2)
     simulation.hosts["a"].is_hung = True
     simulation.pass_time(150.0, 10.0)
-    assert simulation.job.failures_left == 0 and simulation.job.phase is m.Phase.RUNNING
+    assert simulation.job.budget.left == 0 and simulation.job.phase is m.Phase.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_a_host_that_does_not_answer_counts_as_lost_where_others_can_go_on(
     simulation.pass_time(300.0, 10.0)
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a"}
-    assert simulation.job.failures_left == 3
+    assert simulation.job.budget.left == 3
 
 
 def test_a_host_that_has_nothing_to_commit_is_not_waited_for() -> None:
@@ -198,7 +199,7 @@ def test_a_stop_without_workers_that_were_lost_is_not_taken_back_for_their_new_a
     simulation.deliver()
     simulation.tick(1.0)
     simulation.tick(21.0)
-    assert simulation.job.phase is m.Phase.STOPPING and simulation.job.failures_left == 2
+    assert simulation.job.phase is m.Phase.STOPPING and simulation.job.budget.left == 2
 
 
 def test_a_host_that_is_not_lost_all_the_same_is_asked_for_again_after_as_long() -> None:
@@ -223,7 +224,7 @@ def test_the_only_host_is_waited_for_and_told_of() -> None:
     simulation.hosts["a"].is_silent = True
     simulation.pass_time(400.0, 5.0)
     assert simulation.job.phase is m.Phase.PREPARING and "a" in simulation.hosts
-    assert 2 <= len(reports(simulation)) <= 4
+    assert 2 <= len(reported_lines(simulation)) <= 4
     simulation.heal()
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING
@@ -233,7 +234,7 @@ def test_who_waits_for_hosts_says_so_every_minute() -> None:
     simulation = Simulation(job(assign=assign_all(minimum=2)))
     simulation.join("a", 2)
     simulation.pass_time(200.0, 5.0)
-    assert [text.split(" since")[0] for text in reports(simulation)] == [
+    assert [text.split(" since")[0] for text in reported_lines(simulation)] == [
         "event=slow phase=waiting"
     ] * 3
 
@@ -244,34 +245,42 @@ def test_a_script_that_has_ended_on_every_host_while_a_stop_waits_has_ended() ->
     until(simulation, m.Phase.DRAINING)
     for name in "ab":
         simulation.hosts[name].is_done = True
-        simulation.feed(events.Finished(name, simulation.job.round))
+        simulation.feed(events.Reported(name, reports.Finished(simulation.job.round)))
     assert [(e.hosts, e.code) for e in simulation.exits] == [(("a", "b"), 0)]
 
 
 def test_a_refusal_ends_a_first_start_with_its_own_words_and_a_change_goes_back() -> None:
     first = Simulation(job(max_hosts=1))
     first.join("a", 2)
-    refused = events.WorkersFailed("a", first.job.round, "no such model", is_refusal=True)
+    refused = events.Reported(
+        "a", reports.WorkersFailed(first.job.round, "no such model", is_refusal=True)
+    )
     first.feed(refused)
     assert [(e.code, e.reason) for e in first.exits] == [(3, "no such model")]
-    simulation = two_hosts(failures_left=0)
+    simulation = two_hosts(left=0)
     simulation.feed(events.Rescaled(assign_all(allowed=(2,)), simulation.now))
     until(simulation, m.Phase.STARTING)
     round = simulation.job.round
-    simulation.feed(events.WorkersFailed("a", round, "not with DP 2", is_refusal=True))
+    simulation.feed(
+        events.Reported("a", reports.WorkersFailed(round, "not with DP 2", is_refusal=True))
+    )
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING
     assert rounds(simulation)[-1].assignment.degrees.world_size == 4
-    assert [failed.reason for failed in simulation.job.failed] == ["not with DP 2"]
+    assert [failed.reason for failed in simulation.job.change.failed] == ["not with DP 2"]
 
 
 def test_what_a_signal_killed_is_tried_once_more_before_it_goes_back() -> None:
-    simulation = two_hosts(failures_left=0)
+    simulation = two_hosts(left=0)
     simulation.feed(events.Rescaled(assign_all(allowed=(2,)), simulation.now))
     for _ in range(2):
         until(simulation, m.Phase.STARTING)
         assert rounds(simulation)[-1].assignment.degrees.world_size == 2
-        simulation.feed(events.WorkersFailed("a", simulation.job.round, "killed", is_chance=True))
+        simulation.feed(
+            events.Reported(
+                "a", reports.WorkersFailed(simulation.job.round, "killed", is_chance=True)
+            )
+        )
         while simulation.job.phase is m.Phase.STOPPING:
             simulation.answer(simulation.waiting()[0])
     simulation.settle()
@@ -284,8 +293,8 @@ def test_a_change_that_failed_is_tried_again_once_a_host_of_it_has_joined_anew()
     simulation.join("c", 2)
     simulation.settle()
     assert active(simulation.job) == {"a", "b"} and len(rounds(simulation)) == 3
-    simulation.feed(events.SlotsChanged("c", 1, simulation.now))
-    simulation.feed(events.SlotsChanged("c", 2, simulation.now))
+    simulation.feed(events.Reported("c", reports.Slots(1)))
+    simulation.feed(events.Reported("c", reports.Slots(2)))
     simulation.settle()
     assert len(rounds(simulation)) == 3, "nothing of it is new"
     simulation.cannot_run.clear()
@@ -297,7 +306,7 @@ def test_a_change_that_failed_is_tried_again_once_a_host_of_it_has_joined_anew()
 
 
 def test_where_hosts_may_come_and_go_the_loss_of_one_is_no_failure() -> None:
-    simulation = two_hosts(failures_left=0, is_loss_free=True)
+    simulation = two_hosts(left=0, is_loss_free=True)
     simulation.lose("b")
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a"}
@@ -305,15 +314,15 @@ def test_where_hosts_may_come_and_go_the_loss_of_one_is_no_failure() -> None:
 
 def test_an_hour_of_steps_earns_a_failure_back_where_nobody_gave_a_budget() -> None:
     simulation = two_hosts(does_refill=True)
-    simulation.feed(events.WorkersFailed("a", simulation.job.round, "died"))
+    simulation.feed(events.Reported("a", reports.WorkersFailed(simulation.job.round, "died")))
     simulation.settle()
-    assert simulation.job.failures_left == 2
+    assert simulation.job.budget.left == 2
     simulation.pass_time(7200.0)
-    assert simulation.job.failures_left == 2, "time without steps earns nothing"
+    assert simulation.job.budget.left == 2, "time without steps earns nothing"
     for _ in range(75):
         simulation.train(1)
         simulation.tick(60.0)
-    assert simulation.job.failures_left == 3
+    assert simulation.job.budget.left == 3
 
 
 def test_a_host_that_is_lost_again_and_again_waits_and_the_others_train_on() -> None:
@@ -328,7 +337,7 @@ def test_a_host_that_is_lost_again_and_again_waits_and_the_others_train_on() -> 
     simulation.join("c", 2)
     simulation.feed(events.Ticked(simulation.now + 2.0, 0))
     assert len(rounds(simulation)) == made and simulation.job.phase is m.Phase.RUNNING
-    assert "c" in simulation.job.barred
+    assert "c" in simulation.job.health.barred
     simulation.pass_time(300.0, 5.0)
     assert "c" in active(simulation.job)
 
@@ -349,14 +358,14 @@ def test_a_script_that_nothing_hooks_is_never_stopped_for_a_change() -> None:
     simulation.join("a", 2)
     simulation.tick(2.0)
     simulation.hosts["a"].is_hung = True  # no step will be told of
-    simulation.feed(events.Unhooked("a", simulation.job.round))
+    simulation.feed(events.Reported("a", reports.Unhooked(simulation.job.round)))
     simulation.join("b", 2)
     simulation.feed(events.HostLeaving("b", simulation.now))
     simulation.feed(events.Rescaled(assign_all(allowed=(1,)), simulation.now))
     simulation.pass_time(7200.0)
     assert simulation.job.phase is m.Phase.RUNNING and len(rounds(simulation)) == 1
-    assert any("nothing hooks" in text for text in reports(simulation))
-    hooked, _ = advance(simulation.job, events.Hooked("a", simulation.job.round))
-    assert hooked.is_hooked
+    assert any("nothing hooks" in text for text in reported_lines(simulation))
+    hooked, _ = advance(simulation.job, events.Reported("a", reports.Hooked(simulation.job.round)))
+    assert hooked.attempt.is_hooked
     hooked, _ = advance(hooked, events.Ticked(simulation.now + 2.0, 0))
     assert hooked.phase is m.Phase.PREPARING, "what was refused is met"

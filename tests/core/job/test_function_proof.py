@@ -9,7 +9,6 @@ from scalai.core.job import membership as m
 from scalai.core.job import probing
 from scalai.core.job.function_proof import (
     PROOF_S,
-    FunctionProof,
     Numbers,
     Remade,
     Spread,
@@ -19,9 +18,10 @@ from scalai.core.job.function_proof import (
 )
 from scalai.core.job.membership import active
 from scalai.core.job.probing import key_of
-from scalai.core.job.remembering import recall, remember
-from scalai.core.messages import actions, events
+from scalai.core.job.succession import recall, remember
+from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import JsonText
+from support.law_jobs import but
 from support.membership_jobs import rounds, two_hosts, until
 from support.membership_simulation import Simulation
 
@@ -107,7 +107,9 @@ def test_the_coordinator_warns_of_steps_that_a_recovery_makes_otherwise() -> Non
     job, text = probing.made(simulation.job, [(6, 5.0, 2.0), (7, 4.9, 2.0)])
     simulation.job = job
     assert not text
-    simulation.feed(events.WorkersFailed("a", job.round, "killed", is_chance=True))
+    simulation.feed(
+        events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
+    )
     simulation.settle()
     job, text = probing.made(simulation.job, [(6, 5.0, 2.0)])
     assert not text and job.function.remade.spread.steps == 1
@@ -130,14 +132,16 @@ def test_with_dropout_steps_are_compared_with_those_of_the_same_layout_alone() -
     job, text = probing.made(simulation.job, [(20, 5.01, 2.0)])
     assert not text, "other degrees have other random streams"
     simulation.job = job
-    simulation.feed(events.WorkersFailed("a", job.round, "killed", is_chance=True))
+    simulation.feed(
+        events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
+    )
     simulation.settle()
     assert "step 20 computes otherwise" in probing.made(simulation.job, [(20, 5.02, 2.0)])[1]
 
 
 def training(policy: str = "auto", **settings: object) -> Simulation:
     """Return a job on a and b with two workers each, that knows the numbers of its steps."""
-    simulation = two_hosts(max_hosts=3, function=FunctionProof(policy), **settings)
+    simulation = two_hosts(max_hosts=3, proves=policy, **settings)
     job = simulation.job
     job = replace(job, function=replace(job.function, framework=HERE.framework))
     assert job.current is not None
@@ -155,12 +159,12 @@ def change(simulation: Simulation, before: Numbers | None, after: Numbers | None
     until(simulation, m.Phase.STOPPING)
     if before is not None:
         for host in "ab":
-            simulation.feed(events.Stepped(host, simulation.job.round, before))
+            simulation.feed(events.Reported(host, reports.Stepped(simulation.job.round, before)))
     simulation.settle()
 
 
 def probes(simulation: Simulation) -> list[bool]:
-    return [each.probes for each in simulation.logged if isinstance(each, actions.Agree)]
+    return [each.probes for each in simulation.logged if isinstance(each, commands.Agree)]
 
 
 def said(simulation: Simulation, word: str) -> list[str]:
@@ -185,7 +189,7 @@ def test_a_change_that_computes_the_same_stands_and_is_not_proven_again() -> Non
 
 def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_and_stays_there(
 ) -> None:  # fmt: skip
-    simulation = training(failures_left=0)
+    simulation = training(left=0)
     change(simulation, HERE, replace(HERE, norm=2.114))
     (warning,) = said(simulation, "function_differs")
     assert "2.061" in warning and "2.114" in warning
@@ -193,8 +197,8 @@ def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_an
     tried, back = rounds(simulation)[-2:]
     assert back.generation == tried.generation, "the state of the stop, which nobody has changed"
     assert tried.proves and not back.proves
-    assert simulation.job.failures_left == 0
-    simulation.feed(events.Rescaled(simulation.job.assign, simulation.now))
+    assert simulation.job.budget.left == 0
+    simulation.feed(events.Rescaled(simulation.job.settings.assign, simulation.now))
     simulation.settle()
     assert len(rounds(simulation)) == 3, "it is not tried again"
 
@@ -203,12 +207,12 @@ def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_an
 def test_where_what_ran_needs_a_host_that_is_gone_or_leaves_the_job_goes_on_and_it_is_said(
     *, is_lost: bool
 ) -> None:
-    simulation = training(failures_left=0)
+    simulation = training(left=0)
     simulation.computed = {2: replace(HERE, norm=2.114)}
     simulation.feed(events.HostLeaving("b", simulation.now))
     simulation.tick()
     until(simulation, m.Phase.STOPPING)
-    simulation.feed(events.Stepped("a", simulation.job.round, HERE))
+    simulation.feed(events.Reported("a", reports.Stepped(simulation.job.round, HERE)))
     until(simulation, m.Phase.STARTING)
     if is_lost:
         simulation.lose("b")
@@ -216,25 +220,27 @@ def test_where_what_ran_needs_a_host_that_is_gone_or_leaves_the_job_goes_on_and_
     assert len(said(simulation, "function_differs")) == 1
     assert said(simulation, "nothing to go back to")
     assert simulation.job.phase is m.Phase.RUNNING and simulation.job.hosts.keys() == {"a"}
-    assert len(rounds(simulation)) == 2 and simulation.job.failures_left == 0
+    assert len(rounds(simulation)) == 2 and simulation.job.budget.left == 0
 
 
 def test_a_round_that_goes_on_from_an_older_state_is_not_compared_with_the_step_behind_the_stop(
 ) -> None:  # fmt: skip
-    simulation = training(failures_left=5)
-    older = simulation.job.generations
+    simulation = training(left=5)
+    older = simulation.job.states.generations
     simulation.computed = {4: HERE, 6: replace(HERE, loss=5.3)}
     simulation.join("c", 2)
     simulation.tick()
     until(simulation, m.Phase.STOPPING)
     for host in "ab":
-        simulation.feed(events.Stepped(host, simulation.job.round, HERE))
+        simulation.feed(events.Reported(host, reports.Stepped(simulation.job.round, HERE)))
     until(simulation, m.Phase.STARTING)
     simulation.known = {one.number: simulation.known[one.number] for one in older}
     job = m.replace_generations(simulation.job, simulation.covered())
     simulation.job = job
-    assert job.newest_generation is not None and job.newest_generation.step < job.stop
-    simulation.feed(events.WorkersFailed("a", job.round, "killed", is_chance=True))
+    assert job.newest_generation is not None and job.newest_generation.step < job.stop.step
+    simulation.feed(
+        events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
+    )
     simulation.settle()
     assert rounds(simulation)[-1].generation == older[-1].number
     assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b", "c"}
@@ -245,7 +251,9 @@ def test_a_recovery_behind_a_proven_change_is_not_reported_as_proven() -> None:
     simulation = training()
     change(simulation, HERE, HERE)
     assert simulation.job.function.found.startswith("proven")
-    simulation.feed(events.WorkersFailed("a", simulation.job.round, "killed", is_chance=True))
+    simulation.feed(
+        events.Reported("a", reports.WorkersFailed(simulation.job.round, "killed", is_chance=True))
+    )
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING and not simulation.job.function.found
 
@@ -261,7 +269,7 @@ def test_a_change_whose_numbers_are_missing_stands_and_it_is_said_once(
 
 
 def test_a_script_that_tells_nothing_of_its_steps_is_said_to_be_unproven_once() -> None:
-    simulation = two_hosts(max_hosts=3, function=FunctionProof("auto"))
+    simulation = two_hosts(max_hosts=3, proves="auto")
     for _ in range(2):
         simulation.join("c", 2)
         simulation.settle()
@@ -287,7 +295,7 @@ def test_the_next_coordinator_knows_what_is_proven() -> None:
     simulation = training()
     change(simulation, HERE, HERE)
     kept = remember(simulation.job, "run", 1, 1, JsonText.of({}))
-    job = recall(replace(two_hosts().job, recalled=kept))
+    job = recall(but(two_hosts().job, recalled=kept))
     assert job.function.known == simulation.job.function.known
     assert job.function.framework == HERE.framework
 
@@ -311,7 +319,7 @@ def grow(simulation: Simulation, after: Numbers) -> int:
 
 def tell(simulation: Simulation, old: int, *hosts: str, numbers: Numbers | None = HERE) -> None:
     for host in hosts:
-        simulation.feed(events.Stepped(host, old, numbers))
+        simulation.feed(events.Reported(host, reports.Stepped(old, numbers)))
 
 
 def amended(simulation: Simulation) -> list[str]:
@@ -327,14 +335,14 @@ def test_what_old_workers_tell_behind_the_first_step_of_the_new_ones_still_prove
     assert not said(simulation, "function_proven"), "b may know the loss"
     tell(simulation, old, "b")
     assert amended(simulation) == ["proven"] and len(said(simulation, "function_proven")) == 1
-    assert simulation.job.ran == simulation.job.current
+    assert simulation.job.change.ran == simulation.job.current
     simulation.settle()
     assert len(rounds(simulation)) == 2
 
 
 def test_what_they_tell_late_still_goes_back_to_the_state_of_the_stop() -> None:
     """Of what the new workers have made meanwhile nothing becomes a generation."""
-    simulation = training(failures_left=0)
+    simulation = training(left=0)
     old = grow(simulation, OFF)
     simulation.train(3)
     before = len(simulation.logged)
@@ -345,9 +353,9 @@ def test_what_they_tell_late_still_goes_back_to_the_state_of_the_stop() -> None:
     tried, back = rounds(simulation)[-2:]
     assert back.generation == tried.generation
     assert back.steps_lost == 4, "the first one, and three more"
-    assert active(simulation.job) == {"a", "b"} and simulation.job.failures_left == 0
+    assert active(simulation.job) == {"a", "b"} and simulation.job.budget.left == 0
     assert not any(isinstance(each, actions.JudgeSnapshot) for each in simulation.logged[before:])
-    simulation.feed(events.Rescaled(simulation.job.assign, simulation.now))
+    simulation.feed(events.Rescaled(simulation.job.settings.assign, simulation.now))
     simulation.settle()
     assert len(rounds(simulation)) == 3, "it is not tried again"
 
@@ -401,7 +409,9 @@ def test_a_further_change_waits_for_no_proof_and_what_was_sealed_meanwhile_count
 def test_workers_that_fail_meanwhile_go_on_as_they_ran() -> None:
     simulation = training()
     grow(simulation, OFF)
-    simulation.feed(events.WorkersFailed("a", simulation.job.round, "killed", is_chance=True))
+    simulation.feed(
+        events.Reported("a", reports.WorkersFailed(simulation.job.round, "killed", is_chance=True))
+    )
     simulation.settle()
     assert len(said(simulation, "workers have failed before the old workers")) == 1
     assert active(simulation.job) == {"a", "b", "c"} and simulation.job.phase is m.Phase.RUNNING
@@ -422,7 +432,7 @@ def test_a_snapshot_of_a_round_that_is_not_proven_yet_is_judged_once_it_is() -> 
 
 def test_numbers_of_a_start_that_failed_are_not_those_of_the_next_one() -> None:
     """A host of it had made its first step when another one was lost."""
-    simulation = training(failures_left=5)
+    simulation = training(left=5)
     simulation.computed = {4: HERE, 6: OFF}
     simulation.join("c", 2)
     simulation.tick()
@@ -430,7 +440,7 @@ def test_numbers_of_a_start_that_failed_are_not_those_of_the_next_one() -> None:
     until(simulation, m.Phase.STOPPING)
     tell(simulation, old, "a", "b")
     until(simulation, m.Phase.STARTING)
-    simulation.feed(events.Stepped("a", simulation.job.round, OFF))
+    simulation.feed(events.Reported("a", reports.Stepped(simulation.job.round, OFF)))
     simulation.computed = {4: HERE, 6: HERE, 2: HERE}
     simulation.lose("b")
     simulation.settle()
@@ -442,6 +452,6 @@ def test_a_script_that_finishes_while_its_function_is_not_proven_yet_says_so() -
     simulation = training()
     grow(simulation, OFF)
     for host in "abc":
-        simulation.feed(events.Finished(host, simulation.job.round))
+        simulation.feed(events.Reported(host, reports.Finished(simulation.job.round)))
     assert len(said(simulation, "the script has finished before the old workers")) == 1
     assert amended(simulation) == ["not proven"]

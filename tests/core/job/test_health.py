@@ -2,7 +2,7 @@
 
 from scalai.core.job import membership as m
 from scalai.core.job.membership import active
-from scalai.core.messages import actions, events
+from scalai.core.messages import actions, commands, events, reports
 from support.membership_jobs import rounds
 from support.membership_simulation import Simulation, job
 
@@ -20,8 +20,8 @@ def checked(*healthy: str, **settings: object) -> Simulation:
     return simulation
 
 
-def asked(simulation: Simulation) -> list[actions.CheckHealth]:
-    return [action for action in simulation.logged if isinstance(action, actions.CheckHealth)]
+def asked(simulation: Simulation) -> list[commands.CheckHealth]:
+    return [action for action in simulation.logged if isinstance(action, commands.CheckHealth)]
 
 
 def said(simulation: Simulation, words: str) -> bool:
@@ -31,7 +31,7 @@ def said(simulation: Simulation, words: str) -> bool:
 def test_who_passes_is_used_from_the_start_and_asked_once() -> None:
     simulation = checked("a", "b")
     assert active(simulation.job) == {"a", "b"} and len(rounds(simulation)) == 1
-    assert len(asked(simulation)) == 1 and not simulation.job.checks
+    assert len(asked(simulation)) == 1 and not simulation.job.health.checks
 
 
 def test_who_fails_stays_idle_and_is_asked_again_later_each_time() -> None:
@@ -44,13 +44,15 @@ def test_who_fails_stays_idle_and_is_asked_again_later_each_time() -> None:
     assert 3 <= len(asked(simulation)) <= 5
     simulation.sick.clear()
     simulation.pass_time(300.0, 10.0)
-    assert active(simulation.job) == {"a", "b"} and not simulation.job.checks
+    assert active(simulation.job) == {"a", "b"} and not simulation.job.health.checks
 
 
 def test_a_host_whose_workers_failed_is_asked_and_used_again_where_it_passes_at_once() -> None:
     simulation = checked("a", "b")
-    simulation.feed(events.WorkersFailed("b", simulation.job.round, "killed", is_chance=True))
-    assert asked(simulation)[-1].hosts == ("b",) and "killed" in asked(simulation)[-1].reason
+    simulation.feed(
+        events.Reported("b", reports.WorkersFailed(simulation.job.round, "killed", is_chance=True))
+    )
+    assert simulation.job.health.checks.keys() == {"b"} and "killed" in asked(simulation)[-1].reason
     simulation.settle()
     assert len(rounds(simulation)) == 2 and active(simulation.job) == {"a", "b"}
 
@@ -58,7 +60,9 @@ def test_a_host_whose_workers_failed_is_asked_and_used_again_where_it_passes_at_
 def test_where_it_fails_the_others_train_on_without_it() -> None:
     simulation = checked("a", "b")
     simulation.sick = {"b"}
-    simulation.feed(events.WorkersFailed("b", simulation.job.round, "killed", is_chance=True))
+    simulation.feed(
+        events.Reported("b", reports.WorkersFailed(simulation.job.round, "killed", is_chance=True))
+    )
     simulation.settle()
     assert active(simulation.job) == {"a"} and len(rounds(simulation)) == 2
     assert simulation.job.phase is m.Phase.RUNNING and "b" in simulation.job.hosts
@@ -66,16 +70,18 @@ def test_where_it_fails_the_others_train_on_without_it() -> None:
 
 def test_who_gives_no_answer_is_waited_for_for_a_moment_only() -> None:
     simulation = checked("a", "b")
-    simulation.feed(events.WorkersFailed("b", simulation.job.round, "killed", is_chance=True))
+    simulation.feed(
+        events.Reported("b", reports.WorkersFailed(simulation.job.round, "killed", is_chance=True))
+    )
     order = asked(simulation)[-1].order
     simulation.commands["b"].pop(0)  # the command runs on
     simulation.deliver()
     assert simulation.job.phase is m.Phase.WAITING
     simulation.pass_time(30.0, 2.0)
     assert active(simulation.job) == {"a"} and simulation.job.phase is m.Phase.RUNNING
-    simulation.feed(events.HealthChecked("b", order - 1, is_healthy=True))
-    assert "b" in simulation.job.checks, "that was the answer to an earlier check"
-    simulation.feed(events.HealthChecked("b", order, is_healthy=True))
+    simulation.feed(events.Reported("b", reports.HealthChecked(order - 1, is_healthy=True)))
+    assert "b" in simulation.job.health.checks, "that was the answer to an earlier check"
+    simulation.feed(events.Reported("b", reports.HealthChecked(order, is_healthy=True)))
     simulation.settle()
     assert active(simulation.job) == {"a", "b"}
 
@@ -83,7 +89,9 @@ def test_who_gives_no_answer_is_waited_for_for_a_moment_only() -> None:
 def test_a_job_whose_only_host_fails_waits_for_it_and_says_so() -> None:
     simulation = checked("b", max_hosts=1, has_durable_dir=True)
     simulation.sick = {"b"}
-    simulation.feed(events.WorkersFailed("b", simulation.job.round, "killed", is_chance=True))
+    simulation.feed(
+        events.Reported("b", reports.WorkersFailed(simulation.job.round, "killed", is_chance=True))
+    )
     simulation.pass_time(200.0, 10.0)
     assert simulation.job.phase is m.Phase.WAITING and not simulation.exits
     assert said(simulation, "host b fails its health check: no device")

@@ -6,9 +6,10 @@ import pytest
 
 from scalai.core.job import membership as m
 from scalai.core.job.assigning import members_of, next_assignment
-from scalai.core.job.links import MOST_EXACT, all_hear, largest_hearing
+from scalai.core.job.fitness import MOST_EXACT, all_hear, largest_hearing
 from scalai.core.job.membership import active
-from scalai.core.messages import actions, events
+from scalai.core.messages import actions, commands, events, reports
+from support.law_jobs import but
 from support.membership_choice import assign_all
 from support.membership_jobs import rounds
 from support.membership_simulation import Simulation, job
@@ -51,7 +52,7 @@ def test_of_many_broken_links_the_hosts_with_the_most_are_left_out() -> None:
 
 def three_hosts(**settings: object) -> Simulation:
     """Return a running job on hosts a, b and c, whose start is stored."""
-    simulation = Simulation(job(**{"start_timeout_s": 1800.0, "failures_left": 1, **settings}))
+    simulation = Simulation(job(**{"start_timeout_s": 1800.0, "left": 1, **settings}))
     for name in "abc":
         simulation.join(name, 2)
     simulation.settle()
@@ -66,7 +67,7 @@ def cut(simulation: Simulation, *names: str) -> None:
 
 
 def said(simulation: Simulation, text: str) -> list[str]:
-    lines = (a.text for a in simulation.logged if isinstance(a, actions.Say | actions.Report))
+    lines = (a.text for a in simulation.logged if isinstance(a, actions.Say))
     return [line for line in lines if text in line]
 
 
@@ -75,14 +76,16 @@ def test_where_two_hosts_do_not_hear_each_other_the_others_and_one_of_them_go_on
     is_hang: bool,
 ) -> None:
     """The assignment that ran is not tried until the restarts are used up."""
-    simulation = three_hosts(hang_s=300.0 if is_hang else 0.0, failures_left=2)
+    simulation = three_hosts(hang_s=300.0 if is_hang else 0.0, left=2)
     cut(simulation, "b", "c")
     begun = len(rounds(simulation))
     if not is_hang:
-        simulation.feed(events.WorkersFailed("b", simulation.job.round, "connection reset"))
+        simulation.feed(
+            events.Reported("b", reports.WorkersFailed(simulation.job.round, "connection reset"))
+        )
     simulation.pass_time(900.0, 10.0)
     assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b"}
-    assert len(rounds(simulation)) - begun <= 2 and simulation.job.failures_left >= 0
+    assert len(rounds(simulation)) - begun <= 2 and simulation.job.budget.left >= 0
     assert said(simulation, "event=unheard b and c do not hear each other")
     assert set(simulation.job.hosts) == {"a", "b", "c"}, "the other one serves its store"
 
@@ -91,13 +94,15 @@ def test_nobody_waits_for_replicas_of_who_is_not_heard() -> None:
     """The next snapshot would wait for them, and the training for that."""
     simulation = three_hosts(replicas=1)
     cut(simulation, "b", "c")
-    simulation.feed(events.WorkersFailed("b", simulation.job.round, "connection reset"))
+    simulation.feed(
+        events.Reported("b", reports.WorkersFailed(simulation.job.round, "connection reset"))
+    )
     simulation.pass_time(200.0, 10.0)
     for taking_part in (("a", "b"), ("a", "b", "c")):
         simulation.train(3)
         simulation.snapshot()
         simulation.pass_time(60.0, 10.0)
-        made = [a.hosts for a in simulation.logged if isinstance(a, actions.Replicate)]
+        made = [a.hosts for a in simulation.logged if isinstance(a, actions.MakeReplicas)]
         assert made[-1] == taking_part
         simulation.join_links()
         simulation.pass_time(3600.0, 10.0)
@@ -106,14 +111,16 @@ def test_nobody_waits_for_replicas_of_who_is_not_heard() -> None:
 def test_who_is_heard_again_takes_part_again() -> None:
     simulation = three_hosts()
     cut(simulation, "b", "c")
-    simulation.feed(events.WorkersFailed("b", simulation.job.round, "connection reset"))
+    simulation.feed(
+        events.Reported("b", reports.WorkersFailed(simulation.job.round, "connection reset"))
+    )
     simulation.pass_time(300.0, 10.0)
     made = len(rounds(simulation))
     simulation.pass_time(3600.0, 10.0)
     assert len(rounds(simulation)) == made, "it is not tried before it is heard"
     simulation.join_links("b", "c")
     simulation.pass_time(7200.0, 10.0)
-    assert active(simulation.job) == {"a", "b", "c"} and not simulation.job.links.unheard
+    assert active(simulation.job) == {"a", "b", "c"} and not simulation.job.health.links.unheard
 
 
 def test_a_host_that_comes_and_is_not_heard_by_all_costs_no_step() -> None:
@@ -124,7 +131,7 @@ def test_a_host_that_comes_and_is_not_heard_by_all_costs_no_step() -> None:
     made = len(rounds(simulation))
     simulation.pass_time(900.0, 10.0)
     assert len(rounds(simulation)) == made and active(simulation.job) == {"a", "b", "c"}
-    assert not [action for action in simulation.logged if isinstance(action, actions.Prepare)]
+    assert not [action for action in simulation.logged if isinstance(action, commands.Prepare)]
     simulation.join_links()
     simulation.pass_time(3600.0, 10.0)
     assert active(simulation.job) == {"a", "b", "c", "d"}
@@ -144,7 +151,7 @@ def test_no_larger_host_takes_the_place_of_one_that_trains_and_does_not_hear_it(
     cut(simulation, "a", "b")
     simulation.join("b", 4)
     simulation.pass_time(2000.0, 10.0)
-    assert simulation.job.links.unheard and active(simulation.job) == {"a"}
+    assert simulation.job.health.links.unheard and active(simulation.job) == {"a"}
     assert {each.assignment.active for each in rounds(simulation)} <= {("a",), ("a", "b")}
     simulation.join_links()
     simulation.pass_time(7200.0, 10.0)
@@ -152,20 +159,24 @@ def test_no_larger_host_takes_the_place_of_one_that_trains_and_does_not_hear_it(
 
 
 def test_such_a_host_costs_no_restart_where_nothing_is_built_beside_the_training() -> None:
-    simulation = three_hosts(max_hosts=4, failures_left=0)
+    simulation = three_hosts(max_hosts=4, left=0)
     cut(simulation, "d", "b")
     simulation.join("d", 2)
     simulation.pass_time(900.0, 10.0)
     assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b", "c"}
-    assert simulation.job.failures_left == 0 and not simulation.job.failed
+    assert simulation.job.budget.left == 0 and not simulation.job.change.failed
 
 
 def test_a_link_that_comes_and_goes_holds_the_others_up_less_and_less() -> None:
-    simulation = three_hosts(failures_left=1)
+    simulation = three_hosts(left=1)
     for _ in range(4):
         cut(simulation, "b", "c")
-        simulation.feed(events.WorkersFailed("b", simulation.job.round, "reset", is_chance=True))
-        simulation.job = replace(simulation.job, failures_left=1)
+        simulation.feed(
+            events.Reported(
+                "b", reports.WorkersFailed(simulation.job.round, "reset", is_chance=True)
+            )
+        )
+        simulation.job = but(simulation.job, left=1)
         simulation.pass_time(200.0, 10.0)
         simulation.join_links()
         simulation.pass_time(120.0, 10.0)
@@ -200,13 +211,13 @@ def test_where_one_needs_what_only_the_other_holds_who_hears_both_goes_on() -> N
     simulation = three_hosts()
     ran = simulation.job.current
     assert ran is not None
-    links = replace(simulation.job.links, unheard=pairs("ac"))
-    found = replace(simulation.job, links=links, ran=ran)
+    links = replace(simulation.job.health.links, unheard=pairs("ac"))
+    found = but(simulation.job, links=links, ran=ran)
     for names in ("ab", "a"):
         target = next_assignment(found)
         assert target is not None and "".join(sorted(target.active)) == names
         failed = m.FailedChange(target, members_of(found, target), "nobody holds it")
-        found = replace(found, failed=(*found.failed, failed))
+        found = but(found, failed=(*found.change.failed, failed))
     target = next_assignment(found)
     assert target is not None and target.active == ("b",)
 
@@ -214,12 +225,14 @@ def test_where_one_needs_what_only_the_other_holds_who_hears_both_goes_on() -> N
 def test_hosts_that_do_not_answer_hold_up_nobody() -> None:
     simulation = three_hosts(is_loss_free=True)
     cut(simulation, "b", "c")
-    simulation.feed(events.WorkersFailed("b", simulation.job.round, "connection reset"))
+    simulation.feed(
+        events.Reported("b", reports.WorkersFailed(simulation.job.round, "connection reset"))
+    )
     while simulation.job.phase is not m.Phase.STARTING:
         simulation.deliver()
     simulation.hosts["a"].is_silent = True
     simulation.pass_time(200.0, 10.0)
-    assert frozenset("bc") in simulation.job.links.unheard
+    assert frozenset("bc") in simulation.job.health.links.unheard
     simulation.heal()
     simulation.pass_time(200.0, 10.0)
     assert simulation.job.phase is m.Phase.RUNNING
@@ -227,9 +240,9 @@ def test_hosts_that_do_not_answer_hold_up_nobody() -> None:
 
 def test_a_start_that_stands_still_twice_is_not_tried_again_where_fewer_can_go_on() -> None:
     """Nobody knows why: all hear each other."""
-    simulation = three_hosts(start_timeout_s=100.0, failures_left=3)
+    simulation = three_hosts(start_timeout_s=100.0, left=3)
     simulation.cannot_meet.add(6)
-    simulation.feed(events.WorkersFailed("b", simulation.job.round, "died"))
+    simulation.feed(events.Reported("b", reports.WorkersFailed(simulation.job.round, "died")))
     simulation.pass_time(900.0, 10.0)
     assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b"}
-    assert simulation.job.failures_left == 1
+    assert simulation.job.budget.left == 1

@@ -4,14 +4,14 @@ import pytest
 
 from scalai.core.job import membership as m
 from scalai.core.job.deadlines import ANSWER_S
-from scalai.core.messages import actions, events
+from scalai.core.messages import actions, events, reports
 from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
 from support.membership_simulation import Simulation
 
 
 def texts(simulation: Simulation) -> list[str]:
-    kinds = (actions.Report, actions.Say)
+    kinds = actions.Say
     return [action.text for action in simulation.logged if isinstance(action, kinds)]
 
 
@@ -33,12 +33,12 @@ def test_a_change_waits_for_a_save_however_long_it_takes_and_loses_nobody() -> N
         simulation.tick(ANSWER_S / 2)
         simulation.deliver()
     assert simulation.job.phase is m.Phase.PREPARING and set(simulation.hosts) == {"a", "b"}
-    assert set(simulation.job.held) == {"a", "b"}, "a person can see for what it waits"
+    assert set(simulation.job.stop.held) == {"a", "b"}, "a person can see for what it waits"
     simulation.end_save()
     simulation.settle()
     last = rounds(simulation)[-1]
     assert last.assignment.degrees.world_size == 2 and last.steps_lost == 0
-    assert not simulation.job.held and simulation.job.failures_left == 3
+    assert not simulation.job.stop.held and simulation.job.budget.left == 3
 
 
 def test_a_host_that_does_not_answer_is_lost_all_the_same() -> None:
@@ -53,14 +53,14 @@ def test_a_save_that_begins_on_the_way_to_a_stop_puts_it_off(first: str) -> None
     simulation.train(5)
     simulation.feed(events.Rescaled(assign_all(allowed=(2,)), simulation.now))
     until(simulation, m.Phase.DRAINING)
-    stop = simulation.job.stop
+    stop = simulation.job.stop.step
     simulation.begin_save()
     simulation.answer(first)
-    assert simulation.job.phase is m.Phase.PREPARING and simulation.job.stop > stop
+    assert simulation.job.phase is m.Phase.PREPARING and simulation.job.stop.step > stop
     assert f"the stop at step {stop} is put off" in texts(simulation)[-1]
     simulation.deliver()
     assert not any(host.stands for host in simulation.hosts.values()), "they train on"
-    assert simulation.job.withdrawn == 0 and not simulation.snapshots
+    assert simulation.job.change.withdrawn == 0 and not simulation.snapshots
     simulation.end_save()
     simulation.settle()
     last = rounds(simulation)[-1]
@@ -69,26 +69,30 @@ def test_a_save_that_begins_on_the_way_to_a_stop_puts_it_off(first: str) -> None
 
 def test_workers_that_die_while_a_change_waits_are_a_failure_as_ever() -> None:
     simulation = saving()
-    simulation.feed(events.WorkersFailed("a", simulation.job.round, "killed"))
+    simulation.feed(events.Reported("a", reports.WorkersFailed(simulation.job.round, "killed")))
     simulation.settle()
-    assert simulation.job.phase is m.Phase.RUNNING and not simulation.job.held
-    assert simulation.job.failures_left == 2
+    assert simulation.job.phase is m.Phase.RUNNING and not simulation.job.stop.held
+    assert simulation.job.budget.left == 2
 
 
 def test_what_is_told_of_another_stop_is_no_news() -> None:
     simulation = saving()
     before = simulation.job
-    simulation.feed(events.Held("a", before.round, before.stop + 1, "of another"))
-    simulation.feed(events.Held("a", before.round + 1, before.stop, "of another"))
+    simulation.feed(
+        events.Reported("a", reports.Held(before.round, before.stop.step + 1, "of another"))
+    )
+    simulation.feed(
+        events.Reported("a", reports.Held(before.round + 1, before.stop.step, "of another"))
+    )
     assert simulation.job == before
 
 
 def test_a_request_that_is_taken_back_while_the_change_waits_for_a_save_costs_no_round() -> None:
     simulation = saving()
-    assert simulation.job.phase is m.Phase.PREPARING and simulation.job.held
+    assert simulation.job.phase is m.Phase.PREPARING and simulation.job.stop.held
     before = len(rounds(simulation))
     simulation.feed(events.Rescaled(assign_all(), simulation.now))
-    assert simulation.job.phase is m.Phase.RUNNING and not simulation.job.held
+    assert simulation.job.phase is m.Phase.RUNNING and not simulation.job.stop.held
     simulation.settle()
     simulation.end_save()
     simulation.settle()
@@ -107,7 +111,7 @@ def test_an_idle_host_that_leaves_again_while_its_change_waits_for_a_save_is_let
     simulation.begin_save()
     simulation.join("c", 2)
     simulation.pass_time(ANSWER_S, ANSWER_S / 2)
-    assert simulation.job.phase is m.Phase.PREPARING and simulation.job.held
+    assert simulation.job.phase is m.Phase.PREPARING and simulation.job.stop.held
     before = len(rounds(simulation))
     simulation.feed(events.HostLeaving("c", simulation.now))
     simulation.settle()

@@ -53,7 +53,7 @@ def test_a_job_that_runs_is_not_changed_for_another_order() -> None:
     simulation.settle()
     place.is_reversed = False
     before = rounds(simulation)
-    simulation.feed(events.Rescaled(simulation.job.assign, simulation.now))
+    simulation.feed(events.Rescaled(simulation.job.settings.assign, simulation.now))
     simulation.settle()
     assert rounds(simulation) == before and simulation.job.phase is m.Phase.RUNNING
 
@@ -72,7 +72,7 @@ def test_workers_that_stand_by_begin_where_they_were_built() -> None:
 
 
 def test_what_has_failed_in_its_order_is_passed_over() -> None:
-    simulation = placed_job(Placing(), failures_left=3)
+    simulation = placed_job(Placing(), left=3)
     simulation.cannot_run.add(6)
     simulation.join("c", 2)
     simulation.settle()
@@ -84,13 +84,13 @@ def test_what_has_failed_in_its_order_is_passed_over() -> None:
 
 def test_what_has_failed_is_not_tried_again_in_another_order() -> None:
     place = Placing()
-    simulation = placed_job(place, failures_left=3)
+    simulation = placed_job(place, left=3)
     simulation.cannot_run.add(6)
     simulation.join("c", 2)
     simulation.settle()
     before = len(rounds(simulation))
     place.is_reversed = False
-    simulation.feed(events.Rescaled(simulation.job.assign, simulation.now))
+    simulation.feed(events.Rescaled(simulation.job.settings.assign, simulation.now))
     simulation.settle()
     assert len(rounds(simulation)) == before and simulation.job.phase is m.Phase.RUNNING
 

@@ -9,7 +9,7 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.job import membership as m
 from scalai.core.job.membership import active, staying
 from scalai.core.job.resize import advance
-from scalai.core.messages import actions, events
+from scalai.core.messages import actions, commands, events, reports
 from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
 from support.membership_simulation import Simulation, job
@@ -50,7 +50,7 @@ def test_the_first_host_may_drain_and_nothing_is_lost() -> None:
     assert set(simulation.hosts) == {"b"} and simulation.job.phase is m.Phase.RUNNING
     last = rounds(simulation)[-1]
     assert last.assignment.active == ("b",) and last.steps_lost == 0
-    assert simulation.job.failures_left == 3
+    assert simulation.job.budget.left == 3
 
 
 def test_hosts_that_stay_keep_their_order() -> None:
@@ -82,18 +82,18 @@ def test_an_idle_host_comes_and_goes_without_a_resize() -> None:
 def test_a_stop_that_comes_too_late_is_taken_back_and_tried_with_more_margin() -> None:
     simulation = two_hosts()
     simulation.feed(events.HostLeaving("b", simulation.now))
-    stops = [simulation.job.stop]
+    stops = [simulation.job.stop.step]
     for _ in range(3):
         for name in ("a", "b"):
-            simulation.hosts[name].step = simulation.job.stop
+            simulation.hosts[name].step = simulation.job.stop.step
             for _ in range(len(simulation.commands[name])):
                 simulation.answer(name)
-        stops.append(simulation.job.stop)
+        stops.append(simulation.job.stop.step)
         # The hosts forget the old stop before they hear of the new one.
-        assert isinstance(simulation.logged[-2], actions.Withdraw)
+        assert isinstance(simulation.logged[-2], commands.Withdraw)
     assert [later - sooner for sooner, later in pairwise(stops)] == [2, 4, 8]
     simulation.settle()
-    assert simulation.job.phase is m.Phase.RUNNING and simulation.job.margin == 1
+    assert simulation.job.phase is m.Phase.RUNNING and simulation.job.stop.margin == 1
 
 
 def test_the_last_host_saves_to_the_durable_directory_and_the_job_is_resumable() -> None:
@@ -113,7 +113,7 @@ def test_a_part_that_is_not_saved_is_no_resumable_end(what: str) -> None:
     if what == "lost":
         simulation.lose("b")
     else:
-        simulation.feed(events.NotSaved("b", "no space left"))
+        simulation.feed(events.Reported("b", reports.Saved("no space left")))
     assert [e.code for e in simulation.exits] == [1]
 
 
@@ -155,23 +155,23 @@ def test_a_second_change_during_a_resize_starts_again_from_the_same_generation()
 
 def test_an_ended_job_stays_ended() -> None:
     ended = replace(two_hosts().job, phase=m.Phase.ENDED)
-    covered = ended.generations
+    covered = ended.states.generations
     for event in (
         events.HostJoined("z", 8, covered, False, 9.0),
         events.HostLeaving("a", 9.0),
         events.HostLost("a", covered, 9.0),
         events.Ticked(99.0, 3),
-        events.WorkersFailed("a", 1, "late"),
-        events.Finished("a", 1),
+        events.Reported("a", reports.WorkersFailed(1, "late")),
+        events.Reported("a", reports.Finished(1)),
     ):
         assert advance(ended, event) == (ended, ())
 
 
 def test_the_job_is_done_when_the_workers_of_every_host_are() -> None:
     simulation = two_hosts()
-    simulation.feed(events.Finished("a", 1))
+    simulation.feed(events.Reported("a", reports.Finished(1)))
     assert simulation.job.phase is m.Phase.RUNNING
-    simulation.feed(events.Finished("b", 1))
+    simulation.feed(events.Reported("b", reports.Finished(1)))
     assert [(e.hosts, e.code) for e in simulation.exits] == [(("a", "b"), 0)]
 
 

@@ -7,7 +7,8 @@ import pytest
 from scalai.core.job import membership as m
 from scalai.core.job.membership import active
 from scalai.core.job.resize import advance
-from scalai.core.messages import actions, events
+from scalai.core.messages import actions, commands, events, reports
+from support.law_words import ordered
 from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
 from support.membership_simulation import Simulation, job
@@ -27,7 +28,7 @@ def test_with_replicas_a_host_lost_in_a_resize_costs_no_step_that_was_written(
     simulation.join("c", 2)
     simulation.tick()
     until(simulation, phase)
-    stop = simulation.job.stop
+    stop = simulation.job.stop.step
     simulation.lose(victim)
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING
@@ -49,7 +50,7 @@ def test_without_replicas_a_host_lost_at_the_commit_costs_the_steps_since_the_ge
     simulation.is_replicated = False
     simulation.feed(events.HostLeaving("b", simulation.now))
     until(simulation, m.Phase.COMMITTING)
-    reached = simulation.job.stop
+    reached = simulation.job.stop.step
     simulation.lose("b")
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING
@@ -66,31 +67,35 @@ def test_a_host_without_a_part_of_the_snapshot_is_not_awaited_at_the_commit() ->
     until(simulation, m.Phase.SNAPSHOTTING)
     job = replace(simulation.job, awaited=frozenset())
     assert active(job) == {"a", "b"}
-    job, due = advance(job, events.Judged(True, job.stop, 9, frozenset({"a"})))
-    assert due == (actions.Commit(("a",), 9),) and job.awaited == {"a"}
-    job, due = advance(job, events.Committed("a", 9))
-    assert [type(action) for action in due] == [actions.StopWorkers]
+    job, due = advance(job, events.Judged(True, job.stop.step, 9, frozenset({"a"})))
+    assert due == (actions.CommitParts(("a",), 9),) and job.awaited == {"a"}
+    job, due = advance(job, events.Reported("a", reports.Committed(9)))
+    assert [type(ordered(action)) for action in due] == [actions.Say, commands.Stop]
     assert job.awaited == {"a", "b"}
 
 
 def test_workers_that_fail_start_again_from_the_newest_generation_within_the_budget() -> None:
-    simulation = two_hosts(failures_left=2)
+    simulation = two_hosts(left=2)
     for left in (1, 0):
         simulation.train(3)
         made = simulation.hosts["b"].step - simulation.steps[1]
-        simulation.feed(events.WorkersFailed("a", simulation.job.round, "rank 0 died"))
+        simulation.feed(
+            events.Reported("a", reports.WorkersFailed(simulation.job.round, "rank 0 died"))
+        )
         simulation.settle()
-        assert (simulation.job.phase, simulation.job.failures_left) == (m.Phase.RUNNING, left)
+        assert (simulation.job.phase, simulation.job.budget.left) == (m.Phase.RUNNING, left)
         last = rounds(simulation)[-1]
         assert last.steps_lost == made >= 3
         assert last.lost[-1].until - last.lost[-1].after == made
     assert [each.round for each in last.lost] == ["1", "2"], "of all rounds, not the last alone"
-    simulation.feed(events.WorkersFailed("a", simulation.job.round, "rank 0 died"))
+    simulation.feed(
+        events.Reported("a", reports.WorkersFailed(simulation.job.round, "rank 0 died"))
+    )
     assert [e.code for e in simulation.exits] == [1]
 
 
 def test_resizes_do_not_count_against_the_budget() -> None:
-    simulation = two_hosts(failures_left=0)
+    simulation = two_hosts(left=0)
     for _ in range(3):
         simulation.feed(events.HostLeaving("b", simulation.now))
         simulation.settle()
@@ -102,7 +107,7 @@ def test_resizes_do_not_count_against_the_budget() -> None:
 @pytest.mark.parametrize("phase", [p for p in m.Phase if p not in (m.Phase.RUNNING,)])
 def test_a_failure_of_an_earlier_round_is_ignored(phase: m.Phase) -> None:
     state = replace(two_hosts().job, phase=phase, round=5)
-    assert advance(state, events.WorkersFailed("a", 4, "late")) == (state, ())
+    assert advance(state, events.Reported("a", reports.WorkersFailed(4, "late"))) == (state, ())
 
 
 def test_a_snapshot_replaces_the_older_generation_only_once_every_host_has_it() -> None:
@@ -181,7 +186,7 @@ def test_a_host_that_comes_back_brings_the_state_that_the_job_waits_for() -> Non
 
 
 def test_the_last_host_that_is_lost_is_waited_for_with_its_state_and_the_restarts() -> None:
-    simulation = two_hosts(failures_left=2, is_loss_free=True, has_durable_dir=True)
+    simulation = two_hosts(left=2, is_loss_free=True, has_durable_dir=True)
     simulation.train(5)
     newest = simulation.job.newest_generation
     assert newest is not None
@@ -193,7 +198,7 @@ def test_the_last_host_that_is_lost_is_waited_for_with_its_state_and_the_restart
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING
     assert rounds(simulation)[-1].generation == newest.number
-    assert simulation.job.failures_left == 2
+    assert simulation.job.budget.left == 2
 
 
 def test_the_last_host_that_is_lost_while_it_drains_is_waited_for_too() -> None:
@@ -226,7 +231,7 @@ def test_a_last_host_whose_steps_are_not_saved_has_failed() -> None:
 
 
 def starting(**settings: object) -> Simulation:
-    simulation = Simulation(job(failures_left=5, **settings))
+    simulation = Simulation(job(left=5, **settings))
     simulation.join("a", 2)
     simulation.tick()
     assert simulation.job.phase is m.Phase.STARTING
@@ -234,7 +239,11 @@ def starting(**settings: object) -> Simulation:
 
 
 def fail_start(simulation: Simulation, reason: str, *, is_chance: bool = False) -> None:
-    simulation.feed(events.WorkersFailed("a", simulation.job.round, reason, is_chance))
+    simulation.feed(
+        events.Reported(
+            "a", reports.WorkersFailed(simulation.job.round, reason, is_chance=is_chance)
+        )
+    )
     while simulation.job.phase is not m.Phase.ENDED and simulation.job.phase is m.Phase.STOPPING:
         simulation.answer(simulation.waiting()[0])
 
@@ -242,7 +251,7 @@ def fail_start(simulation: Simulation, reason: str, *, is_chance: bool = False) 
 def test_a_script_that_raises_the_same_before_its_first_step_again_ends_the_job() -> None:
     simulation = starting()
     fail_start(simulation, "rank 0 exited with 1: FileNotFoundError: no data (pid 17)")
-    assert not simulation.exits and simulation.job.failures_left == 4
+    assert not simulation.exits and simulation.job.budget.left == 4
     fail_start(simulation, "rank 1 exited with 1: FileNotFoundError: no data (pid 23)")
     assert [each.code for each in simulation.exits] == [1]
     assert "no step was ever made" in simulation.exits[0].reason
@@ -265,9 +274,13 @@ def test_what_may_be_well_the_next_time_is_tried_within_the_budget(first: str, s
 
 
 def test_an_error_behind_steps_is_tried_within_the_budget() -> None:
-    simulation = two_hosts(failures_left=5)
+    simulation = two_hosts(left=5)
     for _ in range(2):
         simulation.train(3)
-        simulation.feed(events.WorkersFailed("a", simulation.job.round, "rank 0 exited with 1"))
+        simulation.feed(
+            events.Reported(
+                "a", reports.WorkersFailed(simulation.job.round, "rank 0 exited with 1")
+            )
+        )
         simulation.settle()
     assert not simulation.exits and simulation.job.phase is m.Phase.RUNNING

@@ -11,7 +11,7 @@ from scalai.core.job import membership as m
 from scalai.core.job.assigning import failure_of, next_assignment
 from scalai.core.job.deadlines import LIMITS
 from scalai.core.job.membership import TRAINING, active, staying
-from scalai.core.messages import events
+from scalai.core.messages import events, reports
 from support.membership_choice import assign_all, turn_round
 from support.membership_simulation import Simulation, job
 
@@ -58,7 +58,7 @@ class Histories(RuleBasedStateMachine):
                 max_hosts=max_hosts,
                 has_durable_dir=is_durable,
                 assign=assign_all(minimum),
-                failures_left=failures,
+                left=failures,
                 build_timeout_s=build_timeout_s,
                 is_loss_free=is_loss_free,
                 replicas=replicas,
@@ -97,15 +97,15 @@ class Histories(RuleBasedStateMachine):
     @rule(name=NAMES)
     def take_back(self, name: str) -> None:
         """It stays after all."""
-        self.simulation.feed(events.HostStaying(name, self.simulation.now))
+        self.simulation.feed(events.Reported(name, reports.Staying()))
 
     @rule(name=NAMES)
     def lose(self, name: str) -> None:
-        left = self.simulation.job.failures_left
+        left = self.simulation.job.budget.left
         if name in self.simulation.hosts:
             self.stores[name] = self.simulation.lose(name).parts
-        is_free = self.simulation.job.is_loss_free
-        assert self.simulation.job.failures_left in ((left,) if is_free else (left, left - 1))
+        is_free = self.simulation.job.settings.is_loss_free
+        assert self.simulation.job.budget.left in ((left,) if is_free else (left, left - 1))
 
     @rule(name=NAMES, is_kept=st.booleans())
     def replace_an_agent(self, name: str, is_kept: bool) -> None:
@@ -118,13 +118,20 @@ class Histories(RuleBasedStateMachine):
         simulation, before = self.simulation, self.simulation.job
         if name not in simulation.hosts or simulation.hosts[name].round != before.round:
             return
-        simulation.feed(events.WorkersFailed(name, before.round, "died", is_chance, is_refusal))
-        assert simulation.job.failures_left in (before.failures_left, before.failures_left - 1)
-        if before.phase is m.Phase.STARTING and before.ran and not is_refusal:
-            is_change = before.current and not before.current.is_same_as(before.ran)
+        simulation.feed(
+            events.Reported(
+                name,
+                reports.WorkersFailed(
+                    before.round, "died", is_chance=is_chance, is_refusal=is_refusal
+                ),
+            )
+        )
+        assert simulation.job.budget.left in (before.budget.left, before.budget.left - 1)
+        if before.phase is m.Phase.STARTING and before.change.ran and not is_refusal:
+            is_change = before.current and not before.current.is_same_as(before.change.ran)
             target = next_assignment(simulation.job)
             is_back = target is not None and failure_of(simulation.job, target) is None
-            assert not is_change or is_back or simulation.job.failures_left < before.failures_left
+            assert not is_change or is_back or simulation.job.budget.left < before.budget.left
 
     @rule(name=NAMES)
     def hang(self, name: str) -> None:
@@ -154,7 +161,7 @@ class Histories(RuleBasedStateMachine):
             return
         if host.round == simulation.job.round and simulation.job.phase is not m.Phase.STARTING:
             host.is_done = True
-            simulation.feed(events.Finished(name, host.round))
+            simulation.feed(events.Reported(name, reports.Finished(host.round)))
 
     @rule(name=NAMES, other=NAMES)
     def cut_a_link(self, name: str, other: str) -> None:
@@ -194,15 +201,15 @@ class Histories(RuleBasedStateMachine):
     @rule(name=NAMES)
     def lose_what_was_built(self, name: str) -> None:
         host = self.simulation.hosts.get(name)
-        left = self.simulation.job.failures_left
+        left = self.simulation.job.budget.left
         if host is not None and host.built is not None:
             round, host.built = host.built, None
-            self.simulation.feed(events.NotBuilt(name, round, "died"))
-        assert self.simulation.job.failures_left == left
+            self.simulation.feed(events.Reported(name, reports.NotBuilt(round, "died")))
+        assert self.simulation.job.budget.left == left
 
     @rule(name=NAMES, slots=st.integers(1, 3))
     def probe(self, name: str, slots: int) -> None:
-        self.simulation.feed(events.SlotsChanged(name, slots, self.simulation.now))
+        self.simulation.feed(events.Reported(name, reports.Slots(slots)))
 
     @rule(minimum=st.integers(1, 2), most=st.sampled_from([1, 2, 3, 4, 8]))
     def scale(self, minimum: int, most: int) -> None:
@@ -216,8 +223,8 @@ class Histories(RuleBasedStateMachine):
         hangs = any(host.is_hung for host in hosts.values()) or self.simulation.are_cut(hosts)
         self.simulation.tick(seconds)
         is_overdue = before.phase in (m.Phase.STARTING, m.Phase.EXAMINING, *LOSING)
-        is_overdue = is_overdue or bool(before.hang_s and hangs)
-        assert is_overdue or self.simulation.job.failures_left == before.failures_left
+        is_overdue = is_overdue or bool(before.settings.hang_s and hangs)
+        assert is_overdue or self.simulation.job.budget.left == before.budget.left
 
     @rule(steps=st.integers(1, 5))
     def train(self, steps: int) -> None:
@@ -241,7 +248,7 @@ class Histories(RuleBasedStateMachine):
         hosts = self.simulation.hosts
         has_room = all(len(hosts[name].parts) < 2 for name in active(job) if is_early)
         stands = any(hosts[name].stands or hosts[name].is_hung for name in active(job) if is_early)
-        if is_early and has_room and not stands and not job.uncommitted:
+        if is_early and has_room and not stands and not job.states.uncommitted:
             self.simulation.snapshot(late & active(job), without & active(job))
 
     @rule(data=st.data())
@@ -305,8 +312,8 @@ class Histories(RuleBasedStateMachine):
             assert all(self.simulation.hosts[h].round == current.round for h in active(current))
         if current.phase is m.Phase.WAITING:
             hosts = staying(current)
-            fits = bool(hosts) and current.assign(hosts, None) is not None
-            assert not fits or (current.has_state and not self.simulation.covered())
+            fits = bool(hosts) and current.settings.assign(hosts, None) is not None
+            assert not fits or (current.states.has_state and not self.simulation.covered())
 
     @invariant()
     def who_is_awaited_has_something_to_do_or_a_deadline(self) -> None:
@@ -325,7 +332,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def generations_are_whole_and_in_order(self) -> None:
-        known = [generation.number for generation in self.simulation.job.generations]
+        known = [generation.number for generation in self.simulation.job.states.generations]
         assert known == sorted(set(known))
         if self.simulation.job.phase is not m.Phase.ENDED and known:
             covered = [generation.number for generation in self.simulation.covered()]

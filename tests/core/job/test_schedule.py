@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.core.job.schedule import Schedule
+from scalai.core.job.spacing import Schedule
 
 
 def test_snapshots_are_at_multiples_and_not_before_the_first_step() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scalai.core.job import membership as m
 from scalai.core.job import respacing
 from scalai.core.job.resize import advance
-from scalai.core.job.spacing import FIRST_STEPS, KEPT, Measured, Spacing, is_noticeable
-from scalai.core.job.young_daly import MOST_STEPS
-from scalai.core.messages import actions, events
+from scalai.core.job.spacing import FIRST_STEPS, KEPT, MOST_STEPS, Measured, Spacing, is_noticeable
+from scalai.core.messages import actions, commands, events, reports
+from support.law_words import ordered
 from support.membership_jobs import rounds
 from support.membership_simulation import Simulation, job
 
@@ -25,7 +25,7 @@ ANYTHING = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
 def trained(is_auto: bool = True, **settings: Any) -> Simulation:
     """Return a job that trains with two workers on each of the hosts a and b."""
     spacing = Spacing(FIRST_STEPS, is_auto, HOURS, lead_s=6.0)
-    simulation = Simulation(job(max_hosts=2, failures_left=9, spacing=spacing, **settings))
+    simulation = Simulation(job(max_hosts=2, left=9, spacing=spacing, **settings))
     for name in "ab":
         simulation.join(name, 2)
     simulation.settle()
@@ -43,7 +43,7 @@ def made(job: m.Job, measured: Measured | None, number: int = 7) -> tuple[m.Job,
 
 def ticked(job: m.Job, at: float, newest: int) -> tuple[m.Job, list[Any]]:
     job, due = advance(job, events.Ticked(at, newest, {}))
-    return job, [each for each in due if isinstance(each, actions.Space | actions.Say)]
+    return job, [e for e in map(ordered, due) if isinstance(e, commands.Space | actions.Say)]
 
 
 def test_until_one_is_measured_a_default_holds_and_is_said() -> None:
@@ -60,7 +60,7 @@ def test_what_is_measured_is_said_with_the_number_and_told_ahead_of_time() -> No
         "event=snapshot_every k=632 cost_s=2.000 step_s=3 mtbf_s=900000 interval_s=1897"
     ]
     found, due = ticked(found, 10.0, 60)
-    assert due == [actions.Space(("a", "b"), 60 + 2 + 2, 632)], "6 s are two steps"
+    assert due == [commands.Space(1, 60 + 2 + 2, 632)], "6 s are two steps"
     assert not ticked(found, 11.0, 61)[1], "once"
 
 
@@ -122,7 +122,9 @@ def test_a_round_that_starts_again_keeps_what_was_learned_and_counts_the_failure
     learned, _ = ticked(learned, simulation.now + 3601.0, 70)
     assert learned.spacing.worker_s == pytest.approx(3600 * 4)
     simulation.job, simulation.now = learned, simulation.now + 3601.0
-    simulation.feed(events.WorkersFailed("a", simulation.job.round, "rank 1 died"))
+    simulation.feed(
+        events.Reported("a", reports.WorkersFailed(simulation.job.round, "rank 1 died"))
+    )
     simulation.settle()
     after = simulation.job
     assert after.phase is m.Phase.RUNNING and after.spacing.failures == 1
@@ -136,7 +138,7 @@ def test_workers_that_were_built_before_a_choice_are_told() -> None:
     learned, _ = made(standing_by, Measured(2.0, 3.0, 1.0))
     begun = respacing.started(learned, is_built=True)
     assert begun.spacing.told == FIRST_STEPS
-    assert any(isinstance(each, actions.Space) for each in ticked(begun, 10.0, 60)[1])
+    assert any(isinstance(ordered(each), commands.Space) for each in ticked(begun, 10.0, 60)[1])
     assert respacing.started(learned, is_built=False).spacing.told == learned.spacing.every
 
 

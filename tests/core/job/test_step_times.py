@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalai.core.job.step_times import KEPT, StepTimes
+from scalai.core.job.spacing import KEPT_STEPS, StepTimes
 
 
 def after(times: StepTimes, *steps: tuple[float, bool]) -> StepTimes:
@@ -51,4 +51,4 @@ def test_what_is_beside_a_snapshot_before_a_step_is_known_is_not_judged() -> Non
 def test_an_evaluation_is_no_usual_step_and_a_slower_training_becomes_one() -> None:
     times = after(usual(), (300.0, False), *[(2.0, False)] * 4)
     assert times.step_s == 2.0
-    assert after(times, *[(5.0, False)] * KEPT).step_s == 5.0
+    assert after(times, *[(5.0, False)] * KEPT_STEPS).step_s == 5.0

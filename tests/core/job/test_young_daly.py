@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.core.job.young_daly import (
+from scalai.core.job.spacing import (
     LEAST_DURATIONS,
     LEAST_S,
     MOST_S,

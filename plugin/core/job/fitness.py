@@ -1,7 +1,8 @@
-"""What is known of the links between a job's hosts: which pairs do not hear each other."""
+"""Records of the fitness of a job's hosts: their health checks, and pairs that do not hear each
+other."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import combinations
 
 Pair = frozenset[str]
@@ -81,3 +82,47 @@ def largest_hearing(hosts: Slots, unheard: frozenset[Pair]) -> Slots:
             counts = {name: sum(name in pair for pair in broken) for name in touched}
             left_out.add(max(touched, key=lambda n: (counts[n], -slots[n], place[n])))
     return tuple(entry for entry in hosts if entry[0] not in left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A health check of one host.
+
+    Attributes:
+        order: Tells its answer from those to earlier ones.
+        since: When the host was asked, in seconds of the job's clock.
+        is_asked: Whether the answer is awaited.
+        failures: How often it has failed on end.
+        again_at: When the host is asked again.
+        reason: Why it failed last; empty before the first answer.
+    """
+
+    order: int
+    since: float
+    is_asked: bool = True
+    failures: int = 0
+    again_at: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What is known of the fitness of a job's hosts.
+
+    Attributes:
+        joined: Agents that have joined so far.
+        checks: Of hosts that run no workers: their check is under way, or has failed.
+        last_check: The highest number of an order for a check.
+        links: Which hosts do not hear each other.
+        strikes: When hosts were lost, or joined a round that failed.
+        hangs: Hangs at which a host was behind since it joined.
+        barred: Hosts that wait before they run workers again, and until when.
+    """
+
+    joined: int = 0
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    last_check: int = 0
+    links: Links = NOTHING_KNOWN
+    strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    hangs: Mapping[str, int] = field(default_factory=dict)
+    barred: Mapping[str, float] = field(default_factory=dict)
