@@ -20,6 +20,8 @@ from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.runtime.session import Session
 
+log = logging.getLogger(__name__)
+
 OFF = {"moe_input_jitter_eps": None}
 """Values that draw nothing, other than 0."""
 
@@ -152,9 +154,6 @@ class RepeatedBatches:
         """Begin again; ``is_copying``: whoever gets them may change them."""
         self._at, self._is_copying = 0, is_copying
         return self
-
-
-log = logging.getLogger(__name__)
 
 
 def tell_numbers(session: Session, numbers: Callable[[], Numbers]) -> None:

@@ -22,6 +22,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+log = logging.getLogger(__name__)
+
 _LIBRARIES = ("site-packages", "dist-packages")
 _STANDARD = sysconfig.get_path("stdlib")
 _OURS = "scalai"
@@ -116,8 +118,6 @@ def _name(node: ast.AST) -> str:
         return f"{node.value.id}.{node.attr}"
     return ""
 
-
-log = logging.getLogger(__name__)
 
 LOOKS = 3
 """Number of steps with a comparison of variables."""

@@ -31,6 +31,8 @@ from scalai.patches.plain import all_live, all_plain
 from scalai.patches.user_script import is_of_framework
 from scalai.runtime.session import Session
 
+log = logging.getLogger(__name__)
+
 _ON_ENGINE = "DeepSpeedSchedulerWrapper"
 
 
@@ -82,8 +84,6 @@ def step(wrapper: Any, plain_step: Callable[..., Any], ranks: int, *args: Any, *
             wrapper.scheduler.step(*args, **kw)
     return None
 
-
-log = logging.getLogger(__name__)
 
 _CARRIED = frozenset(("AcceleratedScheduler", "AcceleratedOptimizer", "DataLoaderShard"))
 """Accelerate's own objects among those registered for checkpoints: they go on by themselves."""

@@ -30,6 +30,8 @@ from scalai.patches.hugging_face.sharded_loaders import EpochBatches, check_rank
 from scalai.patches.plain import all_live, all_plain
 from scalai.runtime.session import Session
 
+log = logging.getLogger(__name__)
+
 _ON_ENGINE = "DeepSpeedSchedulerWrapper"
 """Accelerate's wrapper of the engine's own schedule, carried with the engine's state."""
 
@@ -111,9 +113,6 @@ def _attributes(trainer: Any, *, is_live: bool) -> Iterator[tuple[str, Any]]:
         if callable(getattr(callback, "state", None)):
             values = callback if is_live else callback.state().get("attributes", {})
             yield type(callback).__name__, values
-
-
-log = logging.getLogger(__name__)
 
 
 _NEEDED = ("_init_training_state", "_prepare_for_training", "_run_epoch")

@@ -27,6 +27,8 @@ from scalai.core.jsonable import Json
 from scalai.patches.optimizers import Group, check_schedule, put_groups, take_groups, torch_state
 from scalai.patches.plain import all_live, all_plain, only_plain, plain
 
+log = logging.getLogger(__name__)
+
 _MASTER = "master_param"
 """Key of the masters in the state of FusedAdam and HybridDeviceOptimizer."""
 _KEEPS_MASTERS = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
@@ -159,8 +161,6 @@ def _let_megatron_make_state(leaf: Any) -> None:
         raise RefusedError(_NO_STATE.format(type(leaf.optimizer).__name__))
     leaf.init_state_fn(leaf.optimizer, leaf.config)
 
-
-log = logging.getLogger(__name__)
 
 Names = Mapping[int, Sequence[str]]
 """Names of the parts of a tensor under the optimizer, by its ``id``."""

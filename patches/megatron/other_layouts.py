@@ -29,6 +29,8 @@ from scalai.core.degrees.policy import Case, DegreePolicy
 from scalai.core.degrees.splits import splits
 from scalai.core.errors import ScalaiError
 
+log = logging.getLogger(__name__)
+
 REFUSED = "refused_layouts"
 """Under this name it is told: a list of TP, PP, VPP and the reason."""
 MOST_CUT = 1024
@@ -38,7 +40,6 @@ MOST_ASKED = 256
 _MODULES = ("megatron.training.argument_utils", "megatron.training.arguments")
 """Modules of ``core_transformer_config_from_args``: in 0.20, and before."""
 
-log = logging.getLogger(__name__)
 
 Validate = Callable[[Any], object]
 """``validate_args`` with the script's defaults."""

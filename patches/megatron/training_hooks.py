@@ -53,6 +53,8 @@ from scalai.patches.step_proof import agreed, other_streams, tell_numbers
 from scalai.patches.versions import MEGATRON
 from scalai.runtime.session import Session
 
+log = logging.getLogger(__name__)
+
 
 def warnings_of(args: Any) -> Iterator[str]:
     """Yield warnings of accepted but surprising flags: one line each, for the log."""
@@ -141,8 +143,6 @@ def checkpoint_step(tracker: str | None, ckpt_step: int | None, is_finetune: boo
     text = tracker.strip()
     return int(text) if text.isdigit() else 0  # "release" has no iteration
 
-
-log = logging.getLogger(__name__)
 
 SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers")
 """Modules of the samplers: from 0.16 on, and before."""

@@ -1,6 +1,7 @@
 """The state of a plain model that every rank has whole: all of it is listed, and put back."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -51,24 +52,23 @@ class Proving:
         self.numbers.append(numbers)
 
 
-def proving(*, is_last: bool) -> Any:
-    return Proving(is_last=is_last)
+def watched(model: torch.nn.Module, *, is_last: bool = False) -> tuple[torch.optim.SGD, Any]:
+    """Return an optimizer of a model, and the session that is told of its steps."""
+    session: Any = Proving(is_last=is_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ReplicatedState(model, optimizer).watch_steps(session)
+    return optimizer, session
 
 
 def test_a_loop_of_ones_own_tells_the_norm_of_its_gradients_and_behind_its_stop_updates_nothing(
 ) -> None:  # fmt: skip
     told = []
     for is_last in (False, True):
-        model, session = network(), proving(is_last=is_last)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        ReplicatedState(model, optimizer).watch_steps(session)
+        model = network()
+        optimizer, session = watched(model, is_last=is_last)
         weight = model.state_dict()["0.weight"]
         before = weight.clone()
-        if is_last:
-            with pytest.raises(SystemExit) as end:
-                train(model, optimizer, 1)
-            assert end.value.code == 0
-        else:
+        with pytest.raises(SystemExit, match=r"^0$") if is_last else nullcontext():
             train(model, optimizer, 1)
         assert torch.equal(before, weight) is is_last
         told += session.numbers
@@ -76,9 +76,8 @@ def test_a_loop_of_ones_own_tells_the_norm_of_its_gradients_and_behind_its_stop_
 
 
 def test_sparse_gradients_have_a_norm() -> None:
-    model, session = torch.nn.Embedding(5, 2, sparse=True), proving(is_last=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    ReplicatedState(model, optimizer).watch_steps(session)
+    model = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer, session = watched(model)
     model(torch.tensor([1, 1, 3])).sum().backward()
     optimizer.step()
     (numbers,) = session.numbers
@@ -91,9 +90,8 @@ def test_gradients_of_which_no_norm_is_taken_stop_no_step(
     def stumbles(*_: object, **__: object) -> None:
         raise RuntimeError("no such kernel")
 
-    model, session = network(), proving(is_last=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    ReplicatedState(model, optimizer).watch_steps(session)
+    model = network()
+    optimizer, session = watched(model)
     monkeypatch.setattr(torch.linalg, "vector_norm", stumbles)
     train(model, optimizer, 1)
     assert [each.norm for each in session.numbers] == [None]
@@ -101,9 +99,8 @@ def test_gradients_of_which_no_norm_is_taken_stop_no_step(
 
 
 def test_a_model_that_is_compiled_as_one_graph_stays_one() -> None:
-    model, session = network(), proving(is_last=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    ReplicatedState(model, optimizer).watch_steps(session)
+    model = network()
+    optimizer, session = watched(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert isinstance(compiled, torch.nn.Module)
     train(compiled, optimizer, 1)
@@ -111,9 +108,8 @@ def test_a_model_that_is_compiled_as_one_graph_stays_one() -> None:
 
 
 def test_a_forward_pass_that_draws_random_numbers_is_told_of() -> None:
-    model, session = torch.nn.Sequential(network(), torch.nn.Dropout(0.1)), proving(is_last=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    ReplicatedState(model, optimizer).watch_steps(session)
+    model = torch.nn.Sequential(network(), torch.nn.Dropout(0.1))
+    optimizer, session = watched(model)
     train(model, optimizer, 1)
     assert "random" in session.numbers[0].obstacle
 
