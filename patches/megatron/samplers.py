@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from math import gcd
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,13 +131,6 @@ TRAIN = "train"
 ENERGON = "megatron.energon"
 
 
-class Samplers(Protocol):
-    """``megatron.training.datasets.data_samplers``."""
-
-    MegatronPretrainingSampler: type
-    MegatronPretrainingRandomSampler: type
-
-
 class SamplerWatch:
     """One sampler of training data.
 
@@ -217,7 +210,7 @@ class TrainingDraws:
         self._watches: list[SamplerWatch] = []
         self._has_own_loader = False
 
-    def hook(self, samplers: Samplers) -> None:
+    def hook(self, samplers: Any) -> None:
         for cls, is_random in (
             (samplers.MegatronPretrainingSampler, False),
             (samplers.MegatronPretrainingRandomSampler, True),
