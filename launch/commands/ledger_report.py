@@ -22,16 +22,16 @@ from scalai.store.places import check_job, default_store_dir, find_generations
 
 TAKEN = "#0b6e8f"
 MOST_PASSES, MOST_ROUNDS = 24, 200
-"""Passes, the newest ones, and rounds that are drawn; of the rest it is said how many they are."""
+"""Most bars of passes, the newest ones, and of rounds; a line tells the number of the others."""
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR = 1100, 220, 30, 84, 34, 18
 
 
 def picture(title: str, ledger: Ledger, verdict: LedgerVerdict) -> str:
     """Return an SVG.
 
-    A bar is a pass: what was consumed is blue, what came before the ledger is grey, what was
-    skipped is white with a red edge, what was seen twice is red. Below, each round has its steps;
-    those that were lost and done again lie in orange on a line of their own.
+    A bar is a pass: consumed samples are blue, those before the ledger grey, skipped ones white
+    with a red edge, those seen twice red. Below, each round has its steps; steps lost and done
+    again lie in orange on a line of their own.
     """
     shown = ledger.passes[-MOST_PASSES:]
     rounds = _TOP + len(shown) * _ROW + 40
@@ -55,7 +55,7 @@ def picture(title: str, ledger: Ledger, verdict: LedgerVerdict) -> str:
 
 
 def _pass(entry: Pass, top: int) -> list[str]:
-    """Draw one bar, as long as the pass; where that is not known, as what was consumed of it."""
+    """Draw one bar, as long as the pass; for unknown lengths, as its consumed part."""
     length = max(entry.length or 0, entry.taken.end, entry.unproven, 1)
     parts = [
         _text(20, top + 13, name_of(entry)),
@@ -74,7 +74,7 @@ def _pass(entry: Pass, top: int) -> list[str]:
 
 
 def _rounds(ledger: Ledger, top: int) -> list[str]:
-    """Draw the rounds by their steps, and those that were done in vain."""
+    """Draw the rounds by their steps, and the lost steps."""
     last = max([ledger.at[0], *(lost.until for lost in ledger.lost), 1])
     parts = [_text(20, top + 13, "steps of each round"), _text(20, top + _ROW + 13, "lost")]
     parts.append(_box(0, ledger.since[0], last, top, PALE, "before the ledger began"))
@@ -101,7 +101,7 @@ def _lost(lost: Lost, last: int, top: int) -> str:
 def _box(
     start: int, stop: int, length: int, top: int, colour: str, says: str, *, edge: str = "none"
 ) -> str:
-    """Draw the places from ``start`` to ``stop``; at least a hair of them is seen."""
+    """Draw the places from ``start`` to ``stop``, at least 0.75 wide."""
     if stop <= start:
         return ""
     scale = (_WIDTH - _LEFT - _RIGHT) / length
@@ -123,9 +123,9 @@ def _text(
 
 
 DIFFERS = 4
-"""Exit code where the promise is broken, as of ``ProofError``."""
+"""Exit code of a broken promise, as of ``ProofError``."""
 TRIES = 3
-"""A running job drops generations while they are read."""
+"""Tries of a read: a running job drops generations meanwhile."""
 _LINES = "rank-*.jsonl"
 
 
@@ -158,7 +158,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show or verify. Raises ``ScalaiError`` where there is no ledger, or it cannot be read."""
+    """Show or verify. Raises ``ScalaiError``: there is no ledger, or it cannot be read."""
     path = _path(args)
     if sorted(path.glob(_LINES)):
         return _of_lines(path, args)
@@ -176,8 +176,8 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FoundLedger:
-    """The ledger of a generation, as the parts that are at hand have it; None: of a job at its end.
-    ``breaks`` are those between them."""
+    """The ledger of a generation, from the parts at hand; None: of a finished job. ``breaks`` are
+    differences between the parts."""
 
     generation: int | None
     step: int
@@ -200,7 +200,7 @@ class FoundLedger:
 
 
 def _path(args: argparse.Namespace) -> Path:
-    """Return the directory that is meant: a path, or a job by its name."""
+    """Directory of a path, or of a job by its name."""
     path = Path(args.what)
     if path.is_dir():
         return path
@@ -216,8 +216,8 @@ def _path(args: argparse.Namespace) -> Path:
 
 
 def _find(path: Path, number: int | None) -> FoundLedger:
-    """Read the ledger of a generation; None: the newest one. Of a job that runs, a generation may
-    go while it is read: then the next one is."""
+    """Read the ledger of a generation; None: the newest one. A running job may drop it meanwhile;
+    then the next one is read."""
     final = sorted(path.glob(f"{FINAL_LEDGER}*.json"))
     if number is None and final and (path / FINISHED).exists():
         return _at_the_end(path, final)
@@ -240,7 +240,7 @@ def _find(path: Path, number: int | None) -> FoundLedger:
 
 
 def _at_the_end(path: Path, files: list[Path]) -> FoundLedger:
-    """Return the ledger that the hosts of a finished job have left in a durable directory."""
+    """Ledger of a finished job, left by its hosts in a durable directory."""
     ledgers: dict[str, Ledger] = {}
     for file in files:
         host = file.stem.removeprefix(FINAL_LEDGER)
@@ -265,14 +265,14 @@ def _at_the_end(path: Path, files: list[Path]) -> FoundLedger:
 
 
 def _one_of(ledgers: dict[str, Ledger]) -> tuple[Ledger, tuple[str, ...]]:
-    """Return the ledger of all hosts, and which have another one."""
+    """Ledger of all hosts, and the hosts with another one, in words."""
     host, ledger = next(iter(ledgers.items()))
     others = [name for name, each in ledgers.items() if each != ledger]
     return ledger, tuple(f"hosts {host!r} and {other!r} have different ledgers" for other in others)
 
 
 def _united(path: Path, parts: list[HostManifest]) -> FoundLedger:
-    """Return the one ledger of these parts of a generation."""
+    """The one ledger of these parts of a generation."""
     parts.sort(key=lambda part: min(part.ranks, default=1 << 62))
     ledgers: dict[str, Ledger] = {}
     for part in parts:
@@ -300,7 +300,7 @@ def _united(path: Path, parts: list[HostManifest]) -> FoundLedger:
 
 
 def _lines(found: FoundLedger) -> Iterator[str]:
-    """Yield what was consumed, as text."""
+    """Yield the consumed samples as text."""
     ledger = found.ledger
     counted = "" if found.samples is None else f", {found.samples} samples"
     of = "the end" if found.generation is None else f"generation {found.generation}"
@@ -335,7 +335,7 @@ def _verdict_lines(verdict: LedgerVerdict, since: int) -> Iterator[str]:
 
 
 def _of_lines(path: Path, args: argparse.Namespace) -> int:
-    """Show or verify what ranks wrote into the folder of ``SCALAI_LEDGER_DIR``."""
+    """Show or verify the files of ranks in the folder of ``SCALAI_LEDGER_DIR``."""
     if args.picture is not None:
         raise UsageError("--picture draws the ledger of a generation; name a job or a generation.")
     paths = sorted(path.glob(_LINES), key=lambda each: (len(each.name), each.name))

@@ -39,7 +39,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     mount.add_argument(
         "what", metavar="JOB|PATH",
         help="a job of this machine; or the directory of a host or a job in a store, or a durable "
-        "one. With --source or --elastic it may be a job that has no state yet",
+        "one. With --source or --elastic also a job without a state",
     )  # fmt: skip
     mount.add_argument("point", type=Path, metavar="POINT", help="an empty folder of yours")
     mount.add_argument(
@@ -93,7 +93,7 @@ def _mount(args: argparse.Namespace) -> int:
 
 
 def _said(tree: "Tree") -> Iterator[str]:
-    """Yield what is shown of data sets, and who has said it."""
+    """Yield the data sets and the global batch in words, with their origin."""
     for name, url in tree.table.sources.items():
         if name in tree.left_out:
             why = f"{tree.left_out[name]} Say where it lies here: --source {name}=PATH"
@@ -109,7 +109,7 @@ def _said(tree: "Tree") -> Iterator[str]:
 
 
 def _tree(args: argparse.Namespace) -> "Tree":
-    """Return the tree that the flags mean. Raises ``ScalaiError``."""
+    """Tree of these flags. Raises ``ScalaiError``."""
     from scalai.vfs.tree import Tree, find_job
 
     sources = {name: _anywhere(url) for name, url in _pairs("--source", args.source)}
@@ -122,13 +122,13 @@ def _tree(args: argparse.Namespace) -> "Tree":
 
 
 def _of_file(path: str | None) -> DatasetTable:
-    """Return what an elastic configuration says of data sets, and of a batch."""
+    """Data sets and batch of an elastic configuration."""
     config = load_config(path)
     return config.dataset.over(own_batch((), config.model.global_batch_size))
 
 
 def _anywhere(url: str) -> str:
-    """Return a source that is given from this folder as it is found from any."""
+    """A source with an absolute path: other processes have other folders."""
     return url if "://" in url or url.startswith("~/") else str(Path(url).absolute())
 
 
@@ -142,7 +142,7 @@ def _pairs(flag: str, given: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _numbers(flag: str, given: Sequence[str]) -> dict[str, int]:
-    """Return what a flag says of data sets."""
+    """Numbers of a flag by data set."""
     found = {}
     for name, text in _pairs(flag, given):
         if not (text.isascii() and text.isdigit() and len(text) < 20):
@@ -152,7 +152,7 @@ def _numbers(flag: str, given: Sequence[str]) -> dict[str, int]:
 
 
 def fuse_server() -> Any:
-    """Return what serves a mount. Raises ``RefusedError`` where this machine has no FUSE."""
+    """Server of a mount. Raises ``RefusedError`` on a machine without FUSE."""
     if not Path("/dev/fuse").exists():
         raise RefusedError(
             "/dev/fuse is not there: the kernel or the container gives no FUSE (docker run "
@@ -168,7 +168,7 @@ def fuse_server() -> Any:
 
 
 def _start(args: argparse.Namespace, point: Path) -> None:
-    """Start the process that serves, and wait until the mount is there."""
+    """Start the serving process, and wait for the mount."""
     path = args.log
     if path is None:
         number, name = tempfile.mkstemp(prefix="scalai-mount-", suffix=".log")

@@ -36,20 +36,20 @@ from scalai.vfs.mounts import Mount, MountHealth, health_of, mount_of, silence_o
 from scalai.vfs.sources import LocalSource
 
 START_S = 60.0
-"""How long a mount may take to answer before a data set is opened."""
+"""Deadline of a mount's answer before the opening of a data set, seconds."""
 LOOK_S = 5.0
 SAY_S = 30.0
-"""A read that takes longer is told of, and again after twice as long each time."""
+"""Seconds of a read before its first warning; each further one after twice as long."""
 
 log = logging.getLogger(__name__)
 
 
 class MountedReader:
-    """What Megatron calls a ``_BinReader``: the tokens at any byte of a ``.bin`` of a mount.
+    """Megatron's ``_BinReader``: the tokens at any byte of a mount's ``.bin``.
 
     Args:
-        path: The file.
-        mount: Where it lies.
+        path: Path of the file.
+        mount: Mount of the file.
 
     Raises:
         OSError: It cannot be opened.
@@ -92,7 +92,7 @@ class MountedReader:
 
 
 class _Watch:
-    """Says that reads wait, by a thread of its own: who reads cannot."""
+    """Warns of waiting reads, in a thread of its own: a reader cannot."""
 
     def __init__(self) -> None:
         self._process = -1
@@ -127,7 +127,7 @@ _WATCH = _Watch()
 
 
 def check_mount(mount: Mount) -> None:
-    """See that somebody serves a mount. Raises ``OSError``."""
+    """Check that a mount is served. Raises ``OSError``."""
     health = health_of(mount, START_S)
     if health is MountHealth.SILENT:
         raise OSError(errno.ETIMEDOUT, f"{mount.point} {silence_of(mount.point)}")
@@ -137,8 +137,8 @@ def check_mount(mount: Mount) -> None:
 
 @contextmanager
 def asking(path: str, mount: Mount) -> Iterator[None]:
-    """Ask a mount for a file: a long wait is told of, and errors name the file, the reason and the
-    way out."""
+    """Ask a mount for a file: a long wait is a warning, and errors name the file, the reason and
+    the way out."""
     _WATCH.begin(path, mount)
     try:
         yield
@@ -170,11 +170,11 @@ SCHEME = "scalai://"
 
 
 CHECK_S = 0.001
-"""How old the last look at a local file may be: less than a tick of a file system's own clock."""
+"""Greatest age of the last look at a local file, seconds: below a tick of a file system's clock."""
 
 
 class SourceReader:
-    """What Megatron calls a ``_BinReader``: the tokens at any byte of a ``.bin``.
+    """Megatron's ``_BinReader``: the tokens at any byte of a ``.bin``.
 
     A local file is copied from a memory map: a system call costs as much as the copy.
     """
@@ -214,19 +214,19 @@ class SourceReader:
 
 
 def hook(module: Any) -> None:
-    """Have the module of ``IndexedDataset`` read such URLs, and files of a mount."""
+    """Let the module of ``IndexedDataset`` read such URLs, and files of a mount."""
     wrapt.wrap_function_wrapper(module, "IndexedDataset.initialize", _initialize)
     wrapt.wrap_function_wrapper(module, "IndexedDataset.exists", _exists)
 
 
 def check_cache(flags: Mapping[str, Any]) -> None:
-    """See that Megatron-LM has a place for indexes of its own.
+    """Check that Megatron-LM has a place for indexes of its own.
 
     Args:
         flags: Its parsed arguments.
 
     Raises:
-        RefusedError: It would write them beside data, where nothing can be written.
+        RefusedError: It would write them beside data in a read-only tree.
     """
     if flags.get("data_cache_path"):
         return
@@ -252,8 +252,8 @@ def _exists(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _is_there(files: Any, path: str) -> bool:
-    """Whether a file is there. fsspec's own ``exists`` says of a server that does not answer that
-    there is none. Raises ``OSError``."""
+    """The file is there. fsspec's own ``exists`` denies the file of a silent server. Raises
+    ``OSError``."""
     try:
         files.info(path)
     except FileNotFoundError:
@@ -281,8 +281,8 @@ def _initialize(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
 
 
 def _ways_to_read(prefix: str) -> tuple[Callable[[str], Any], Callable[[], Any] | None]:
-    """Return what copies the index to a path, and what opens the ``.bin``, None where Megatron's
-    own reader does. Raises ``OSError``."""
+    """Calls that copy the index to a path and open the ``.bin``; None: Megatron's own reader does.
+    Raises ``OSError``."""
     index, data = prefix + ".idx", prefix + ".bin"
     if prefix.startswith(SCHEME):
         files, path = fsspec.core.url_to_fs(index)

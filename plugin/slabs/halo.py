@@ -1,7 +1,7 @@
 """The exchange of halos between ranks that share a sample, differentiable.
 
-A layer that looks beyond its slab (a convolution of width 3: one element) is given its neighbours'
-borders; backward, the gradients of these go to those who own them.
+A layer with a view beyond its slab (a convolution of width 3: one element) gets its neighbours'
+borders; backward, their gradients go to the owners.
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ def exchange_halo(
     halo: Index,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return this rank's slab with its halo, clipped at the sample's borders.
+    """Add its halo to this rank's slab, clipped at the sample's borders.
 
-    Call on every rank of the group alike. Blocks until the neighbours have called too, at most as
-    long as the group's timeout; where one has died torch raises ``RuntimeError``.
+    Call on every rank of the group alike. Blocks until the neighbours have called too, at most for
+    the group's timeout; after the death of one torch raises ``RuntimeError``.
 
     Args:
         local: This rank's slab, [..., slab]: axes before those of ``slabs`` are whole.
-        slabs: How the sample is cut; ranks are those of the group, in order.
+        slabs: Cut of the sample over the ranks of the group, in order.
         halo: Elements on both sides of the slab, by axis of ``slabs``.
-        group: The ranks that share this sample; None: all.
+        group: Ranks of this sample; None: all.
 
     Returns:
-        [..., slab with halo], with the gradient's way back to those who own the halo.
+        [..., slab with halo]; its gradient flows back to the owners of the halo.
 
     Raises:
         UsageError: The group has another number of ranks, or ``local`` is not this rank's slab.
@@ -69,7 +69,7 @@ def exchange_halo(
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    """What one rank gives and takes: boxes of the sample, in order of ranks."""
+    """Boxes of the sample given and taken by one rank, in order of ranks."""
 
     own: Box
     widened: Box
@@ -78,7 +78,7 @@ class _Swap:
     group: dist.ProcessGroup | None
 
     def widen(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the slab with what the sources have of its halo."""
+        """The slab with its halo from the sources."""
         lead = local.shape[: local.dim() - len(self.own.shape)]
         result = local.new_empty((*lead, *self.widened.shape))
         result[_within(self.own, self.widened)] = local
@@ -90,8 +90,7 @@ class _Swap:
         return result
 
     def fold(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the slab: this rank's own, and that of those in whose halo it
-        is."""
+        """Gradient of the slab: this rank's own, and those of all halos with a part of it."""
         result = gradient[_within(self.own, self.widened)].clone()
         lead = gradient.shape[: gradient.dim() - len(self.own.shape)]
         given = [
@@ -135,7 +134,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _within(box: Box, outer: Box) -> tuple[Any, ...]:
-    """Return the index of a box in the last axes of what holds ``outer``."""
+    """Index of a box in the last axes of a tensor of ``outer``."""
     ranges = (
         slice(low - begin, low - begin + size)
         for low, begin, size in zip(box.offset, outer.offset, box.shape, strict=True)

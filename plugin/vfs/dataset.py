@@ -29,19 +29,19 @@ from scalai.vfs.views import (
 )
 
 LINES = ".jsonl"
-"""How files end that have a sample in each line."""
+"""End of a file's name with a sample in each line."""
 _REPLICA = re.compile(r"dp-(0|[1-9]\d{0,8})-of-([1-9]\d{0,8})")
 KEPT = 64
-"""Replicas whose folders stay in memory."""
+"""Folders of replicas in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """Where a data set lies, and what its samples are: as of ``DatasetTable``.
+    """Place and samples of a data set, as of ``DatasetTable``.
 
     Attributes:
-        tokens: Tokens of a sample, of a ``.bin``; None: its sequences are the samples.
-        seed: Of its order; None: the samples come as they lie.
+        tokens: Tokens of a sample of a ``.bin``; None: its sequences are the samples.
+        seed: Seed of its order; None: the order of the file.
     """
 
     name: str
@@ -50,11 +50,7 @@ class DatasetSpec:
     seed: int | None = None
 
     def order(self, samples: int) -> SampleOrder:
-        """Return the order of so many samples.
-
-        Raises:
-            OSError: They can have none.
-        """
+        """Order of so many samples. Raises ``OSError``: they can have none."""
         if self.seed is None:
             return Sequential(samples)
         try:
@@ -65,11 +61,11 @@ class DatasetSpec:
 
 @dataclass(frozen=True, slots=True)
 class ViewedJob:
-    """What the views need to know of the job.
+    """Facts of the job for its views.
 
     Attributes:
-        batches: Its global batches, None where nobody has said them.
-        dp: Returns the present DP, None where there is no state; asked at every look.
+        batches: Global batches; None: unknown.
+        dp: Returns the present DP; None: there is no state. Asked at every look.
         consumed_samples: Returns the samples consumed so far; likewise.
     """
 
@@ -118,7 +114,7 @@ class DatasetFolder:
             return self._replicas[key]
 
     def _share(self, dp_rank: int, dp: int) -> ReplicaShare:
-        """Return what a replica draws. Raises ``FileNotFoundError`` where no job can run so."""
+        """Share of a replica. Raises ``FileNotFoundError``: no job can run so."""
         if self._job.batches is None:
             raise missing(f"dp-{dp_rank}-of-{dp}", "give --global-batch-size for views")
         try:
@@ -135,7 +131,7 @@ class DatasetFolder:
         return False
 
     def _record_file(self) -> str | None:
-        """Return the one file of samples among the sources; None: none, or several."""
+        """The one file of samples among the sources; None: none, or several."""
         files = list(self._files)
         found = [name for name in files if name.endswith(LINES)]
         found += [name for name in files
@@ -143,7 +139,7 @@ class DatasetFolder:
         return found[0] if len(found) == 1 else None
 
     def samples(self) -> Samples:
-        """Return the samples; finds out where they lie at the first call. Raises ``OSError``."""
+        """The samples; the first call finds their places. Raises ``OSError``."""
         with self._mutex:
             if self._samples is None:
                 self._samples = self._find_samples()
@@ -171,7 +167,7 @@ class DatasetFolder:
     def _token_records(
         self, dtype: "np.dtype[Any]", index: SourceFile, bin_bytes: int
     ) -> SampleRecords:
-        """Return the samples of a ``.bin`` of so many bytes."""
+        """The samples of a ``.bin`` of so many bytes."""
         if self._spec.tokens is None:
             return sequences(read_index(index), bin_bytes)
         record_bytes = self._spec.tokens * dtype.itemsize
@@ -179,7 +175,7 @@ class DatasetFolder:
 
 
 def source_folder(files: Mapping[str, OpenSource]) -> ListedFolder:
-    """Return the folder of sources, by their paths: their bytes, unchanged."""
+    """Folder of sources by their paths: their bytes, unchanged."""
     below: dict[str, dict[str, OpenSource]] = {}
     children: dict[str, Callable[[], Node]] = {}
     for path, open_source in files.items():

@@ -22,18 +22,17 @@ _SLICED = re.compile(rf"({'|'.join(map(re.escape, HEADERS))})\?slice=([^/?]*)\Z"
 
 
 class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """Jobs of this machine, and what they have left in directories. Only for reading.
+    """Jobs of this machine, and their directories. Only for reading.
 
     Args:
         sources, record_tokens, shuffle, global_batch_size, rampup_batch_size: As of
-            ``DatasetTable``; they overrule what the job says itself. What every process of a job
-            shall know goes into fsspec's own configuration
-            (``FSSPEC_SCALAI='{"sources": {"corpus": "/data/corpus"}}'``).
-        store_dir: Where stores are, if not in shared memory.
-        directory: Where the generations of the job lie, for one that has no store here.
+            ``DatasetTable``; they overrule the job's own. fsspec's configuration has those for
+            every process of a job (``FSSPEC_SCALAI='{"sources": {"corpus": "/data/corpus"}}'``).
+        store_dir: Directory of stores, if not in shared memory.
+        directory: Directory of the job's generations, for a job without a store here.
 
     Raises:
-        UsageError: A value is not what it should be.
+        UsageError: A value is wrong.
     """
 
     protocol = "scalai"
@@ -61,13 +60,13 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        """Return the path of a URL. ``w.npy?slice=0:2,:`` is ``w[0:2,:].npy``, before anybody takes
-        the question mark for a pattern."""
+        """Path of a URL. ``w.npy?slice=0:2,:`` is ``w[0:2,:].npy``: a question mark would be a
+        pattern."""
         path = super()._strip_protocol(path)
         return path if isinstance(path, list) else _SLICED.sub(r"[\2]\1", path)
 
     def _at(self, path: str) -> Node:
-        """Return what lies at ``<job>/…``; links are followed. Raises ``OSError``."""
+        """Node at ``<job>/…``; links are followed. Raises ``OSError``."""
         job, _, inside = self._strip_protocol(path).partition("/")
         tree = self._trees.get(job)
         if tree is None or (tree.is_new and tree.generations.numbers()):
@@ -96,8 +95,7 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def expand_path(
         self, path: Any, recursive: bool = False, maxdepth: int | None = None, **options: Any
     ) -> list[str]:
-        """Return the paths that patterns mean. A slice has brackets in its name, and is no
-        pattern."""
+        """Paths of patterns. A slice has brackets in its name, and is no pattern."""
         given = [path] if isinstance(path, str | os.PathLike) else path
         names = [self._strip_protocol(name) for name in given]
         slices = {name for name in names if self._is_slice(name)}
@@ -130,8 +128,7 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
             content.close()
 
     def open_content(self, path: str) -> Content:
-        """Open a file for reads at any place, by whoever wants no file object. Raises
-        ``OSError``."""
+        """Open a file for reads at any place, without a file object. Raises ``OSError``."""
         node = self._at(path)
         if not isinstance(node, File):
             raise IsADirectoryError(errno.EISDIR, f"{path} is a folder")
@@ -153,7 +150,7 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
 
 class ScalaiFile(AbstractBufferedFile):  # type: ignore[misc]
-    """An open file; it keeps what it was opened on."""
+    """An open file; it keeps its generation."""
 
     def __init__(
         self, files: ScalaiFileSystem, path: str, content: Content, **options: Any

@@ -26,20 +26,20 @@ from scalai.vfs.nodes import Content, File, Node, missing
 from scalai.vfs.pins import Pin
 
 ALIGNMENT = 8
-"""Of the header of a safetensors file, as the library writes it."""
+"""Alignment of a safetensors header in bytes, as the library writes it."""
 
 RUN_BYTES = 1 << 20
-"""Bytes of rows that are read at once where a box wants only a part of each row."""
+"""Most bytes of one read for a box with only a part of each row."""
 WEIGHTS = "param"
-"""The kind of tensor whose file has no kind in its name."""
+"""Kind of tensor without a kind in its file's name."""
 _NUMBER = re.compile(r"[0-9]{1,19}")
 
 
 def npy_header(tensor: Tensor, box: Box) -> bytes:
-    """Return what a ``.npy`` file of this box starts with.
+    """Header of a ``.npy`` file of this box.
 
-    A dtype that numpy has not (BF16, 8-bit floats) is one of so many opaque bytes, as ``ml_dtypes``
-    writes it: reading it as numbers fails rather than giving others.
+    A dtype unknown to numpy (BF16, 8-bit floats) becomes opaque bytes, as ``ml_dtypes`` writes it:
+    a reader of numbers fails, and gets no wrong ones.
 
     Source: numpy.lib.format, version 1.0 of the format.
     """
@@ -53,8 +53,8 @@ def npy_header(tensor: Tensor, box: Box) -> bytes:
 
 
 def safetensors_header(tensor: Tensor, box: Box) -> bytes:
-    """Return what a safetensors file of this box starts with. The one entry has the tensor's name,
-    and behind it the ranges of a box that is not the whole tensor."""
+    """Header of a safetensors file of this box. Its one entry has the tensor's name, and for a part
+    of the tensor its ranges behind it."""
     name = tensor.name if box == whole(tensor.shape) else tensor.name + box_text(box)
     size = box.numel * ITEM_BYTES[tensor.dtype]
     entry = {"dtype": tensor.dtype, "shape": list(box.shape), "data_offsets": [0, size]}
@@ -62,15 +62,15 @@ def safetensors_header(tensor: Tensor, box: Box) -> bytes:
 
 
 HEADERS = {".npy": npy_header, ".safetensors": safetensors_header}
-"""By how the name of a file ends."""
+"""Makers of headers by the end of a file's name."""
 
 
 def parse_slice(text: str, shape: tuple[int, ...]) -> Box:
-    """Return the box that ``0:128,:`` means of a tensor; axes that are left out are whole.
+    """Box of a slice such as ``0:128,:`` of a tensor; missing axes are whole.
 
     Raises:
         FileNotFoundError: It is no slice, or reaches outside of the tensor: ``numpy`` would clip
-            it, and a shorter file than was asked for would be a wrong one.
+            it, and a shorter file would be a wrong one.
     """
     offset, extent = [0] * len(shape), list(shape)
     ranges = text.split(",") if text else []
@@ -90,7 +90,7 @@ def parse_slice(text: str, shape: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A piece: its box, and the file of a part and the byte at which it lies row-major."""
+    """A piece: its box, and the file of a part and its first byte there, row-major."""
 
     box: Box
     part: int
@@ -99,7 +99,7 @@ class StoredPiece:
 
 
 def pieces_of(generation: Generation, name: str) -> list[StoredPiece]:
-    """Return the pieces of a tensor that the parts at hand hold, each box once."""
+    """Pieces of a tensor in the parts at hand, each box once."""
     found: dict[Box, StoredPiece] = {}
     for number, part in enumerate(generation.hosts):
         held = part.collection
@@ -113,10 +113,10 @@ def pieces_of(generation: Generation, name: str) -> list[StoredPiece]:
 
 
 class TensorElements:
-    """The elements of a box of a tensor, read from the files that a pin keeps.
+    """The elements of a box of a tensor as bytes, row-major, from the files of a pin.
 
     Raises:
-        OSError: Some are on no host whose part is at hand.
+        OSError: Some are in no part at hand.
     """
 
     def __init__(self, tensor: Tensor, box: Box, pieces: list[StoredPiece], pin: Pin) -> None:
@@ -131,7 +131,7 @@ class TensorElements:
             )
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return bytes ``[begin, end)`` of the box. Raises ``OSError``."""
+        """Bytes ``[begin, end)`` of the box. Raises ``OSError``."""
         item = ITEM_BYTES[self._tensor.dtype]
         low, high = begin // item, -(-end // item)
         out = bytearray()
@@ -141,7 +141,7 @@ class TensorElements:
         return bytes(memoryview(out)[begin - low * item : end - low * item])
 
     def _gather(self, wanted: Box, item: int) -> bytes:
-        """Return the bytes of a box, row-major, from the pieces that it meets."""
+        """Bytes of a box, row-major, from all pieces."""
         values = np.empty(wanted.shape, dtype=f"V{item}")
         left = [wanted]
         for piece in self._pieces:
@@ -163,7 +163,7 @@ class TensorElements:
         self, values: "np.ndarray[tuple[int, ...], np.dtype[np.void]]", wanted: Box,
         piece: StoredPiece, common: Box, item: int,
     ) -> None:  # fmt: skip
-        """Read what a box has in common with a piece into ``values`` [wanted.shape]."""
+        """Read the common part of a box and a piece into ``values`` [wanted.shape]."""
         for part in _runs(piece.box, common, RUN_BYTES // item):
             first = _place(piece.box, part.offset)
             last = _place(piece.box, tuple(a + n - 1 for a, n in zip(part.offset, part.shape,
@@ -177,21 +177,21 @@ class TensorElements:
             values[slices(Box(tuple(inside), part.shape))] = found
 
     def close(self) -> None:
-        """Let go; a second call does nothing."""
+        """Release the pin; a second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._pin.release()
 
 
 def _place(box: Box, index: tuple[int, ...]) -> int:
-    """Return the place of an element in a box that lies row-major."""
+    """Place of an element in a row-major box."""
     inside = (at - low for at, low in zip(index, box.offset, strict=True))
     return sum(at * step for at, step in zip(inside, row_major(box.shape), strict=True))
 
 
 def _runs(held: Box, wanted: Box, limit: int) -> Iterator[Box]:
-    """Yield a part of a piece as boxes, between whose first and last elements at most ``limit``
-    others lie in the piece; a row that is longer is taken whole."""
+    """Yield a part of a piece as boxes, each with at most ``limit`` elements of the piece between
+    its first and its last one; a longer row is taken whole."""
     strides = row_major(held.shape)
     reach = sum((size - 1) * step for size, step in zip(wanted.shape, strides, strict=True)) + 1
     axis = next((n for n, size in enumerate(wanted.shape) if size > 1), None)
@@ -232,9 +232,9 @@ OpenBox = Callable[[Tensor, Box], TensorElements]
 
 
 def place_of(name: str) -> PurePosixPath:
-    """Return where a tensor lies below the model, without the end of a file's name.
+    """Path of a tensor below the model, without the end of a file's name.
 
-    Characters that have a meaning in these names, or none in a path, are percent-encoded.
+    Characters with a meaning in these names, and those without one in a path, are percent-encoded.
     """
     kind, parameter = split_name(name)
     parts = [_component(part) for part in parameter.split(".")]
@@ -243,14 +243,13 @@ def place_of(name: str) -> PurePosixPath:
 
 
 def _component(text: str) -> str:
-    # An empty one, as of a name with two dots in a row, is the one that ``quote`` cannot make.
+    # ``quote`` cannot make the component of an empty name, as between two dots in a row.
     return quote(text, safe="").replace(".", "%2E") or "%2E"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """One level of the model: folders below it, and tensors by the name of their file, without its
-    end."""
+    """One level of the model: folders below it, and tensors by file name, without its end."""
 
     folders: Mapping[str, "ModelFolder"]
     tensors: Mapping[str, Tensor]
@@ -286,7 +285,7 @@ class ModelFolder:
 
 
 def model_folder(tensors: Iterable[Tensor], mtime: float, open_box: OpenBox) -> ModelFolder:
-    """Return the folders of these tensors."""
+    """Folders of these tensors."""
     root = ModelFolder({}, {}, mtime, open_box)
     for tensor in tensors:
         path = place_of(tensor.name)

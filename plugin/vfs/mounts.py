@@ -1,8 +1,8 @@
-"""Mount points: which are in use, which are dead or silent, and how one is given back.
+"""Mount points in use, dead mounts, silent mounts, and their end.
 
-A mount is dead when the process that served it was killed: whatever touches it gets ENOTCONN at
-once, nothing hangs. It stays in the kernel's table until somebody unmounts it. It is silent where
-that process is stopped or hangs: whatever touches it waits until the process goes on or ends.
+A mount is dead after the death of its serving process: each access gets ENOTCONN at once. It stays
+in the kernel's table until its unmount. It is silent while that process is stopped or hangs: each
+access waits until the process goes on or ends.
 """
 
 import errno
@@ -21,13 +21,13 @@ from scalai.core.errors import RefusedError, UsageError
 KIND = "fuse.scalai"
 UNMOUNT_S = 30.0
 ANSWER_S = 10.0
-"""How long a mount may take to answer before it is called silent."""
+"""Deadline of a mount's answer, seconds; behind it the mount is silent."""
 _TABLE = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """An entry of the kernel's table: where, of which file system, and what it calls itself."""
+    """An entry of the kernel's table: mount point, file system, and source."""
 
     point: Path
     kind: str
@@ -35,7 +35,7 @@ class Mount:
 
 
 def find_mount(point: Path) -> Mount | None:
-    """Return what is mounted at a path, the uppermost; None: nothing is."""
+    """Uppermost mount at a path; None: there is none."""
     found = None
     # Any byte may be in a name but these two, which the kernel quotes.
     for line in filter(None, _TABLE.read_bytes().split(b"\n")):
@@ -48,8 +48,8 @@ def find_mount(point: Path) -> Mount | None:
 
 
 def mount_of(path: Path) -> Mount | None:
-    """Return the mount of Scalai's that a path lies in; None: it lies in none. Links are followed;
-    a mount is asked only where one leads into it."""
+    """Mount of Scalai's above a path; None: there is none. Links are followed; the mount itself is
+    asked only for a link into it."""
     whole = Path(os.path.abspath(path))
     if found := _mount_above(whole):
         return found
@@ -63,7 +63,7 @@ def _mount_above(path: Path) -> Mount | None:
 
 
 class MountHealth(Enum):
-    """Whether somebody serves a mount."""
+    """State of a mount's serving process."""
 
     ANSWERS = "answers"
     DEAD = "dead"
@@ -74,7 +74,7 @@ def health_of(mount: Mount, within_s: float | None = None) -> MountHealth:
     """Ask a mount, in a thread: nothing else ends the wait for one that is silent.
 
     Args:
-        within_s: It is silent when it has not answered by then, in seconds; None: ``ANSWER_S``.
+        within_s: Deadline of the answer, seconds; None: ``ANSWER_S``.
     """
     found = MountHealth.SILENT
 
@@ -94,7 +94,7 @@ def health_of(mount: Mount, within_s: float | None = None) -> MountHealth:
 
 
 def silence_of(point: Path) -> str:
-    """Say what can be done about a silent mount, as the end of a sentence about it."""
+    """Way out of a silent mount, as the end of a sentence about it."""
     return (
         "does not answer: its process is stopped or hangs. Have that go on (kill -CONT) or end it "
         f"(kill -KILL; pgrep -f 'mount .*{point.name}' finds it), and mount anew (scalai mount)."
@@ -102,12 +102,12 @@ def silence_of(point: Path) -> str:
 
 
 def absolute(point: Path) -> Path:
-    """Return a mount point as the kernel's table has it; what is mounted there is not touched."""
+    """Mount point in the form of the kernel's table; the mount itself is not touched."""
     return Path(os.path.realpath(point.parent)) / point.name
 
 
 def prepare(point: Path) -> None:
-    """See that a folder can be mounted over; a dead mount of Scalai that is there goes first.
+    """Check that a folder can be mounted over; a dead mount of Scalai's there goes first.
 
     Raises:
         UsageError: It is in use, no folder, not empty, or another user's.
@@ -134,11 +134,11 @@ def prepare(point: Path) -> None:
 
 
 def unmount(point: Path, *, is_lazy: bool) -> None:
-    """Unmount what Scalai has mounted.
+    """End a mount of Scalai's.
 
     Args:
-        is_lazy: Also where files are open: the name is free at once, and readers go on until they
-            close them. Always so of a dead mount.
+        is_lazy: Also with open files: the name is free at once, and readers go on until they close
+            them. Always so for a dead mount.
 
     Raises:
         UsageError: Nothing of Scalai's is mounted there. RefusedError: It is busy, or silent.

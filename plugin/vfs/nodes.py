@@ -1,7 +1,7 @@
-"""What a virtual file system is made of: folders, files, links, and how a path leads to one.
+"""Nodes of a virtual file system, folders, files and links, and the walk along a path.
 
-Nothing here knows of a mount: a front end (``fuse.py``, ``filesystem.py``) walks the tree, and
-whatever it may not show is an ``OSError`` that says why.
+A front end (``fuse.py``, ``filesystem.py``) walks the tree; each refusal is an ``OSError`` with its
+reason.
 """
 
 import errno
@@ -12,17 +12,17 @@ from typing import Protocol
 
 
 class Content(Protocol):
-    """The bytes of a file that is open, which stay the same until it is closed."""
+    """The bytes of an open file; they stay the same until its end."""
 
     @property
     def size_bytes(self) -> int:
-        """How many there are."""
+        """Size."""
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return the bytes from ``offset`` on, ``size`` of them, or fewer where the file ends.
+        """``size`` bytes from ``offset`` on, fewer at the end of the file.
 
         Raises:
-            OSError: They cannot be read, or are not those of this file any more.
+            OSError: They cannot be read, or the file has changed.
         """
 
     def close(self) -> None:
@@ -34,12 +34,12 @@ class Node(Protocol):
 
     @property
     def mtime(self) -> float:
-        """Seconds since 1970 at which its content was made."""
+        """Time of its content, seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLink:
-    """A name for another path, which is given from the folder that the link lies in."""
+    """A name for another path, relative to the link's folder."""
 
     target: str
     mtime: float
@@ -47,7 +47,7 @@ class TreeLink:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file. ``open`` raises ``OSError`` where its bytes are not to be had."""
+    """A file. ``open`` raises ``OSError``."""
 
     size_bytes: int
     mtime: float
@@ -58,15 +58,15 @@ class TreeFolder(Node, Protocol):
     """A folder. It may have more children than it lists, such as slices of a tensor."""
 
     def names(self) -> Iterable[str]:
-        """Return the children that a listing shows, in order."""
+        """Names in a listing, in order."""
 
     def child(self, name: str) -> Node:
-        """Return a child. Raises ``FileNotFoundError``."""
+        """A child. Raises ``FileNotFoundError``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedFolder:
-    """A folder whose children are known: what makes each of them, by name."""
+    """A folder of known children: their makers by name."""
 
     children: dict[str, Callable[[], Node]]
     mtime: float
@@ -81,7 +81,7 @@ class ListedFolder:
 
 
 def listed(nodes: Mapping[str, Node]) -> ListedFolder:
-    """Return a folder of these nodes."""
+    """A folder of these nodes."""
     return ListedFolder({name: partial(_same, node) for name, node in nodes.items()}, 0.0)
 
 
@@ -91,7 +91,7 @@ def _same(node: Node) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Content that is at hand."""
+    """Content in memory."""
 
     data: bytes
 
@@ -107,7 +107,7 @@ class InMemory:
 
 
 def in_memory(data: bytes, mtime: float) -> File:
-    """Return a file with this content."""
+    """A file with this content."""
     content = InMemory(data)
     return File(len(data), mtime, lambda: content)
 
@@ -118,16 +118,16 @@ def is_folder(node: Node) -> bool:
 
 
 def missing(name: str, why: str = "there is none of that name") -> FileNotFoundError:
-    """Return the error of a name that is not in a folder."""
+    """Error of a name without a node."""
     return FileNotFoundError(errno.ENOENT, f"{name}: {why}")
 
 
 def walk(root: Node, path: str) -> Node:
-    """Return what lies at a path, of which links are not followed.
+    """Node at a path, without following links.
 
     Raises:
-        OSError: Nothing does, or a file is in the way. ``..`` is no name here: front ends resolve
-            it before they ask, so whoever sends it wants out of the tree.
+        OSError: There is none, or a file is in the way. ``..`` is no name here: front ends resolve
+            it first, so a caller with ``..`` wants out of the tree.
     """
     node = root
     for name in path.strip("/").split("/"):
@@ -142,12 +142,11 @@ def walk(root: Node, path: str) -> Node:
 
 
 MAX_LINKS = 8
-"""How many links lead on to each other at most."""
+"""Longest chain of links."""
 
 
 def resolve(root: Node, path: str) -> tuple[str, Node]:
-    """Return what lies at a path when all links of the tree are followed, and its path without
-    them. Raises ``OSError``."""
+    """Path without links, and its node, after following all links. Raises ``OSError``."""
     done: list[str] = []
     left = [name for name in path.split("/") if name not in ("", ".")]
     links = 0

@@ -1,11 +1,11 @@
-"""Generations that are open: their bytes stay as they are for as long as somebody reads them.
+"""Open generations: their bytes stay until the end of all readers.
 
-In a store, hard links keep the files (``store/pinned.py``); elsewhere, as in a durable directory,
-where no file is ever written anew, open descriptors do. A pin ends when the last file that was
-opened on it is closed. It ends earlier, and reads fail from then on with the reason,
+In a store, hard links keep the files (``store/pinned.py``); elsewhere open descriptors do: a
+durable directory never writes a file anew. A pin ends with the close of its last file. It ends
+earlier, and reads fail from then on with the reason,
 
-* where the store needs the room and the generation is dropped;
-* ``KEEP_S`` after the generation was dropped: a reader that was forgotten must not hold memory.
+* when the store needs the room of a dropped generation;
+* ``KEEP_S`` after the drop of the generation: a forgotten reader must not hold memory.
 """
 
 import errno
@@ -24,13 +24,13 @@ from scalai.store.lock import LOCK
 from scalai.store.pinned import PinFolder, is_same_file
 
 KEEP_S = 600.0
-"""How long a generation that its job has dropped stays readable for who has it open."""
+"""Seconds for which an open generation stays readable after its drop."""
 
 log = logging.getLogger(__name__)
 
 
 class Pin:
-    """A generation whose files stay. Made by ``Pins.acquire``; each holder releases it once."""
+    """A generation with kept files. Made by ``Pins.acquire``; each holder releases it once."""
 
     def __init__(self, pins: "Pins", generation: Generation) -> None:
         self._pins, self.generation = pins, generation
@@ -67,16 +67,16 @@ class Pin:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made it; what a fork has inherited is its parent's."""
+        """This process made it; a fork inherits pins of its parent."""
         return os.getpid() == self._pid
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the generation is gone where it lay; another one may have its number there."""
+        """The generation is gone from its directory; another one may have its number there."""
         return not all(is_same_file(status, path) for path, status in self._kept)
 
     def read(self, part: int, file: int, begin: int, size: int) -> bytearray:
-        """Return bytes of a file of a part, exactly ``size``. Raises ``OSError``."""
+        """Bytes of a file of a part, exactly ``size``. Raises ``OSError``."""
         data = bytearray(size)
         if self.ended is not None:
             raise OSError(errno.EIO, self.ended)
@@ -108,7 +108,7 @@ class Pin:
         self.close()
 
     def close(self) -> None:
-        """Let the files go; a second call does nothing."""
+        """Release the files; a second call does nothing."""
         for link in self._links.values() if self.is_own else ():
             link.unlink(missing_ok=True)
             with suppress(OSError):
@@ -117,12 +117,12 @@ class Pin:
             os.close(self._descriptors.popitem()[1])
 
     def release(self) -> None:
-        """Give up one holder's share."""
+        """Release one holder."""
         self._pins.release(self)
 
 
 class Pins:
-    """The generations that one process reads. Methods may be called from several threads.
+    """The open generations of one process. Methods may be called from several threads.
 
     Args:
         keep_s: See ``KEEP_S``.
@@ -136,7 +136,7 @@ class Pins:
         self._folders: dict[tuple[int, Path], PinFolder] = {}
 
     def folder(self, host_directory: Path) -> PinFolder:
-        """Return where this process has its pins in a host's directory."""
+        """Folder of this process's pins in a host's directory."""
         key = os.getpid(), host_directory
         with self._mutex:
             if key not in self._folders:
@@ -144,7 +144,7 @@ class Pins:
             return self._folders[key]
 
     def acquire(self, generation: Generation) -> Pin:
-        """Return a pin of a generation, with one holder more.
+        """Pin of a generation, with one holder more.
 
         Raises:
             OSError: It went meanwhile, or cannot be kept.
@@ -171,7 +171,7 @@ class Pins:
                 self._held.remove(pin)
 
     def sweep(self) -> None:
-        """End the pins of generations that were dropped ``keep_s`` ago. Call it now and then."""
+        """End the pins of generations dropped ``keep_s`` ago. Call it now and then."""
         now = self._clock()
         with self._mutex:
             for pin in self._held:

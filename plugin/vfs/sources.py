@@ -30,14 +30,14 @@ class SourceFile(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Its size when it was opened."""
+        """Size at the opening."""
 
     @property
     def mtime(self) -> float:
-        """Seconds since 1970 of its last change, 0 where nobody says."""
+        """Time of its last change, seconds since 1970; 0: unknown."""
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return bytes, fewer only at the end of the file. Raises ``OSError``."""
+        """Bytes, fewer only at the end of the file. Raises ``OSError``."""
 
     def close(self) -> None:
         """End reading."""
@@ -47,7 +47,7 @@ class LocalSource:
     """A file on a disk of this machine. The kernel caches it.
 
     Args:
-        expected: What it was when its folder was listed; None: what it is now.
+        expected: Status at the listing of its folder; None: the present one.
 
     Raises:
         OSError: It cannot be opened, or has changed.
@@ -83,14 +83,14 @@ class LocalSource:
         return data
 
     def mapped(self) -> mmap.mmap | None:
-        """Return a memory map of the file, None of an empty one. Who reads it calls ``check``, and
-        is killed (SIGBUS) where the file is cut between the two."""
+        """Memory map of the file; None: it is empty. Readers call ``check`` first; a cut between
+        the two kills them (SIGBUS)."""
         if not self.size_bytes:
             return None
         return mmap.mmap(self._descriptor, self.size_bytes, access=mmap.ACCESS_READ)
 
     def check(self) -> None:
-        """Raise ``OSError`` where the file is not what was opened."""
+        """Raise ``OSError`` for another file than at the opening."""
         if self._error is not None:
             raise OSError(errno.EIO, self._error)
         if _state(os.fstat(self._descriptor)) != _state(self._status):
@@ -162,11 +162,11 @@ def _local_files(path: Path) -> dict[str, OpenSource]:
 
 
 def _files_below(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
-    """Yield the files below a folder by name, also where links lead, but for a link to one of the
-    folders that it lies in. Raises ``OSError``.
+    """Yield the files below a folder by name, links followed, but for a link to a folder above
+    itself. Raises ``OSError``.
 
     Args:
-        above: Device and inode of these folders.
+        above: Device and inode of the folders above.
     """
     status = folder.stat()
     here = status.st_dev, status.st_ino
@@ -184,7 +184,7 @@ def _remote_files(remote: RemoteFiles) -> dict[str, OpenSource]:
 
 
 class _Opener:
-    """Opens a remote file, which must stay as the first opening found it."""
+    """Opens a remote file; each opening expects the facts of the first one."""
 
     def __init__(self, remote: RemoteFiles, path: str) -> None:
         self._remote, self._path, self._mutex = remote, path, threading.Lock()

@@ -1,4 +1,4 @@
-"""Megatron's ``.idx``: where the sequences of tokens lie in its ``.bin``.
+"""Megatron's ``.idx``: the places of the sequences of tokens in its ``.bin``.
 
 Source: _IndexWriter and _IndexReader, megatron/core/datasets/indexed_dataset.py (0.16): a magic of
 9 bytes, version (u64), code of the dtype (u8), counts of sequences and of document boundaries (u64
@@ -37,7 +37,7 @@ class TokenIndex:
 
 
 def read_index(source: SourceFile) -> TokenIndex:
-    """Read an ``.idx``. Raises ``OSError`` where it is none, or is cut."""
+    """Read an ``.idx``. Raises ``OSError``: it is none, or cut."""
     dtype, count, documents = _read_header(source)
     needed = _HEADER.size + count * 12 + documents * 8
     if source.size_bytes < needed:
@@ -52,7 +52,7 @@ def read_index(source: SourceFile) -> TokenIndex:
 
 
 def read_dtype(source: SourceFile) -> "np.dtype[Any]":
-    """Read of an ``.idx`` only what a token is. Raises ``OSError`` where it is none."""
+    """Read the type of a token from an ``.idx``. Raises ``OSError``: it is none."""
     return _read_header(source)[0]
 
 
@@ -66,16 +66,16 @@ def _read_header(source: SourceFile) -> "tuple[np.dtype[Any], int, int]":
 
 
 Column = Callable[[int, int], npt.NDArray[Any]]
-"""Returns entries ``[low, high)`` of a column."""
+"""Entries ``[low, high)`` of a column."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexContent:
-    """An ``.idx`` that is computed where it is read.
+    """An ``.idx`` computed at each read.
 
     Attributes:
-        header: What it begins with.
-        columns: Lengths, pointers and documents: bytes of an entry, entries, and what they are.
+        header: Its first bytes.
+        columns: Lengths, pointers and documents: bytes of an entry, number of entries, entries.
     """
 
     header: bytes
@@ -105,11 +105,11 @@ class IndexContent:
 def index_content(
     dtype: "np.dtype[Any]", count: int, lengths: Column, pointers: Column
 ) -> IndexContent:
-    """Return the ``.idx`` of ``count`` sequences, each of them a document.
+    """The ``.idx`` of ``count`` sequences, each of them a document.
 
     Args:
-        lengths: In tokens.
-        pointers: In bytes.
+        lengths: Lengths in tokens.
+        pointers: First bytes.
     """
     header = _HEADER.pack(MAGIC, 1, _CODES[dtype], count, count + 1)
     return IndexContent(

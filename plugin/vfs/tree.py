@@ -42,8 +42,8 @@ class GenerationsFolder:
 
     Args:
         directory: As of ``find_generations``: of a host or a job in a store, or a durable one;
-            None: of a job that has no state.
-        pins: What keeps a generation while its files are open.
+            None: the job has no state.
+        pins: Keep a generation while its files are open.
     """
 
     mtime = 0.0
@@ -55,7 +55,7 @@ class GenerationsFolder:
         self._seen: dict[int, tuple[object, int]] = {}
 
     def numbers(self) -> list[int]:
-        """Return the generations that are there, oldest first."""
+        """Present generations, oldest first."""
         return [] if self.directory is None else list(find_generations(self.directory))
 
     def names(self) -> Iterable[str]:
@@ -67,13 +67,12 @@ class GenerationsFolder:
         return self._load(int(name))[2]
 
     def newest(self) -> Generation | None:
-        """Return the newest generation, None where there is none. Raises ``OSError`` where it
-        cannot be read."""
+        """Newest generation; None: there is none. Raises ``OSError``: it cannot be read."""
         numbers = self.numbers()
         return self._load(numbers[-1])[1] if numbers else None
 
     def _load(self, number: int) -> _Known:
-        """Return a generation and its folder. Raises ``OSError``."""
+        """A generation and its folder. Raises ``OSError``."""
         found = {} if self.directory is None else find_generations(self.directory)
         if number not in found:
             raise missing(str(number), f"the job has generations {list(found)}")
@@ -96,8 +95,8 @@ class GenerationsFolder:
         return known
 
     def _check_same(self, generation: Generation) -> None:
-        """Refuse a number that meant another state before: who has read that one, and the kernel
-        with its cache, would mix them."""
+        """Refuse a number with another state than before: the kernel's cache, and readers of the
+        first one, would mix both."""
         state = (generation.about.get("snapshot"), generation.step)
         if self._seen.setdefault(generation.generation, state) != state:
             raise OSError(
@@ -130,7 +129,7 @@ class GenerationsFolder:
 
 
 def _written(directory: Path) -> tuple[Path, int, int]:
-    """Return what tells a part from itself after it has grown."""
+    """Identity of a part; it changes when the part grows."""
     status = (directory / MANIFEST).stat()
     return directory, status.st_ino, status.st_mtime_ns
 
@@ -139,19 +138,18 @@ class Tree:
     """The tree of a job, for one process.
 
     Args:
-        directory: Where its generations lie; None: it has none.
-        given: What this process says of the data sets. It overrules what the job says of them, as
-            its newest generation has it now.
-        pins: What keeps generations that are open.
+        directory: Directory of its generations; None: it has none.
+        given: Data sets by this process. They overrule those of the job's newest generation.
+        pins: Keep open generations.
 
     Attributes:
-        is_new: Whether the job had no generation yet, and could say nothing.
-        told: What the job says of them.
-        table: Both.
-        left_out: Why data sets are not shown that the job names, and that are not found here.
+        is_new: The job had no generation yet, and no table.
+        told: Table of the job.
+        table: Both tables in one.
+        left_out: Reasons why data sets of the job are not shown, by name.
 
     Raises:
-        UsageError: A data set is not there that this process names, or both contradict each other.
+        UsageError: A data set of ``given`` is not there, or both tables contradict each other.
     """
 
     mtime = 0.0
@@ -193,7 +191,7 @@ class Tree:
         return TreeLink(f"generations/{numbers[-1]}/model", 0.0)
 
     def _newest(self) -> Generation | None:
-        """Return the newest generation, None also where it cannot be read: data sets can."""
+        """Newest generation; None also where it cannot be read: the data sets can."""
         try:
             return self.generations.newest()
         except OSError as error:
@@ -209,12 +207,12 @@ class Tree:
         return 0 if newest is None else int(newest.about.get("consumed_samples") or 0)
 
     def close(self) -> None:
-        """Let go of all that is open."""
+        """Release all that is open."""
         self.pins.close()
 
 
 def read_table(values: Json) -> DatasetTable:
-    """Return the table of plain values. Raises ``UsageError`` where it cannot be."""
+    """Table from plain values. Raises ``UsageError`` for wrong ones."""
     try:
         return convert(values, DatasetTable)
     except MessageError as error:
@@ -222,7 +220,7 @@ def read_table(values: Json) -> DatasetTable:
 
 
 def _told_by(newest: Generation | None) -> DatasetTable:
-    """Return what a job says of its data sets. Of what cannot be read here nothing is taken."""
+    """Table of a job's data sets; empty where this release cannot read it."""
     try:
         return read_table({} if newest is None else newest.about.get(DATASET, {})).checked()
     except UsageError as error:
@@ -231,11 +229,11 @@ def _told_by(newest: Generation | None) -> DatasetTable:
 
 
 def find_job(what: str, store_dir: Path | None, *, may_be_new: bool) -> Path:
-    """Return where a job's generations lie: ``what`` is a path, or the name of a job whose store is
-    on this machine.
+    """Directory of a job's generations: ``what`` is a path, or the name of a job with a store on
+    this machine.
 
     Args:
-        store_dir: Where stores are, if not in their usual place.
+        store_dir: Directory of stores, if not the usual one.
         may_be_new: A job may have no store yet.
 
     Raises:
@@ -250,8 +248,7 @@ def find_job(what: str, store_dir: Path | None, *, may_be_new: bool) -> Path:
 
 
 def find_store(job: str, store_dir: Path | None, *, may_be_new: bool) -> Path:
-    """Return where the store of a job on this machine lies; arguments and errors as of
-    ``find_job``."""
+    """Directory of a job's store on this machine; arguments and errors as of ``find_job``."""
     folder = (store_dir or default_store_dir()) / check_job(job)
     if folder.is_dir() or may_be_new:
         return folder

@@ -18,23 +18,23 @@ from scalai.vfs.sources import SourceFile
 from scalai.vfs.token_index import IndexContent, TokenIndex, index_content
 
 MAX_PLACE = 1 << 62
-"""Behind it no place of the global order is evaluated."""
+"""Highest place of the global order."""
 
 
 class SampleOrder(Protocol):
-    """The order in which all replicas together draw the samples of a data set, pass after pass."""
+    """The order of a data set's samples over all replicas, pass after pass."""
 
     @property
     def length(self) -> int:
         """Places of a pass."""
 
     def samples_at(self, places: Places) -> Places:
-        """Return the samples at these places, which count over all passes, [places]."""
+        """Samples at these places over all passes, [places]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """The order in which the samples lie."""
+    """The order of the samples in their file."""
 
     length: int
 
@@ -44,11 +44,11 @@ class Sequential:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShare:
-    """What replica ``dp_rank`` of ``dp`` draws: of each global batch a contiguous part, all of one
-    size, as ``scalai.OrderedBatches`` draws it.
+    """The samples of replica ``dp_rank`` of ``dp``: of each global batch a contiguous part, all of
+    one size, as ``scalai.OrderedBatches`` draws it.
 
-    Its samples are numbered from the job's first one on, so that ``1 / dp`` of the places before a
-    global batch are its own. A replica that has another degree from some step on goes on there.
+    Its samples are numbered from the job's first one on: ``1 / dp`` of the places before a global
+    batch are its own. After a change of DP a replica goes on there.
 
     Raises:
         RefusedError: ``dp`` does not divide every global batch.
@@ -68,7 +68,7 @@ class ReplicaShare:
         object.__setattr__(self, "_size", size)
 
     def before(self, place: int) -> int:
-        """Return how many of its samples lie before a place of the global order."""
+        """Number of its samples before a place of the global order."""
         stage = np.searchsorted(self._begin, place, side="right") - 1
         begin, share = int(self._begin[stage]), int(self._size[stage]) // self.dp
         batches, rest = divmod(place - begin, share * self.dp)
@@ -76,7 +76,7 @@ class ReplicaShare:
         return begin // self.dp + batches * share + of_batch
 
     def places(self, low: int, high: int) -> Places:
-        """Return the places of its samples ``[low, high)``, [high - low]."""
+        """Places of its samples ``[low, high)``, [high - low]."""
         samples = np.arange(low, high, dtype=np.int64)
         stage = np.searchsorted(self._begin // self.dp, samples, side="right") - 1
         begin, size = self._begin[stage], self._size[stage]
@@ -88,7 +88,7 @@ class ReplicaShare:
 
 SCAN_BYTES = 8 << 20
 MAX_LINES = 1 << 28
-"""Lines of a source whose places are kept in memory: 2 GiB of them."""
+"""Most lines of a source; their places take 2 GiB of memory."""
 
 
 class SampleRecords(Protocol):
@@ -96,17 +96,17 @@ class SampleRecords(Protocol):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of samples."""
 
     @property
     def record_bytes(self) -> int | None:
-        """Bytes of each, None where they differ."""
+        """Bytes of each; None: they differ."""
 
     def begins(self, samples: Places) -> Places:
-        """Return where these samples begin in the source, in bytes, [samples]."""
+        """First bytes of these samples in the source, [samples]."""
 
     def sizes(self, samples: Places) -> Places:
-        """Return how long they are, in bytes, [samples]."""
+        """Sizes of these samples in bytes, [samples]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class FixedRecords:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MeasuredRecords:
-    """Records that begin at ``begin`` [count] and are ``size`` [count] bytes long."""
+    """Records with first bytes ``begin`` [count] and sizes ``size`` [count] in bytes."""
 
     begin: Places
     size: Places
@@ -144,7 +144,7 @@ class MeasuredRecords:
 
 
 def sequences(index: TokenIndex, bin_bytes: int) -> SampleRecords:
-    """Return the sequences of Megatron's ``.bin`` of so many bytes as samples.
+    """The sequences of Megatron's ``.bin``, of ``bin_bytes``, as samples.
 
     Raises:
         OSError: The index names bytes beyond its end, or sequences of less than no tokens.
@@ -163,7 +163,7 @@ def sequences(index: TokenIndex, bin_bytes: int) -> SampleRecords:
 
 
 def json_lines(source: SourceFile) -> SampleRecords:
-    """Return the lines of a source; reads all of it once. Empty lines are no samples.
+    """The lines of a source as samples, without empty ones; reads all of it once.
 
     Raises:
         OSError: It cannot be read, or has more than ``MAX_LINES`` lines.
@@ -186,8 +186,8 @@ def json_lines(source: SourceFile) -> SampleRecords:
 
 
 def read_records(source: SourceFile, records: SampleRecords, samples: Places) -> bytes:
-    """Return these samples' bytes, one behind the other. Samples that follow each other in the
-    source are read at once.
+    """Bytes of these samples, one behind the other. Adjacent samples of the source are read at
+    once.
 
     Raises:
         OSError: The source cannot be read, or ends within a sample.
@@ -210,7 +210,7 @@ def read_records(source: SourceFile, records: SampleRecords, samples: Places) ->
 
 
 MAX_MEASURED = 1 << 28
-"""Samples of a pass and replica whose places are kept in memory, where their sizes differ."""
+"""Most samples of different sizes in one view: their places are kept in memory."""
 _PASS = re.compile(r"pass-(0|[1-9]\d{0,8})(\.\w+)")
 
 
@@ -218,7 +218,7 @@ _PASS = re.compile(r"pass-(0|[1-9]\d{0,8})(\.\w+)")
 class Samples:
     """The samples of a data set: their bytes, and their order.
 
-    ``end`` is how a file of them is called; ``dtype`` is that of tokens, None of lines.
+    ``end`` is the end of a file's name; ``dtype`` is the type of tokens, None: of lines.
     """
 
     source: SourceFile
@@ -229,10 +229,10 @@ class Samples:
 
 
 class PassContent:
-    """What a replica reads in one pass, its samples one behind the other.
+    """A replica's samples of one pass, one behind the other.
 
     Raises:
-        OSError: There are too many samples of different sizes to know their places.
+        OSError: There are too many samples of different sizes to keep their places in memory.
     """
 
     def __init__(self, samples: Samples, share: ReplicaShare, number: int) -> None:
@@ -255,18 +255,18 @@ class PassContent:
         self.size_bytes = int(self._ends[-1]) if self.count else 0
 
     def _at(self, low: int, high: int) -> Places:
-        """Return samples ``[low, high)`` of the pass, by their numbers in the source."""
+        """Samples ``[low, high)`` of the pass, by their numbers in the source."""
         places = self._share.places(self._low + low, self._low + high)
         return self._samples.order.samples_at(places)
 
     def begins(self, low: int, high: int) -> Places:
-        """Return where samples ``[low, high)`` begin in the view, in bytes."""
+        """First bytes of samples ``[low, high)`` in the view."""
         if self._ends is None:
             return np.arange(low, high, dtype=np.int64) * (self._bytes or 0)
         return self._ends[low:high] - self.sizes(low, high)
 
     def sizes(self, low: int, high: int) -> Places:
-        """Return how long they are, in bytes."""
+        """Sizes of samples ``[low, high)`` in bytes."""
         return self._samples.records.sizes(self._at(low, high))
 
     def read(self, offset: int, size: int) -> bytes:
@@ -279,7 +279,7 @@ class PassContent:
         return data[skip : skip + end - offset]
 
     def _covering(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the samples that have bytes in ``[begin, end)`` of the view."""
+        """Samples with bytes in ``[begin, end)`` of the view."""
         if self._ends is None:
             assert self._bytes is not None
             return begin // self._bytes, -(-end // self._bytes)
@@ -287,7 +287,7 @@ class PassContent:
         return int(low), int(high) + 1
 
     def index(self, dtype: "np.dtype[Any]") -> IndexContent:
-        """Return the ``.idx`` of the view: each sample is a sequence and a document."""
+        """The ``.idx`` of the view: each sample is a sequence and a document."""
         item = dtype.itemsize
         return index_content(dtype, self.count, lambda a, b: self.sizes(a, b) // item, self.begins)
 
@@ -298,10 +298,10 @@ class PassContent:
 class ReplicaFolder:
     """The files of one replica: ``pass-0.bin`` and ``pass-0.idx``, or ``pass-0.jsonl``, and so on.
 
-    Passes have no end; a listing shows the first one, and the one that the job is at.
+    Passes have no end; a listing shows the first one, and the job's present one.
 
     Args:
-        at: Returns the pass that the job is at.
+        at: Returns the job's present pass.
     """
 
     mtime = 0.0

@@ -1,3 +1,3 @@
-"""Which samples a job has trained on: ``intervals`` of places in a pass over its data, what steps
-have ``drawn``, the ``ledger`` that each generation carries, and what it proves (``verdict``); and
-the ``own_order`` of loops of one's own, with the places of its ``global_batches``."""
+"""The samples of a job: the global ``order``, the places ``drawn`` by steps, as ``intervals``, the
+``ledger`` of each generation with its proof, ``step_lines`` of ranks beside it, and the ``table``
+of data sets."""

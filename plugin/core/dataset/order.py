@@ -31,9 +31,9 @@ class ShuffledBlocks:
     ``micro_batch_size`` samples: block by block, each replica's micro-batch behind the one before.
 
     Attributes:
-        samples: Of the data set.
-        is_sharded: Whether each replica shuffles its own part of the data set, else all deal out
-            one shuffled data set.
+        samples: Samples of the data set.
+        is_sharded: Each replica shuffles its own part of the data set; else all deal out one
+            shuffled data set.
 
     Source: MegatronPretrainingRandomSampler, megatron/training/datasets/data_samplers.py (0.16).
     Differs in: every replica leaves the same incomplete block out at the end of a pass. There,
@@ -48,7 +48,7 @@ class ShuffledBlocks:
 
     @property
     def block(self) -> int:
-        """Samples that all replicas draw at once."""
+        """Samples of all replicas at once."""
         return self.micro_batch_size * self.dp
 
     @property
@@ -58,7 +58,7 @@ class ShuffledBlocks:
 
     @property
     def shuffled(self) -> int:
-        """How many samples are shuffled together: a pass needs a permutation of so many."""
+        """Number of samples shuffled together: the size of a pass's permutation."""
         if self.is_sharded:
             return self.samples // self.block * self.micro_batch_size
         return self.samples // self.micro_batch_size * self.micro_batch_size
@@ -80,8 +80,8 @@ class ShuffledBlocks:
 
 
 def share_of(consumed: int, number: int, micro_batch_size: int, dp: int, dp_rank: int) -> Places:
-    """Return the places, over all passes, of a replica's micro-batch of this number behind the
-    consumed samples, [micro_batch_size]."""
+    """Places over all passes of a replica's micro-batch, by its number behind the consumed samples,
+    [micro_batch_size]."""
     begin = consumed + (number * dp + dp_rank) * micro_batch_size
     return np.arange(begin, begin + micro_batch_size, dtype=np.int64)
 
@@ -97,13 +97,13 @@ _HALF = np.uint64(32)
 class Permutation:
     """The order in which a pass draws its samples: index in, sample out, one to one.
 
-    A Feistel network of eight rounds on pairs (left, right) of a grid that is at most one row, a
-    square root, larger than the data set. What falls outside of that goes through the network again
-    until it falls inside (cycle walking).
+    A Feistel network of eight rounds on pairs (left, right) of a grid at most one row, a square
+    root, larger than the data set. A result outside goes through the network again until it falls
+    inside (cycle walking).
 
     Attributes:
-        length: Samples.
-        seed, number: Which of the orders, any whole numbers: the data set's, and the pass.
+        length: Number of samples.
+        seed, number: Any whole numbers: the data set's, and the pass.
 
     Raises:
         RefusedError: There are no samples, or more than ``LONGEST``.
@@ -162,18 +162,18 @@ def _moved(half: Words, by: Words, size: np.uint64) -> Words:
 
 
 LONGEST_PERIOD = 100_000
-"""Weights whose sum is higher in lowest terms become shares of so many samples."""
+"""Longest period, in samples: weights with a higher sum in lowest terms are rounded to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Shares of data sets as whole numbers: of ``period`` samples in a row each gives its number.
 
-    The sequence of one period is computed once and repeated, so that any place is looked up. After
-    ``k`` samples a data set of weight ``w`` has given ``k * w / period`` but for less than one.
+    The sequence of one period is computed once and repeated. After ``k`` samples a data set of
+    weight ``w`` has given ``k * w / period`` but for less than one.
 
     Attributes:
-        numbers: Of each data set, in lowest terms.
+        numbers: Share of each data set, in lowest terms.
 
     Source: Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980: with n data
     sets ``1 - 1 / (2 n - 2)`` can be kept. Steiner and Yeomans, "Level schedules for mixed-model,
@@ -186,8 +186,8 @@ class Weights:
 
     @classmethod
     def of(cls, weights: Sequence[float]) -> "Weights":
-        """Return the shares by these weights: as they are, where their sum in lowest terms is at
-        most ``LONGEST_PERIOD``, else the nearest that are: off by less than one sample in so many.
+        """Shares by these weights: exact, where their sum in lowest terms is at most
+        ``LONGEST_PERIOD``, else the nearest ones, off by less than one sample a period.
 
         Raises:
             RefusedError: One is not positive, or is no number.
@@ -216,18 +216,18 @@ class Weights:
 
     @property
     def period(self) -> int:
-        """After so many samples the sequence begins again."""
+        """Samples of one sequence."""
         return sum(self.numbers)
 
     def at(self, places: Places) -> tuple[npt.NDArray[np.int16], Places]:
-        """Return which data set gives each place, and the place of that data set, [places]."""
+        """Data set of each place, and the place in its own order, [places]."""
         periods, within = np.divmod(places, self.period)
         which = self._which[within]
         counts = np.asarray(self.numbers, dtype=np.int64)[which]
         return which, periods * counts + self._rank[within]
 
     def before(self, place: int) -> list[int]:
-        """Return how many samples each data set gives before a place."""
+        """Samples of each data set before a place."""
         periods, within = divmod(place, self.period)
         begun = np.bincount(self._which[:within], minlength=len(self.numbers))
         return [
@@ -237,7 +237,8 @@ class Weights:
 
 
 def _sequence(numbers: Sequence[int]) -> Iterator[int]:
-    """Yield the data sets of one period: of those that may give, the one that must give first."""
+    """Yield the data sets of one period: among those allowed to give, the one with the earliest
+    deadline."""
     period, slack = sum(numbers), max(1, 2 * len(numbers) - 2)
     early = slack - 1
     waiting = sorted(
@@ -273,15 +274,15 @@ class Order(Protocol):
     """A global order of samples."""
 
     def samples_at(self, places: Places) -> Places:
-        """Return the samples at places over all passes, [places], each 0 or more."""
+        """Samples at places over all passes, [places], each 0 or more."""
         ...
 
     def draws(self, start: int, stop: int) -> tuple[Draw, ...]:
-        """Return what a step draws whose places are ``start`` to ``stop``."""
+        """Draws of a step at the places ``start`` to ``stop``."""
         ...
 
     def facts(self) -> Mapping[str, Mapping[str, Json]]:
-        """Return by data set what must stay over the rounds of a job: else the order is another."""
+        """Facts by data set; a job must keep them over its rounds, or its order is another."""
         ...
 
 
@@ -289,16 +290,16 @@ class Order(Protocol):
 class Shuffled:
     """One data set, pass by pass; each pass has an order of its own.
 
-    A pass that begins within a global batch fills it up, so that each sample comes once a pass.
+    A pass may begin within a global batch, so each sample comes once a pass.
 
     Attributes:
-        samples: How many there are.
-        seed: Which orders.
-        name: Of the data set, in the ledger.
-        whole: A pass has whole blocks of so many samples, as of the global batch; the rest is
-            dropped, which is another one each pass. 1: none is.
+        samples: Number of samples.
+        seed: Seed of the orders.
+        name: Name of the data set in the ledger.
+        whole: Samples of a block, such as a global batch: a pass has whole blocks, and drops its
+            rest, another one each pass. 1: no rest.
         is_shuffled: False: each pass is in the order of the data set.
-        content: What a changed content of the data set would change, as its time or a hash of it.
+        content: Mark of the content, such as its time or a hash.
 
     Raises:
         RefusedError: There is no whole block.
@@ -347,15 +348,15 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """Several data sets, of which each gives its share of the samples by weight.
+    """Several data sets; each gives its share of the samples by weight.
 
     After any number of samples each data set has given its share of them but for less than one
     sample (``Weights``). A sample is its index in the concatenation of the data sets.
 
     Attributes:
-        parts: The data sets, with names of their own.
-        weights: Of each; they need not add up to 1.
-        name: Of the blend, in the ledger.
+        parts: Data sets, with names of their own.
+        weights: Weight of each; any sum.
+        name: Name of the blend in the ledger.
 
     Raises:
         RefusedError: Two have one name, there is none, or a weight is not positive.
@@ -377,7 +378,7 @@ class Blend:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each data set begins in their concatenation."""
+        """Index of each data set's first sample in the concatenation."""
         return tuple(np.cumsum([0, *(part.samples for part in self.parts[:-1])]).tolist())
 
     def samples_at(self, places: Places) -> Places:
@@ -390,7 +391,7 @@ class Blend:
         return found
 
     def draws(self, start: int, stop: int) -> tuple[Draw, ...]:
-        """As of ``Order``: of each data set the places of its own that it gives."""
+        """As of ``Order``, at the places of each data set's own order."""
         ends = zip(self._shares.before(start), self._shares.before(stop), strict=True)
         return tuple(
             draw
@@ -412,8 +413,7 @@ class GlobalBatches:
     """Global batches of one size after the other.
 
     Attributes:
-        stages: Where a size begins, as a place, and the size; ascending, the first one at 0. The
-            last one has no end.
+        stages: First place and size of each stage; ascending, from 0 on. The last one has no end.
 
     Raises:
         RefusedError: A size is not positive.
@@ -428,16 +428,16 @@ class GlobalBatches:
 
     @classmethod
     def of(cls, batch: int | BatchRamp) -> "GlobalBatches":
-        """Return those of one size, or of a size that grows."""
+        """Batches of one size, or of a growing size."""
         return cls(batch.stages if isinstance(batch, BatchRamp) else ((0, batch),))
 
     def size_at(self, consumed_samples: int) -> int:
-        """Return how many samples the batch has that begins there."""
+        """Samples of the batch at this place."""
         begins = [begin for begin, _ in self.stages]
         return self.stages[bisect_right(begins, consumed_samples) - 1][1]
 
     def places(self, number: int) -> tuple[int, int]:
-        """Return where the global batch of this number, the first one is 0, begins and ends."""
+        """Begin and end of the global batch of this number, from 0 on."""
         ends = [begin for begin, _ in self.stages[1:]]
         for (begin, size), end in zip(self.stages, ends, strict=False):
             batches = (end - begin) // size

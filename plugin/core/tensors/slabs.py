@@ -6,8 +6,8 @@ partitioning of 3D networks (Oyama et al., "The Case for Strong Scaling in Deep 
 2007.12856). Zig-zag: context parallelism of Megatron-LM 0.16 (``get_batch_on_this_cp_rank`` of
 megatron/core/utils.py). Both differ in: sizes need not divide, the first slabs have one more.
 
-Boxes by rank make a ``Collection`` with the sample's ``Tensor``, and ``plan.py`` says what
-moves where the number of slabs changes.
+Boxes by rank make a ``Collection`` with the sample's ``Tensor``; ``plan.py`` plans the moves of a
+change of the number of slabs.
 """
 
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ from scalai.core.tensors.region import Box, Index, RowNumbers, row_numbers
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """A sample of ``shape`` [axes] that is cut into ``parts`` [axes] contiguous parts an axis.
+    """A sample of ``shape`` [axes] in ``parts`` [axes] contiguous parts an axis.
 
-    Ranks are numbered row-major in the grid of parts: along the last axis first. What has axes
-    before these (channels, samples) has them whole on every rank.
+    Ranks are numbered row-major in the grid of parts: along the last axis first. Axes before these
+    (channels, samples) are whole on every rank.
 
     Raises:
         UsageError: Shape and parts do not go together.
@@ -49,15 +49,15 @@ class Slabs:
 
     @property
     def count(self) -> int:
-        """Number of ranks that share a sample."""
+        """Number of ranks of a sample."""
         return prod(self.parts)
 
     def slab(self, rank: int) -> Box:
-        """Return what is of this rank alone. The slabs of all ranks make up the sample."""
+        """Slab of this rank alone. The slabs of all ranks make up the sample."""
         return self.at(self._place(rank))
 
     def at(self, place: Index) -> Box:
-        """Return the slab at a place of the grid of parts."""
+        """Slab at a place of the grid of parts."""
         ranges = [
             cut(size, parts, part)
             for size, parts, part in zip(self.shape, self.parts, place, strict=True)
@@ -65,8 +65,7 @@ class Slabs:
         return _box(ranges)
 
     def with_halo(self, rank: int, halo: Index) -> Box:
-        """Return the slab with ``halo`` [axes] elements more on both sides, clipped at the sample's
-        borders.
+        """Slab with ``halo`` [axes] elements more on both sides, clipped at the sample's borders.
 
         Raises:
             UsageError: The halo has other axes, or is negative.
@@ -76,20 +75,20 @@ class Slabs:
         return self._widened(self.slab(rank), halo)
 
     def index(self, rank: int, halo: Index | None = None) -> tuple[slice, ...]:
-        """Return a rank's slab, with its halo if one is given, as an array's index."""
+        """A rank's slab, with its halo if one is given, as an array's index."""
         box = self.slab(rank) if halo is None else self.with_halo(rank, halo)
         return tuple(
             slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True)
         )
 
     def halo_sources(self, rank: int, halo: Index) -> tuple[tuple[int, Box], ...]:
-        """List which part of a rank's halo is whose slab, by rank. Raises as ``with_halo``."""
+        """Parts of a rank's halo by their owner's rank. Raises as ``with_halo``."""
         wanted = self.with_halo(rank, halo)
         shared = ((other, wanted.intersect(slab)) for other, slab in self._neighbours(rank))
         return tuple((other, box) for other, box in shared if box is not None)
 
     def halo_targets(self, rank: int, halo: Index) -> tuple[tuple[int, Box], ...]:
-        """List which part of a rank's slab is in whose halo, by rank. Raises as ``with_halo``."""
+        """Parts of a rank's slab in others' halos, by rank. Raises as ``with_halo``."""
         self._check_halo(halo)
         own = self.slab(rank)
         shared = (
@@ -127,7 +126,7 @@ class Slabs:
         )
 
     def _check_halo(self, halo: Index) -> None:
-        """Refuse on all ranks alike, so that none waits for another one."""
+        """Refuse on all ranks alike: none waits for another one."""
         if len(halo) != len(self.shape) or min(halo, default=0) < 0:
             raise UsageError(
                 f"halo {list(halo)} does not fit a sample {list(self.shape)}: give 0 or more "
@@ -143,15 +142,15 @@ class Slabs:
 
 
 def cut(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Return where part ``part`` of ``size`` elements begins and ends; the first ``size % parts``
-    parts have one more."""
+    """Begin and end of part ``part`` of ``size`` elements; the first ``size % parts`` parts have
+    one more."""
     each, rest = divmod(size, parts)
     low = part * each + min(part, rest)
     return low, low + each + (part < rest)
 
 
 def zig_zag(size: int, cp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the two chunks of a sequence that each rank has, as [begin, end), by rank.
+    """The two chunks of a sequence of each rank, as [begin, end), by rank.
 
     The sequence is cut into ``2 * cp`` chunks, and rank ``r`` has chunks ``r`` and ``2 * cp - 1 -
     r``: with a causal mask all ranks compute equally much.
@@ -169,8 +168,8 @@ def zig_zag(size: int, cp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def runs(shape: Index, box: Box) -> tuple[RowNumbers, int]:
-    """Return where the runs of contiguous elements of a box begin in a row-major tensor of this
-    shape, [runs], ascending, and how long each is, in elements."""
+    """First elements of a box's contiguous runs in a row-major tensor of this shape, [runs],
+    ascending, and the length of each, in elements."""
     if not shape:
         return np.zeros(1, np.int64), 1
     inner = len(shape)
