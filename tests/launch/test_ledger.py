@@ -26,12 +26,15 @@ STEP = 5
 """Of the generation; each step has 12 samples."""
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Run the command; return its exit code and what it printed."""
+def arguments(*given: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["ledger", *map(str, arguments)])
-    return args.run(args), capsys.readouterr().out
+    return parser.parse_args(["ledger", *map(str, given)])
+
+
+def run(capsys: pytest.CaptureFixture[str], *given: object) -> tuple[int, str]:
+    """Run the command; return its exit code and what it printed."""
+    return command.run(arguments(*given)), capsys.readouterr().out
 
 
 def consumed(first: int = 0, skip_at: int | None = None) -> Ledger:
@@ -103,57 +106,57 @@ def test_a_finished_job_is_proven_to_its_last_step(
         run(capsys, "verify", folder)
 
 
-def test_a_round_of_one_rank_says_its_degrees_too(
-    open_store: Opener, capsys: pytest.CaptureFixture[str]
-) -> None:
+def alone() -> Ledger:
+    """Return the ledger of a job of one rank."""
     ledger = Ledger.begun(0, 0).with_round("r-1", {"dp": 1, "tp": 1})
     for step in range(1, STEP + 1):
-        draw = Draw("train", Number(0), step - 1, step, 120, 120, is_dealt=True)
-        ledger = ledger.stepped(step, step, [draw])
-    _, text = run(capsys, "show", keep(open_store(), ledger.to_json()))
-    assert f"r-1: steps 1 to {STEP}, {STEP} samples, dp1" in text
+        draw = Draw("train", Number(0), 12 * step - 12, 12 * step, 120, 120, is_dealt=True)
+        ledger = ledger.stepped(step, 12 * step, [draw])
+    return ledger
 
 
-def test_what_was_skipped_is_a_difference_and_only_verify_ends_with_it(
-    open_store: Opener, capsys: pytest.CaptureFixture[str]
-) -> None:
-    part = keep(open_store(), consumed(skip_at=3).to_json())
-    code, text = run(capsys, "verify", part)
-    assert code == 4 and "BROKEN: train, pass 0: samples 24:36 were skipped" in text
-    assert "proven" not in text
-    code, text = run(capsys, "show", part, "--json")
+def late() -> Ledger:
+    """Return a ledger of one step more than its state."""
+    return consumed().stepped(6, 72, [Draw("train", Number(0), 60, 72, 120, 120, is_dealt=True)])
+
+
+@pytest.mark.parametrize(
+    ("ledger", "code", "texts"),
+    [
+        (alone(), 0, ["r-1: steps 1 to 5, 60 samples, dp1", "proven: no sample"]),
+        (consumed(first=2), 0, ["proven from step 2 on", "steps 1 to 2 (24 samples)"]),
+        (consumed(skip_at=3), 4, ["BROKEN: train, pass 0: samples 24:36 were skipped"]),
+        (late(), 4, ["the state is of step 5, its ledger of step 6"]),
+    ],
+    ids=["one rank", "begun later", "skipped", "another step"],
+)
+def test_verify_ends_with_what_a_ledger_proves_and_show_with_0(
+    open_store: Opener, capsys: pytest.CaptureFixture[str], ledger: Ledger, code: int,
+    texts: list[str],
+) -> None:  # fmt: skip
+    part = keep(open_store(), ledger.to_json())
+    found, text = run(capsys, "verify", part)
+    assert found == code and all(each in text for each in texts)
+    assert ("proven" in text) is (code == 0)
+    found, text = run(capsys, "show", part, "--json")
     report = json.loads(text)
-    assert code == 0 and not report["is_kept"] and report["breaks"]
-    assert Ledger.from_json(report["ledger"]) == consumed(skip_at=3)
+    assert found == 0 and report["is_kept"] is (code == 0) is not bool(report["breaks"])
+    assert Ledger.from_json(report["ledger"]) == ledger
 
 
-def test_what_came_before_the_ledger_is_said_to_be_unproven(
-    open_store: Opener, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("value", "error", "why"),
+    [
+        (None, RefusedError, "generation 1 .* has no ledger"),
+        ({**consumed().to_json(), "at": [9, 9]}, StoreError, "part of host 'a' .* its digest"),
+    ],
+)
+def test_a_generation_without_a_whole_ledger_proves_nothing(
+    open_store: Opener, value: Any, error: type[Exception], why: str
 ) -> None:
-    code, text = run(capsys, "verify", keep(open_store(), consumed(first=2).to_json()))
-    assert code == 0 and "proven from step 2 on" in text and "steps 1 to 2 (24 samples)" in text
-
-
-def test_a_generation_without_a_ledger_proves_nothing(open_store: Opener) -> None:
-    part = keep(open_store(), None)
-    with pytest.raises(RefusedError, match=r"generation 1 .* has no ledger"):
+    part = keep(open_store(host="a"), value)
+    with pytest.raises(error, match=why):
         command.run(arguments("verify", part))
-
-
-def arguments(*given: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    return parser.parse_args(["ledger", *map(str, given)])
-
-
-def test_a_damaged_ledger_is_refused_by_its_host(open_store: Opener) -> None:
-    part = keep(open_store(host="a"), {**consumed().to_json(), "at": [9, 9]})
-    with pytest.raises(StoreError, match=r"part of host 'a' .* its digest"):
-        command.run(arguments("verify", part))
-
-
-def test_a_torn_manifest_is_refused(open_store: Opener) -> None:
-    part = keep(open_store(), consumed().to_json())
     (part / "manifest.json").write_bytes((part / "manifest.json").read_bytes()[:-20])
     with pytest.raises(StoreError, match="damaged"):
         command.run(arguments("verify", part))
@@ -183,14 +186,6 @@ def test_a_generation_that_a_running_job_drops_meanwhile_gives_way_to_the_next(
 
     monkeypatch.setattr(command, "read_saved_manifest", dropping)
     assert run(capsys, "verify", store.directory)[1].startswith("generation 2: step 5")
-
-
-def test_a_ledger_of_another_step_than_its_state_is_a_difference(
-    open_store: Opener, capsys: pytest.CaptureFixture[str]
-) -> None:
-    late = consumed().stepped(6, 72, [Draw("train", Number(0), 60, 72, 120, 120, is_dealt=True)])
-    code, text = run(capsys, "verify", keep(open_store(), late.to_json()))
-    assert code == 4 and "the state is of step 5, its ledger of step 6" in text
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a/b", "../x"])

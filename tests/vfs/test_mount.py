@@ -96,26 +96,28 @@ def process_of(place: Place, done: "subprocess.CompletedProcess[str]") -> int:
     return int(found[1])
 
 
-def test_a_point_that_cannot_be_mounted_is_refused_in_words(place: Place, tmp_path: Path) -> None:
-    done = place.mount()
-    assert done.returncode == 2
-    assert "is in use: scalai:job (fuse.scalai) is mounted there. Unmount it" in done.stderr
-    (tmp_path / "full").mkdir()
+def test_what_cannot_be_mounted_is_refused_in_words(place: Place, tmp_path: Path) -> None:
+    for name in ("full", "point"):
+        (tmp_path / name).mkdir()
     (tmp_path / "full" / "x").touch()
-    for point, why in ((tmp_path / "full", "is not empty"), (tmp_path / "none", "is no folder")):
-        done = scalai("mount", "job", str(point), f"--store-dir={place.folder / 'store'}")
+    store = f"--store-dir={place.folder / 'store'}"
+    lines = f"--source=lines={place.folder}/lines"
+    point = str(tmp_path / "point")
+    for arguments, why in (
+        (("job", str(place.point), store), "is in use: scalai:job (fuse.scalai) is mounted there"),
+        (("job", str(tmp_path / "full"), store), "is not empty"),
+        (("job", str(tmp_path / "none"), store), "is no folder"),
+        (("other", point, f"--store-dir={tmp_path}"), "no job 'other' has a store here"),
+        (("other", point, f"--source=a={tmp_path}/none"), "there is nothing at"),
+        (("other", point, lines, "--shuffle=x=1"), "names 'x'"),
+        (("other", point, lines, "--shuffle=lines=a"), "a whole number"),
+        (("other", point, lines, "--remote-timeout=9"), "fails after 60 s"),
+        (("other", point, lines, "--record-tokens=lines=4"), "[dataset] in the file of --elastic"),
+    ):
+        done = scalai("mount", *arguments)
         assert (done.returncode, why in done.stderr) == (2, True), done.stderr
     done = scalai("unmount", str(tmp_path))
     assert (done.returncode, "no tree of Scalai's" in done.stderr) == (2, True), done.stderr
-
-
-def test_a_job_or_a_source_that_is_not_there_is_refused(place: Place, tmp_path: Path) -> None:
-    (tmp_path / "point").mkdir()
-    point = str(tmp_path / "point")
-    done = scalai("mount", "other", point, f"--store-dir={tmp_path}")
-    assert (done.returncode, "no job 'other' has a store here" in done.stderr) == (2, True)
-    done = scalai("mount", "other", point, f"--source=a={tmp_path}/none")
-    assert (done.returncode, "there is nothing at" in done.stderr) == (2, True)
 
 
 def test_nobody_writes_and_names_that_are_none_lead_nowhere(place: Place) -> None:
@@ -209,18 +211,11 @@ def test_numpy_maps_a_tensor_and_a_slice_of_it(place: Place) -> None:
     assert np.array_equal(part.view(np.uint32), weight[1:3])
 
 
-def test_a_change_of_dp_is_at_once_another_folder(place: Place) -> None:
-    view = place.point / "dataset" / "lines"
-    for dp in (2, 4, 8):
-        files = [view / f"dp-{rank}-of-{dp}" / "pass-0.jsonl" for rank in range(dp)]
-        found = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
-        assert sorted(found) == sorted(lines(2000))
-    assert sorted(path.name for path in view.iterdir()) == ["dp-0-of-1", "source"]
-
-
 def test_the_views_of_all_replicas_are_the_permutation_of_the_seed(place: Place) -> None:
     wanted, written = Shuffled(101, 7).samples_at(np.arange(202)), lines(101)
-    for dp in (2, 4):
+    view = place.point / "dataset" / "mixed"
+    assert sorted(path.name for path in view.iterdir()) == ["dp-0-of-1", "source"]
+    for dp in (2, 4, 8):
         left = [
             [line for number in (0, 1)
              for line in (place.point / f"dataset/mixed/dp-{rank}-of-{dp}/pass-{number}.jsonl")
@@ -233,20 +228,6 @@ def test_the_views_of_all_replicas_are_the_permutation_of_the_seed(place: Place)
                 drawn += left[rank][: 8 // dp]
                 del left[rank][: 8 // dp]
         assert drawn == [written[sample] for sample in wanted]
-
-
-def test_what_a_flag_says_of_another_data_set_or_without_a_number_is_refused(
-    place: Place, tmp_path: Path
-) -> None:
-    source = f"--source=lines={place.folder}/lines"
-    for more, why in (
-        ("--shuffle=x=1", "names 'x'"),
-        ("--shuffle=lines=a", "a whole number"),
-        ("--remote-timeout=9", "fails after 60 s"),
-        ("--record-tokens=lines=4", "under [dataset] in the file of --elastic"),
-    ):
-        done = scalai("mount", "other", str(tmp_path), source, more)
-        assert (done.returncode, why in done.stderr) == (2, True), done.stderr
 
 
 def test_megatron_and_a_loader_of_torch_read_the_mount(place: Place) -> None:

@@ -87,12 +87,23 @@ def test_without_a_batch_or_one_file_of_samples_there_is_no_view(
     assert root.names() == ["source"]
 
 
-def test_an_index_that_names_bytes_beyond_the_file_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "data", "tokens", "why"),
+    [
+        (".bin", bytes(20), None, "sequence 2 has 8 bytes from byte 16 on"),
+        (".idx", b"MMIDIDX\0\0\1" + bytes(7) + b"\x08\3" + bytes(21), None, "it was cut"),
+        (".idx", b"", 2, "does not begin as one of Megatron's"),
+        (".idx", b"MMIDIDX", 2, "does not begin as one of Megatron's"),
+        (".idx", b"no index at all, but as long as one header", 2, "does not begin as one of"),
+    ],
+)
+def test_a_damaged_index_or_one_of_another_file_is_an_error(
+    tmp_path: Path, end: str, data: bytes, tokens: int | None, why: str
+) -> None:
     write_tokens(tmp_path / "c", [4, 4, 4])
-    with open(tmp_path / "c.bin", "r+b") as file:
-        file.truncate(20)
-    with pytest.raises(OSError, match="sequence 2 has 8 bytes from byte 16 on"):
-        walk(folder(tmp_path / "c"), "dp-0-of-2")
+    (tmp_path / f"c{end}").write_bytes(data)
+    with pytest.raises(OSError, match=why):
+        walk(folder(tmp_path / "c", tokens=tokens), "dp-0-of-2")
 
 
 @pytest.mark.parametrize(
@@ -115,22 +126,6 @@ def test_an_order_of_no_samples_is_an_error_of_reading(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="corpus has no order: ") as raised:
         walk(root, "dp-0-of-2/pass-0.jsonl")
     assert raised.value.errno == errno.EIO
-
-
-@pytest.mark.parametrize("damage", [b"", b"MMIDIDX", b"no index at all, but as long as one header"])
-def test_what_is_no_index_is_an_error(tmp_path: Path, damage: bytes) -> None:
-    write_tokens(tmp_path / "c", [4, 4, 4])
-    (tmp_path / "c.idx").write_bytes(damage)
-    with pytest.raises(OSError, match="does not begin as one of Megatron's"):
-        walk(folder(tmp_path / "c", tokens=2), "dp-0-of-2")
-
-
-def test_an_index_that_was_cut_is_an_error(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "c", [4, 4, 4])
-    with open(tmp_path / "c.idx", "r+b") as file:
-        file.truncate(40)
-    with pytest.raises(OSError, match=r"has 3 sequences, .* it was cut"):
-        walk(folder(tmp_path / "c"), "dp-0-of-2")
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4, 8])
