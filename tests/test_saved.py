@@ -22,7 +22,7 @@ from scalai.launch.config.elastic_file import load_config
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.hostfile import filtered, parse_hostfile
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.held_states import Generations
 from scalai.store.host import HostStore
 from scalai.store.values import decode
 from support.mixed_state import NUMBER, STEP, TENSORS, bits_of

@@ -34,8 +34,8 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.named_once import HostLists
+from scalai.launch.coordinator.next_coordinator import Succession
 from scalai.launch.coordinator.registers import registers_of
-from scalai.launch.coordinator.succession import Succession
 from scalai.launch.long_waits import said
 from scalai.runtime.control import MAX_WORKERS
 from scalai.store.host import HostStore

@@ -20,7 +20,6 @@ from scalai.core.messages.commands import Exit
 from scalai.core.messages.reports import Attached, Doubted, Examined, Grown, Report, Sealed
 from scalai.core.messages.shared import JsonText
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
 from scalai.launch.coordinator.calls import (
     AgentCall,
@@ -33,6 +32,7 @@ from scalai.launch.coordinator.calls import (
     Poll,
     Tell,
 )
+from scalai.launch.coordinator.joins import Admission
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.losses import Losses, Patience, PortProbe, tick_s
 from scalai.launch.coordinator.members import Member

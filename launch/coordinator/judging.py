@@ -7,7 +7,7 @@ from scalai.core.job.recovery import Origin
 from scalai.core.job.spacing import Measured
 from scalai.core.job.transitions import step_of
 from scalai.core.messages import commands, events
-from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.held_states import Generations
 from scalai.launch.coordinator.members import Members
 from scalai.store.generation import check_whole
 

@@ -26,7 +26,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calibrating import Calibrating
 from scalai.launch.coordinator.farewells import JobEnd, drained, job_end, keeps_state
 from scalai.launch.coordinator.first_state import first_state
-from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.held_states import Generations
 from scalai.launch.coordinator.judging import Judge
 from scalai.launch.coordinator.kept_wishes import KeptWishes
 from scalai.launch.coordinator.look_ahead import LookAhead

@@ -11,7 +11,7 @@ from scalai.core.errors import LayoutError, ProofError
 from scalai.core.messages import events
 from scalai.core.messages.reports import Holding, Restored
 from scalai.core.tensors.fingerprint import Tally
-from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.held_states import Generations
 from scalai.launch.coordinator.timeline import Timeline
 
 

@@ -9,7 +9,7 @@ from scalai.core.errors import ProofError
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
 from scalai.core.tensors.region import Box
-from scalai.launch.coordinator.generations import Generations, facts_of
+from scalai.launch.coordinator.held_states import Generations, facts_of
 from scalai.launch.coordinator.parts import HeldParts, committed_fingerprints
 from scalai.store.files import slices
 from scalai.store.manifest import HostManifest, StoredFile

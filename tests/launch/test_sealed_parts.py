@@ -11,7 +11,7 @@ import pytest
 from scalai.core.errors import PeerError, ProofError
 from scalai.core.job.function_proof import Asked, Numbers, Waiting
 from scalai.core.job.membership import Phase
-from scalai.launch.coordinator import generations
+from scalai.launch.coordinator import held_states as generations
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Resume, Scale
 from scalai.runtime.calls import Channel

@@ -12,12 +12,13 @@ from scalai.core.errors import PeerError, UsageError
 from scalai.launch.config.endpoint import join_endpoint, read_holder, write_card
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator import discovery, leases, succession
+from scalai.launch.coordinator import discovery, leases
+from scalai.launch.coordinator import next_coordinator as succession
 from scalai.launch.coordinator.discovery import Newest, Place, job_directory, next_term
 from scalai.launch.coordinator.leases import Lease
+from scalai.launch.coordinator.next_coordinator import OverError, Succession
 from scalai.launch.coordinator.process import serve
 from scalai.launch.coordinator.registers import FolderRegister, LeaseEntry
-from scalai.launch.coordinator.succession import OverError, Succession
 from scalai.runtime.calls import Server
 from support.coordinator_line import wait_until
 from support.ports import free_port

@@ -10,7 +10,6 @@ from scalai.core.job.spacing import Schedule
 from scalai.core.messages.worker_messages import WriteOrder
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.launch.coordinator import (
-    admission,
     agent_events,
     desk,
     live_job,
@@ -20,6 +19,7 @@ from scalai.launch.coordinator import (
     requests,
     timeline,
 )
+from scalai.launch.coordinator import joins as admission
 from scalai.launch.coordinator.rendezvous_store import Then
 
 TENSORS = tuple(Tensor(f"param/t{number}", (4,), "F32") for number in range(4))

@@ -19,8 +19,8 @@ from scalai.core.errors import ScalaiError
 from scalai.core.host import events, snapshots
 from scalai.core.host.step import Step
 from scalai.core.job.membership import Phase
-from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.calls import Join
+from scalai.launch.coordinator.joins import Admission
 from scalai.launch.coordinator.members import Members
 from support.histories import Histories
 from support.simulated_workers import Clock, use_real_time, use_virtual_time

@@ -13,7 +13,7 @@ from scalai.core.messages import events
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.agent_events import Manifests
 from scalai.launch.coordinator.calls import Join, Joined
-from scalai.launch.coordinator.generations import facts_of
+from scalai.launch.coordinator.held_states import facts_of
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.members import Member
 from scalai.runtime.calls import Peer
