@@ -12,7 +12,7 @@ from demo_frameworks import Framework
 from demo_hosts import DEADLINE_S, DemoError, Hosts
 from demo_story import Resize, Run, read_resize, read_run
 
-from scalai.launch.coordinator.parts import committed_fingerprints
+from scalai.launch.coordinator.held_states import committed_fingerprints
 from scalai.store.generation import load_generation
 from scalai.store.places import find_generations
 

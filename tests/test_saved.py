@@ -22,7 +22,7 @@ from scalai.launch.config.elastic_file import load_config
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.hostfile import filtered, parse_hostfile
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.held_states import Generations
+from scalai.launch.coordinator.held_states import HeldStates
 from scalai.store.host import HostStore
 from scalai.store.values import decode
 from support.mixed_state import NUMBER, STEP, TENSORS, bits_of
@@ -94,7 +94,7 @@ def test_a_host_attaches_a_saved_generation_and_the_coordinator_finds_it_whole(
         part = store.manifest(NUMBER)
         with store.open_rows(NUMBER) as rows:
             assert not list(rows.damage())
-    generations = Generations()
+    generations = HeldStates()
     assert generations.offer(part)
     assert [whole.number for whole in generations.covered()] == [NUMBER]
 

@@ -18,7 +18,7 @@ from scalai.launch.chaos.kinds import KINDS, parse
 from scalai.launch.chaos.picture import draw
 from scalai.launch.chaos.run import Chaos, Plan, alone
 from scalai.launch.chaos.verdicts import Verdict, compare, table
-from scalai.launch.coordinator.parts import committed_fingerprints
+from scalai.launch.coordinator.held_states import committed_fingerprints
 from scalai.store.generation import load_generation
 from scalai.store.places import check_job, default_store_dir, find_generations
 

@@ -296,7 +296,7 @@ class Admission:
         those parts; a round that goes on without this host has left them behind.
 
         Returns:
-            Generations, and the hosts that have to rename their part of it.
+            HeldStates, and the hosts that have to rename their part of it.
         """
         live = self._live
         for part in chosen:

@@ -7,7 +7,7 @@ from scalai.core.job.recovery import Origin
 from scalai.core.job.spacing import Measured
 from scalai.core.job.transitions import step_of
 from scalai.core.messages import commands, events
-from scalai.launch.coordinator.held_states import Generations
+from scalai.launch.coordinator.held_states import HeldStates
 from scalai.launch.coordinator.members import Members
 from scalai.store.generation import check_whole
 
@@ -24,7 +24,7 @@ class Judge:
 
     def __init__(
         self,
-        generations: Generations,
+        generations: HeldStates,
         members: Members,
         commit: Callable[[str, Origin], int],
         log: Callable[[str], None],

@@ -26,7 +26,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calibrating import Calibrating
 from scalai.launch.coordinator.farewells import JobEnd, drained, job_end, keeps_state
 from scalai.launch.coordinator.first_state import first_state
-from scalai.launch.coordinator.held_states import Generations
+from scalai.launch.coordinator.held_states import HeldStates
 from scalai.launch.coordinator.judging import Judge
 from scalai.launch.coordinator.kept_wishes import KeptWishes
 from scalai.launch.coordinator.look_ahead import LookAhead
@@ -86,7 +86,7 @@ class LiveJob:
         self.calibrating = Calibrating(self.sizing)
         self._ahead = LookAhead(self, lock, self.log)
         self.memory = KeptWishes(self.members, self.sizing, self._ahead.begin)
-        self.generations = Generations()
+        self.generations = HeldStates()
         self.answers = Answers()
         """What hosts have told about the present round."""
         self.last_failure: Mapping[str, Json] | None = None

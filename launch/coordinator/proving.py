@@ -11,7 +11,7 @@ from scalai.core.errors import LayoutError, ProofError
 from scalai.core.messages import events
 from scalai.core.messages.reports import Holding, Restored
 from scalai.core.tensors.fingerprint import Tally
-from scalai.launch.coordinator.held_states import Generations
+from scalai.launch.coordinator.held_states import HeldStates
 from scalai.launch.coordinator.timeline import Timeline
 
 
@@ -70,9 +70,7 @@ class Answers:
         return frozenset().union(*self.tensors.values())
 
 
-def prove(
-    number: int, answers: Answers, generations: Generations, timeline: Timeline
-) -> str | None:
+def prove(number: int, answers: Answers, generations: HeldStates, timeline: Timeline) -> str | None:
     """Return why what the hosts ``told`` of a generation is not what was written; None: it is."""
     for name in ("plan", "move", "restore"):
         timeline.phase(name, answers.slowest(name))
@@ -93,7 +91,7 @@ def prove(
     return None
 
 
-def doubted(round: int, number: int, reason: str, generations: Generations) -> events.ProofFailed:
+def doubted(round: int, number: int, reason: str, generations: HeldStates) -> events.ProofFailed:
     """Return what the law must know of a proof that has failed."""
     if verdict := generations.failed_proof(number, reason):
         return events.ProofFailed(round, verdict, is_second=True, can_reread=False)

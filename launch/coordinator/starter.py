@@ -15,7 +15,7 @@ from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.tensors.replicas import leaving_ring, ring_of
 from scalai.core.tensors.source_list import Listed, SourceList, source_list
-from scalai.launch.coordinator.held_states import Generations
+from scalai.launch.coordinator.held_states import HeldStates
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.store.generation import unite
@@ -32,7 +32,7 @@ class Run(Protocol):
     that wait for them, what workers may begin from, and its law."""
 
     members: Members
-    generations: Generations
+    generations: HeldStates
     state: m.Job
 
     @property

@@ -9,8 +9,12 @@ from scalai.core.errors import ProofError
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
 from scalai.core.tensors.region import Box
-from scalai.launch.coordinator.held_states import Generations, facts_of
-from scalai.launch.coordinator.parts import HeldParts, committed_fingerprints
+from scalai.launch.coordinator.held_states import (
+    HeldParts,
+    HeldStates,
+    committed_fingerprints,
+    facts_of,
+)
 from scalai.store.files import slices
 from scalai.store.manifest import HostManifest, StoredFile
 
@@ -37,9 +41,9 @@ def part(host: str, files: dict[str, list[Box]], snapshot: str = "r-1-9") -> Hos
     )  # fmt: skip
 
 
-def committed() -> tuple[Generations, HostManifest]:
+def committed() -> tuple[HeldStates, HostManifest]:
     """Return what one host has written and the coordinator has committed as generation 4."""
-    generations = Generations()
+    generations = HeldStates()
     generations.add_sealed(part("a", {"rank-0.safetensors": [WRITTEN]}))
     generations.commit(4, "r-1-9")
     return generations, generations.parts(4)["a"]
@@ -63,7 +67,7 @@ def test_parts_of_two_steps_are_no_state_until_one_is_written_again() -> None:
 
 def test_a_snapshot_awaits_all_hosts_that_any_of_its_parts_names() -> None:
     """Also where they name others, in lists of their own or in one that they share."""
-    generations, both = Generations(), ["a", "b"]
+    generations, both = HeldStates(), ["a", "b"]
     for host, named in (("a", both), ("b", both), ("c", ["c", "d"]), ("e", both)):
         sealed = part(host, {"x": [WRITTEN]})
         generations.add_sealed(replace(sealed, about={**sealed.about, "hosts": named}))
@@ -81,7 +85,7 @@ def test_fetched_pieces_that_overlap_written_ones_do_not_change_the_proof() -> N
     fetched = replace(
         part("b", {"fetched-0.safetensors": FETCHED}), generation=4, committed=own.committed
     )
-    after = Generations()  # both agents and the coordinator have died
+    after = HeldStates()  # both agents and the coordinator have died
     assert after.add(fetched) and after.add(own)
     assert [generation.number for generation in after.covered()] == [4]
     after.go_back_to(4)
@@ -109,7 +113,7 @@ def test_manifests_that_state_nothing_are_added_up_without_what_was_fetched() ->
 
 def test_a_state_whose_pieces_do_not_tell_its_fingerprint_is_not_taken_for_whole() -> None:
     overlapping = [Box((0, 0), (40, 8)), Box((30, 0), (34, 8))]
-    generations = Generations()
+    generations = HeldStates()
     generations.add(replace(part("a", {"fetched-0.safetensors": overlapping}), generation=4))
     assert generations.covered() == ()
 
@@ -129,7 +133,7 @@ def test_what_is_committed_is_stated_with_its_hosts() -> None:
 
 def test_what_was_sealed_before_the_newest_generation_is_no_newer_state() -> None:
     """A host that was away brings it: under a new number it would be taken for the newest."""
-    generations = Generations()
+    generations = HeldStates()
     generations.add_sealed(part("a", {"rank-0.safetensors": [WRITTEN]}))
     assert generations.whole_snapshot() == "r-1-9"
     later = part("b", {"rank-0.safetensors": [WRITTEN]}, snapshot="r-2-12")
@@ -141,7 +145,7 @@ def test_what_was_sealed_before_the_newest_generation_is_no_newer_state() -> Non
 
 def test_another_state_of_a_number_whose_holder_has_gone_is_proven_by_what_it_states() -> None:
     _, own = committed()
-    first = Generations()
+    first = HeldStates()
     other = replace(own, host="z", about={**own.about, "snapshot": "s-1-9"})
     assert first.add(replace(other, committed=Committed(("z",), {MATRIX.name: 5})))
     assert first.covered()
@@ -173,7 +177,7 @@ def test_what_only_a_late_part_holds_is_stated_from_then_on() -> None:
     )
     tensors = {"tensors": 2}
     known = Committed(("a", "b"), {MATRIX.name: fingerprint(WRITTEN)})
-    generations = Generations()
+    generations = HeldStates()
     generations.add(replace(here, generation=4, committed=known, about={**here.about, **tensors}))
     generations.add_sealed(replace(late, about={**late.about, **tensors}))
     assert list(generations.late()) == [("b", 4)]
@@ -184,7 +188,7 @@ def test_what_only_a_late_part_holds_is_stated_from_then_on() -> None:
 
 def test_what_the_job_has_dropped_is_its_own_where_a_disk_still_has_it() -> None:
     """All agents died, and bring what the durable directory keeps beside what they hold."""
-    generations, whole = Generations(), part("a", {"x": [WRITTEN]})
+    generations, whole = HeldStates(), part("a", {"x": [WRITTEN]})
 
     def made(number: int, run: str) -> HostManifest:
         about = {**whole.about, "snapshot": f"{run}-1-{number}", "lineage": [["earlier", 2]]}
@@ -203,7 +207,7 @@ def test_what_the_job_has_dropped_is_its_own_where_a_disk_still_has_it() -> None
 
 def test_what_is_known_of_generations_that_were_dropped_has_an_end() -> None:
     """A job of months makes hundreds of thousands."""
-    generations, whole = Generations(), part("a", {"x": [WRITTEN]})
+    generations, whole = HeldStates(), part("a", {"x": [WRITTEN]})
     for number in range(1, 101):
         made = replace(whole, step=number, about={**whole.about, "snapshot": f"r-1-{number}"})
         generations.add_sealed(made)

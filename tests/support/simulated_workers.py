@@ -12,14 +12,13 @@ from scalai.core.tensors.collection import Collection, Tensor
 from scalai.launch.coordinator import (
     agent_events,
     desk,
+    joins,
     live_job,
     losses,
     members,
     proving,
-    requests,
     timeline,
 )
-from scalai.launch.coordinator import joins as admission
 from scalai.launch.coordinator.rendezvous_store import Then
 
 TENSORS = tuple(Tensor(f"param/t{number}", (4,), "F32") for number in range(4))
@@ -32,7 +31,7 @@ class Clock:
 
 
 MODULES = (
-    admission, agent_events, desk, live_job, losses, members, proving, requests, timeline,
+    agent_events, desk, joins, live_job, losses, members, proving, timeline,
 )  # fmt: skip
 """What of the coordinator reads the time."""
 
