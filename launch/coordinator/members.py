@@ -1,5 +1,4 @@
-"""The agents that the coordinator talks to, when each was last heard, and the commands that wait
-for it."""
+"""The agents of a job: the last sign of life of each, and its waiting commands."""
 
 import threading
 import time
@@ -14,59 +13,59 @@ from scalai.launch.coordinator.calls import Commands, StoreIdentity
 from scalai.runtime.calls import Peer
 
 MOST_KNOWN = 1 << 15
-"""Agents that are remembered when they take part no longer."""
+"""Former agents that are kept in mind."""
 
 
 class Member:
-    """What the coordinator keeps of one incarnation of a host's agent.
+    """One incarnation of a host's agent.
 
-    ``address`` is where its data plane listens; ``newest`` the furthest step of its workers.
+    ``address``: of its data plane; ``newest``: furthest step of its workers.
 
-    Commands are numbered from 1 and stay until the agent says that it has them, so that a
-    connection may break at any time.
+    Commands are numbered from 1 and stay until the agent acknowledges them, so that a connection
+    may break at any time.
     """
 
     def __init__(self, peer: Peer, address: tuple[str, int], domain: str = "") -> None:
         self.address, self.domain = address, domain
-        """``domain``: what fails with it, by a name that a person gave, "": nothing."""
+        """``domain``: name of the hosts that may fail together; "": none."""
         self.newest = 0
         self.stalled: Stalled | None = None
-        """Which of its workers make no steps; None: they all do."""
+        """Workers that make no steps; None: all do."""
         self.incarnation = ""
-        """A random name that the agent process gave itself when it joined."""
+        """Random name of the agent process for this join."""
         self.store: StoreIdentity | None = None
-        """What tells its store from any other: two agents that name the same one share a lock."""
+        """Identity of its store: two agents with the same one share its lock."""
         self.last_report = 0
-        """Number of the last event that it told of."""
+        """Number of its last report."""
         self.ready: threading.Condition | None = None
         """Notified when commands wait; set by the members."""
         self.kept = (0, 0)
-        """The order of what it keeps of the job (``Remembered``)."""
+        """Order of the record that it keeps of the job (``Remembered``)."""
         self.is_reported = False
-        """Whether its silence was told of."""
+        """Whether its silence was logged."""
         self.judge_again_s = 0.0
-        """After how much silence it is considered again whether the job can go on without it."""
+        """Silence after which its loss is considered again."""
         self.was_sent_exit = False
-        """Whether its exit was among what it was sent; it may not have arrived."""
+        """Whether its exit was sent; it may not have arrived."""
         self.is_dismissed = False
         """Whether it has its exit."""
         self._peers = {peer}
         self._in_hand = set[Peer]()
-        """Where it waits for an answer."""
+        """Connections on which it waits for an answer."""
         self._commands: list[Command] = []
         self._received = 0
         self._heard_at = time.monotonic()
         self.unlinked_at: float | None = None
-        """Since when it has no connection; None: it has one."""
+        """Time since which it has no connection; None: it has one."""
 
     @property
     def has_commands(self) -> bool:
-        """Whether there are commands that it has not said to have."""
+        """Whether commands wait for its acknowledgement."""
         return bool(self._commands)
 
     def heard(self, peer: Peer) -> None:
-        """It calls, and waits for the answer. Needs no lock, so that nobody who holds one makes it
-        seem silent."""
+        """It calls, and waits for the answer. Needs no lock: a holder of one must not make it seem
+        silent."""
         self._in_hand.add(peer)
 
     def answered(self, peer: Peer) -> None:
@@ -75,15 +74,15 @@ class Member:
         self._in_hand.discard(peer)
 
     def silence_s(self) -> float:
-        """Return how long ago its last call was answered: while one is not, it is not silent, nor
-        while one lies there unread or its answer has yet to be sent."""
+        """Return the seconds since its last answer; 0 while a call is in work, unread, or without
+        its answer."""
         if self._in_hand:
             return 0.0
         silence_s = time.monotonic() - self._heard_at
         return min([silence_s, *(peer.silence_s() for peer in list(self._peers))])
 
     def is_doubtful(self, before: float) -> bool:
-        """Whether it has no connection, has been silent since this moment, or was reported."""
+        """Whether it has no connection, has been silent since this time, or was reported."""
         is_silent = not self._in_hand and self._heard_at < before
         return is_silent or self.unlinked_at is not None or self.is_reported
 
@@ -100,11 +99,11 @@ class Member:
                 self.unlinked_at = time.monotonic()
 
     def unlinked_s(self) -> float | None:
-        """Return how long it has had no connection, None where it has one."""
+        """Return the seconds for which it has had no connection; None: it has one."""
         return None if self.unlinked_at is None else time.monotonic() - self.unlinked_at
 
     def excuse(self, seconds: float) -> None:
-        """For so long nobody listened: do not count it."""
+        """Do not count so many seconds of silence: nobody listened."""
         now = time.monotonic()
         self._heard_at = min(now, self._heard_at + seconds)
         if self.unlinked_at is not None:
@@ -117,7 +116,7 @@ class Member:
             self.ready.notify_all()
 
     def acknowledge(self, received: int) -> None:
-        """It has all commands up to this number."""
+        """Forget the commands up to this number: it has them."""
         count = max(0, received - self._received)
         done, self._commands = self._commands[:count], self._commands[count:]
         self._received += len(done)
@@ -127,20 +126,19 @@ class Member:
                 self.kept = command.known.value.order
 
     def waiting(self, term: int, keep_s: float) -> Commands:
-        """Return the commands that it has not said to have, and the number of the first, to be
-        sent now in this ``term``; the next poll may be kept for ``keep_s``."""
+        """Return the commands without an acknowledgement, to be sent in this ``term``; the next
+        poll may be kept for ``keep_s``."""
         self.was_sent_exit |= any(isinstance(command, Exit) for command in self._commands)
         named = tuple(Named(command) for command in self._commands)
         return Commands(term, self._received + 1, named, keep_s)
 
 
 class Members:
-    """Agents by host: those that take part, and those that were released and fetch their last
-    command.
+    """Agents by host: those in the job, and released ones that fetch their last command.
 
     Args:
-        lock: Held by whoever calls, but for ``heard``.
-        term: Counts the coordinators of the job; this one has that number.
+        lock: Held by callers, except for ``in_hand``.
+        term: Number of this coordinator.
     """
 
     def __init__(self, lock: "threading.RLock", term: int = 1) -> None:
@@ -149,7 +147,7 @@ class Members:
         self._present: dict[str, Member] = {}
         self._released: dict[str, Member] = {}
         self._incarnations: dict[tuple[str, str], None] = {}
-        """Those that took part last, ``MOST_KNOWN`` of them."""
+        """The last ``MOST_KNOWN`` agents of the job."""
         self._named = set[str]()
         """Their hosts."""
 
@@ -163,19 +161,19 @@ class Members:
         return tuple(self._present)
 
     def doubtful(self, silent_s: float) -> list[str]:
-        """Return the hosts whose agents have no connection, have been silent for so long, or were
-        reported as silent: of the others there is nothing to look at."""
+        """Return the hosts with agents that have no connection, have been silent for so long, or
+        were reported as silent."""
         before = time.monotonic() - silent_s
         return [host for host, agent in self._present.items() if agent.is_doubtful(before)]
 
     def add(self, host: str, agent: Member) -> None:
-        """An agent takes part from now on."""
+        """Add an agent to the job."""
         agent.ready = threading.Condition(self._lock)
         self._present[host] = agent
         self._released.pop(host, None)
 
     def name(self, host: str, incarnation: str, store: StoreIdentity | None) -> None:
-        """Note who the agent of a host is."""
+        """Note the identity of a host's agent."""
         agent = self._present[host]
         agent.incarnation, agent.store = incarnation, store
         self._incarnations[host, incarnation] = None
@@ -185,11 +183,11 @@ class Members:
         self._named.add(host)
 
     def has_had(self, host: str, incarnation: str) -> bool:
-        """Whether this agent takes part, or ever did."""
+        """Whether this agent is or was in the job."""
         return (host, incarnation) in self._incarnations
 
     def has_had_host(self, host: str) -> bool:
-        """Whether an agent of this host ever took part."""
+        """Whether an agent of this host is or was in the job."""
         return host in self._named
 
     @contextmanager
@@ -206,11 +204,11 @@ class Members:
                 agent.answered(peer)
 
     def find(self, host: str, incarnation: str) -> Member:
-        """Return an agent that takes part or was released just now.
+        """Return an agent of the job, or one that was released just now.
 
         Raises:
-            StaleError: It is another incarnation that does, or none.
-            ReplacedError: It took part under another coordinator.
+            StaleError: Another incarnation of the host is in the job, or none.
+            ReplacedError: It was in the job under another coordinator.
         """
         for agent in (self._present.get(host), self._released.get(host)):
             if agent is not None and agent.incarnation == incarnation:
@@ -222,11 +220,11 @@ class Members:
         raise StaleError(f"host {host!r} is not in the job (any more).")
 
     def release(self, host: str) -> None:
-        """It takes part no longer, but may still fetch its commands."""
+        """Take an agent out of the job; it may still fetch its commands."""
         self._released[host] = self._present.pop(host)
 
     def remove(self, host: str) -> None:
-        """It takes part no longer; whoever waits for its commands learns that."""
+        """Take an agent out of the job; threads that wait for its commands wake up."""
         agent = self._present.pop(host)
         if agent.ready is not None:
             agent.ready.notify_all()
@@ -241,12 +239,12 @@ class Members:
         self._pausing.wait(seconds)
 
     def excuse(self, seconds: float) -> None:
-        """For so long nobody listened to any agent: that is not their silence."""
+        """Do not count so many seconds of silence of any agent: nobody listened."""
         for agent in self._all():
             agent.excuse(seconds)
 
     def forget_released(self, grace_s: float) -> None:
-        """Forget those that were released and have their exit, or are gone for so long."""
+        """Forget released agents that have their exit, or are gone for so long."""
         self._released = {
             host: agent
             for host, agent in self._released.items()
@@ -261,16 +259,16 @@ class Members:
         return max((agent.newest for agent in self._present.values()), default=0)
 
     def stalled(self) -> dict[str, Stalled]:
-        """Return, by host, which workers make no steps."""
+        """Return the workers that make no steps, by host."""
         return {host: agent.stalled for host, agent in self._present.items() if agent.stalled}
 
     def unanswered(self) -> list[str]:
-        """Return the hosts that have not fetched all of their commands."""
+        """Return the hosts with unfetched commands."""
         everyone = (*self._present.items(), *self._released.items())
         return [host for host, agent in everyone if agent.has_commands]
 
     def command(self, hosts: Iterable[str], command: Command) -> None:
-        """Queue a command for those of the hosts that take part."""
+        """Queue a command for these hosts, as far as they are in the job."""
         for host in hosts:
             if host in self._present:
                 self._present[host].command(command)

@@ -1,9 +1,9 @@
-"""Where the workers of a round meet: torch's TCPStore, a new one a round so that no key is stale.
-A process of its own serves them.
+"""The meeting point of a round's workers: torch's TCPStore, a new one a round so that no key is
+stale. A process of its own serves the stores.
 
-It listens on the coordinator's interface alone, and nothing protects it there: whoever reaches that
-interface may read and write what workers meet by. It outlives a coordinator that is killed, for as
-long as workers are connected to it.
+It listens on the coordinator's interface alone, without protection: anybody with access to that
+interface may read and write the keys. It outlives a coordinator that is killed, as long as workers
+are connected to it.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from scalai.launch import host_signals
 from scalai.runtime.imports import without_collections
 
 Then = Callable[[int | PeerError], object]
-"""Gets the port of a store that was opened, or why it could not be."""
+"""Gets the port of an open store, or the error."""
 OPEN_S = 30.0
 SAID_S = 2.0
-"""A wait for the process is said after so long."""
+"""Wait for the process after which the log says so."""
 ENDED_S = 1.0
-"""How long a process that was killed may take to be gone."""
+"""Time for a killed process to be gone."""
 READY, ANSWER = "ready", "rendezvous store: "
 LINGER_S = 10.0
 LINGER_MOST_S = 7 * 86400.0
-"""Connections of a host that is gone without a word hold a process for no longer than this."""
+"""Longest life of a process behind connections of hosts that are gone without a word."""
 _ESTABLISHED = "01"
 
 
@@ -45,7 +45,7 @@ class RendezvousStores:
     the process imports torch first, and may be stopped or die at any time.
 
     Args:
-        interface: The address at which workers meet.
+        interface: Address of the stores.
         say: Takes log lines.
         linger_s: Time for which the process stays without a coordinator and without clients:
             workers may be about to connect.
@@ -63,8 +63,8 @@ class RendezvousStores:
         self._interface, self._say, self._linger_s = interface, say, linger_s
         self._open_s = open_s
         self._requests = queue.SimpleQueue[Then | int | None]()
-        """Who is told of a store that is to be opened, the port of one to be closed, or None: the
-        job has ended."""
+        """Receivers of stores to be opened, ports of stores to be closed; None: the job has
+        ended."""
         self._begin()
         self._thread = threading.Thread(target=self._serve, name="stores", daemon=True)
         self._thread.start()
@@ -74,9 +74,9 @@ class RendezvousStores:
         self._ready.wait(STORE_READY_S)
 
     def open(self, then: Then) -> None:
-        """Open a store; ``then`` gets its port, or why there is none. It is called without locks,
-        by a thread of its own, and must not raise. Where the process has died, or does not answer,
-        another one is asked, once."""
+        """Open a store; ``then`` gets its port or the error. It is called without locks, by its own
+        thread, and must not raise. If the process has died or does not answer, another one is
+        asked, once."""
         self._requests.put(then)
 
     def close(self, port: int) -> None:
@@ -165,8 +165,8 @@ class RendezvousStores:
 def _read(
     process: "subprocess.Popen[str]", ready: threading.Event, answers: "queue.Queue[Json]"
 ) -> None:
-    """Pass the process's answers on until it ends; the first one says that it is ready. What else
-    is written there (by a ``sitecustomize``, say) is none."""
+    """Pass the process's answers on until it ends; the first one says that it is ready. Other lines
+    (of a ``sitecustomize``, say) are no answers."""
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:
@@ -183,7 +183,7 @@ def _read(
 
 
 class _Stores:
-    """The open stores by their port, and one more that is ready for the next round."""
+    """The open stores by port, and a spare one for the next round."""
 
     def __init__(self, interface: str) -> None:
         self._interface = interface
@@ -197,8 +197,8 @@ class _Stores:
         return int(store.port)
 
     def prepare(self) -> None:
-        """Make the next one, so that nobody waits for it. Where that fails it is tried again when
-        it is wanted: workers are connected to those that are open."""
+        """Make the next one, so that nobody waits for it. A failure is tried again on demand:
+        workers are connected to the open ones."""
         with contextlib.suppress(OSError, RuntimeError):
             self._spare = self._spare or self._make()
 
@@ -206,7 +206,7 @@ class _Stores:
         self._open.pop(port, None)
 
     def clients(self) -> int:
-        """Return how many connections others have to the open stores."""
+        """Return the number of connections of others to the open stores."""
         # Each store has one of this process's own.
         return max(0, connections(self._open) - len(self._open))
 
@@ -238,8 +238,8 @@ def connections(ports: Iterable[int]) -> int:
 
 
 def main() -> None:
-    """Serve stores at an interface, as standard input says, until it says to end or its other side
-    is gone and nobody is connected any more."""
+    """Serve stores at an interface, on requests of standard input, until it says so, or its other
+    side and all clients are gone."""
     host_signals.ignore()
     with without_collections():
         stores = _Stores(sys.argv[1])  # imports torch

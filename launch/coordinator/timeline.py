@@ -24,14 +24,13 @@ REPORT_S = 2.0
 
 
 class Timeline:
-    """Seconds of each phase of the resize under way. Phases may be set by whoever measured them;
-    the rest stays 0."""
+    """Seconds of each phase of the resize under way; 0 for phases without a measurement."""
 
     def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
         self._folder = None if folder is None else ReportFolder(folder, say)
         self._say = say
         self.reports: deque[dict[str, Any]] = deque(maxlen=16)
-        """The last ones."""
+        """The newest reports."""
         self._ran: Assignment | None = None
         self._begin("start")
 
@@ -42,7 +41,7 @@ class Timeline:
         self._facts: dict[str, Any] = {}
 
     def begin(self, reason: str) -> None:
-        """A change was noticed now, unless one is under way already."""
+        """Begin the time of a change, unless one is under way already."""
         if not self.is_open:
             self._begin(reason)
 
@@ -56,23 +55,23 @@ class Timeline:
         return self.is_open and "round" in self._facts
 
     def forget(self) -> None:
-        """Nothing came of what was noticed: the next change begins its own time."""
+        """Drop the change under way: nothing came of it."""
         self._marks = {}
 
     def mark(self, name: str) -> None:
-        """Remember the time of a moment that phases are measured from."""
+        """Note the time of a moment."""
         self._marks[name] = time.monotonic()
 
     def mark_first(self, name: str) -> None:
-        """Remember the time of a moment, unless it is remembered already."""
+        """Note the time of a moment, unless it has one already."""
         self._marks.setdefault(name, time.monotonic())
 
     def since(self, mark: str) -> float:
-        """Return the seconds since ``mark``, 0 where it was not made."""
+        """Return the seconds since ``mark``; 0 without it."""
         return time.monotonic() - self._marks[mark] if mark in self._marks else 0.0
 
     def phase(self, name: str, seconds: float, **facts: Any) -> None:
-        """A phase has ended: keep its seconds (the longest of what hosts report) and log a line."""
+        """End a phase: keep its seconds (the longest of all hosts) and log a line."""
         assert name in PHASES, name
         self._seconds[name] = max(self._seconds[name], seconds)
         self._facts.update(facts)
@@ -83,11 +82,11 @@ class Timeline:
         self._facts.update(facts)
 
     def enter(self, was: Phase, now: Phase, failure: str, slowest: Callable[[str], float]) -> None:
-        """Note what a phase that begins says of the one that has ended.
+        """End and begin phases as the job goes from one to the next.
 
         Args:
-            failure: Why workers are frozen.
-            slowest: Seconds of the worker that took longest for a part of its snapshot.
+            failure: Reason of a freeze.
+            slowest: Returns the seconds of the slowest worker for a part of its snapshot.
         """
         if was is Phase.RUNNING and now in (Phase.BUILDING, Phase.PREPARING):
             # Nobody came, went or asked: a host is well again, say, or its quarantine is over.
@@ -116,7 +115,7 @@ class Timeline:
             self.mark_first("stood")
 
     def start(self, round: int, generation: int | None, step: int, assignment: Assignment) -> None:
-        """A round starts from the state of this step."""
+        """Note the start of a round from the state of this step."""
         ran, self._ran = self._ran, assignment
         self.note(
             round=round,
@@ -133,8 +132,8 @@ class Timeline:
         self.mark_first("committed")
 
     def correct(self, step: int) -> int | None:
-        """The workers have begun from this step, which may be that of a checkpoint of the script's
-        own. Return the steps that were lost then, None where it was known already."""
+        """Correct the step from which the workers began: the script may have a checkpoint of its
+        own. Return the steps lost then; None: nothing is new."""
         lost, begun = self._facts.get("steps_lost"), self._facts.get("step", 0)
         if not self.is_open or not lost or step <= begun:
             return None
@@ -142,8 +141,8 @@ class Timeline:
         return int(self._facts["steps_lost"])
 
     def close(self, **facts: Any) -> Mapping[str, Any]:
-        """The first step is done: write the report and return it. ``paused_s``: how long no step
-        was made; of a first start there is none."""
+        """Write the report after the first step, and return it. ``paused_s``: seconds without a
+        step; a first start has none."""
         if "stood" in self._marks:
             facts["paused_s"] = round(self.since("stood"), 6)
         report = {
@@ -161,7 +160,7 @@ class Timeline:
         return report
 
     def amend(self, function: str, prove_s: float) -> None:
-        """The newest report says what came of the proof of the function."""
+        """Add the result of the function's proof to the newest report."""
         if self.reports:
             self.reports[-1].update(function=function, prove_s=round(prove_s, 6))
             if self._folder is not None:
@@ -172,7 +171,7 @@ class ReportFolder:
     """Writes reports in a thread of its own.
 
     Args:
-        folder: Where they go; made if it is not there.
+        folder: Place of the reports; made if it is not there.
         say: Takes log lines; any thread calls it.
     """
 
@@ -183,12 +182,12 @@ class ReportFolder:
         self._files.do(self._try)
 
     def write(self, number: int, report: Mapping[str, Any]) -> None:
-        """Leave a report in a file of this number, or of the next one that no earlier run of the
-        job has left there. It is there on return, unless the log says otherwise."""
+        """Write a report to the file of this number, or of the next free one: reports of earlier
+        runs stay. It is there on return, unless the log says otherwise."""
         self._files.do(partial(self._write, number, _content(report)))
 
     def write_again(self, report: Mapping[str, Any]) -> None:
-        """Leave a report in the place of the one that was written last."""
+        """Replace the last report."""
         self._files.do(partial(self._replace, _content(report)))
 
     def _say_late(self) -> None:
@@ -202,7 +201,7 @@ class ReportFolder:
         self._say(f"event=report_back --report-dir {self._folder} answers again{lost}")
 
     def _try(self) -> None:
-        """Say early that nothing can be written there."""
+        """Log early that the folder cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder):
