@@ -1,7 +1,7 @@
-"""Answers the calls of a job's agents and of persons: the coordinator without its sockets.
+"""Answers calls of a job's agents and of persons: the coordinator without its sockets.
 
-Commands to an agent are numbered and wait until its ``Poll`` says that it has them, and reports of
-agents are numbered too, so that a connection that breaks costs nothing.
+Commands to an agent are numbered and wait for the acknowledgement of its ``Poll``; reports of
+agents are numbered too. So a broken connection costs nothing.
 """
 
 import threading
@@ -55,14 +55,14 @@ class Desk:
     """Membership, generation numbers and commands of one job. It opens nothing.
 
     Args:
-        spec: What the job is; agents that bring another one are refused.
-        interface: The address at which workers meet.
-        stores: What they meet at there.
+        spec: The job; agents with another one are refused.
+        interface: Address of the workers' rendezvous.
+        stores: Rendezvous stores of the rounds.
         say: Takes log lines.
-        patience: How long it waits for agents that are away.
-        term: Counts the coordinators of the job.
-        is_successor: This one takes the place of another, which is gone.
-        probe: Says which agents' processes are gone; None: nobody knows.
+        patience: Waits for agents that are away.
+        term: Number of this coordinator.
+        is_successor: It takes the place of one that is gone.
+        probe: Tells whether an agent's process is gone; None: not known.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Desk:
         self._spec, self._stores, self._patience = spec, stores, patience
         self._lock = threading.RLock()
         self._reading = threading.Lock()
-        """Of one manifest at a time: more at once are not read faster, and keep calls waiting that
-        bring none."""
+        """Held to read one manifest at a time: more at once are no faster, and delay calls
+        without any."""
         self._live = LiveJob(
             spec,
             interface,
@@ -98,7 +98,7 @@ class Desk:
         self._probe = probe
         self._losses = Losses(self._live, patience, probe)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
-        """Reports that wait until the coordinator knows of the round under way."""
+        """Reports that wait until the round under way is known."""
 
     def may_retire(self) -> bool:
         """Whether no other run can read the durable directory."""
@@ -109,12 +109,12 @@ class Desk:
         return True
 
     def tick_s(self) -> float:
-        """Return how long after a tick the next one is due."""
+        """Return the interval of ticks."""
         return tick_s(len(self._live.members))
 
     def tick(self) -> None:
-        """Time passes: lose agents that are gone, and let the law look at its deadlines. Whoever
-        calls holds the lock."""
+        """Lose agents that are gone, and let the law look at its deadlines. Callers hold the
+        lock."""
         live = self._live
         try:
             self._losses.look()
@@ -130,7 +130,7 @@ class Desk:
         """Return the answer to a call.
 
         Raises:
-            UsageError: It is refused. StaleError: Who calls is not in the job (any more).
+            UsageError: It is refused. StaleError: The caller is not in the job (any more).
         """
         if request.job not in (None, self._spec.job):
             if isinstance(request, Farewell):
@@ -157,8 +157,8 @@ class Desk:
                 raise
 
     def _read(self, request: CoordinatorRequest) -> Manifests:
-        """Return the manifests that a call brings, by their bytes. Raises ``StoreError`` where one
-        is none."""
+        """Return the manifests of a call by their packed form. Raises ``StoreError`` for one that
+        cannot be read."""
         found: tuple[bytes, ...] = ()
         host = request.host if isinstance(request, AgentCall) else ""
         match request:
@@ -180,8 +180,8 @@ class Desk:
             return {each: shared(manifest_of_bytes(each, host)) for each in found}
 
     def _of_another_job(self, request: CoordinatorRequest) -> ScalaiError:
-        """Return why a call that is meant for another job is refused; an agent of that joins
-        anew, and is refused for good."""
+        """Return the refusal of a call for another job; an agent of that one joins anew, and is
+        refused for good."""
         is_member = isinstance(request, AgentCall) and not isinstance(request, Join)
         return (StaleError if is_member else UsageError)(
             f"job {request.job!r} is called, and the coordinator of job {self._spec.job!r} listens "
@@ -212,7 +212,7 @@ class Desk:
         return None
 
     def _kept_by_hosts(self, answer: dict[str, Json]) -> dict[str, Json]:
-        """Return the answer to a person's request once it outlives this coordinator."""
+        """Return the answer to a person's request once hosts have kept it."""
         if self._live.memory.wait_kept(self._patience.kept_s):
             return answer
         late = "; hosts have yet to hear of it: ask again if the coordinator is lost just now"
@@ -241,7 +241,7 @@ class Desk:
         return answer
 
     def _poll(self, peer: Peer, poll: Poll) -> Commands:
-        """Return the commands behind those that the agent has, once there are any."""
+        """Return the commands that the agent lacks, once there are any."""
         members = self._live.members
         agent = members.find(poll.host, poll.incarnation)
         agent.linked(peer)
@@ -261,7 +261,7 @@ class Desk:
         return agent.waiting(members.term, keep_s)
 
     def _tell(self, peer: Peer, tell: Tell, manifests: Manifests) -> None:
-        """Hear a report once: a number that was heard before is one told again."""
+        """Hear a report once; a number heard before is a repetition."""
         agent = self._live.members.find(tell.host, tell.incarnation)
         agent.linked(peer)
         if tell.number > agent.last_report:
@@ -271,7 +271,7 @@ class Desk:
                 self._hear_kept()
 
     def _hear_kept(self) -> None:
-        """Hear what was reported, once it is known which round the job is in."""
+        """Hear reports once the job's round is known."""
         members = self._live.members
         while self._kept and self._live.state.takeover.pending is None:
             agent, host, report, manifests = self._kept.pop(0)
@@ -286,9 +286,8 @@ class Desk:
             self._live.lose(host)
 
     def _farewell(self, host: str, incarnation: str) -> Exit | None:
-        """Return the command by which a job that has ended ends its agents, None while it goes on:
-        an agent that was part of it asks, and is not any more. One that was not (it was part of
-        another job that listened here) gets None: the end of this one says nothing of its state.
+        """Return the exit of a job that has ended to a former agent; None while it goes on, and for
+        an agent of another job that listened here: this end says nothing of its state.
         """
         live = self._live
         if live.farewell is None or not live.members.has_had(host, incarnation):
@@ -333,10 +332,10 @@ class Desk:
 
 
 def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
-    """Go on from an older generation that is whole, because a person says so.
+    """Go on from an older whole generation at a person's request.
 
     Returns:
-        What is gone on from and what is given up, as text.
+        The generation and the ones given up, as text.
 
     Raises:
         UsageError: The job does not wait, or that generation is not whole.
@@ -376,14 +375,14 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
 def scale(
     live: LiveJob, nproc: int | None, nnodes: int | None, degrees: str | None, *, dry_run: bool
 ) -> dict[str, Json]:
-    """Take a person's request for a job; with ``dry_run`` only say what would come of it.
+    """Take a person's request for other degrees or hosts; with ``dry_run`` only tell its effect.
 
     Returns:
-        The degrees and workers that the hosts now present would run, and why; a ``reason`` that
-        begins with ``no change`` where they run so already.
+        Degrees and workers of the present hosts, and why; a ``reason`` that begins with ``no
+        change`` if they run so already.
 
     Raises:
-        UsageError: It cannot be; says why, and what to do.
+        UsageError: It cannot be done; says why, and the way out.
     """
     job, why = live.state, list[str]()
     _refuse_while_taking_over(job)
@@ -443,8 +442,8 @@ def _check(job: Job, target: Assignment) -> None:
 
 @lru_cache(maxsize=16)
 def _spec_of(text: JsonText) -> JobSpec:
-    """Return the job that an agent's command line states: most state the same one. Raises
-    ``UsageError`` where it is none."""
+    """Return the job of an agent's command line: most have the same one. Raises ``UsageError`` if
+    it is none."""
     try:
         return JobSpec.from_json(text.value())
     except (KeyError, TypeError, ValueError, AttributeError) as error:

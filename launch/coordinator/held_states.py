@@ -42,10 +42,10 @@ def written_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
 
 
 def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
-    """Return the fingerprint of every tensor of a whole generation by name, as it was committed.
+    """Return the committed fingerprint of every tensor of a whole generation, by name.
 
     Raises:
-        ProofError: The parts say different things; or they say nothing, as of a converted
+        ProofError: The parts contradict each other; or they state nothing, as of a converted
             generation, and hosts have fetched pieces that overlap.
     """
     parts = list(parts)
@@ -70,8 +70,8 @@ def check_alike(contradiction: str | None) -> None:
 
 
 def _fingerprints_of_a_cover(parts: Sequence[HostManifest], names: Set[str]) -> Mapping[str, int]:
-    """Add up pieces that cover every one of these tensors once: those that were written, before
-    those that were fetched and may overlap with them."""
+    """Add up pieces that cover each of these tensors once: written ones before fetched ones, which
+    may overlap with them."""
     pieces = [
         (is_fetched(part.files[file]), -int(size), number, row)
         for number, part in enumerate(parts)
@@ -104,10 +104,10 @@ def _fingerprints_of_a_cover(parts: Sequence[HostManifest], names: Set[str]) -> 
 
 
 class HeldParts(UserDict[str, HostManifest]):
-    """Parts by host, of one state.
+    """Parts of one state by host.
 
     Args:
-        committed: The statement of the coordinator that committed it; None: the parts tell.
+        committed: Statement of the coordinator that committed it; None: the parts tell.
     """
 
     def __init__(self, committed: Committed | None = None) -> None:
@@ -117,13 +117,13 @@ class HeldParts(UserDict[str, HostManifest]):
         """Hosts whose durable parts are among these; None: to be gathered anew."""
         self._cover = Cover()
         self._known: dict[str, str] | None = {}
-        """By tensor a host that states its fingerprint; None: to be gathered anew."""
+        """A host that states the fingerprint, by tensor; None: to be gathered anew."""
         self._hosts: tuple[str, ...] = ()
         """Writers that the parts name."""
         self._prints: dict[str, int] | None = {}
-        """What all parts state; None: to be gathered anew, with ``_hosts``."""
+        """Fingerprints of all parts; None: to be gathered anew, with ``_hosts``."""
         self._steps = Counter[int]()
-        """How many parts are of each step."""
+        """Number of parts of each step."""
         self._holders: frozenset[str] | None = None
         super().__init__()
 
@@ -152,12 +152,11 @@ class HeldParts(UserDict[str, HostManifest]):
         self._known = self._prints = self._attached = None
 
     def is_whole(self) -> bool:
-        """Whether they hold every element of every tensor, all from one step; pieces may
-        overlap."""
+        """Whether they hold every element of every tensor, from one step; pieces may overlap."""
         return self._is_of_one_step() and self._cover.is_whole()
 
     def is_whole_without(self, host: str) -> bool:
-        """Whether they would without this host."""
+        """Whether they would be whole without this host."""
         return self._is_of_one_step() and self._cover.is_whole_without(host)
 
     def _is_of_one_step(self) -> bool:
@@ -175,8 +174,7 @@ class HeldParts(UserDict[str, HostManifest]):
         return self._holders
 
     def contradiction(self, part: HostManifest) -> str | None:
-        """Say which of the parts was committed with other fingerprints than this one; None: none
-        that is known."""
+        """Name a part with other committed fingerprints than this one; None: there is none."""
         if self._known is None:
             self._known = {}
             for each in self.data.values():
@@ -194,7 +192,7 @@ class HeldParts(UserDict[str, HostManifest]):
         return known
 
     def stated(self) -> Committed | None:
-        """Return what was committed, or what the parts state together."""
+        """Return the statement of the commit, or that of all parts together."""
         if self._committed is not None:
             return self._committed
         hosts = self.writers()
@@ -253,14 +251,14 @@ class HeldParts(UserDict[str, HostManifest]):
 
 
 def facts_of(part: HostManifest) -> PartFacts:
-    """Return what the catalogue decides a part by."""
+    """Return the facts of a part for the catalogue."""
     named = part.about.get("hosts", ())
     descent = Descent.of(part.generation, part.about)
     return PartFacts(part.host, part.generation, part.step, snapshot_name(part), descent, named)
 
 
 def _numbered(part: HostManifest, number: int, stated: Committed | None) -> HostManifest:
-    """Return a sealed part as that of a generation, with what is stated of its tensors."""
+    """Return a sealed part as a generation's, with the statement of its tensors."""
     names = [tensor.name for tensor in part.collection.tensors]
     mine = None if stated is None else stated.of_tensors(names)
     return replace(part, generation=number, committed=mine)
@@ -292,8 +290,8 @@ class HeldStates:
         return Contents(hosts, is_whole, held.writers(), held.attached())
 
     def covered(self, without: str | None = None) -> tuple[Generation, ...]:
-        """Return the generations that the hosts hold wholly, oldest first; ``without``: that they
-        would hold without this one."""
+        """Return the generations that are whole, oldest first; ``without``: if this host were
+        gone."""
         return self._catalogue.whole(self.survey(without))
 
     # ------------------------------------------------------------------ snapshots
@@ -309,8 +307,7 @@ class HeldStates:
         return {h: p for h, p in self._snapshots.get(name, {}).items() if h in wanted}
 
     def whole_snapshot(self) -> str | None:
-        """Return the name of the furthest snapshot that covers the state, was never committed and
-        was not left behind."""
+        """Return the name of the furthest candidate that covers the state."""
         for name in self._catalogue.candidates():
             parts = self._snapshots.get(name)
             if parts is None or not parts.is_whole():
@@ -359,8 +356,7 @@ class HeldStates:
                 yield host, number
 
     def forget_sealed(self, name: str | None = None) -> tuple[HostManifest, ...]:
-        """Forget, and return, the parts that were sealed and not committed; ``name``: of this
-        snapshot alone."""
+        """Forget, and return, sealed parts without a commit; ``name``: of this snapshot alone."""
         names = {*self._catalogue.sealed} if name is None else {name}
         self._catalogue = self._catalogue.without_sealed(names)
         return tuple(part for n in names for part in self._snapshots.pop(n, HeldParts()).values())
@@ -389,19 +385,19 @@ class HeldStates:
         return step
 
     def facts(self, number: int) -> Mapping[str, Any]:
-        """Return what the workers of a generation told about the script."""
+        """Return the facts of the script that a generation's workers reported."""
         entry: dict[str, Any] = {}
         for part in self._held[number].values():
             entry.update(part.about.get("facts", {}))
         return entry
 
     def stated(self, number: int) -> Committed | None:
-        """Return what is stated of a generation, as far as it is known here."""
+        """Return the statement of a generation, as far as it is known here."""
         return self._held[number].stated() if number in self._held else None
 
     def check_stated(self, part: HostManifest) -> None:
-        """Raise ``ProofError`` where this part was committed with other fingerprints than those
-        that are known of its generation; names the hosts and the tensors."""
+        """Raise ``ProofError`` if this part has other committed fingerprints than its generation;
+        names the hosts and the tensors."""
         if part.generation in self._held:
             check_alike(self._held[part.generation].contradiction(part))
 
@@ -421,8 +417,8 @@ class HeldStates:
         )
 
     def offer(self, part: HostManifest) -> bool:
-        """A durable directory has this part of a generation that the job may have left behind: a
-        person may go back to it. False: it is of no use, and must go."""
+        """A durable directory has this part. A person may go back to it, even after the job has
+        left it behind. False: it is of no use, and must go."""
         holders = self.holders(part.generation)
         return self._take(part, self._catalogue.offered(facts_of(part), holders))
 
@@ -495,8 +491,8 @@ class HeldStates:
         return doubtful(self._catalogue, self.survey(), number, reason) if is_second else ""
 
     def prove(self, number: int, found: Mapping[str, int]) -> None:
-        """Raise ``ProofError`` unless the fingerprints of the restored tensors, by name, are those
-        that were written."""
+        """Raise ``ProofError`` unless the fingerprints of the restored tensors, by name, are the
+        written ones."""
         held = self._held[number]
         compare(held.fingerprints(), found)
         self._catalogue = self._catalogue.passed_proof(number)

@@ -40,13 +40,13 @@ class Admission:
         """Take an agent in.
 
         Args:
-            join: What it brings.
+            join: Its call.
             read: Its manifests.
-            spec: The job as its command line states it.
+            spec: The job by its command line.
             replaces: It takes the place of another agent of its host, which is gone.
 
         Raises:
-            UsageError: It may not join; says why, and what to do.
+            UsageError: It may not join; says why, and the way out.
         """
         host, slots, damaged = join.host, join.slots, join.damaged
         self._check(host, spec, replaces=replaces)
@@ -76,7 +76,7 @@ class Admission:
         live.limit()
         answer = self.answer()
         covered = live.recount()
-        # What is sealed only may turn out to be no state, and then the job begins without it.
+        # A sealed state may turn out to be none, and then the job begins without it.
         is_known = bool(live.generations.catalogue.lacking((), live.generations.survey()))
         has_parts = bool(manifests or covered or is_known)
         live.feed(
@@ -100,8 +100,8 @@ class Admission:
     def _add(
         self, manifests: Sequence[HostManifest], obsolete: Collection[int]
     ) -> tuple[list[HostManifest], list[int]]:
-        """Add parts to their generations. Return those that belong there, and the generations of
-        the others, which their host drops."""
+        """Add parts to their generations. Return the ones that belong there, and the numbers of the
+        others, for their host to drop."""
         kept, refused = list[HostManifest](), list[int]()
         for part in manifests:
             self._live.sizing.learn(part.about, part.generation)
@@ -112,21 +112,21 @@ class Admission:
         return kept, refused
 
     def _is_of_use(self, part: HostManifest) -> bool:
-        """Whether a part counts. Where all hosts were lost, a person may go back to a dropped
+        """Whether a part counts. After a loss of all hosts a person may go back to a dropped
         one."""
         live = self._live
         return live.generations.add(part) or (live.lost_all and live.generations.offer(part))
 
     def _count_term(self, join: Join) -> None:
-        """This coordinator's term is higher than any other's that a host has heard of. A host that
-        it has never had may have heard of one that had the same."""
+        """Raise the term above that of any coordinator that a host has heard of. A new host may
+        have heard of another one with the same term."""
         members = self._live.members
         is_ahead = join.term >= members.term and not members.has_had_host(join.host)
         is_ahead |= join.term > members.term
         members.term = max(members.term, join.term + is_ahead)
 
     def _enter(self, peer: Peer, join: Join) -> None:
-        """Make an agent a member, in place of another one of its host that is there."""
+        """Make an agent a member, in place of another one of its host."""
         live, host = self._live, join.host
         if host in live.members:
             live.log(f"event=replaced host={host} by another agent of it")
@@ -136,15 +136,14 @@ class Admission:
         live.timeline.begin(f"host {host} joined")
 
     def _take_over(self, underway: Underway) -> None:
-        """A host brings its round, begun by a coordinator that is gone: this is the same run of the
-        job."""
+        """Go on with the run of a round that a coordinator which is gone has begun."""
         live, over = self._live, self._live.state.takeover.pending
         newest = over.newest if over is not None else None
         if live.state.round == 0 and underway.round >= (newest or 0):
             live.take_over(underway.run)
 
     def _recalled(self, join: Join) -> Remembered | None:
-        """Return what a host has kept of the job under a coordinator that is gone."""
+        """Return a host's record of the job under a coordinator that is gone."""
         live, kept = self._live, join.remembered
         if kept is None:
             return None
@@ -152,14 +151,14 @@ class Admission:
         return live.memory.hear(kept.value, has_begun=live.state.round > 0, is_own=is_own)
 
     def answer(self) -> Joined:
-        """Return what an agent that is taken in is told."""
+        """Return the answer to a join."""
         round = self._live.state.round
         return Joined(round, self._live.is_fresh and round == 0, self._live.members.term)
 
     def _set_aside(
         self, host: str, manifests: Sequence[HostManifest], spec: JobSpec
     ) -> list[HostManifest]:
-        """Return the parts that the job begins anew without.
+        """Return the parts that a fresh job sets aside.
 
         Raises:
             UsageError: Not every host says ``--fresh``.
@@ -187,7 +186,7 @@ class Admission:
     def _note(
         self, host: str, aside: Iterable[HostManifest], damaged: Sequence[tuple[int, str]]
     ) -> list[int]:
-        """Note what a host brings that cannot be gone on from; return what of it goes at once."""
+        """Note parts that are set aside, and damage; return the numbers to be dropped at once."""
         live, dropped = self._live, list[int]()
         for part in aside:
             if live.generations.has(part.generation):  # later the number would mean the job's own
@@ -235,7 +234,7 @@ class Admission:
         )  # fmt: skip
 
     def _is_obsolete(self, part: HostManifest, now: Situation) -> bool:
-        """Whether a joining host's part is of a state that the job has passed.
+        """Whether the job has passed the state of a joining host's part.
 
         Raises:
             UsageError: It is of another run of the job, and further than this one, or was committed

@@ -1,7 +1,7 @@
-"""The coordinator: one small process a job, which agents and persons call.
+"""The coordinator: one small process a job, called by agents and persons.
 
-It holds no tensor. What it answers is in ``launch.coordinator.desk``. Where it is gone, another one
-takes its place (``launch.coordinator.discovery``); any agent may drain, the first one too.
+It holds no tensor. Its answers are in ``launch.coordinator.desk``. When it is gone, another one
+takes its place (``launch.coordinator.next_coordinator``); any agent may drain, the first one too.
 """
 
 import signal
@@ -20,28 +20,28 @@ from scalai.launch.host_signals import Heard
 from scalai.runtime.calls import Address, Server
 
 FAREWELL_S = 30.0
-"""How long the coordinator of a job that has ended waits until every agent has its exit."""
+"""Wait of the coordinator of a job that has ended until every agent has its exit."""
 STOOD_DOWN = 4
-"""Exit code of a coordinator that does not hold its lease any more."""
+"""Exit code of a coordinator that has lost its lease."""
 SUPERSEDED = (
     "This run ends, and its newest snapshots stay in the stores of its hosts. Do not start it "
     "again while that run lives"
 )
 SEND_S = 60.0
-"""How long an agent may take to read an answer."""
+"""Time for an agent to read an answer."""
 
 
 class Coordinator(Desk):
     """A desk that listens.
 
     Args:
-        spec: What the job is; agents that bring another one are refused.
-        address: Where to listen: (interface, port), port 0 for a free one.
-        token: The job's secret; who does not have it is not listened to.
+        spec: The job; agents with another one are refused.
+        address: (interface, port) to listen at; port 0: a free one.
+        token: The job's secret; callers without it are not heard.
         say: Takes log lines.
-        alone_s: How long it waits for a first or another agent before it ends.
-        patience: How long it waits for agents that are away.
-        stores: What workers meet at; a process of its own if not given.
+        alone_s: Wait for a first or another agent before it ends.
+        patience: Waits for agents that are away.
+        stores: Rendezvous stores; None: a process of its own.
         term, is_successor, probe: As of ``Desk``.
     """
 
@@ -66,21 +66,21 @@ class Coordinator(Desk):
         )  # fmt: skip
         self._alone_s = alone_s
         self.lease: Lease | None = None
-        """Says whether this is the job's coordinator; None: no other can be."""
+        """Lease of the job's coordinator; None: no other can be it."""
         self.heard: Heard | None = None
-        """Signals that this process was sent."""
+        """Signals to this process."""
         self.ended_by = ""
-        """Why the job has ended."""
+        """Reason of the job's end."""
         self._left_with: int | None = None
         """Exit code where nobody was there for long; None: that of the job."""
         self._told = ""
-        """The signal by which it was told to end: it does once it has no agents."""
+        """Signal to end, which it does once it has no agents."""
         self.owns: Lease | None = None
-        """Says whether the durable directory is this run's; None: there is none to own."""
+        """Lease of the durable directory; None: there is none to own."""
         self._hung_at: float | None = None
-        """Since when the lease's register does not answer."""
+        """Time since which the lease's register does not answer."""
         self._to_come = frozenset[str]()
-        """Hosts of the round that this coordinator takes over."""
+        """Hosts of the round that is taken over."""
         try:
             self._server = Server(
                 address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S
@@ -110,8 +110,8 @@ class Coordinator(Desk):
         return self._server.address
 
     def run(self) -> int:
-        """Serve until the job has ended and every agent has its exit, or until nobody has been
-        there for long. Returns the job's exit code."""
+        """Serve until the job has ended and every agent has its exit, or no agent has come for
+        ``alone_s``. Returns the job's exit code."""
         live = self._live
         alone_since, ended_at = time.monotonic(), None
         while True:
@@ -150,8 +150,8 @@ class Coordinator(Desk):
         return live.exit_code if self._left_with is None else self._left_with
 
     def _hear(self) -> None:
-        """Take note of a signal. Agents keep the coordinator: theirs are drains, and end the job,
-        or leave it to the others."""
+        """Note a signal. The coordinator stays for its agents: signals to those are drains, and end
+        the job or leave it to the others."""
         number = None if self.heard is None else self.heard.next(0.0)
         if number is None:
             return
@@ -170,8 +170,8 @@ class Coordinator(Desk):
 
     def _holds(self, lease: Lease) -> bool:
         """Whether nobody else can be the coordinator. A register that hangs takes nobody's place:
-        only hosts that do not hear this coordinator claim the next term. So it stays while it hears
-        all hosts that it had when the register last answered."""
+        only hosts without this coordinator claim the next term. So it stays while it hears all
+        hosts of the time of the register's last answer."""
         if lease.is_fresh():
             self._hung_at = None
             return True
@@ -192,7 +192,7 @@ class Coordinator(Desk):
         return True
 
     def _note_missing(self) -> None:
-        """Note where hosts of a round that is taken over do not come: they are lost."""
+        """Note a loss where hosts of the round that is taken over do not come."""
         live, over = self._live, self._live.state.takeover.pending
         if over is not None:
             found = over.of_newest(live.state.hosts).values()
@@ -203,19 +203,19 @@ class Coordinator(Desk):
         self._to_come = frozenset()
 
     def _stand_down(self, why: str) -> int:
-        """End without a word to the agents: another coordinator may have taken this one's place, or
-        may do so at any time. Where the workers meet stays, for as long as they do."""
+        """End without a word to the agents: another coordinator may take this one's place. The
+        rendezvous stores stay as long as the workers do."""
         self._live.log(f"event=stood_down {why} The workers train on.")
         self._server.close()
         return STOOD_DOWN
 
     def close(self) -> None:
-        """End before anybody was served."""
+        """End before any call."""
         self._server.close()
         self._stores.end()
 
     def _is_farewell_over(self, took_s: float) -> bool:
-        """Whether every agent of a job that has ended has its exit, or had the time for it."""
+        """Whether every agent of a job that has ended has its exit, or had time for it."""
         late = self._live.members.unanswered()
         if late and took_s > FAREWELL_S:
             self._live.log(f"event=unanswered hosts={late}: they have not fetched their exit")
