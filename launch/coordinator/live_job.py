@@ -571,7 +571,7 @@ class LiveJob:
             self.recount()
 
 
-def _is_held_by_writers(generations: Generations, number: int, hosts: Sequence[str]) -> bool:
+def _is_held_by_writers(generations: HeldStates, number: int, hosts: Sequence[str]) -> bool:
     """Whether all hosts that wrote a generation are among these, and hold what they wrote."""
     stated, parts = generations.stated(number), generations.parts(number)
     return stated is not None and all(
