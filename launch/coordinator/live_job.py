@@ -1,5 +1,4 @@
-"""A job as it goes on: events are fed to the rules of membership, and the actions that these return
-are carried out."""
+"""A job under way: feeds events to the law, and carries its actions out."""
 
 import secrets
 import threading
@@ -39,20 +38,20 @@ from scalai.launch.coordinator.timeline import Timeline
 from scalai.store.parts import is_fetched
 
 SUCCESSORS_GAP = 8
-"""Numbers that a new coordinator leaves out: who is away may have them from the one before."""
+"""Numbers that a new coordinator leaves out: absent hosts may have them from the one before."""
 
 
 class LiveJob:
-    """The job's state, and what belongs to it in the coordinator. One thread at a time calls it.
+    """The job's state and its collaborators in the coordinator. One thread at a time calls it.
 
     Args:
-        spec: What the job is.
-        interface: The address at which workers meet.
-        stores: What they meet at there.
+        spec: The job.
+        interface: Address of the workers' rendezvous.
+        stores: Rendezvous stores of the rounds.
         say: Takes log lines.
-        lock: Held by whoever calls.
-        term: Counts the coordinators of the job.
-        is_successor: This one takes the place of another, which is gone.
+        lock: Held by callers.
+        term: Number of this coordinator.
+        is_successor: It takes the place of one that is gone.
         may_retire: Tells whether no other run can read the durable directory.
         is_alone: Tells whether no other machine can have the job's next coordinator.
     """
@@ -88,15 +87,15 @@ class LiveJob:
         self.memory = KeptWishes(self.members, self.sizing, self._ahead.begin)
         self.generations = HeldStates()
         self.answers = Answers()
-        """What hosts have told about the present round."""
+        """Reports of the present round."""
         self.last_failure: Mapping[str, Json] | None = None
-        """Host, rank, kind and reason of the first that failed in the newest round that did."""
+        """Host, rank, kind and reason of the first failure in the newest failed round."""
         self._end: JobEnd | None = None
         self.has_crashed = False
-        """Whether the coordinator itself has failed, which has ended the job."""
+        """Whether a failure of the coordinator itself has ended the job."""
         self._lost_at: float | None = None
         self.lost_all = False
-        """Whether no host is left of the last round: those that come may not bring its state."""
+        """Whether no host of the last round is left: new ones may not have its state."""
         self._interface = interface
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
@@ -115,12 +114,12 @@ class LiveJob:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the job begins anew: states that hosts hold from before are set aside."""
+        """Whether the job begins anew: older states of hosts are set aside."""
         return self._is_fresh
 
     @property
     def is_successor(self) -> bool:
-        """Whether this run was begun by a coordinator that is gone."""
+        """Whether an earlier coordinator began this run."""
         return self._is_successor
 
     @property
@@ -130,7 +129,7 @@ class LiveJob:
 
     @property
     def farewell(self) -> commands.Exit | None:
-        """The command that ends every agent, once the job has ended."""
+        """Exit command of every agent, once the job has ended."""
         return None if self._end is None else self._end.farewell
 
     @property
@@ -144,11 +143,11 @@ class LiveJob:
         return self._lost_at
 
     def active(self) -> frozenset[str]:
-        """Return the hosts that are present and have workers in the current round."""
+        """Return the present hosts with workers in the current round."""
         return m.active(self.state)
 
     def command(self, hosts: Iterable[str], command: commands.Command) -> None:
-        """Queue a command for those of the hosts that take part."""
+        """Queue a command for these hosts, as far as they are in the job."""
         self.members.command(hosts, command)
 
     def command_commit(self, hosts: Iterable[str], generation: int) -> None:
@@ -170,7 +169,7 @@ class LiveJob:
     # ------------------------------------------------------------------ what changes beside events
 
     def note_start(self, step: int) -> None:
-        """The workers have begun from this step."""
+        """Note the step from which the workers began."""
         if (lost := self.timeline.correct(step)) is not None:
             self.log(
                 f"event=went_back steps_lost={lost}: the script has loaded its own checkpoint, of "
@@ -178,15 +177,15 @@ class LiveJob:
             )
 
     def note_loss(self) -> None:
-        """A host is gone, or does not come to the round that is taken over."""
+        """Note the time of a loss: a host is gone, or does not come to the adopted round."""
         self._lost_at = time.monotonic()
 
     def take_over(self, run: str) -> None:
-        """A host is in a round of this run, begun by a coordinator that is gone: it goes on."""
+        """Go on with a run that an earlier coordinator began."""
         self._run, self._is_fresh, self._is_successor = run, False, True
 
     def forget(self, host: str) -> None:
-        """An agent is gone without a word, and what it held."""
+        """Forget an agent that is gone without a word, and its states."""
         self.note_loss()
         self.members.remove(host)
         self.lost_all |= not self.members.hosts()
@@ -194,7 +193,7 @@ class LiveJob:
         self.timeline.begin(f"host {host} is lost")
 
     def note_failure(self, host: str, reason: str) -> None:
-        """Workers of a host have failed. Those that fail behind it in a round did so by it."""
+        """Note a failure of a host's workers; later ones in a round follow from the first."""
         last, round = self.last_failure, self.state.round
         if last is None or last["round"] != round:
             self.last_failure = {
@@ -204,7 +203,7 @@ class LiveJob:
             self.timeline.note(failure=self.last_failure)
 
     def note_made(self, made: Sequence[Made]) -> None:
-        """Workers of the present round have made these steps."""
+        """Note steps of the present round."""
         self.state, text = probing.made(self.state, made)
         if text:
             self.log(f"event=function_differs level=WARNING {text}")
@@ -212,7 +211,7 @@ class LiveJob:
     def note_examined(
         self, host: str, number: int, damage: Iterable[str], directory: str = ""
     ) -> None:
-        """A host has read its part of a generation again, and found this damage."""
+        """Note damage that a host found in its part of a generation."""
         lines = tuple(damage)
         for line in lines:
             self.log(f"event=damage generation={number} host={host} {line}")
@@ -224,17 +223,16 @@ class LiveJob:
         self.feed(events.HostLost(host, self.recount(), time.monotonic()))
 
     def excuse(self, seconds: float) -> None:
-        """The coordinator itself stood still for so long: that is no agent's silence, and no
-        phase's delay."""
+        """Do not count a stall of the coordinator as silence of agents or delay of a phase."""
         self.members.excuse(seconds)
         self.state = m.excuse(self.state, seconds)
 
     def count_from(self, number: int) -> None:
-        """A generation of this number exists: new ones get higher numbers."""
+        """Give new generations higher numbers than this existing one."""
         self._last_number = max(self._last_number, number)
 
     def commit(self, name: str, origin: Origin) -> int:
-        """Number the parts of a snapshot: from now on they are a generation."""
+        """Make the parts of a snapshot a generation; return its number."""
         self._last_number, self._gap = self._last_number + 1 + self._gap, 0
         self.generations.commit(self._last_number, name, origin)
         parts = self.generations.parts(self._last_number).values()
@@ -264,11 +262,11 @@ class LiveJob:
         return None
 
     def limit(self) -> None:
-        """What ``sizing`` has learned holds from the next assignment on."""
+        """Hand the limits that ``sizing`` has learned to the law."""
         self.state = m.replace_assign(self.state, self.sizing.assign())
 
     def learned(self, preference: Preference, assign: m.Assign) -> None:
-        """The planner has learned what steps take: others may be better degrees now."""
+        """Adopt measured step times: other degrees may be better now."""
         if self.has_ended:
             return
         self.sizing.adopt(preference, assign)
@@ -282,8 +280,8 @@ class LiveJob:
             self.feed(events.Rescaled(self.sizing.assign(), time.monotonic()))
 
     def recount(self) -> tuple[m.Generation, ...]:
-        """The contents of hosts have changed: tell the law which generations are whole now, oldest
-        first, and what stands in the way of a newer one. Returns the whole ones."""
+        """Tell the law the whole generations, oldest first, and the obstacle to a newer one, after
+        the contents of hosts changed. Returns the whole ones."""
         found = outlook(
             self.generations.catalogue,
             self.generations.survey(),
@@ -300,7 +298,7 @@ class LiveJob:
         return found.generations
 
     def can_go_on_without(self, host: str) -> bool:
-        """Whether the other hosts that stay would have an assignment, and a state to go on from."""
+        """Whether the other hosts would have an assignment and a state to go on from."""
         others = {name: kept for name, kept in self.state.hosts.items() if name != host}
         settings = replace(self.state.settings, place=m.keep_order)
         if next_assignment(replace(self.state, hosts=others, settings=settings)) is None:
@@ -312,7 +310,7 @@ class LiveJob:
     # ------------------------------------------------------------------ events in, actions out
 
     def feed(self, event: events.Event) -> None:
-        """Let the rules decide about an event, and do what they say."""
+        """Let the law decide about an event, and carry out its actions."""
         was, was_taking_over = self.state.phase, self.state.takeover.pending is not None
         self.state, due = advance(self.state, event)
         if (found := self.calibrating.look(self.state)) is not None:
@@ -338,17 +336,17 @@ class LiveJob:
                     self.count_damaged(host, (number,))
 
     def hear(self, host: str, report: reports.Report) -> None:
-        """Let the rules decide about a report of a host."""
+        """Let the law decide about a report of a host."""
         self.feed(events.Reported(host, report))
 
     def count_damaged(self, host: str, numbers: Iterable[int]) -> None:
-        """Damage that a host has brought, of these generations, counts as if it had found it now,
-        once it is known what the job does."""
+        """Report damage in these generations that a joining host has found earlier, once the job's
+        round is known."""
         for number in numbers if self.state.takeover.pending is None else ():
             self.hear(host, reports.Examined(number, ("damage that its host has brought",), ""))
 
     def _count_sealed(self) -> None:
-        """Parts of snapshots on the way count that only the coordinator before had heard of."""
+        """Report sealed parts that only the coordinator before had heard of."""
         round = self.state.round
         for name in self.generations.catalogue.on_the_way(self.run, round):
             for host in self.generations.sealed_parts(name, self.members.hosts()):
@@ -356,8 +354,7 @@ class LiveJob:
                     self.hear(host, reports.Sealed(round, "snapshot", name, b""))
 
     def crash(self, error: Exception) -> None:
-        """What must never happen has: end the job with its reason. The state stays in the
-        stores."""
+        """End the job for a fault of the coordinator. The state stays in the stores."""
         if self.has_crashed:
             return
         self.has_crashed = True
@@ -369,7 +366,7 @@ class LiveJob:
         self.end(1, reason)
 
     def end(self, code: int, reason: str) -> None:
-        """End the job for a reason outside of its rules. The state stays in the stores."""
+        """End the job for a reason outside of the law. The state stays in the stores."""
         self.state = replace(self.state, phase=m.Phase.ENDED, awaited=frozenset())
         self._say_farewell(self.members.hosts(), JobEnd(commands.Exit(code, reason)))
 
@@ -397,8 +394,7 @@ class LiveJob:
             self.timeline.note(recovery=self._explain())
 
     def _explain(self) -> Json:
-        """Say which state the job goes on from, and what else there was; return it for the
-        report."""
+        """Log the state that the job goes on from, and the others; return them for the report."""
         states = self.generations.catalogue.states(self.members.hosts(), self.generations.survey())
         found = newest_whole(states)
         self.generations.explained()
@@ -485,7 +481,7 @@ class LiveJob:
         self._say_farewell(action.hosts, end)
 
     def _let_go(self, leaving: Iterable[str]) -> None:
-        """Let hosts go that drain; the job goes on without them."""
+        """Let draining hosts go; the job goes on without them."""
         hosts, is_alone = frozenset(leaving), self._is_alone()
         reasons = {
             host: drained(self.members, host, hosts, self._interface, stays=is_alone)
@@ -498,7 +494,7 @@ class LiveJob:
             self.generations.forget(host, is_released=True)
 
     def _give_up(self, host: str, reason: str) -> None:
-        """Lose a host that does not answer, where the others can go on."""
+        """Lose a host without an answer, if the others can go on."""
         if host not in self.members:
             return  # the loss of another one has ended it
         can_go_on = self.can_go_on_without(host)
@@ -546,7 +542,7 @@ class LiveJob:
         self.command(hosts, commands.Expect(self.state.round, count))
 
     def _prove(self, number: int) -> None:
-        """Compare what was restored with what was written."""
+        """Compare the restored state with the written one."""
         round = self.state.round
         reason = prove(number, self.answers, self.generations, self.timeline)
         if reason is None:
@@ -581,7 +577,7 @@ def _is_held_by_writers(generations: HeldStates, number: int, hosts: Sequence[st
 
 
 def _resized(report: Mapping[str, Json]) -> str:
-    """Say in one line what a change has come to, or the first start."""
+    """Describe the result of a change, or of the first start, in one line."""
     if "paused_s" not in report:
         took = f"total_s={report['total_s']:.3f}"
         return f"event=started {took} degrees={report.get('after')}"

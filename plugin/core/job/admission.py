@@ -1,5 +1,5 @@
-"""Parts that a joining host brings: which ones count, which ones the job has passed, and between
-which ones a person has to choose."""
+"""Parts of a joining host: some count, some belong to states that the job has passed, and between
+some a person has to choose."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Situation:
 
 
 class Admittance(Enum):
-    """What becomes of a part that a host brings."""
+    """Fate of a part that a host brings."""
 
     TAKEN = "taken"  # it counts
     OBSOLETE = "obsolete"  # the job has passed it: it goes
@@ -47,8 +47,8 @@ _WAYS_OUT = (
 
 
 def admit(part: PartFacts, now: Situation) -> tuple[Admittance, str]:
-    """Return what becomes of a part of a generation, and the reason where it is refused. Once the
-    job has begun a round, only its own states count."""
+    """Return the fate of a part of a generation, and the reason of a refusal. Once the job has
+    begun a round, only its own states count."""
     holders = now.survey.of(part.number).hosts
     if not now.round and now.catalogue.is_foreign(part, holders):
         return Admittance.REFUSED, (
@@ -73,12 +73,12 @@ def admit(part: PartFacts, now: Situation) -> tuple[Admittance, str]:
 def admit_sealed(
     part: PartFacts, held: Sequence[PartFacts], now: Situation, is_whole: Callable[[], bool]
 ) -> tuple[Admittance, str]:
-    """Return what becomes of a part that was sealed and never committed, and the reason where it is
-    refused. A snapshot follows the newest generation that its host holds.
+    """Return the fate of a sealed part without a commit, and the reason of a refusal. A snapshot
+    follows the newest generation of its host.
 
     Args:
-        held: Parts of generations that the host brings.
-        is_whole: Tells whether the part, with those of other hosts, covers the state.
+        held: The host's parts of generations.
+        is_whole: Tells whether the part covers the state together with parts of other hosts.
     """
     if _counts(part, _newest(held), now, is_whole):
         return TAKEN
@@ -123,8 +123,8 @@ def _counts(
 
 
 def rival(held: Sequence[PartFacts], now: Situation) -> str:
-    """Say why a host may not join whose newest generation is of another run: the job would go back
-    from a sealed state to a committed one without a word; "": it may."""
+    """Refuse a host whose newest generation is of another run, where the job would silently go back
+    from a sealed state to a committed one. Returns the reason; "": it may join."""
     known, newest = now.catalogue.newest(now.survey), _newest(held)
     if now.round or known is None or newest is None:
         return ""

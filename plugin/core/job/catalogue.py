@@ -39,7 +39,7 @@ class PartFacts:
         step: Optimizer step.
         snapshot: Name of the snapshot, the same in all of its parts.
         descent: Origin of the state.
-        named: Hosts of the snapshot, as the part lists them.
+        named: Hosts of the snapshot by the part's list.
     """
 
     host: str
@@ -121,8 +121,8 @@ class RefusedSnapshot:
 class Contents(NamedTuple):
     """Contents of the present hosts of one generation.
 
-    ``hosts`` hold parts; ``is_whole``: together they hold every element; ``writers``: hosts that
-    wrote it, as far as known; ``attached``: hosts whose durable parts are among the parts.
+    ``hosts`` hold parts; ``is_whole``: together they hold every element; ``writers``: known hosts
+    of the snapshot; ``attached``: hosts with durable parts among these.
     """
 
     hosts: frozenset[str]
@@ -146,9 +146,9 @@ class Survey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """A generation that is not whole here. ``step`` None: its manifests cannot be read; ``present``
-    hosts hold parts, ``missing`` ones wrote some and are away; ``damaged``: reasons by host;
-    ``is_found``: hosts found the damage when they read parts again."""
+    """An incomplete generation. ``step`` None: unreadable manifests; ``present`` hosts hold parts,
+    ``missing`` ones wrote some and are away; ``damaged``: reasons by host; ``is_found``: hosts
+    found the damage when they read parts again."""
 
     number: int
     step: int | None
@@ -160,8 +160,7 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A snapshot sealed in part: the hosts that hold parts, and the absent ones that were to write
-    the rest."""
+    """A snapshot sealed in part: hosts with parts, and absent hosts of the rest."""
 
     step: int
     present: tuple[str, ...]
@@ -177,9 +176,9 @@ class Catalogue:
         sealed: Snapshots by name, also those whose parts have gone with their hosts.
         refused: Refused snapshots by name, until something as far is committed.
         unread: By host the reason why it cannot read its sealed parts.
-        left: Hosts that were released: their contents do not come back.
-        descends: Origin of generation ``oldest``; states that it contains are the job's own.
-        failures: States that survivors of the present failure wrote in vain.
+        left: Released hosts: their contents do not come back.
+        descends: Origin of generation ``oldest``; the job owns all states that it contains.
+        failures: Vain states of survivors of the present failure.
     """
 
     numbered: Mapping[int, Numbered] = field(default_factory=dict)
@@ -209,7 +208,7 @@ class Catalogue:
         return None if found is None else found.standing
 
     def number_of(self, snapshot: str) -> int | None:
-        """Number that a snapshot was given; None: it was never committed."""
+        """Number of a snapshot; None: it was never committed."""
         return next((n for n, each in self.numbered.items() if each.snapshot == snapshot), None)
 
     def is_known(self, part: PartFacts) -> bool:
@@ -227,12 +226,12 @@ class Catalogue:
         return is_other and self.has(part.number) and bool(holders)
 
     def newest(self, survey: Survey) -> Numbered | None:
-        """Newest generation of which a present host has any part."""
+        """Newest generation with parts on present hosts."""
         numbers = [n for n in self.numbered if self.has(n) and survey.of(n).hosts]
         return self.numbered[max(numbers)] if numbers else None
 
     def candidates(self) -> tuple[str, ...]:
-        """Names of sealed snapshots that may become the newest state, the furthest first. One of an
+        """Names of sealed snapshots to become the newest state, the furthest first. One of an
         earlier step than the newest generation was left behind: under a new number it would pass
         for the newest state."""
         newest = self.numbered.get(max(filter(self.has, self.numbered), default=0))
@@ -241,15 +240,15 @@ class Catalogue:
         return tuple(name for _, name in sorted(found, reverse=True))
 
     def on_the_way(self, run: str, round: int) -> tuple[str, ...]:
-        """Names of a round's snapshots that are sealed in part."""
+        """Names of a round's snapshots sealed in part."""
         return tuple(name for name in self.sealed if name.startswith(f"{run}-{round}-"))
 
     def whole(self, survey: Survey) -> tuple[Generation, ...]:
-        """Generations that are whole, oldest first.
+        """Whole generations, oldest first.
 
-        A generation that descends from another one is newer; else the number decides: within a run
-        numbers only grow, also where the job went back to an earlier step. Those that only a disk
-        has are older than all others: another run may have left them there.
+        A descendant is newer; else the number decides: within a run numbers only grow, also where
+        the job went back to an earlier step. Generations of a disk alone are older than all others:
+        another run may have left them there.
         """
         found = [
             Generation(number, each.step, survey.of(number).hosts)
@@ -264,7 +263,7 @@ class Catalogue:
         return tuple(sorted(found, key=age))
 
     def _contained(self, number: int, others: Iterable[Generation]) -> list[Generation]:
-        """Those of the others that a generation comes from."""
+        """Ancestors of a generation among the others."""
         return [one for one in others if self._contains(number, one.number)]
 
     def _contains(self, number: int, other: int) -> bool:
@@ -302,7 +301,7 @@ class Catalogue:
         return Lacking(number, it.step, present, away, it.damaged, bool(it.found))
 
     def unfinished(self, present: Iterable[str], survey: Survey) -> tuple[Unfinished, ...]:
-        """Snapshots sealed in part that absent hosts may make whole, the furthest first."""
+        """Snapshots that absent hosts may make whole, the furthest first."""
         here, found = frozenset(present), list[Unfinished]()
         for name, each in self.sealed.items():
             missing = tuple(sorted(each.hosts - here))
@@ -315,14 +314,14 @@ class Catalogue:
         return max(self.refused.values(), key=lambda entry: entry.step, default=None)
 
     def still_unread(self, whole: Sequence[Generation], survey: Survey) -> Mapping[str, str]:
-        """Reasons why hosts cannot read their sealed parts, except of writers of the newest whole
-        generation that hold nothing of it: that part was theirs."""
+        """Reasons of unreadable sealed parts by host, except for writers of the newest whole
+        generation that hold nothing of it: theirs was that part."""
         held = survey.of(whole[-1].number if whole else 0)
         known = {*held.writers} - held.hosts
         return {host: why for host, why in sorted(self.unread.items()) if host not in known}
 
     def states(self, present: Iterable[str], survey: Survey) -> tuple[State, ...]:
-        """All that is known of, as candidates to go on from with the ``present`` hosts."""
+        """All known states, as candidates to go on from with the ``present`` hosts."""
         whole = self.whole(survey)
         newest = whole[-1].number if whole else 0
         passed = f"generation {newest} goes on from it"
@@ -396,8 +395,8 @@ class Catalogue:
     # ------------------------------------------------------------------ generations
 
     def added(self, part: PartFacts, holders: Collection[str]) -> "Catalogue | None":
-        """A host holds this part of a generation, of which the ``holders`` hold parts already.
-        None: the job has dropped or left that generation behind, and the part must go."""
+        """A host holds this part of a generation; the ``holders`` hold others. None: the job has
+        dropped that generation or left it behind, and the part must go."""
         number, found = part.number, self.numbered.get(part.number)
         is_past = number < self.oldest and not self.has(number)
         if is_past or (found is not None and found.standing in PASSED):
@@ -409,8 +408,8 @@ class Catalogue:
         return known._took(part, Standing.BROUGHT)
 
     def offered(self, part: PartFacts, holders: Collection[str]) -> "Catalogue | None":
-        """A durable directory has this part of a generation that the job may have left behind.
-        None: it is of no use, and must go."""
+        """A durable directory has this part, perhaps of a generation left behind. None: it is of no
+        use, and must go."""
         found = self.numbered.get(part.number)
         is_passed = found is not None and found.standing in PASSED
         if is_passed or self.is_foreign(part, holders):
@@ -438,12 +437,12 @@ class Catalogue:
         return replace(self, left=self.left | {host})
 
     def with_aside(self, number: int) -> "Catalogue":
-        """A host holds parts of a generation that the job begins anew without."""
+        """Set a generation of a host aside: the job begins anew."""
         return self._with(Numbered(number, Standing.ASIDE))
 
     def gone_back_to(self, number: int | None) -> tuple["Catalogue", tuple[int, ...]]:
-        """The job goes on from this generation. Returns also the numbers that hosts drop: later
-        ones, whose parts were missing, and those that a person gave up."""
+        """The job goes on from this generation. Returns also the numbers for hosts to drop: later
+        ones, which were incomplete, and those given up by a person."""
         later = [n for n in self.numbered if self.has(n) and n > (number or 0)]
         known = self._with(*(_gone(self.numbered[n], Standing.LEFT) for n in later))
         told = [n for n, e in known.numbered.items() if e.standing is Standing.GIVEN_UP]
@@ -451,8 +450,8 @@ class Catalogue:
         return known._chosen(number or 0), tuple(sorted({*later, *told}))
 
     def gave_up_after(self, number: int, survey: Survey) -> "Catalogue":
-        """A person goes on from this generation: newer ones, whole or not, and those of runs that
-        went on apart from it are of no use."""
+        """A person goes on from this generation: newer ones, whole or not, and those of runs apart
+        from it are of no use."""
         apart = [
             n for n in self.numbered
             if self.has(n) and not self.is_offered(n) and survey.of(n).hosts
@@ -469,10 +468,10 @@ class Catalogue:
         return self._with(replace(self.numbered[number], standing=Standing.BROUGHT))
 
     def keeping(self, number: int, writers: Collection[str]) -> tuple["Catalogue", tuple[int, ...]]:
-        """Forget all generations before this one. Returns also the numbers that hosts drop.
+        """Forget all generations before this one. Returns also the numbers for hosts to drop.
 
         Args:
-            writers: Hosts that wrote what is left.
+            writers: Hosts of the generations that are left.
         """
         older = [n for n in self.numbered if n < number]
         aside = [n for n in self.numbered if self._standing(n) is Standing.ASIDE]
@@ -496,7 +495,7 @@ class Catalogue:
         return replace(self, unread=unread)
 
     def with_damage(self, host: str, number: int, reason: str) -> "Catalogue":
-        """A host, or a durable directory that it sees, has a generation that cannot be read."""
+        """A host, or its durable directory, has an unreadable generation."""
         before = self.numbered.get(number, Numbered(number, Standing.UNREAD))
         if before.standing in PASSED:
             return self
@@ -518,7 +517,7 @@ class Catalogue:
         return self._with(replace(before, unproven={**before.unproven, host: directory}))
 
     def found_damage(self) -> tuple[tuple[int, str], ...]:
-        """Generations and the hosts that found damage in them when they read their parts again."""
+        """Generations with damage, and the hosts that found it on reading their parts again."""
         return tuple(sorted((n, host) for n, each in self.numbered.items() for host in each.found))
 
     def failed_proof(self, number: int) -> tuple["Catalogue", bool]:
@@ -540,7 +539,7 @@ def _gone(entry: Numbered, standing: Standing) -> Numbered:
 
 
 def what_lacks(state: Lacking) -> str:
-    """Name the hosts with parts of a generation that is not whole, and the missing ones."""
+    """Name present and missing hosts of an incomplete generation, and the damage."""
     found = [f"hosts {list(state.present)} hold parts"] if state.present else []
     if state.missing:
         found.append(f"those of {list(state.missing)} are missing")

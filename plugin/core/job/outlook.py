@@ -1,6 +1,7 @@
-"""What a job goes on from with the hosts that are there, or what it waits for, and the ways out.
+"""The state that a job goes on from with its present hosts, or the one that it waits for, and the
+ways out.
 
-A job that has a state never begins without it by itself.
+A job with a state never begins without it by itself.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,13 +25,13 @@ WAYS_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """The generations that are whole, oldest first, and the newer state that is not.
+    """The whole generations, oldest first, and the obstacle to a newer state.
 
     Attributes:
-        obstacle: Why the newest state cannot be gone on from, and the ways out; "": it can.
+        obstacle: Reason not to go on from the newest state, and the ways out; "": none.
         is_held_back: The job must not go back behind that state by itself: a person decides.
-        loss: Why nothing can be gone on from, where damage is the reason and no absent host can
-            mend it; "": there is another way.
+        loss: Reason to end the job: no state is left, by damage, and no absent host can mend it;
+            "": none.
     """
 
     generations: tuple[Generation, ...]
@@ -41,14 +42,14 @@ class Prospect:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How far a job has come.
+    """The course of a job so far.
 
     Attributes:
-        job: Its name, for the commands that a person may give.
+        job: Its name, for a person's commands.
         has_begun: It has had a round.
         has_lost_all: No host is left of the last round.
         is_successor: Its coordinator took the place of one that is gone.
-        archived: Generations that it has brought to a durable directory itself.
+        archived: Generations of its own in the durable directory.
     """
 
     job: str
@@ -59,10 +60,10 @@ class Course:
 
 
 def outlook(catalogue: Catalogue, survey: Survey, hosts: Iterable[str], course: Course) -> Prospect:
-    """Say what a job may go on from.
+    """Judge the states of a job.
 
     Args:
-        hosts: The hosts that are there.
+        hosts: Present hosts.
     """
     whole = catalogue.whole(survey)
     newer = catalogue.lacking(whole, survey)
@@ -103,7 +104,7 @@ def _first_obstacle(
     catalogue: Catalogue, survey: Survey, whole: Sequence[Generation], hosts: Iterable[str],
     job: str,
 ) -> str:  # fmt: skip
-    """Say why a job without a round may not pass over what was sealed last; "": it may."""
+    """Say why a job without a round may not pass over the last sealed state; "": it may."""
     text = _forked(catalogue.forks(whole), job)
     text = text or _refused(catalogue.furthest_refused(), whole, job)
     text = text or _unread(catalogue.still_unread(whole, survey), whole, job)
@@ -149,7 +150,7 @@ def _unread(found: Mapping[str, str], whole: Sequence[Generation], job: str) -> 
 
 
 def _others(step: int | None, whole: Sequence[Generation], job: str) -> list[str]:
-    """The ways out that are open to every job that cannot go on from its newest state."""
+    """Ways out of every job without its newest state."""
     ways = []
     if whole:
         older = whole[-1]
@@ -162,7 +163,7 @@ def _others(step: int | None, whole: Sequence[Generation], job: str) -> list[str
 
 
 def _sealed(found: Sequence[Unfinished]) -> str:
-    """Name the absent hosts of what was sealed, where nothing was ever committed."""
+    """Name the absent hosts of the furthest sealed snapshot, without any generation."""
     if not found:
         return ""
     newest = found[0]
@@ -190,8 +191,7 @@ def _bring(newer: Lacking) -> str:
 
 
 def doubtful(catalogue: Catalogue, survey: Survey, number: int, reason: str) -> str:
-    """Say what is wrong with a generation whose proof has failed twice, where its parts lie, and
-    the ways out."""
+    """Describe a generation after two failed proofs: reason, places of its parts, ways out."""
     found = catalogue.numbered[number]
     places = ", ".join(f"{h!r} ({at})" for h, at in sorted((found.unproven or {}).items()))
     return (
@@ -201,7 +201,7 @@ def doubtful(catalogue: Catalogue, survey: Survey, number: int, reason: str) -> 
 
 
 def given_up_text(number: int, step: int, age_s: float | None) -> str:
-    """Step and age of a generation that is given up; None: its age is not known."""
+    """Step and age of a generation to be given up; None: unknown age."""
     text = f"generation {number} of step {step}"
     return text if age_s is None else f"{text}, {age_text(age_s)} old"
 

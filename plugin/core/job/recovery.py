@@ -1,9 +1,8 @@
-"""Which state does a job go on from? The newest one of which the hosts that are there hold every
-element, and of which nothing is in doubt.
+"""The state that a job goes on from: the newest one without doubt of which the present hosts hold
+every element.
 
-Candidates are what workers that outlived a failure have written, snapshots, generations with the
-replicas that hosts keep for each other, and what only a disk has. The answer says what was chosen,
-and of every other candidate why it was not.
+Candidates are states of workers that outlived a failure, snapshots, generations with the replicas
+on other hosts, and states on a disk alone. The answer has a reason for each rejected candidate.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,15 +12,15 @@ from enum import Enum
 from scalai.core.jsonable import Json
 
 LINEAGE = "lineage"
-"""In ``about`` of a manifest: the earlier runs of the job that the state comes from, each with the
-number of the generation that the next one went on from, oldest first."""
+"""In ``about`` of a manifest: earlier runs of the job behind the state, oldest first, each with the
+number of its generation from which the next run went on."""
 MOST_RUNS = 64
 """Earlier runs that a lineage names."""
 
 
 def lineage_from(source: Mapping[str, Json], number: int, run: str) -> list[list[Json]]:
-    """Return the lineage of what ``run`` makes from generation ``number``, of which ``source`` is
-    the ``about``."""
+    """Return the lineage of the states of ``run`` after generation ``number``, whose ``about`` is
+    ``source``."""
     before, its = list(source.get(LINEAGE, [])), _run_of(source)
     if its is not None and its != run:
         before.append([its, number])
@@ -29,8 +28,8 @@ def lineage_from(source: Mapping[str, Json], number: int, run: str) -> list[list
 
 
 def contains(one: "Descent", other: "Descent") -> bool:
-    """Whether ``one`` comes from ``other``, or from what the same run has made after it. By number,
-    which only grows within a run, where it is not known what they come from."""
+    """Whether ``one`` descends from ``other``, or from a later generation of the same run. Without
+    a known lineage the number decides, which only grows within a run."""
     if one.run == other.run:
         return one.number >= other.number
     if any(run == other.run and number >= other.number for run, number in one.lineage or ()):
@@ -41,8 +40,8 @@ def contains(one: "Descent", other: "Descent") -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """Where a generation comes from: its number, the run of the job that made it, and its lineage;
-    None: not known."""
+    """Origin of a generation: its number, the run that made it, and its lineage; None: not
+    known."""
 
     number: int
     run: str | None
@@ -50,7 +49,7 @@ class Descent:
 
     @classmethod
     def of(cls, number: int, about: Mapping[str, Json]) -> "Descent":
-        """Read it of the ``about`` of a manifest."""
+        """Read the ``about`` of a manifest."""
         found = about.get(LINEAGE)
         named = None if found is None else tuple((run, its) for run, its in found)
         return cls(number, _run_of(about), named)
@@ -74,13 +73,16 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state of the job of which something is known.
+    """A known state of the job.
 
-    ``number``: of the generation, None where it was not committed. ``step``: the optimizer step,
-    None where nobody can read it. ``hosts``: those that are there and hold parts; ``lost``: those
-    that wrote some of it and are not. ``lacks``: what is missing of it, empty where they hold every
-    element. ``doubt``: why it may not be gone on from though it is whole. ``is_left_behind``: only
-    a disk knows of it, and the job had gone on without it.
+    Attributes:
+        step: Optimizer step; None: nobody can read it.
+        number: Generation; None: not committed.
+        hosts: Present hosts with parts.
+        lost: Absent hosts that wrote some of it.
+        lacks: Missing parts; "": it is whole.
+        doubt: Reason not to go on from it though it is whole.
+        is_left_behind: Only a disk has it, and the job had gone on without it.
     """
 
     origin: Origin
@@ -94,7 +96,7 @@ class State:
 
     @property
     def name(self) -> str:
-        """What a log calls it."""
+        """Name in log lines."""
         step = "of an unknown step" if self.step is None else f"of step {self.step}"
         return f"{self.origin.value} {step}" if self.number is None else (
             f"generation {self.number} {step}"
@@ -102,17 +104,16 @@ class State:
 
     @property
     def age(self) -> tuple[bool, int, int]:
-        """What states are ordered by, oldest first. Generations by their numbers, which only grow,
-        also where the job went back to an earlier step; what was not committed is of the present
-        round, and newer than they are."""
+        """Key of the order, oldest first. Numbers of generations only grow, also where the job went
+        back to an earlier step; an uncommitted state is of the present round, and newer."""
         number = 1 << 62 if self.number is None else self.number
         return not self.is_left_behind, number, -1 if self.step is None else self.step
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The ``state`` that a job goes on from (None: there is none), and the others with why not,
-    newest first."""
+    """The ``state`` to go on from (None: there is none), and the others with the reasons against
+    them, newest first."""
 
     state: State | None
     others: tuple[tuple[State, str], ...]
@@ -128,7 +129,7 @@ class Recovery:
         return f"{chosen} passed_over={others!r}" if others else chosen
 
     def to_json(self) -> Json:
-        """Return it as a report has it."""
+        """Return the form of a report."""
         return {
             "state": None if self.state is None else _to_json(self.state),
             "others": [{**_to_json(other), "why": why} for other, why in self.others],
@@ -143,10 +144,9 @@ def _to_json(state: State) -> dict[str, Json]:
 
 
 def newest_whole(states: Iterable[State]) -> Recovery:
-    """Return the newest of these states that is whole and not in doubt.
+    """Return the newest whole state without doubt.
 
-    What was not committed counts only where it is further than every generation that may be gone on
-    from.
+    An uncommitted one counts only if it is further than every usable generation.
     """
     ordered = sorted(states, key=lambda state: state.age, reverse=True)
     whole = [state for state in ordered if not (state.lacks or state.doubt)]
