@@ -11,7 +11,7 @@ import pytest
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import without_rows
 from support.committed_parts import part
-from support.coordinator_line import DEADLINE_S, FakeAgent, Line, wait_until
+from support.coordinator_line import DEADLINE_S, FakeAgent, Line
 
 LINE = "'param/w' in /d/x differs"
 FLAGS = ("--nnodes", "1:3", "--settle-s", "0.2", "--max-restarts", "9")
@@ -34,13 +34,12 @@ def restored(agent: FakeAgent, number: int, whole: HostManifest) -> dict[str, An
     return start
 
 
-@pytest.mark.parametrize("how", ["a proof", "the script"])
-def test_damage_of_the_only_copy_ends_the_job_and_is_named(tmp_path: Path, how: str) -> None:
+def test_damage_of_the_only_copy_ends_the_job_and_is_named(tmp_path: Path) -> None:
     line = Line(tmp_path, "--nnodes", "1", "--max-restarts", "0")
     whole = part(tmp_path, "a", 4, 30, "r-1-30")
     agent = line.join("a", parts=(whole,), is_slow=True)
-    agent.damage[4] = ("'param/w' in /d/x differs",)
-    fail_before_the_proof(agent, 1, whole, how)
+    agent.damage[4] = (LINE,)
+    fail_before_the_proof(agent, 1, whole, "a proof")
     end = agent.wait_for("exit")
     assert end["code"] == 3 and end["keeps_state"], "no restart was left, and none was needed"
     assert not agent.heard("doubt") and not agent.heard("drop")
@@ -80,15 +79,14 @@ def test_what_is_damaged_on_one_host_is_gone_on_from_where_another_has_it(
     line.end()
 
 
-@pytest.mark.parametrize("how", ["a proof", "the script"])
 def test_what_is_damaged_and_nobody_else_has_is_passed_over_for_an_older_generation(
-    tmp_path: Path, how: str
+    tmp_path: Path,
 ) -> None:
     line = Line(tmp_path, "--nnodes", "1", "--max-restarts", "0")
     older, whole = part(tmp_path, "a", 3, 20, "r-1-20"), part(tmp_path, "a", 4, 30, "r-1-30")
     agent = line.join("a", parts=(older, whole), is_slow=True)
-    agent.damage[4] = ("'param/w' in /d/x differs",)
-    fail_before_the_proof(agent, 1, whole, how)
+    agent.damage[4] = (LINE,)
+    fail_before_the_proof(agent, 1, whole, "the script")
     assert agent.wait_for("start", 2)["generation"] == 3
     recovery = [text for text in line.log if "event=recovery" in text]
     assert "step=20" in recovery[-1] and "'param/w' in /d/x differs" in recovery[-1]
@@ -133,24 +131,3 @@ def test_damage_that_was_found_under_another_coordinator_ends_a_job_that_has_not
     end = next(text for text in line.log if "event=exit" in text)
     assert LINE in end and "nothing else is whole" in end
     line.end()
-
-
-def test_damage_that_was_found_under_another_coordinator_is_told_where_an_older_state_is_taken(
-    tmp_path: Path,
-) -> None:
-    line = Line(tmp_path, "--nnodes", "1", "--max-restarts", "0")
-    older, whole = part(tmp_path, "a", 3, 20, "r-1-20"), part(tmp_path, "a", 4, 30, "r-1-30")
-    agent = line.join("a", parts=(older, without_pieces(whole)), examined=((4, (LINE,)),))
-    wait_until(lambda: "event=note waiting" in "".join(line.log), "it says what it waits for")
-    assert not agent.heard("start"), "a person decides whether steps are given up"
-    waiting = next(text for text in line.log if "event=note waiting" in text)
-    assert LINE in waiting and "scalai resume --job j --generation 3" in waiting
-    line.end()
-
-
-def test_damage_of_what_the_job_has_left_behind_is_no_news(line: Line, tmp_path: Path) -> None:
-    """A part that goes since it is of no use takes what was found of it along."""
-    agents = [line.join(h, parts=(part(tmp_path, h, 4, 30, "r-1-30"),)) for h in "ab"]
-    agents[0].wait_for("start")
-    line.join("c", parts=(), examined=((3, (LINE,)),))
-    assert "event=damage" not in "".join(line.log)
