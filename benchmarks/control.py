@@ -46,8 +46,8 @@ from scalai.launch.agent.background import Background
 from scalai.launch.agent.loop import Loop
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.calls import Scale, Status
 from scalai.launch.coordinator.discovery import Place
+from scalai.launch.coordinator.person_calls import Scale, Status
 from scalai.runtime.calls import Channel
 
 HOSTS_A_PROCESS, MAX_PROCESSES = 32, 8

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scalai.core.errors import ScalaiError
 from scalai.launch.config.endpoint import TOKEN_VARIABLE
-from scalai.launch.coordinator.calls import Scale, Status
+from scalai.launch.coordinator.person_calls import Scale, Status
 from scalai.launch.coordinator.registers import FolderRegister
 from scalai.runtime.calls import Channel
 from scalai.runtime.handshake import job_key

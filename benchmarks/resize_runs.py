@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from resize_marks import LAST_STEP
 
 from scalai.launch.config.endpoint import read_card
-from scalai.launch.coordinator.calls import Scale
+from scalai.launch.coordinator.person_calls import Scale
 from scalai.runtime.calls import Channel
 
 TIMEOUT_S = 900.0

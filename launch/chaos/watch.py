@@ -12,7 +12,7 @@ from scalai.core.errors import PeerError, ScalaiError
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.verdicts import Round
 from scalai.launch.config.endpoint import read_card
-from scalai.launch.coordinator.calls import Status
+from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Channel
 
 LOOK_S = 0.1

@@ -17,7 +17,7 @@ from scalai.launch.config.endpoint import (
     take_token,
 )
 from scalai.launch.config.removed import add_removed_flags, refuse_variables
-from scalai.launch.coordinator import calls
+from scalai.launch.coordinator import person_calls as calls
 from scalai.runtime.calls import Channel
 from scalai.store.places import check_job, default_store_dir
 

@@ -1,7 +1,7 @@
-"""Calls of agents and persons to the coordinator of a job.
+"""Calls of agents to the coordinator of a job.
 
 An agent's call names the job, so that it does nothing at another job's coordinator (a port is used
-again), its host and its incarnation. A person may name the coordinator alone (``job`` None).
+again), its host and its incarnation.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from scalai.core.messages.commands import Command, Exit
 from scalai.core.messages.reports import Report, Stalled
 from scalai.core.messages.shared import JsonText, Named, Request, Shared
 from scalai.launch.coordinator.named_once import BroughtPart
+from scalai.launch.coordinator.person_calls import PersonCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,43 +130,5 @@ class Farewell(Request[Exit | None]):
     incarnation: str
 
 
-# ---------------------------------------------------------------------- calls of persons
-
-
-@dataclass(frozen=True, slots=True)
-class Status(Request[JsonText]):
-    """How is the job?"""
-
-    job: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Scale(Request[JsonText]):
-    """Change how many workers and hosts the job has, or its degrees; as ``scalai scale``."""
-
-    nproc: int | None
-    nnodes: int | None
-    degrees: str | None
-    dry_run: bool
-    job: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Resume(Request[JsonText]):
-    """Go on from this generation, though a newer one is not whole; as ``scalai resume``."""
-
-    generation: int
-    dry_run: bool
-    job: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSpec(Request[JsonText]):
-    """What is the job?"""
-
-    job: str | None = None
-
-
-PersonCall = Status | Scale | Resume | ReadSpec
 AgentCall = Join | Poll | Tell | Bye | Farewell
 CoordinatorRequest = AgentCall | PersonCall

@@ -31,10 +31,6 @@ from scalai.launch.coordinator.calls import (
     Join,
     Joined,
     Poll,
-    ReadSpec,
-    Resume,
-    Scale,
-    Status,
     Tell,
 )
 from scalai.launch.coordinator.joins import Admission
@@ -42,6 +38,7 @@ from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.losses import Losses, Patience, PortProbe, tick_s
 from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.named_once import read_part, shared
+from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.runtime.calls import Peer
 from scalai.store.manifest import manifest_of_bytes

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from scalai.launch.config.endpoint import read_card
-from scalai.launch.coordinator.calls import Status
+from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Channel
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps

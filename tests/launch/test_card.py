@@ -16,7 +16,7 @@ from scalai.launch.config.endpoint import (
     split_endpoint,
     write_card,
 )
-from scalai.launch.coordinator.calls import Status
+from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Server
 from support.ports import free_port
 

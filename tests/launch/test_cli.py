@@ -7,7 +7,7 @@ import pytest
 from scalai.core.messages.shared import JsonText
 from scalai.launch import cli
 from scalai.launch.config.endpoint import read_ending, write_card, write_ending
-from scalai.launch.coordinator.calls import Resume, Scale
+from scalai.launch.coordinator.person_calls import Resume, Scale
 from scalai.runtime.calls import Server
 
 TOKEN = b"a secret of this job"

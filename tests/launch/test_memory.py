@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from scalai.core.job.membership import Phase, active
-from scalai.launch.coordinator.calls import Scale
 from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.person_calls import Scale
 from scalai.runtime.calls import Channel
 from support.coordinator_line import TOKEN, Line, wait_until
 

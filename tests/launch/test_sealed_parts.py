@@ -12,8 +12,8 @@ from scalai.core.errors import PeerError, ProofError
 from scalai.core.job.function_proof import Asked, Numbers, Waiting
 from scalai.core.job.membership import Phase
 from scalai.launch.coordinator import held_states as generations
-from scalai.launch.coordinator.calls import Resume, Scale
 from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.person_calls import Resume, Scale
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
 from support.committed_parts import half, part

@@ -13,7 +13,7 @@ from scalai.core.errors import PeerError
 from scalai.core.tensors.fingerprint import Committed
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.calls import Resume, Scale, Status
+from scalai.launch.coordinator.person_calls import Resume, Scale, Status
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
 from support.committed_parts import half, part

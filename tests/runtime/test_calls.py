@@ -16,7 +16,7 @@ import pytest
 
 from scalai.core.errors import AnswerError, MessageError, PeerError, SilentError, UsageError
 from scalai.core.messages.shared import Request
-from scalai.launch.coordinator.calls import Status
+from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime import framing, listening
 from scalai.runtime.calls import Channel, Peer, Server
 from scalai.runtime.codec import encode
@@ -298,7 +298,7 @@ def test_an_exception_of_the_server_is_an_answer_and_a_line_in_its_log(
 CROWDED = """
 import resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-from scalai.launch.coordinator.calls import Status
+from scalai.launch.coordinator.person_calls import Status
 from scalai.core.messages.shared import JsonText
 from scalai.runtime.calls import Server
 answer = JsonText("{}")

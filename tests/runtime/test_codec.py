@@ -25,7 +25,7 @@ from scalai.core.tensors.replicas import Ring
 from scalai.core.tensors.source_list import Pieces, SourceList
 from scalai.launch.agent import data_plane
 from scalai.launch.coordinator import calls
-from scalai.launch.coordinator import calls as asked
+from scalai.launch.coordinator import person_calls as asked
 from scalai.launch.coordinator.named_once import BroughtPart
 from scalai.runtime.codec import decode, encode
 from support.wire import travelled

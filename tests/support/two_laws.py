@@ -16,9 +16,9 @@ from scalai.core.job.membership import Phase
 from scalai.core.messages import commands
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.calls import Scale
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.person_calls import Scale
 from support.simulated_disk import SimulatedDisk
 from support.simulated_host import SimulatedHost
 from support.simulated_workers import TENSORS, Clock, Group, SimulatedStores, Worker

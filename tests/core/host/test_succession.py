@@ -11,7 +11,7 @@ from scalai.core.errors import UsageError
 from scalai.core.host.events import Commanded, GroupOver
 from scalai.core.job.membership import Phase
 from scalai.core.messages import commands
-from scalai.launch.coordinator.calls import Scale
+from scalai.launch.coordinator.person_calls import Scale
 from support.simulated_workers import Clock, use_real_time, use_virtual_time
 from support.two_laws import World, training
 

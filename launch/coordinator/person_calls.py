@@ -1,0 +1,43 @@
+"""Calls of persons to the coordinator of a job, by commands that load no numpy. ``job`` is its name;
+None: a person named the coordinator alone."""
+
+from dataclasses import dataclass
+
+from scalai.core.messages.shared import JsonText, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Status(Request[JsonText]):
+    """Return the state of the job."""
+
+    job: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Request[JsonText]):
+    """Change how many workers and hosts the job has, or its degrees; as ``scalai scale``."""
+
+    nproc: int | None
+    nnodes: int | None
+    degrees: str | None
+    dry_run: bool
+    job: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Request[JsonText]):
+    """Go on from this generation, though a newer one is not whole; as ``scalai resume``."""
+
+    generation: int
+    dry_run: bool
+    job: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpec(Request[JsonText]):
+    """Return the job's specification."""
+
+    job: str | None = None
+
+
+PersonCall = Status | Scale | Resume | ReadSpec
