@@ -1,5 +1,5 @@
-"""Calls of persons to the coordinator of a job, by commands that load no numpy. ``job`` is its name;
-None: a person named the coordinator alone."""
+"""Calls of persons to the coordinator of a job, by commands that load no numpy. ``job`` is its
+name; None: a person named the coordinator alone."""
 
 from dataclasses import dataclass
 
