@@ -33,7 +33,7 @@ from scalai.core.errors import RefusedError
 from scalai.patches.hooking import Args, Call, Kwargs, given_to
 from scalai.patches.megatron.data_facts import stated_data
 from scalai.vfs.mounts import Mount, MountHealth, health_of, mount_of, silence_of
-from scalai.vfs.sources import LocalSource
+from scalai.vfs.sample_sources import LocalSource
 
 START_S = 60.0
 """Deadline of a mount's answer before the opening of a data set, seconds."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scalai.core.dataset.drawn import Draw
 from scalai.core.dataset.ledger import Ledger, Lost, difference, known_of
-from scalai.core.dataset.order import Order
+from scalai.core.dataset.order import GlobalOrder
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.messages.worker_messages import Samples
@@ -46,7 +46,7 @@ class Consumption:
         self._draws: list[Draw] = []
         self._is_silent = False
         self._sources: dict[str, Mapping[str, Json]] = {}
-        self.order: Order | None = None
+        self.order: GlobalOrder | None = None
         """The order that steps draw in which nobody has told of a draw; None: they are counted."""
         self.contradiction: Contradiction = lambda *_: None
         self.ledger: Ledger | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from scalai.core.dataset.drawn import Draw
-from scalai.core.dataset.order import Order
+from scalai.core.dataset.order import GlobalOrder
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.runtime.consumption import Consumption, Contradiction
@@ -32,7 +32,7 @@ class Drawing:
         """
         self._consumption.know(sources)
 
-    def draw_from(self, order: Order, contradiction: Contradiction = lambda *_: None) -> None:
+    def draw_from(self, order: GlobalOrder, contradiction: Contradiction = lambda *_: None) -> None:
         """Say, on every rank alike, that steps draw in an order of Scalai's own. Its places are the
         samples that were consumed: the ledger has them data set by data set.
 
@@ -53,5 +53,5 @@ class Drawing:
         self.note_sources(order.facts())
 
 
-def _names(order: Order) -> str:
+def _names(order: GlobalOrder) -> str:
     return ", ".join(map(repr, order.facts()))

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from scalai.core.dataset.order import GlobalBatches, Order
+from scalai.core.dataset.order import GlobalBatches, GlobalOrder
 from scalai.core.degrees.batches import Batches, BatchRamp, fit_batches
 from scalai.core.errors import RefusedError
 from scalai.runtime.session import Session
@@ -51,7 +51,7 @@ class OrderedBatches(Sampler[list[int]]):
     """
 
     def __init__(
-        self, job: Session, order: Order, batch: int | BatchRamp, *,
+        self, job: Session, order: GlobalOrder, batch: int | BatchRamp, *,
         micro_batch_size: int | None = None, dp_rank: int | None = None, samples: int | None = None,
         is_training: bool = True,
     ) -> None:  # fmt: skip

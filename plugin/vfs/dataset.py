@@ -14,7 +14,7 @@ import numpy as np
 from scalai.core.dataset.order import GlobalBatches, Shuffled
 from scalai.core.errors import RefusedError
 from scalai.vfs.nodes import File, ListedFolder, Node, listed, missing
-from scalai.vfs.sources import OpenSource, SourceFile, open_files
+from scalai.vfs.sample_sources import OpenSource, SourceFile, open_files
 from scalai.vfs.token_index import read_dtype, read_index
 from scalai.vfs.views import (
     FixedRecords,

@@ -14,7 +14,7 @@ import numpy as np
 from scalai.core.dataset.order import GlobalBatches, Places
 from scalai.core.degrees.batches import fit_batches
 from scalai.vfs.nodes import Content, File, Node, missing
-from scalai.vfs.sources import SourceFile
+from scalai.vfs.sample_sources import SourceFile
 from scalai.vfs.token_index import IndexContent, TokenIndex, index_content
 
 MAX_PLACE = 1 << 62

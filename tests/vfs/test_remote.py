@@ -25,7 +25,7 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.vfs import remote
 from scalai.vfs.filesystem import ScalaiFileSystem
 from scalai.vfs.mounts import find_mount
-from scalai.vfs.sources import SourceFile, open_files
+from scalai.vfs.sample_sources import SourceFile, open_files
 from support import web_server
 from support.at_last import at_last
 from support.data_files import write_tokens

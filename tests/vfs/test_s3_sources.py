@@ -22,7 +22,7 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.vfs import remote
 from scalai.vfs.filesystem import ScalaiFileSystem
 from scalai.vfs.remote import BLOCK_BYTES
-from scalai.vfs.sources import open_files
+from scalai.vfs.sample_sources import open_files
 from support.at_last import at_last
 from support.data_files import write_tokens
 from support.ports import free_port

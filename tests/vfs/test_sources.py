@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.vfs import sources
-from scalai.vfs.sources import LocalSource, open_files
+from scalai.vfs import sample_sources
+from scalai.vfs.sample_sources import LocalSource, open_files
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def replace(path: Path) -> None:
 def test_a_local_source_that_vanished_or_was_replaced_is_an_error(
     local: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], why: str
 ) -> None:
-    monkeypatch.setattr(sources, "LOOK_S", -1)
+    monkeypatch.setattr(sample_sources, "LOOK_S", -1)
     source = LocalSource(local)
     change(local)
     with pytest.raises(OSError, match=why) as raised:

@@ -270,7 +270,7 @@ def _apportioned(weights: Sequence[Fraction]) -> list[int]:
     return shares
 
 
-class Order(Protocol):
+class GlobalOrder(Protocol):
     """A global order of samples."""
 
     def samples_at(self, places: Places) -> Places:
@@ -325,7 +325,7 @@ class Shuffled:
         return self.samples // self.whole * self.whole
 
     def samples_at(self, places: Places) -> Places:
-        """As of ``Order``: each from 0 to ``samples``."""
+        """As of ``GlobalOrder``: each from 0 to ``samples``."""
         passes, within = np.divmod(np.asarray(places, dtype=np.int64), self.length)
         if not self.is_shuffled:
             return within
@@ -336,11 +336,11 @@ class Shuffled:
         return found
 
     def draws(self, start: int, stop: int, blend: str = "") -> tuple[Draw, ...]:
-        """As of ``Order``; ``blend`` as of ``Draw``."""
+        """As of ``GlobalOrder``; ``blend`` as of ``Draw``."""
         return split(self.name, start, stop, self.length, self.samples, blend=blend)
 
     def facts(self) -> Mapping[str, Mapping[str, Json]]:
-        """As of ``Order``."""
+        """As of ``GlobalOrder``."""
         seed = int(self.seed) if self.is_shuffled else None
         whole = {"size": int(self.samples), "whole": int(self.whole)}
         return {self.name: {**whole, "seed": seed, "content": self.content}}
@@ -382,7 +382,7 @@ class Blend:
         return tuple(np.cumsum([0, *(part.samples for part in self.parts[:-1])]).tolist())
 
     def samples_at(self, places: Places) -> Places:
-        """As of ``Order``."""
+        """As of ``GlobalOrder``."""
         which, of_part = self._shares.at(np.asarray(places, dtype=np.int64))
         found = np.empty_like(of_part)
         for number, (part, offset) in enumerate(zip(self.parts, self.offsets, strict=True)):
@@ -391,7 +391,7 @@ class Blend:
         return found
 
     def draws(self, start: int, stop: int) -> tuple[Draw, ...]:
-        """As of ``Order``, at the places of each data set's own order."""
+        """As of ``GlobalOrder``, at the places of each data set's own order."""
         ends = zip(self._shares.before(start), self._shares.before(stop), strict=True)
         return tuple(
             draw
@@ -400,7 +400,7 @@ class Blend:
         )
 
     def facts(self) -> Mapping[str, Mapping[str, Json]]:
-        """As of ``Order``."""
+        """As of ``GlobalOrder``."""
         weights = self._shares.numbers
         return {
             part.name: {**part.facts()[part.name], "weight": [number, *weights]}

@@ -15,7 +15,7 @@ from scalai.core.dataset.order import (
     LONGEST_PERIOD,
     Blend,
     GlobalBatches,
-    Order,
+    GlobalOrder,
     Permutation,
     Shuffled,
     Weights,
@@ -26,7 +26,7 @@ from scalai.core.errors import RefusedError
 CASES = settings(max_examples=50, deadline=None)
 
 
-def drawn(order: Order, start: int, stop: int) -> list[int]:
+def drawn(order: GlobalOrder, start: int, stop: int) -> list[int]:
     return [int(each) for each in order.samples_at(np.arange(start, stop))]
 
 
