@@ -1,5 +1,5 @@
-"""What comes of workers that fail: what was on standby goes, those that live write what they have,
-and the job goes on, with other degrees where these are to blame."""
+"""The consequences of failed workers: standby workers go, survivors write their state, and the job
+goes on, at other degrees where these are to blame."""
 
 import re
 from dataclasses import replace
@@ -37,7 +37,7 @@ _PASSING = re.compile(r"Dist\w*Error|Connection|[Tt]im(?:ed ?|e)out|[Aa]ddress a
 """Errors of a network, which may be well the next time."""
 
 STEPPING = (*TRAINING, Phase.PREPARING, Phase.DRAINING)
-"""Phases in which workers have made steps of their own, and none has left."""
+"""Phases with steps of the present workers, all of them still in the round."""
 
 
 def fail(
@@ -50,16 +50,16 @@ def fail(
     is_standstill: bool = False,
     is_free: bool = False,
 ) -> Result:
-    """The workers cannot go on: start again from what those that live write, or else from the
-    newest generation.
+    """The workers cannot go on: start again from the state that the survivors write, or else from
+    the newest generation.
 
-    A change whose workers fail before all have stepped goes back to what ran, and costs nothing;
-    what may have been chance (a signal, or something of what was on standby) is tried once more
-    first. The loss of a host costs nothing where it is a change; every other failure counts against
-    the restart budget but one that ``is_free``, and a refusal outside of a change ends the job.
-    What stands still a second time is not tried again where there is something else.
+    A change that fails before all workers have stepped goes back to the assignment that ran, and
+    costs nothing. A possible chance failure (a signal, or one of standby workers) is tried once
+    more first. The loss of a host costs nothing where it is a change; every other failure counts
+    against the restart budget unless it ``is_free``, and a refusal outside of a change ends the
+    job. A second standstill is not tried again where there is an alternative.
 
-    What was on standby expected the state of the stop that does not come now.
+    Standby workers expected the state of the stop, which does not come now.
     """
     is_starting = job.phase is Phase.STARTING
     is_tried = _is_change(job) or (is_standstill and job.budget.tries > 0)
@@ -107,9 +107,9 @@ def fail(
 
 
 def computes_otherwise(job: Job, text: str) -> Result:
-    """The new workers' first step is not the one that the old ones would have made: back to what
-    ran, from the state that it is of, whatever the new ones have made since. In a round that is no
-    change, and where there is nothing else for the hosts that stay, the job goes on."""
+    """The new workers' first step differs from the old workers' same step: back to the assignment
+    that ran, from the state before that step; later results of the new workers are dropped. The job
+    goes on in a round that is no change, and where the remaining hosts have no alternative."""
     assert job.current is not None
     layout = job.current.layout
     warning = Say(f"event=function_differs level=WARNING layout='{layout}' {text}")
@@ -125,16 +125,16 @@ def computes_otherwise(job: Job, text: str) -> Result:
 
 
 def _has_other(job: Job, reason: str) -> bool:
-    """Whether there is an assignment without hosts that leave to go on with, if this one counts as
-    failed for ``reason``."""
+    """Whether there is another assignment, without leaving hosts, if this one counts as failed for
+    ``reason``."""
     blamed, _, is_free = _blame(job, reason)
     target = next_assignment(blamed)
     return is_free and target is not None and not target.members & leaving(job)
 
 
 def _error_of_the_script(job: Job, reason: str) -> str:
-    """Return what a script raises that has never come to a step, without what differs from start to
-    start; empty where the world around it may be to blame, which may change."""
+    """Return the error of a script that has never come to a step, without numbers that differ from
+    start to start; empty where its surroundings may be to blame, which may change."""
     kind = kind_of(reason)
     is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
     newest = job.newest_generation
@@ -145,7 +145,7 @@ def _error_of_the_script(job: Job, reason: str) -> str:
 
 
 def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:
-    """Have the workers that live stand still and say where, before they are stopped; ``ending``:
+    """Have living workers stand still and report their steps, before they are stopped; ``ending``:
     why the job ends then."""
     hosts, emergency = active(job), Emergency(reason, is_counted=is_counted, ending=ending)
     has_emergency = job.settings.has_emergency and job.attempt.is_hooked
@@ -172,8 +172,8 @@ def rescued(report: reports.Rescued, host: str, job: Job) -> Result:
 
 
 def excuse_loss(job: Job, host: str) -> Result:
-    """A host turns out to be lost while those that live write what they have: its loss was the
-    failure, and costs nothing where it is a change."""
+    """A host turns out to be lost while survivors write their state: its loss was the failure, and
+    costs nothing where it is a change."""
     emergency = job.emergency
     if emergency is None or not job.settings.is_loss_free:
         return job, ()
@@ -186,14 +186,14 @@ def excuse_loss(job: Job, host: str) -> Result:
 
 
 def _is_change(job: Job) -> bool:
-    """Whether the present round is to run other than the one that ran last."""
+    """Whether the present round runs otherwise than the last one."""
     ran, current = job.change.ran, job.current
     return ran is not None and current is not None and not current.is_same_as(ran)
 
 
 def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
-    """The present assignment has failed and is not chosen again. Returns the job, what is said, and
-    whether there is another one to go on with."""
+    """The present assignment has failed and is not chosen again. Returns the job, its log lines,
+    and whether there is an alternative."""
     current = job.current
     assert current is not None
     failed = FailedChange(current, members_of(job, current), reason)
@@ -219,7 +219,7 @@ def _hosts(job: Job) -> tuple[Host, ...]:
 
 
 def try_again(job: Job, reason: str) -> Result:
-    """The same round once more, which counts as no failure."""
+    """The same round once more, at no cost."""
     job, given_up = without_standby(job)
     job, actions = stop_workers(
         replace(job, attempt=replace(job.attempt, was_standby=False)), reason

@@ -1,22 +1,22 @@
-"""Who takes part in a job, and how far it has come: the state that the rules of membership work on.
+"""The state of a job: its members, its round and its states, the input of the rules of membership.
 
 ``resize.advance`` has the rules: state and event (``events``) in, state and actions (``actions``)
 out. The coordinator is the loop around it: it feeds events in (a host joined, every worker has
-written) and carries the actions out (send this command to these hosts). One pass through the
-phases is a resize:
+written) and carries the actions out (send this command to these hosts). One pass through the phases
+is a resize:
 
    running -> preparing -> draining -> snapshotting -> committing -> stopping -> starting -> running
 
-Where a start fails before its proof, hosts examine what it has read (``examining``), and where
-workers fail later on, those that live write what they have (``emergency``):
+After a start that fails before its proof, hosts examine its source (``Examination``); after a later
+failure the surviving workers write their state (``Emergency``):
 
    running -> freezing -> rescuing -> committing -> stopping -> starting -> running
 
-How long each may take, and what comes of it where it takes longer, is in ``deadlines``.
+``deadlines`` has the limit of each phase and its consequence.
 
 Source: the membership of torch.distributed.elastic 2.13 (rendezvous/dynamic_rendezvous.py). Differs
-in: the workers stop at one agreed step instead of where a signal finds them, and a change never
-takes a state away before the next one lives.
+in: the workers stop at one agreed step instead of at a signal, and a change never takes a state
+away before the next one lives.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ from scalai.core.job.spacing import Pace, Spacing
 
 
 class Phase(Enum):
-    """What the job as a whole is doing."""
+    """Phase of the whole job."""
 
     WAITING = "waiting"  # for enough hosts, or for a host whose store is needed
     STARTING = "starting"  # a round was assigned: relaunch, plan, move, restore, proof, first step
@@ -58,25 +58,24 @@ class Phase(Enum):
 
 
 RESIZABLE = (Phase.WAITING, Phase.STARTING, Phase.RUNNING, Phase.BUILDING)
-"""Phases in which a change begins something new; in the others it is met when the next round is
-assigned."""
+"""Phases with room for a new change; in the others it is met when the next round is assigned."""
 
 TRAINING = (Phase.RUNNING, Phase.BUILDING)
-"""Phases in which the workers train and no stop is under way."""
+"""Phases of training without a stop under way."""
 
 FALLIBLE = (Phase.STARTING, *TRAINING, Phase.PREPARING, Phase.DRAINING, Phase.SNAPSHOTTING)
-"""Phases that need the workers; in the others they have done their work or are being stopped."""
+"""Phases that need the workers; in the others these have done their work or are being stopped."""
 
 ENDED_BY_A_LOSS = (*TRAINING, Phase.PREPARING, Phase.STARTING)
-"""Phases in which the loss of a host with workers ends the round; in a later one of a stop what the
-others hold may be the whole state."""
+"""Phases whose round ends with the loss of a host with workers; later in a stop the others may hold
+the whole state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
     """An agent and its devices. ``order`` is the sequence number of its joining: survivors keep
-    their relative order. One that is leaving may have to be gone by a time (``leave_by``); it
-    ``is_short`` where that is likely to come before its drain has ended."""
+    their relative order. A leaving one may have a deadline (``leave_by``); it ``is_short`` if that
+    is likely to come before the end of its drain."""
 
     name: str
     slots: int
@@ -89,17 +88,17 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which hosts run how many workers at which degrees, and why. Hosts in rank order; 0 workers:
-    idle, serves its store."""
+    """Workers of each host, degrees, and the reason. Hosts in rank order; 0 workers: idle, serves
+    its store."""
 
     workers: tuple[tuple[str, int], ...]
     degrees: Degrees
     micro_batch_size: int | None
     reason: str
     recompute: Recompute | None = None
-    """What is computed again; None: as the script's flags say."""
+    """Recomputed activations; None: by the script's flags."""
     active: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    """Hosts that have workers. Made once, because it is asked for with every report of a host."""
+    """Hosts with workers. Made once, because it is asked for with every report of a host."""
     members: frozenset[str] = field(init=False, repr=False, compare=False)
     """The same as a set."""
 
@@ -114,7 +113,7 @@ class Assignment:
 
     @property
     def layout(self) -> str:
-        """Its degrees, and what is computed again where that is not as the script's flags say."""
+        """Its degrees, and its recomputation if that differs from the script's flags."""
         return f"{self.degrees}{self.passes.beside(self.passes)}"
 
     def is_same_as(self, other: "Assignment") -> bool:
@@ -130,7 +129,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """A round whose workers are started before the present ones stop."""
+    """A round with workers beside the present ones."""
 
     round: int
     assignment: Assignment
@@ -138,8 +137,8 @@ class Standby:
 
 @dataclass(frozen=True, slots=True)
 class FailedChange:
-    """An assignment whose workers failed before each of them had stepped. ``members`` are its hosts
-    with the numbers of their joining: the same hosts joined anew may be tried again."""
+    """An assignment that failed before all its workers had stepped. ``members`` are its hosts with
+    the numbers of their joining: the same hosts joined anew may be tried again."""
 
     assignment: Assignment
     members: frozenset[tuple[str, int]]
@@ -148,10 +147,15 @@ class FailedChange:
 
 @dataclass(frozen=True, slots=True)
 class Emergency:
-    """What becomes of a round that has failed, for this ``reason``. ``steps``: those at which
-    workers stand that live, between two updates, and which nobody has ordered to be written yet;
-    ``step``: the one that is written now. ``is_counted``: the failure has cost a restart;
-    ``ending``: why the job ends then, empty where it goes on."""
+    """A failed round.
+
+    Attributes:
+        reason: Why it failed.
+        steps: Steps of standing workers that are not ordered to be written yet.
+        step: The one that is being written.
+        is_counted: Whether the failure has cost a restart.
+        ending: Why the job ends then; empty: it goes on.
+    """
 
     reason: str
     steps: frozenset[int] = frozenset()
@@ -162,10 +166,9 @@ class Emergency:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Why all hosts read their parts of a ``generation`` again, and what comes of it where nothing
-    is damaged: of a proof that has failed (``is_proof``) what was fetched goes, where the rest is
-    whole without it (``can_reread``); else it was a failure of the workers, as ``fail`` takes it.
-    """
+    """Why all hosts read their parts of a ``generation`` again. Without damage, a failed proof
+    (``is_proof``) drops the fetched pieces if the rest is whole without them (``can_reread``);
+    otherwise it was a failure of the workers, as ``fail`` takes it."""
 
     generation: int
     reason: str
@@ -188,7 +191,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A committed state: its number, the optimizer step, and the hosts that hold parts of it."""
+    """A committed state: its number, its optimizer step, and the hosts with parts of it."""
 
     number: int
     step: int
@@ -196,56 +199,56 @@ class Generation:
 
 
 Assign = Callable[[tuple[tuple[str, int], ...], Assignment | None], Assignment | None]
-"""(hosts and their slots in rank order, what ran last) -> an assignment, or None where no world
-fits yet."""
+"""(hosts and their slots in rank order, last assignment that ran) -> an assignment, or None as long
+as no world fits."""
 
 WhyNot = Callable[[tuple[tuple[str, int], ...], Assignment | None], str]
-"""(hosts and their slots in rank order, what ran last) -> why no assignment fits them, and what to
-do; empty: nobody says."""
+"""(hosts and their slots in rank order, last assignment that ran) -> why no assignment fits, and
+the way out; empty: unknown."""
 
 LOST = ""
-"""In an assignment that ran, instead of the name of a host that has nothing of it any more."""
+"""Stands in an assignment that ran for a host that holds nothing of it any more."""
 
 Place = Callable[[Assignment, Assignment, tuple[tuple[str, int], ...]], Assignment]
-"""(an assignment, what ran before it, hosts and their slots) -> the same with its hosts in that
-order in which the fewest bytes cross."""
+"""(an assignment, the one that ran before, hosts and their slots) -> the same with its hosts in the
+order of the fewest crossing bytes."""
 
 
 def keep_order(
     target: Assignment, ran: Assignment, slots: tuple[tuple[str, int], ...]
 ) -> Assignment:
-    """A ``Place`` that leaves hosts where they are."""
+    """A ``Place`` without moves."""
     return target
 
 
 def says_nothing(hosts: tuple[tuple[str, int], ...], ran: Assignment | None) -> str:
-    """A ``WhyNot`` that knows nothing."""
+    """A ``WhyNot`` without reasons."""
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a job was told, by its flags and its configuration.
+    """Settings of a job, from its flags and its configuration.
 
     Attributes:
-        assign, why_not, place: How hosts get workers and degrees.
+        assign, why_not, place: Choice of workers, degrees and order of hosts.
         settle_s: Seconds without a further change before a change is met.
-        max_hosts: Hosts that it may have.
-        most_failures: Failures that it survives; its budget is filled up to them again.
-        does_refill: Whether progress of the training does that.
-        is_loss_free: Whether the loss of a host is a change, which costs no restart.
+        max_hosts: Most hosts.
+        most_failures: Failures that the job survives; progress may refill its budget to them.
+        does_refill: Whether progress of the training refills the budget.
+        is_loss_free: Whether the loss of a host is a change, at no cost of a restart.
         is_elastic: False: a plain job, whose workers are stopped and started anew as by torchrun.
         has_durable_dir: Whether it has a durable directory.
-        archive_every_s: Seconds between two generations that go there while it trains; 0: none.
-        archive_keep: Generations that stay there.
-        has_emergency: Whether workers that outlive a failure write their state.
-        replicas: Hosts that keep a replica of each piece that would be lost with a host.
+        archive_every_s: Seconds between two generations sent there during training; 0: none.
+        archive_keep: Generations kept there.
+        has_emergency: Whether survivors of a failure write their state.
+        replicas: Hosts with a replica of each piece that would be lost with a host.
         build_timeout_s: Seconds for standby workers to build beside the present ones; 0: none do.
         drain_timeout_s: Seconds for all workers to come to an agreed stop.
         quarantine_s: First wait of a host that flaps, in seconds; 0: none.
         start_timeout_s: Seconds without progress of a start.
-        hang_s: Most seconds without a step of any worker, also where a usual step is unknown.
-        proves: Which changes are proven to compute the same function (``POLICIES``).
+        hang_s: Most seconds without a step of any worker, also without a known usual step.
+        proves: Changes to be proven to compute the same function (``POLICIES``).
     """
 
     assign: Assign
@@ -275,13 +278,13 @@ class Budget:
     """Failures that a job survives.
 
     Attributes:
-        left: Failures that it survives from here on.
-        counted_round: The round whose failure has cost a restart last.
-        tries: Failures of the present assignment that may have been chance.
+        left: Failures left.
+        counted_round: The last round whose failure has cost a restart.
+        tries: Possible chance failures of the present assignment.
         start_error: Before any round has stepped: the error of its script in the last start.
         was_start_killed: A signal ended the last start before its proof.
         trained_s: Seconds of training progress since ``left`` was last raised.
-        stepped_at: When the newest step was made, by the job's clock.
+        stepped_at: Time of the newest step, by the job's clock.
         hung: The furthest step at the last hang, and hangs without a step in between.
     """
 
@@ -300,14 +303,14 @@ class Change:
     """Changes of a job, under way and before.
 
     Attributes:
-        at: When something changed that is not met yet.
-        again_at: When the change whose stop was taken back is tried again.
-        withdrawn: Stops taken back since the last change that came about.
-        standby: The round whose workers build beside the present ones.
-        last_round: The highest number given to a round, also to one that stood by and was given up.
-        ran: The assignment of which all ranks have stepped last: a failed change goes back to it.
+        at: Time of the last change that is not met yet.
+        again_at: Time of the next try of a change whose stop was taken back.
+        withdrawn: Stops taken back since the last complete change.
+        standby: The round being built beside the present one.
+        last_round: The highest number of a round so far, given-up standby rounds included.
+        ran: The last assignment with a step of every rank: a failed change goes back to it.
         failed: Assignments that have failed on the present hosts.
-        pace: Seconds that the parts of a change take.
+        pace: Durations of the parts of a change.
     """
 
     at: float | None = None
@@ -325,15 +328,15 @@ class Attempt:
     """The present round since its start.
 
     Attributes:
-        source: The generation that it began from; None: the script's own initial state.
-        published: Hosts whose workers have built their models.
-        restored: Hosts whose workers have filled their memory.
+        source: The generation of its beginning; None: the script's own initial state.
+        published: Hosts with built models.
+        restored: Hosts with restored memory.
         is_proven: Whether the restored state is the committed one.
         was_standby: Its workers stood by; so its first failure may come from that, and is free.
         progress: Newest act of each host's workers in the start.
-        is_hooked: False: nothing in the script says where a step ends; a change would begin anew.
-        gone: Hosts lost since it began: one that joins anew has no workers of it.
-        finished: Hosts whose workers came to the end of the script.
+        is_hooked: False: the script does not tell of its steps; a change would begin anew.
+        gone: Hosts lost since it began: a rejoined one has no workers of it.
+        finished: Hosts at the end of their script.
     """
 
     source: int | None = None
@@ -349,8 +352,8 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class StopPoint:
-    """A stop, proposed or agreed, at ``step``. ``margin``: steps beyond the furthest known one at
-    which it is proposed; ``held``: what each host's workers must end before."""
+    """A stop, proposed or agreed, at ``step``: ``margin`` steps beyond the furthest known one.
+    ``held``: the obstacle of each host's workers, such as a save."""
 
     step: int = 0
     margin: int = 1
@@ -362,18 +365,19 @@ class States:
     """States of a job on its hosts.
 
     Attributes:
-        generations: Committed ones that the present hosts hold wholly, oldest first.
-        has_state: Whether there is any state that must not be lost.
+        generations: Committed ones held wholly by the present hosts, oldest first.
+        has_state: Whether there is any state worth keeping.
         committing: Number of the generation whose parts hosts are renaming.
         uncommitted: Hosts that have yet to rename their part of a snapshot; older generations stay
             until then.
-        sealed: Hosts that have sealed a snapshot of the present round, by its name, until all have.
+        sealed: By the name of a snapshot of the present round, the hosts that have sealed it, until
+            all have.
         lost: Steps of earlier rounds behind which the job went back. ``Lost.round`` is the round's
-            number, or named as by ``of_run`` where another coordinator had heard of it.
-        obstacle: Why the newest known state cannot be gone on from, and the ways out.
+            number, or its name by ``of_run`` if another coordinator had heard of it.
+        obstacle: Why the job cannot go on from the newest known state, and the ways out.
         is_held_back: While it waits, the job must not go back behind that state by itself.
-        loss: Why no known state can be gone on from, where damage is the reason and no absent host
-            can mend it.
+        loss: Why the job cannot go on from any known state, because of damage beyond repair by
+            absent hosts.
         looking: Hosts that have yet to report the contents of their durable directories.
     """
 
@@ -395,10 +399,10 @@ class Job:
 
     Attributes:
         awaited: Hosts whose answer ends the present phase.
-        now: Time of the last event that had one, in seconds.
+        now: Time of the last timed event, in seconds.
         round, current: The present round and its assignment.
         newest: The furthest known step.
-        failure: From a failure until the workers are stopped, or the examination has ended.
+        failure: Until the workers are stopped, or the examination has ended.
     """
 
     settings: Settings
@@ -437,8 +441,8 @@ class Job:
 
 
 def excuse(job: Job, seconds: float) -> Job:
-    """Return the job whose present phase has lasted so much less: nobody could be heard for so
-    long."""
+    """Return the job with a later beginning of its present phase: no host could be heard for these
+    seconds."""
     if job.wait.since is None:
         return job
     return replace(job, wait=replace(job.wait, since=job.wait.since + seconds))
@@ -456,28 +460,27 @@ def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
 
 
 def replace_known(job: Job, known: tuple[str, ...]) -> Job:
-    """Return the job that knows the function of these layouts, as its state says."""
+    """Return the job with these keys of proven layouts."""
     return replace(job, function=replace(job.function, known=known))
 
 
 def forget_sealed(job: Job, snapshot: str) -> Job:
-    """Return the job that waits for no more parts of a snapshot: it is a generation already, or it
-    is judged."""
+    """Return the job without a snapshot that is a generation already, or judged."""
     sealed = {name: waited for name, waited in job.states.sealed.items() if name != snapshot}
     return replace(job, states=replace(job.states, sealed=sealed))
 
 
 def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool, loss: str = "") -> Job:
-    """Return the job with another reason not to go on from the newest state that is known."""
+    """Return the job with another obstacle."""
     return replace(
         job, states=replace(job.states, obstacle=obstacle, is_held_back=is_held_back, loss=loss)
     )
 
 
 def staying(job: Job) -> tuple[tuple[str, int], ...]:
-    """Hosts that take part in the next round, with their slots: those of the current round keep
-    their order. One that is barred does not, unless nothing fits without it, nor do those that do
-    not hear the others; one that has yet to pass its health check does not at all."""
+    """Hosts of the next round, with their slots: those of the current round keep their order.
+    Barred hosts, and those that do not hear the others, stay out unless nothing fits without them;
+    unchecked hosts stay out always."""
     current = [name for name, _ in job.current.workers] if job.current else []
     there = [host for host in job.hosts.values() if not host.is_leaving]
     hosts = [host for host in there if host.name not in job.health.checks]
@@ -497,17 +500,17 @@ def staying(job: Job) -> tuple[tuple[str, int], ...]:
 
 
 def present(job: Job) -> Assignment | None:
-    """What ran last, else the start under way."""
+    """The last assignment that ran, else the start under way."""
     return job.change.ran or job.current
 
 
 def active(job: Job) -> frozenset[str]:
-    """Hosts that are present and have workers in the current round."""
+    """Present hosts with workers in the current round."""
     if job.current is None:
         return frozenset()
     return job.current.members.intersection(job.hosts) - job.attempt.gone
 
 
 def leaving(job: Job) -> frozenset[str]:
-    """Hosts that drain."""
+    """Draining hosts."""
     return frozenset(host.name for host in job.hosts.values() if host.is_leaving)

@@ -1,14 +1,13 @@
-"""The consequences of time: a phase that takes longer than its deadline (the table in
-``deadlines``), and a training that hangs, because no worker makes a step for longer than a step
-can take.
+"""The consequences of time: a phase beyond its deadline (the table in ``deadlines``), and a
+training that hangs, because no worker makes a step for longer than a step can take.
 
-In a training whose ranks wait for each other all have made the same step, so the number of steps
-rarely tells which one hangs. A rank that does not even answer, or stands elsewhere than most, is
-behind.
+Ranks of a training wait for each other and so have all made the same step: the number of steps
+rarely tells which one hangs. A rank is behind if it does not even answer, or stands elsewhere than
+most.
 
 Source: MegaScale and ByteRobust (ByteDance), "stack aggregation": ranks with the stacks of few are
-suspected. Differs in: a rank that waits in a collective is never suspected, and where nothing tells
-no rank is named.
+suspected. Differs in: a rank that waits in a collective is never suspected, and without evidence no
+rank is named.
 """
 
 from collections import Counter
@@ -40,7 +39,7 @@ Ranks = Mapping[str, tuple[int, ...]]
 
 
 def behind(stalls: Mapping[str, Stalled]) -> Ranks:
-    """Return the ranks for which the others wait, by host; none where nothing tells.
+    """Return the ranks that the others wait for, by host; none without evidence.
 
     Args:
         stalls: Of all hosts of the round.
@@ -59,8 +58,8 @@ def behind(stalls: Mapping[str, Stalled]) -> Ranks:
 
 
 def _apart(places: Mapping[int, str]) -> frozenset[int]:
-    """Return the ranks that stand apart: a minority that does not answer, that waits for nobody
-    where others do, or whose innermost frame is not that of most."""
+    """Return the ranks that stand apart: a minority without an answer, outside of a collective
+    while others wait in one, or with another innermost frame than most."""
     silent = {rank for rank, place in places.items() if place.startswith(SILENT)}
     if silent and 2 * len(silent) <= len(places):
         return frozenset(silent)
@@ -79,16 +78,15 @@ def _apart(places: Mapping[int, str]) -> frozenset[int]:
 
 
 PLACE = 200
-"""Most characters of where a rank stands that are said."""
+"""Most characters of a rank's place in a log line."""
 
 
 def limit_s(job: Job, stalled: Mapping[str, Stalled]) -> float:
-    """Return how long no step may be made, in seconds.
+    """Return the limit for a time without a step, in seconds.
 
-    Where all workers are within a step, and the usual one is known, it is many of those; elsewhere,
-    and at most, what a person said. It is longer than any pause so far, and twice as long each time
-    that the job has hung without a step in between, because that may be a pause longer than any
-    before.
+    Many usual steps, where all workers are within a step and the usual one is known; elsewhere, and
+    at most, a person's setting. Longer than any pause so far, and doubled for each hang without a
+    step in between, because that may be a pause longer than any before.
     """
     limit = job.settings.hang_s
     if stalled and all(each.is_within and each.usual_s for each in stalled.values()):
@@ -100,11 +98,11 @@ def limit_s(job: Job, stalled: Mapping[str, Stalled]) -> float:
 
 
 def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
-    """Start the round again where all of its hosts say that their workers make no steps, for too
-    long; None where that is not so. Who has finished waits for the others, who may evaluate.
+    """Start the round again where all of its hosts report no steps for too long; else None.
+    Finished workers wait for the others, which may evaluate.
 
-    A host that keeps the others waiting a second time is left out for a while, where they can go on
-    without it; then it is as if it had been lost.
+    A host that keeps the others waiting a second time is left out for a while, if they can go on
+    without it; it counts as lost then.
     """
     hosts = active(job)
     stalls = {host: stalled[host] for host in hosts & stalled.keys()}
@@ -148,7 +146,7 @@ def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
 
 
 def _names(late: Ranks, stalls: Mapping[str, Stalled]) -> str:
-    """Say who is behind, and where one of each host stands."""
+    """Name the ranks that are behind, and the place of one of each host."""
     named = []
     for host, ranks in late.items():
         places = dict(stalls[host].where)
@@ -164,11 +162,11 @@ _REPORTED = (
     Phase.COMMITTING, Phase.STOPPING, Phase.SAVING,
 )  # fmt: skip
 _MEETING = (Phase.STARTING, Phase.BUILDING)
-"""Phases in which workers of all hosts meet, and wait for each other."""
+"""Phases with a meeting of the workers of all hosts."""
 
 
 def overdue(job: Job) -> Result:
-    """Return the job at its present time, and what must be done where its phase takes long."""
+    """Return the job at its present time, and the consequences of a phase that takes long."""
     if job.wait.since is None:
         return replace(job, wait=replace(job.wait, since=job.now)), ()
     waited = job.now - job.wait.since
@@ -202,14 +200,14 @@ def _report_at(job: Job) -> float:
 
 
 def report(job: Job, waited: float) -> Result:
-    """Say for what the job waits."""
+    """Log the reason of a wait."""
     job = replace(job, wait=replace(job.wait, reports=job.wait.reports + 1))
     text = f"event=slow phase={job.phase.value} since_s={waited:.0f} {_awaited(job)}"
     return job, (Say(text), *show_stacks(job.awaited & active(job)))
 
 
 def _awaited(job: Job) -> str:
-    """Say who has not done what."""
+    """Name the missing acts and their hosts."""
     if job.phase is Phase.WAITING:
         return missing(job)
     return f"awaited: {', '.join(_with_progress(job, host) for host in sorted(job.awaited))}"
@@ -242,8 +240,7 @@ def _not_drained(job: Job, waited: float) -> Result:
 
 
 def _without_the_silent(job: Job, waited: float) -> Result:
-    """Do without hosts that do not say where their workers stand, do not write, or do not say
-    whether their part is damaged."""
+    """Do without hosts that do not report the place of their workers, their part or its damage."""
     text = f"event=slow phase={job.phase.value} since_s={waited:.0f} {_awaited(job)}: done without"
     job = replace(job, awaited=frozenset())
     job, actions = go_on(job) if job.phase is Phase.EXAMINING else next_phase(job)

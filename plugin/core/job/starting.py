@@ -1,10 +1,10 @@
-"""The rules of a start: builds, restores, the proof, and what is examined where it fails.
+"""The rules of a start: builds, restores, the proof, and the examination after a failure.
 
-A start that fails before its proof may fail by the bytes that it has read. Before that counts as a
-failure of the script, all hosts read their parts of the generation again: damaged pieces count no
-more, and the job begins again from a whole state. While the job trains, a host is asked alone that
-gave another one bytes which it had not committed. A round that begins from the script's own initial
-state restores nothing and proves nothing.
+A start that fails before its proof may fail by the bytes that it has read. Before the failure
+counts against the script, all hosts read their parts of the generation again: damaged pieces count
+no more, and the job begins again from a whole state. While the job trains, a host is asked alone
+after it gave another one bytes that differ from its committed fingerprints. A round from the
+script's own initial state restores nothing and proves nothing.
 """
 
 from collections.abc import Iterable
@@ -22,14 +22,14 @@ def moved(report: reports.Moved, host: str, job: Job) -> Result:
 
 
 def _progressed(job: Job, round: int, host: str, what: str) -> Job:
-    """The job whose host has come further in its start: ``what`` it has done."""
+    """Return the job after a host has come further in its start, by the act ``what``."""
     if job.phase is not Phase.STARTING or round != job.round:
         return job
     return replace(job, attempt=replace(job.attempt, progress={**job.attempt.progress, host: what}))
 
 
 def published(report: reports.Published, host: str, job: Job) -> Result:
-    """A script that nothing hooked at first publishes late, while the job runs."""
+    """An unhooked script publishes late, while the job runs."""
     start, hosts = job.attempt, active(job)
     if report.round != job.round or host not in hosts or host in start.published:
         return job, ()
@@ -59,9 +59,9 @@ def proven(event: events.Proven, job: Job) -> Result:
 
 
 def start_failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> Result | None:
-    """Workers have failed: have it examined what they had begun to read. None: nothing was, or what
-    was is proven. A signal is taken for chance once, but for the one by which a file tells that it
-    has become too short."""
+    """Workers have failed: have the generation examined from which they began. None: there is none,
+    or it is proven. A signal counts as chance once, except for SIGBUS, the sign of a file that has
+    become too short."""
     start = job.attempt
     is_starting = job.phase is Phase.STARTING and host in start.published
     if not is_starting or start.source is None or start.is_proven:
@@ -78,9 +78,9 @@ def start_failed(report: reports.WorkersFailed, host: str, job: Job, reason: str
 
 
 def proof_failed(event: events.ProofFailed, job: Job) -> Result:
-    """What is stored is damaged, or what was fetched: where nobody finds damage the latter goes and
-    is fetched anew, and the second time the job ends. What a proof says of a generation counts also
-    in a round that is being stopped."""
+    """Stored pieces are damaged, or fetched ones: if no host finds damage, the fetched ones go and
+    are fetched anew, and the second time the job ends. A proof's verdict on a generation counts
+    also in a round that is being stopped."""
     source = job.attempt.source
     if event.round != job.round or source is None:
         return job, ()
@@ -121,14 +121,14 @@ def examined(report: reports.Examined, host: str, job: Job) -> Result:
 
 
 def lost(job: Job, host: str, *, was_active: bool) -> Result:
-    """A host is gone that may have been asked; where it ran workers, that was the failure."""
+    """An asked host may be gone; its loss was the failure, if it ran workers."""
     assert job.examination is not None
     examination = replace(job.examination, is_loss=job.examination.is_loss or was_active)
     return go_on(answered(replace(job, failure=examination), host))
 
 
 def go_on(job: Job) -> Result:
-    """Say what comes of the failure, once all hosts have answered."""
+    """Go on after the failure, once all hosts have answered."""
     if job.awaited:
         return job, ()
     found = job.examination
@@ -162,8 +162,8 @@ def _doubt(job: Job, found: Examination) -> tuple[Action, ...]:
 
 
 def suspected(report: reports.Suspected, host: str, job: Job) -> Result:
-    """Ask who gave what is not right. A start that can do without it goes on: what is left of such
-    damage then is found when replicas are made."""
+    """Ask the givers of wrong bytes. A start that can do without them goes on: remaining damage is
+    found when replicas are made."""
     hosts = set(report.hosts) & set(job.hosts)
     if not hosts or job.phase not in TRAINING:
         return job, ()
@@ -171,10 +171,9 @@ def suspected(report: reports.Suspected, host: str, job: Job) -> Result:
 
 
 def _damaged(job: Job, number: int) -> Result:
-    """A host has found damage that was asked alone, or answers late: replicas are made anew, and a
-    start from it begins again. While the job trains, an older generation that is whole takes the
-    place of one that is not any more: that gives its room back, or no later one would find any.
-    """
+    """A host has found damage, asked alone or with a late answer: replicas are made anew, and a
+    start from the generation begins again. While the job trains, an older whole generation takes
+    the place of the damaged one, and gives its room back: no later one would find any otherwise."""
     newest, start = job.newest_generation, job.attempt
     job = replace(job, copies=replace(job.copies, replication=None, replicated=None))
     if job.phase is Phase.STARTING and start.source == number and not start.is_proven:
@@ -189,8 +188,8 @@ def _damaged(job: Job, number: int) -> Result:
 
 
 def ticked(job: Job) -> Result | None:
-    """End a job that waits for what nobody can bring: what it had is damaged, and everybody has
-    looked for something older. None: it goes on."""
+    """End a job that waits in vain: its state is damaged, and all hosts have looked for an older
+    one. None: it goes on."""
     is_waiting = job.phase is Phase.WAITING and job.change.at is None
     if (
         not is_waiting

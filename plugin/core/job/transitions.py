@@ -1,8 +1,5 @@
-"""The transitions that a job makes between its phases: each takes a job and returns the next one
-and what must be done.
-
-What leads to them is in ``resize``. Nothing here waits, sends or reads a clock.
-"""
+"""The transitions of a job between its phases: each takes a job and returns the next one and the
+acts due. Their causes are in ``resize``. Nothing here waits, sends or reads a clock."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -91,7 +88,7 @@ def runs_as_requested(job: Job) -> bool:
 
 
 def call_off(job: Job) -> Result:
-    """Take a stop back that was proposed for a change which is not requested any more."""
+    """Take a proposed stop back: its change is not requested any more."""
     hosts = active(job)
     job, given_up = without_standby(job)
     # Answers to this stop may be on their way: the next one is another.
@@ -106,8 +103,8 @@ def call_off(job: Job) -> Result:
 
 
 def changed(job: Job, at: float) -> Result:
-    """Something changed that settles: at once where nobody else can come, else at the first tick
-    after it."""
+    """A change has to settle: it is met at once if no other host can come, else at the first tick
+    after ``settle_s``."""
     job = replace(job, change=replace(job.change, at=at))
     if job.phase not in RESIZABLE or len(job.hosts) < job.settings.max_hosts:
         return job, ()
@@ -123,8 +120,8 @@ def _stay(job: Job, reason: str) -> Result:
 
 
 def _build(job: Job, target: Assignment | None) -> Result:
-    """Start the next round's workers beside the present ones; stop those once they have built, or
-    at once where a host wants to leave."""
+    """Start the next round's workers beside the present ones; these stop once the new ones have
+    built, or at once for a leaving host."""
     if _is_built_for(job, target):
         return prepare(job) if leaving(job) else (job, ())
     job, given_up = without_standby(job)
@@ -140,7 +137,7 @@ def _build(job: Job, target: Assignment | None) -> Result:
 
 
 def _is_built_for(job: Job, target: Assignment | None) -> bool:
-    """Whether the workers that stand by are those of this assignment."""
+    """Whether the standby workers are those of this assignment."""
     if job.change.standby is None or target is None:
         return False
     return target.is_same_as(job.change.standby.assignment)
@@ -155,7 +152,7 @@ def stop_unbuilt(job: Job, reason: str) -> Result:
 
 
 def without_standby(job: Job) -> Result:
-    """Give up what was on standby, if anything was."""
+    """Give up the standby round, if there is one."""
     if job.change.standby is None:
         return job, ()
     given_up = commands.GiveUp(job.change.standby.round)
@@ -165,7 +162,7 @@ def without_standby(job: Job) -> Result:
 
 
 def prepare(job: Job) -> Result:
-    """Propose a stop, a margin beyond the furthest step that is known."""
+    """Propose a stop, a margin beyond the furthest known step."""
     hosts, stop = active(job), job.newest + job.stop.margin
     job = replace(
         job, phase=Phase.PREPARING, awaited=hosts, stop=replace(job.stop, step=stop, held={})
@@ -192,8 +189,7 @@ def stop_workers(job: Job, reason: str, *, has_written: bool = False) -> Result:
 
 
 def rescue(job: Job) -> Result:
-    """Have the furthest step written at which workers stand; where none is beyond the newest
-    generation there is nothing to write."""
+    """Have the furthest step of standing workers written, if it is beyond the newest generation."""
     assert job.emergency is not None
     hosts, newest = active(job), job.newest_generation
     steps = {step for step in job.emergency.steps if newest is None or step > newest.step}
@@ -220,7 +216,7 @@ def withdrawn(job: Job, hosts: Iterable[str]) -> Order:
 
 
 def show_stacks(hosts: Iterable[str]) -> tuple[Action, ...]:
-    """Have the workers of hosts that are waited for log where they stand."""
+    """Have the workers of awaited hosts log their stacks."""
     awaited = tuple(sorted(hosts))
     return (Order(awaited, commands.ShowStacks()),) if awaited else ()
 
@@ -288,8 +284,8 @@ def _start_round(job: Job) -> Result:
 
 
 def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) -> tuple[Action, ...]:
-    """What begins a round: everyone leaves behind what the earlier one left, and whatever is newer
-    than the state that the job goes on from."""
+    """Acts at the beginning of a round: all hosts drop the remains of the earlier round, and
+    generations newer than the source."""
     everyone, source = tuple(sorted(job.hosts)), job.attempt.source
     message = Say(f"event=round {target.reason!r} generation={source}")
     lost = [Say(f"event=went_back steps_lost={steps_lost}")] if steps_lost else []
@@ -302,20 +298,20 @@ def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) ->
 
 
 def _unfit(job: Job) -> list[str]:
-    """Hosts that would stay, and have yet to pass their health check."""
+    """Staying hosts that have yet to pass their health check."""
     return sorted(job.health.checks.keys() & job.hosts.keys() - leaving(job))
 
 
 def is_being_checked(job: Job) -> bool:
-    """Whether a host that would take part has just been asked whether it is healthy: the answer is
-    worth a moment. Not of one that joins a job which trains without it."""
+    """Whether a host of the coming round has just been asked for its health: its answer is worth a
+    moment. A host that joins a training job is not waited for."""
     expected = job.current.members if job.current else job.hosts.keys()
     asked = [job.health.checks[host] for host in _unfit(job) if host in expected]
     return any(c.is_asked and not c.failures and job.now - c.since < CHECKED_S for c in asked)
 
 
 def _wait(job: Job) -> Result:
-    """Wait for more hosts, or for what makes the newest state whole."""
+    """Wait for more hosts, or for the missing parts of the newest state."""
     job, looked = _look(job)
     job, given_up = without_standby(job)
     job = replace(job, phase=Phase.WAITING, awaited=frozenset())
@@ -323,8 +319,8 @@ def _wait(job: Job) -> Result:
 
 
 def _look(job: Job) -> Result:
-    """Nothing in memory is whole any more, and the job begins to wait: what do disks hold? At a
-    start the agents have just told that."""
+    """No state in memory is whole any more, and the job begins to wait: hosts report the contents
+    of their disks. At a start the agents have just done so."""
     is_lost = job.settings.has_durable_dir and job.states.has_state and not job.states.generations
     if job.phase is Phase.WAITING or not is_lost or not job.hosts:
         return job, ()
@@ -335,7 +331,7 @@ def _look(job: Job) -> Result:
 
 
 def missing(job: Job) -> str:
-    """What a job waits for that cannot begin its round."""
+    """Name the reason for which a job cannot begin its round."""
     hosts = staying(job)
     fits = bool(hosts) and job.settings.assign(hosts, present(job)) is not None
     found = job.states.obstacle or _NOT_WHOLE
@@ -351,8 +347,8 @@ def missing(job: Job) -> str:
 
 
 def save(job: Job) -> Result:
-    """Nobody can go on: the newest generation goes to the durable directory, and the job ends
-    resumable. Where no host has asked to leave, the last one was lost: the job waits for others."""
+    """No host can go on: the newest generation goes to the durable directory, and the job ends
+    resumable. If no host has asked to leave, the last one was lost: the job waits for others."""
     source = None if job.states.is_held_back else job.newest_generation
     if not job.hosts or source is None or not job.settings.has_durable_dir:
         if staying(job) or _unfit(job) or not leaving(job):
@@ -378,7 +374,7 @@ def save(job: Job) -> Result:
 
 
 def _has_made_nothing(job: Job) -> bool:
-    """Whether no step was made that anybody has kept: to begin anew loses nothing."""
+    """Whether no host has kept any step: to begin anew loses nothing."""
     return (
         job.settings.is_elastic
         and job.attempt.is_hooked
@@ -394,7 +390,7 @@ def end(job: Job, code: int, reason: str) -> Result:
 
 
 def release_leaving(job: Job) -> Result:
-    """Let the leaving hosts go that run no workers."""
+    """Let leaving hosts without workers go."""
     released = leaving(job) - active(job)
     hosts = {name: host for name, host in job.hosts.items() if name not in released}
     job = lose(without(replace(job, hosts=hosts), released), released)
@@ -468,7 +464,7 @@ def next_phase(job: Job) -> Result:
 
 
 def prove_no_more(job: Job, why: str) -> Result:
-    """Where the function of the present round waits to be judged, it is not."""
+    """End the wait for the old workers' numbers, if there is one."""
     if not job.function.is_waiting:
         return job, ()
     job, lines = probing.unproven(job, f"{why} before the old workers had told of their step")
@@ -476,12 +472,12 @@ def prove_no_more(job: Job, why: str) -> Result:
 
 
 def stand(job: Job) -> Result:
-    """The change of the present round stands, and so does what its workers have sealed."""
+    """The change of the present round stands, and so do its sealed snapshots."""
     return judge_sealed(replace(job, change=replace(job.change, ran=job.current)))
 
 
 def judge_sealed(job: Job, reason: str = "snapshot") -> Result:
-    """Have those snapshots on the way judged that every host with workers has answered for."""
+    """Have snapshots on the way judged for which every host with workers has answered."""
     due = [
         name
         for name in sorted(job.states.sealed, key=step_of)
