@@ -15,7 +15,7 @@ FP32 = (3e-6, 3e-5)
 """Largest relative difference of loss and gradient norm in float32: healthy changes differ by less
 than 3e-7 of the loss, faults by more than 6e-5 of the loss or 1e-2 of the norm."""
 SPREADS = 3.0
-"""In 16 bit: so many times the spread of steps that were repeated at the same degrees."""
+"""In 16 bit: limit in spreads of steps repeated at the same degrees."""
 LEAST = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """And never below the rounding of the type: repetitions at the same degrees may be bit-equal, other
 degrees sum in another order."""
@@ -23,28 +23,28 @@ PROOF_S = 20.0
 """How long old workers may take for their step behind the end of their round: less than the
 coordinator waits for an answer."""
 MOST_STEPS = 64
-"""Steps whose numbers are kept, to compare with when they are made again."""
+"""Steps with kept numbers, for a comparison when they are made again."""
 REMADE = (3e-6, 3e-4)
-"""Largest relative difference of a step that is made again, in float32: the norm is the framework's
-own, whose sum is off by 1e-5 on a CPU."""
+"""Largest relative difference of a repeated step, in float32: the framework's own sum of the norm
+is off by 1e-5 on a CPU."""
 Made = tuple[int, float, float]
 """A step, its loss and its gradient norm; NaN: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a step has computed before its update.
+    """Numbers of a step before its update.
 
     Attributes:
         loss: Mean over all samples or tokens of the step; None: not known.
-        norm: Of the whole gradient; None: not known.
-        is_skipped: Its update was skipped, as a loss scaler does: the norm says nothing.
-        dtype: Of the passes, in torch's word.
+        norm: Norm of the whole gradient; None: not known.
+        is_skipped: Its update was skipped, as by a loss scaler: the norm says nothing.
+        dtype: Dtype of the passes, in torch's word.
         framework: Name and version.
         obstacle: Why the numbers cannot be compared, such as dropout; empty: they can.
-        seconds: How long the step took.
-        norms: Of parts of the gradient that the framework updates apart, by their names.
-        is_random: Whether steps draw random numbers, also where these numbers are of a pass without
+        seconds: Duration of the step.
+        norms: Norms of parts of the gradient with an update of their own, by name.
+        is_random: Whether steps draw random numbers, also if these numbers are of a pass without
             any.
     """
 
@@ -67,7 +67,8 @@ def _digits(value: float | None) -> str:
 
 
 def merged(one: Numbers | None, other: Numbers | None) -> Numbers | None:
-    """Return what several ranks know of one step: the last pipeline stage alone has the loss."""
+    """Return the numbers of several ranks of one step: the last pipeline stage alone has the
+    loss."""
     if one is None or other is None:
         return one or other
     return replace(
@@ -85,8 +86,8 @@ def merged(one: Numbers | None, other: Numbers | None) -> Numbers | None:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Largest relative differences of steps that were made again at the same degrees; ``steps``:
-    how many there were."""
+    """Largest relative differences of steps repeated at the same degrees; ``steps``: their
+    number."""
 
     loss: float = 0.0
     norm: float = 0.0
@@ -132,12 +133,12 @@ def compare(before: Numbers | None, after: Numbers | None, spread: Spread = Spre
 
 @dataclass(frozen=True, slots=True)
 class Remade:
-    """The newest steps of a job, and what is known of those that were made again.
+    """The newest steps of a job, and its repeated ones.
 
     Attributes:
-        steps: By step what it has computed last, in which round and layout.
-        spread: Of steps that were made again in their layout.
-        warned: The round of which it was said last that its steps differ.
+        steps: Newest numbers by step, with their round and layout.
+        spread: Spread of steps repeated in their layout.
+        warned: The last round with a logged difference.
     """
 
     steps: Mapping[int, tuple[int, str, float, float]] = field(default_factory=dict)
@@ -154,12 +155,11 @@ def remade(
     *,
     is_random: bool = False,
 ) -> tuple[Remade, str]:
-    """Compare steps that a round has made with what an earlier round has told of them;
-    ``is_random``: only where both ran in the same layout, for others have other random streams.
+    """Compare a round's steps with the same steps of an earlier round; ``is_random``: only within
+    one layout, for others have other random streams.
 
     Returns:
-        What is known now, and what is to be said: once a round, where a step differs by more than
-        the limits.
+        The new record, and a log line: once a round, for a step beyond the limits.
     """
     steps, spread, text = dict(known.steps), known.spread, ""
     for step, loss, norm in made:
@@ -184,7 +184,7 @@ def remade(
 
 
 def difference_known(one: float, other: float) -> float:
-    """Return the relative difference of two numbers, 0 where one is not known."""
+    """Return the relative difference of two numbers, 0 if one is not known."""
     return 0.0 if math.isnan(one) or math.isnan(other) else difference(one, other)
 
 
@@ -235,11 +235,11 @@ class Refuted:
 
 @dataclass(frozen=True, slots=True)
 class FunctionProof:
-    """What a job knows of the function of its layouts.
+    """Knowledge of the function of a job's layouts.
 
     Attributes:
-        known: Keys of layouts whose function is proven, or with which the job began.
-        framework, dtype, is_random: As the newest round's first step has reported; no framework:
+        known: Keys of layouts with a proven function, and the job's first one.
+        framework, dtype, is_random: As reported with the newest round's first step; no framework:
             nothing measures its steps.
         remade: Numbers of the newest steps.
         probe: The proof under way, or its refutation.

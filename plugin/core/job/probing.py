@@ -1,5 +1,5 @@
-"""The rules by which a change is proven to compute the same function: when the old workers make a
-step more, up to the door of its update, and what comes of the numbers of both sides."""
+"""The rules of the proof of a function behind a change: when the old workers make a step more, up
+to the door of its update, and the comparison of both sides' numbers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,18 +23,19 @@ from scalai.core.messages import reports
 from scalai.core.messages.actions import Action, AmendReport, Say
 
 LEAST_STEPS = 2
-"""A notice that leaves less than so many steps beyond the drain leaves no time for a proof."""
+"""Steps beyond the drain that a notice must leave for a proof."""
 UNTOLD = "the old workers have not told of their step yet"
 
 
 def key_of(job: Job, assignment: Assignment) -> str:
-    """Return under which name the function of an assignment is known."""
+    """Return the key of an assignment's function."""
     size = assignment.micro_batch_size
     return f"{assignment.layout} micro_batch={size or '-'} {job.function.framework}"
 
 
 def agreed(job: Job) -> Job:
-    """Return the job whose stop is agreed: whether its workers make a step more behind it."""
+    """Return the job after a stop was agreed: its workers make a step more behind it where a proof
+    is due."""
     job = not_probing(job)
     target = (
         job.change.standby.assignment if job.change.standby is not None else next_assignment(job)
@@ -46,14 +47,14 @@ def agreed(job: Job) -> Job:
 
 
 def not_probing(job: Job) -> Job:
-    """Return the job whose workers do not come to their stop, or do not go on from it, so that no
-    step of both sides is the same one."""
+    """Return the job without a proof: its workers do not come to their stop, or do not go on from
+    it, so no step of both sides is the same one."""
     function = replace(job.function, probe=None, after=None, found="", seconds=0.0)
     return job if function == job.function else replace(job, function=function)
 
 
 def started(job: Job, *, is_from_stop: bool) -> Job:
-    """Return the job whose next round starts now: its first step is that behind the stop, or it is
+    """Return the job at the start of its next round: its first step is the one behind the stop, or
     of an older state."""
     job = job if is_from_stop else not_probing(job)
     asked = job.function.asked
@@ -76,7 +77,7 @@ def _is_due(job: Job, target: Assignment) -> bool:
 
 
 def is_of_probe(report: reports.Stepped, job: Job) -> bool:
-    """Whether workers have told of the step that they made behind their stop."""
+    """Whether a report is of the step behind the stop."""
     asked = job.function.asked
     is_past = report.round != job.round or job.phase is not Phase.STARTING
     return asked is not None and report.round == asked.round and is_past
@@ -101,7 +102,7 @@ def stepped(report: reports.Stepped, job: Job) -> Job:
 
 
 def must_wait(job: Job) -> bool:
-    """Whether old workers have yet to tell of the step that the new ones have made."""
+    """Whether old workers have yet to report the step already made by the new ones."""
     asked, after = job.function.asked, job.function.after
     is_known = after is not None and not after.obstacle
     if asked is None or not is_known:
@@ -110,8 +111,8 @@ def must_wait(job: Job) -> bool:
 
 
 def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
-    """Every rank of the new round has stepped: compare, where there is something to compare. While
-    the old workers have not told of the step, the new ones train on."""
+    """Every rank of the new round has stepped: compare, if there is a step to compare. The new
+    workers train on until the old ones have reported it."""
     asked = job.function.asked
     if asked is not None and must_wait(job):
         waiting = replace(job.function, probe=Waiting(asked), found=f"not proven: {UNTOLD}")
@@ -161,15 +162,15 @@ def _judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
 
 
 def unproven(job: Job, why: str) -> tuple[Job, tuple[Action, ...]]:
-    """Return the job that waits for no old workers any more, and what is to be said."""
+    """Return the job without a wait for old workers, and its log lines."""
     job, _, lines = _unproven(job, why)
     amended = AmendReport(job.function.found, job.function.seconds)
     return not_probing(job), (*lines, amended)
 
 
 def made(job: Job, made: Sequence[Made]) -> tuple[Job, str]:
-    """Return the job whose present round has made these steps, and what is to be said: they may
-    have been made before, and were lost."""
+    """Return the job after its present round has made these steps, and a log line: they may be lost
+    steps of an earlier round, made again."""
     if job.current is None:
         return job, ""
     layout = f"{job.current.layout} micro_batch={job.current.micro_batch_size or '-'}"
@@ -186,7 +187,7 @@ def _known(job: Job, assignment: Assignment) -> Job:
 
 
 def _unproven(job: Job, why: str) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
-    """The change stands: it is said once for each reason that nothing was proven."""
+    """The change stands: each reason of a missing proof is logged once."""
     function: FunctionProof = job.function
     is_new = why != function.said
     job = replace(job, function=replace(function, found=f"not proven: {why}", said=why))

@@ -1,9 +1,9 @@
 """A job beyond its coordinator: every host keeps it, and brings it to the coordinator's successor,
-together with the round that its workers are in.
+together with the round of its workers.
 
-Facts that hang on the coordinator's clock are not kept, because the next one has another: since
-when the training has earned back a restart, when hosts were lost, until when they wait. They begin
-anew, and give no job more restarts than it had.
+Facts by the coordinator's clock are not kept, because the next one has another: the beginning of
+the training time that earns back a restart, times of losses, ends of waits. They begin anew, and
+give no job more restarts than it had.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class FailedRun:
-    """An assignment that has failed, and why."""
+    """A failed assignment, and the reason."""
 
     run: Run
     reason: str
@@ -40,21 +40,21 @@ class FailedRun:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What hosts keep of a job.
+    """The record of a job kept by its hosts.
 
     Attributes:
-        term: Number of the coordinator that said so.
-        number: How often it had said something by then.
-        request: What persons have asked of the job, and what has run out of memory.
-        max_hosts: Hosts that it may have.
-        failures_left: Failures that it survives.
-        counted_round: The round whose failure has cost the last one; 0: none.
-        tries: Failures of the present assignment that may have been chance.
-        ran: What all ranks have stepped in last; None: nothing yet.
-        failed: Changes that are not tried again on the hosts as they are.
-        archived: Generations that it has brought to the durable directory and keeps there.
-        lost: What rounds have done and the job went back behind; the ledger of samples keeps it.
-        proven: Keys of layouts whose function is proven, and the framework that tells of steps.
+        term: Number of its coordinator.
+        number: Number of the record within the term.
+        request: Persons' requests, and assignments that ran out of memory.
+        max_hosts: Most hosts.
+        failures_left: Failures left.
+        counted_round: The last round whose failure has cost a restart; 0: none.
+        tries: Possible chance failures of the present assignment.
+        ran: The last assignment with a step of every rank; None: none yet.
+        failed: Changes not to be tried again on the hosts as they are.
+        archived: Generations brought to the durable directory and kept there.
+        lost: Steps behind which the job went back; the ledger of samples keeps them.
+        proven: Keys of layouts with a proven function, and the framework of their steps.
     """
 
     term: int
@@ -78,26 +78,26 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class Underway:
-    """One host's part in the round that its workers are in.
+    """One host's part in the round of its workers.
 
     Attributes:
         run: Name of the run of the job.
         round: Its number.
-        workers: All hosts of the round with how many workers each has, in rank order.
+        workers: All hosts of the round with their number of workers, in rank order.
         degrees: As of ``Degrees.to_json``.
         micro_batch_size, recompute: None: the script's own.
-        generation: What it began from; None: from the script's own initial state.
+        generation: Its source; None: the script's own initial state.
         newest: The furthest step of this host's workers.
-        is_proven: Whether they may train: what they began from is proven.
+        is_proven: Whether they may train: their source is proven.
         is_stepping: Whether each of them has made its first step.
         is_hooked: Whether the job knows of their steps.
-        stop: The step at which all have agreed to stop; None: at none.
+        stop: The agreed stop; None: there is none.
         has_arrived: Whether they stand there.
         is_writing: Whether they may write there, and leave.
         is_sealed: Whether they have, and it is sealed.
         is_failed: Whether the round has failed here, or its workers were told to stand still.
         is_finished: Whether all of them have come to the end of their script.
-        every: How many steps lie between snapshots of these workers.
+        every: Steps between snapshots of these workers.
     """
 
     run: str
@@ -131,19 +131,19 @@ class Underway:
 
 @dataclass(frozen=True, slots=True)
 class TakingOver:
-    """A coordinator that has yet to learn which round is under way waits for that ``until`` this
-    moment, and knows so much ``of`` each host."""
+    """A new coordinator waits for the hosts of the round under way ``until`` this moment; ``of``
+    each host, its part as far as known."""
 
     until: float
     of: Mapping[str, Underway] = field(default_factory=dict)
 
     @property
     def newest(self) -> int | None:
-        """The number of the newest round that a host has told of."""
+        """The number of the newest round of a host."""
         return max((each.round for each in self.of.values()), default=None)
 
     def of_newest(self, hosts: Iterable[str]) -> dict[str, Underway]:
-        """Return what those of the hosts have told that are in the newest round."""
+        """Return the parts of those hosts in the newest round."""
         newest, there = self.newest, frozenset(hosts)
         return {h: each for h, each in self.of.items() if each.round == newest and h in there}
 
@@ -154,8 +154,8 @@ class Takeover:
 
     Attributes:
         pending: Until the round under way is known.
-        recalled: The latest that hosts have kept of the job under coordinators that are gone.
-        keepers: Hosts that have kept anything: their agents have lived since.
+        recalled: The newest record from the hosts.
+        keepers: Hosts with a record: their agents have lived since.
     """
 
     pending: TakingOver | None = None

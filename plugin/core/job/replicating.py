@@ -1,6 +1,6 @@
-"""The rules by which a committed generation is made to outlive hosts: while the workers train,
-hosts fetch from each other what would be lost with one of them (``core.replicas``), and an older
-generation that outlives hosts stays until a newer one does."""
+"""Rules for replicas: while the workers train, hosts fetch from each other the pieces of a
+committed generation that would be lost with one of them (``core.tensors.replicas``). An older
+generation with replicas stays until a newer one has them."""
 
 from dataclasses import replace
 
@@ -15,18 +15,17 @@ from scalai.core.messages.actions import Action, MakeReplicas, Release, Say
 Result = tuple[Job, tuple[Action, ...]]
 
 AGAIN_S = 30.0
-"""After so long replicas are tried again that a host could not make: one that is lost is known to
-be by then."""
+"""Seconds until failed replicas are tried again: a lost host is known to be by then."""
 GIVEN_AGAIN_S = 2.0
-"""The same for what only hosts hold that will be taken away: there is little time."""
+"""The same for pieces held by nobody but hosts that will be taken away: there is little time."""
 _NEEDING = (
     Phase.WAITING, Phase.STARTING, Phase.EXAMINING, Phase.STOPPING, Phase.FREEZING, Phase.RESCUING,
 )  # fmt: skip
-"""Phases in which an older generation may still be gone back to."""
+"""Phases with a possible return to an older generation."""
 
 
 def keepers(job: Job) -> frozenset[str]:
-    """Return the hosts that keep replicas: all that stay and hear each other."""
+    """Return the hosts that keep replicas: all staying ones that hear each other."""
     there = [(host.name, host.slots) for host in job.hosts.values() if not host.is_leaving]
     if job.health.links.unheard:
         training = active(job)
@@ -49,8 +48,8 @@ def needs_older(job: Job) -> bool:
 
 
 def replicate(job: Job) -> Result:
-    """Have replicas made of the newest generation, where there are none of it on the present hosts;
-    say how long it takes. Asked with every tick."""
+    """Have replicas made of the newest generation, if the present hosts have none of it; say how
+    long it takes. Asked with every tick."""
     before = job.copies.replication
     if before is not None and _is_behind(job, before):
         return _skip(job, before)
@@ -129,8 +128,8 @@ def replicated(report: reports.Replicated, host: str, job: Job) -> Result:
 
 
 def _done(job: Job, replication: Replication) -> Result:
-    """All replicas are made that could be: older generations may go. Where some could not because
-    another host gave nothing, that one may turn out to be lost: it is tried again first."""
+    """All possible replicas are made: older generations may go. A replica that failed because
+    another host gave nothing is tried again first: that host may turn out to be lost."""
     number, took_s = replication.generation, job.now - replication.since
     if replication.giving:
         return _given(job, replication)
@@ -159,8 +158,8 @@ def _done(job: Job, replication: Replication) -> Result:
 
 
 def _given(job: Job, replication: Replication) -> Result:
-    """What only hosts held that will be taken away is elsewhere; where some of it could not come
-    because a host gave nothing, it is asked for again soon."""
+    """The pieces held by nobody but hosts that will be taken away are elsewhere; failed ones are
+    asked for again soon."""
     if replication.is_hopeful:
         again = replace(replication, again_at=job.now + GIVEN_AGAIN_S)
         return replace(job, copies=replace(job.copies, replication=again)), ()
@@ -178,7 +177,7 @@ def _given(job: Job, replication: Replication) -> Result:
 
 
 def without(job: Job, released: frozenset[str]) -> Job:
-    """These hosts leave the job: who is left makes replicas anew, and waits for none of them."""
+    """These hosts leave the job: the others make replicas anew, and wait for none of them."""
     under_way = job.copies.replication
     if under_way is None or not released & (under_way.hosts | under_way.giving):
         return job
@@ -186,15 +185,15 @@ def without(job: Job, released: frozenset[str]) -> Job:
 
 
 def give_up(job: Job) -> Job:
-    """A host is lost, with what it kept for others: they are made anew."""
+    """A host is lost with its replicas for others: they are made anew."""
     return replace(
         job, copies=replace(job.copies, replication=None, replicated=None, evacuated=None)
     )
 
 
 def release_older(job: Job) -> Result:
-    """Let older generations go, where the newest one is committed everywhere, no start needs
-    another and nothing has failed: who is lost may not be known yet, and be needed for it."""
+    """Let older generations go, if the newest one is committed everywhere, no start needs another
+    and nothing has failed: a yet unknown loss may need them."""
     newest = job.newest_generation
     if newest is None or job.states.uncommitted or job.phase in _NEEDING:
         return job, ()

@@ -1,10 +1,10 @@
-"""Durations that a job measures, and how often it is saved: the cost of a snapshot against the
+"""Durations of a job, and the steps between its snapshots: the cost of a snapshot against the
 training lost at a failure.
 
 Source: J. W. Young, "A first order approximation to the optimum checkpoint interval",
 Communications of the ACM 17 (9), 1974; J. T. Daly, "A higher order estimate of the optimum
-checkpoint interval for restart dumps", Future Generation Computer Systems 22 (3), 2006, of which it
-is the first-order term. Differs in: bounds, because both the cost and the rate are estimates.
+checkpoint interval for restart dumps", Future Generation Computer Systems 22 (3), 2006: its
+first-order term. Differs in: bounds, because both the cost and the rate are estimates.
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ from statistics import median
 from typing import Literal
 
 MTBF_HOURS = 50_000.0
-"""Hours of a worker between two failures, where nobody says otherwise. Meta's training of Llama 3
-had 419 unexpected interruptions in 54 days on 16,384 GPUs, which is one in 50,700 hours of a GPU
-("The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.4)."""
+"""Hours of a worker between two failures, by default. Meta's training of Llama 3 had 419 unexpected
+interruptions in 54 days on 16,384 GPUs: one in 50,700 hours of a GPU ("The Llama 3 Herd of Models",
+arXiv 2407.21783, section 3.3.4)."""
 
 LEAST_S, MOST_S = 10.0, 3600.0
 """Snapshots are so far apart, at least and at most."""
@@ -24,20 +24,20 @@ LEAST_DURATIONS = 4.0
 """And at least so many times as long as one is written."""
 MOST_STEPS = 1_000_000
 SEEN_S = 3600.0
-"""What was seen counts as the rate of failures of so long a time, at least."""
+"""Least time of a seen rate of failures, in seconds."""
 
 
 def mtbf_s(workers: int, mtbf_hours: float, failures: int, worker_s: float) -> float:
-    """Return how long the job trains between two failures, in seconds.
+    """Return the training time between two failures, in seconds.
 
-    Of what is assumed, which the job's own failures correct slowly, and what was seen, which a few
-    failures make, that which fails more often.
+    The higher of two rates: the assumed one, corrected slowly by the job's own failures, and the
+    seen one, made by a few failures.
 
     Args:
-        workers: How many train.
-        mtbf_hours: Hours of one worker between two failures, as assumed; > 0.
-        failures: How many this job has seen, while it has trained
-        worker_s: for so many seconds, times its workers.
+        workers: Training workers.
+        mtbf_hours: Assumed hours of one worker between two failures; > 0.
+        failures: Failures of this job so far, within
+        worker_s: seconds of training, summed over its workers.
     """
     workers = max(1, workers)
     assumed = (1 + failures) / (mtbf_hours * 3600.0 + worker_s)
@@ -46,12 +46,12 @@ def mtbf_s(workers: int, mtbf_hours: float, failures: int, worker_s: float) -> f
 
 
 def interval_s(cost_s: float, mtbf_s: float, write_s: float = 0.0) -> float:
-    """Return the seconds of training between two snapshots that lose the least time.
+    """Return the interval between two snapshots with the least lost time, in seconds of training.
 
     Args:
-        cost_s: By how much one makes the training longer; what is no number counts as 0.
-        mtbf_s: Between two failures; > 0.
-        write_s: How long one is written, its replicas included.
+        cost_s: Seconds added to the training by one; not a number: 0.
+        mtbf_s: Seconds between two failures; > 0.
+        write_s: Seconds of writing one, its replicas included.
     """
     cost_s = cost_s if isfinite(cost_s) and cost_s > 0 else 0.0
     write_s = write_s if isfinite(write_s) and write_s > 0 else 0.0
@@ -72,16 +72,15 @@ def steps_of(interval_s: float, step_s: float) -> int:
 FIRST_STEPS = 50
 """Steps between snapshots until one was measured."""
 KEPT = 5
-"""So many measurements make up what is usual: one that is far off changes nothing."""
+"""Measurements in a median: one outlier changes nothing."""
 NOTICEABLE = 1.25
-"""A number of steps is changed for one that differs by this factor, not for a nearer one."""
+"""Least factor between two numbers of steps worth a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a snapshot on the way was seen to cost on the host that it cost most, in seconds: by how
-    much it made the training longer, how long a usual step takes, how long all of it was written.
-    None: not known."""
+    """Measured cost of a snapshot on the way, on the host with the highest, in seconds: longer
+    training, a usual step, the whole writing. None: not known."""
 
     cost_s: float | None
     step_s: float | None
@@ -90,7 +89,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A number of steps, and what it was chosen by."""
+    """A number of steps, and its reasons."""
 
     every: int
     cost_s: float
@@ -110,20 +109,20 @@ class Spacing:
     """The steps between two snapshots.
 
     Attributes:
-        every: So many; 0: there are none on the way.
+        every: Steps; 0: there are none on the way.
         is_auto: Whether the job chooses them.
-        mtbf_hours: What is assumed that a worker trains between two failures.
-        lead_s: A change is told so long before it counts: by then every host has heard of it, or is
-            lost.
+        mtbf_hours: Assumed hours of a worker between two failures.
+        lead_s: Seconds between the order of a change and its first step: every host has heard of it
+            by then, or is lost.
         costs, steps: Newest measurements, in seconds, newest last.
-        write_s: How long the newest snapshot was written.
-        replicate_s: How long replicas of it were made, until when the next one has no room.
-        failures: Failures while the job has trained,
-        worker_s: for so many seconds, times its workers.
-        counted_at: Until when that is counted; None: the job does not train.
-        told: The steps that the workers of the present round know.
-        built: Those that workers know which were built for the next one.
-        said: By what it was last said that they are chosen; empty: it was not.
+        write_s: Seconds of writing the newest snapshot.
+        replicate_s: Seconds of its replicas; the next one has no room before.
+        failures: Failures of the training job, within
+        worker_s: seconds of training, summed over its workers.
+        counted_at: Time of the last count; None: the job does not train.
+        told: Steps known to the workers of the present round.
+        built: Steps known to standby workers.
+        said: Newest logged source of the choice; empty: none.
     """
 
     every: int = 0
@@ -147,7 +146,7 @@ class Spacing:
         return median(self.steps) if self.steps else None
 
     def with_measured(self, found: Measured) -> "Spacing":
-        """Return it with what another snapshot has cost; what is no number is left out."""
+        """Return it with the cost of another snapshot; not a number: left out."""
         return replace(
             self,
             costs=_kept(self.costs, found.cost_s, least=0.0),
@@ -163,7 +162,7 @@ class Spacing:
         return replace(self, worker_s=self.worker_s + took_s * workers, counted_at=now)
 
     def chosen(self, workers: int) -> Choice | None:
-        """Return what so many workers are to do; None: it was not measured yet."""
+        """Return the choice for so many workers; None: no measurement yet."""
         step_s = self.step_s
         if not self.costs or step_s is None:
             return None
@@ -173,7 +172,8 @@ class Spacing:
         return Choice(steps_of(apart_s, step_s), cost_s, step_s, between_s, apart_s)
 
     def lead(self, step_s: float) -> int:
-        """Return how many steps before it counts a change is told, where one takes so long."""
+        """Return the steps between the order of a change and its beginning, at so many seconds a
+        step."""
         known = [each for each in (step_s, self.step_s) if each]
         return 2 + (steps_of(self.lead_s, min(known)) if known else 0)
 
@@ -202,28 +202,28 @@ class Schedule:
         return bool(self.every) and is_begun and (step - self.begin) % self.every == 0
 
     def at(self, step: int, told: "Schedule | None") -> "Schedule":
-        """Return which holds at a step, where another one was told: from its own ``begin`` on. Who
-        learns of it later than at that step is at once where all others are."""
+        """Return the schedule at a step, after another one was ordered: from its own ``begin`` on.
+        A worker that hears of it later is at once where all others are."""
         return told if told is not None and step >= told.begin else self
 
 
 KEPT_STEPS = 32
-"""Steps whose times make up what is usual."""
+"""Steps in a usual step's median."""
 KNOWN_STEPS = 4
 """As long as there were fewer, it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Steps of a round until now, with what lies between them.
+    """Steps of a round so far, and the times between them.
 
     Attributes:
-        usual: Seconds of the newest steps beside which nothing was written, newest last.
-        since: When the step under way began; None: not known.
-        over_s: How much longer than usual the steps have taken beside the present snapshot, which
-            is an estimate where a single step took less.
+        usual: Seconds of the newest steps without a snapshot beside them, newest last.
+        since: Begin of the step under way; None: not known.
+        over_s: Seconds beyond usual steps beside the present snapshot; an estimate, if a single
+            step took less.
         is_open: Whether there is one.
-        cost_s: What the last one has cost that is over, in seconds; None: not known.
+        cost_s: Cost of the last complete one, in seconds; None: not known.
     """
 
     usual: tuple[float, ...] = ()
@@ -234,8 +234,7 @@ class StepTimes:
 
     @property
     def step_s(self) -> float | None:
-        """A usual step, in seconds; None: not known yet. Few that take much longer do not change
-        it."""
+        """A usual step, in seconds; None: not known yet. A few outliers do not change it."""
         return median(self.usual) if len(self.usual) >= KNOWN_STEPS else None
 
     def ended(self, now: float, *, is_beside: bool) -> "StepTimes":
@@ -256,12 +255,11 @@ class StepTimes:
 
 
 FIRST_WRITE_S = 5.0
-"""What a snapshot at a stop is taken to need beside the time of its bytes, until one was
-measured."""
+"""Assumed seconds of a snapshot at a stop beside the time of its bytes, until one was measured."""
 FIRST_RATE = 5e8
-"""Bytes a second of a host that it is taken to write, until a stop was measured."""
+"""Assumed bytes a second written by a host, until a stop was measured."""
 WEIGHT = 0.3
-"""How much the newest step counts in what is usual."""
+"""Weight of the newest step in a usual one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +283,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a drain is expected to take, in seconds: until the workers stand at one step, until
-    their state is a generation, until the others have stepped. ``is_measured``: the snapshot of an
-    earlier stop was."""
+    """Expected seconds of a drain: until the workers stand at one step, until their state is a
+    generation, until the others have stepped. ``is_measured``: by an earlier stop."""
 
     step_s: float
     write_s: float
@@ -307,8 +304,8 @@ class Estimate:
 
 
 def estimate(pace: Pace, now: float, size_bytes: int) -> Estimate:
-    """Return what a drain is expected to take from ``now`` on, of a host that holds so many bytes
-    of the newest generation."""
+    """Return the expected duration of a drain from ``now`` on, of a host with so many bytes of the
+    newest generation."""
     under_way_s = 0.0 if pace.seen is None else now - pace.seen[1]
     written_s, started_s = pace.write_s, pace.start_s or 0.0
     first_s = FIRST_WRITE_S + size_bytes / FIRST_RATE

@@ -1,10 +1,9 @@
-"""The rules by which a coordinator takes the place of one that is gone, and goes on with the round
-under way.
+"""Rules of a coordinator in the place of a lost one, which goes on with the round under way.
 
-It knows nothing but what agents bring when they join it (``remembered``). Once all hosts of the
-newest round are there, or the time is over, that round is adopted: it runs on where every host's
-workers train; a stop at which some write already is gone on with, so that all do; anything else
-counts as a failure of the round, and the survivors write their state.
+It knows only the facts brought by joining agents (``remembered``). Once all hosts of the newest
+round are there, or the time is over, that round is adopted: it runs on if every host's workers
+train; a stop with writing hosts is gone on with, so that all write; anything else counts as a
+failure of the round, and the survivors write their state.
 """
 
 from dataclasses import replace
@@ -47,7 +46,7 @@ def is_as_before(job: Job, before: Job) -> bool:
 
 
 def remember(job: Job, run: str, term: int, number: int, request: JsonText) -> Remembered:
-    """Return what hosts are to keep of a job whose run has this name."""
+    """Return the record for hosts to keep of a job with this name of its run."""
     return Remembered(
         term=term,
         number=number,
@@ -65,8 +64,8 @@ def remember(job: Job, run: str, term: int, number: int, request: JsonText) -> R
 
 
 def _failures(job: Job) -> tuple[FailedRun, ...]:
-    """Return the changes that are not tried again as things are, and those that had failed before
-    on hosts of which some have yet to come."""
+    """Return the changes not to be tried again as things are, and earlier failures on hosts that
+    are not all here yet."""
     if not job.change.failed and job.takeover.recalled is None:
         return ()
     there = {(host.name, host.order) for host in job.hosts.values()}
@@ -80,8 +79,8 @@ def _failures(job: Job) -> tuple[FailedRun, ...]:
 
 
 def keep(job: Job, host: str, kept: Remembered | None) -> Job:
-    """Return the job after a host has joined with what it has kept under another coordinator; None:
-    nothing, because its agent is a new one."""
+    """Return the job after a host has joined with its record from another coordinator; None: its
+    agent is a new one."""
     if kept is None:
         return replace(job, takeover=replace(job.takeover, keepers=job.takeover.keepers - {host}))
     is_later = job.takeover.recalled is None or kept.order > job.takeover.recalled.order
@@ -96,7 +95,7 @@ def keep(job: Job, host: str, kept: Remembered | None) -> Job:
 
 
 def recall(job: Job) -> Job:
-    """Return the job of a new coordinator that goes by what hosts have kept."""
+    """Return the job of a new coordinator by the hosts' newest record."""
     known = job.takeover.recalled
     if known is None:
         return job
@@ -121,8 +120,8 @@ def recall(job: Job) -> Job:
 
 
 def failed_before(job: Job) -> tuple[FailedChange, ...]:
-    """Return the changes that had failed under another coordinator on hosts that are all there with
-    the same agents: on others they may be tried again."""
+    """Return the changes that had failed under another coordinator, for hosts that are all here
+    with the same agents: on others they may be tried again."""
     orders = {
         host.name: host.order for host in job.hosts.values() if host.name in job.takeover.keepers
     }
@@ -146,20 +145,19 @@ def _assignment(run: Run) -> Assignment:
 
 
 HEARD_S = 6.0
-"""How long a new coordinator waits for a first host that has a round under way: an agent whose
-coordinator has died looks for the next one within a moment."""
+"""Seconds for a first host with a round under way: an agent without a coordinator looks for the
+next one within a moment."""
 ADOPT_S = 15.0
-"""How long it waits for the other hosts of that round: as long as a host may be silent by default
-before it is lost."""
+"""Seconds for the other hosts of that round: the default silence of a lost host."""
 
 
 def begin(job: Job, at: float) -> Job:
-    """Return the job of a coordinator that takes another one's place at this time."""
+    """Return the job of a coordinator in another one's place from this time on."""
     return replace(job, takeover=replace(job.takeover, pending=TakingOver(at + HEARD_S)))
 
 
 def joined(event: events.HostJoined, job: Job) -> Result:
-    """A host has joined while the job, whose member it is by now, may have a round under way."""
+    """A member has joined a job that may have a round under way."""
     over, its, before = job.takeover.pending, event.underway, job.takeover.recalled
     job = keep(job, event.host, event.remembered)
     job = replace(
@@ -207,20 +205,20 @@ def _is_known(job: Job) -> bool:
 
 
 def _late(event: events.HostJoined, job: Job) -> Result:
-    """A host comes with workers of a round that the job goes on without: they end. If it has its
-    part in the present one, the round has failed for its absence already."""
+    """A host comes with workers of a round already left behind: they end. If it has its part in the
+    present one, the round has failed for its absence already."""
     assert event.underway is not None
     job, actions = changed(job, event.at)
     return job, (_ends(event.host, event.underway), *actions)
 
 
 def _ends(host: str, underway: Underway) -> Order:
-    """End a host's workers of a round that the job goes on without."""
+    """End a host's workers of a round already left behind."""
     return Order((host,), commands.Stop(underway.round, has_written=False))
 
 
 def adopt(job: Job) -> Result:
-    """Go on with the newest round that hosts have told of; with none, begin one."""
+    """Go on with the newest round of the hosts; without any, begin one."""
     over = job.takeover.pending
     assert over is not None
     job, found = (
@@ -267,7 +265,7 @@ def adopt(job: Job) -> Result:
 
 
 def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result:
-    """Enter the phase that the hosts of a round are in."""
+    """Enter the phase of the hosts of a round."""
     if any(each.is_writing for each in found.values()):
         return _go_on_writing(job, found)
     if all(each.is_finished for each in found.values()):
@@ -299,8 +297,8 @@ def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result
 
 
 def _go_on_starting(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result:
-    """No host's workers have all stepped: those that may train are waited for; else the start is
-    made anew, from the same generation."""
+    """No host's workers have all stepped: proven ones are waited for; else the start is made anew,
+    from the same generation."""
     job = replace(job, phase=Phase.STARTING, awaited=active(job))
     if absent := sorted(gone - job.hosts.keys()):
         return fail(job, f"hosts {absent} have not come to the new coordinator", is_loss=True)

@@ -1,6 +1,5 @@
-"""What the coordinator has one host do. Commands of one incarnation of an agent are numbered and
-arrive once, in order; those that are about a round name it, and a host that is in another one
-leaves them."""
+"""Commands of the coordinator to one host. Those of one incarnation of an agent are numbered and
+arrive once, in order; those about a round name it, and a host in another round ignores them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from scalai.core.tensors.source_list import SourceList
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a host's workers stand in the world of a round.
+    """Place of a host's workers in the world of a round.
 
     Names are those of torchrun's environment: ``group_rank`` counts hosts; ``first_rank`` is the
-    host's lowest global rank; ``hosts`` are all that have workers, in rank order, and ``counts``
-    how many each of them has.
+    host's lowest global rank; ``hosts`` are all hosts with workers, in rank order, with their
+    ``counts`` of workers.
     """
 
     hosts: Shared[tuple[str, ...]]
@@ -53,13 +52,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Which workers a host runs in a round, and what they are told before they build their models.
+    """Workers of a host in a round, and facts for their models.
 
-    ``run`` names this run of the job; snapshots on the way lie ``snapshot_every`` steps apart (0:
-    there are none); ``degrees`` are as of ``Degrees.to_json``; without ``micro_batch_size`` and
-    ``recompute`` passes are as the script's flags say; workers meet at
-    ``master_addr``, ``master_port``. Of the newest ``generation`` (None: there is none)
-    ``restorable_step`` and ``facts`` are known.
+    Attributes:
+        run: Name of this run of the job.
+        degrees: As of ``Degrees.to_json``.
+        micro_batch_size, recompute: None: by the script's flags.
+        master_addr, master_port: Rendezvous of the workers.
+        generation: The newest one; None: there is none.
+        restorable_step, facts: Of that generation.
+        snapshot_every: Steps between snapshots on the way; 0: there are none.
     """
 
     run: str
@@ -78,7 +80,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Keep this for whoever takes the coordinator's place, instead of what was kept before."""
+    """Keep this for the coordinator's successor, in place of an earlier one."""
 
     known: Shared[Remembered]
 
@@ -93,17 +95,17 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """End the workers that were built for this round."""
+    """End the workers built for this round."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin a round: with the workers that were built for it, where ``is_built``. They go on from
-    the generation that the hosts of ``sources`` hold; None: from the script's own initial
-    state. ``lost``: steps that were done before and are in no generation. ``proves``: the round's
-    first step is compared with what the workers before have computed."""
+    """Begin a round, with the workers built for it where ``is_built``. They go on from the
+    generation of ``sources``; None: from the script's own initial state. ``lost``: earlier steps
+    outside of any generation. ``proves``: the round's first step is compared with the same step of
+    the workers before."""
 
     workers: Workers
     sources: Shared[SourceList] | None
@@ -122,7 +124,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Proceed:
-    """What all workers have restored is proven: they may train."""
+    """The restored state of all workers is proven: they may train."""
 
     round: int
 
@@ -147,7 +149,7 @@ class Agree:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Forget the stop, proposed or agreed: workers that wait at it go on."""
+    """Forget the stop, proposed or agreed: waiting workers go on."""
 
     round: int
 
@@ -170,15 +172,14 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Workers of the round have failed: those that live make no further update. Say where they
-    stand."""
+    """Workers of the round have failed: living ones make no further update. Report their steps."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rescue:
-    """Workers that stand at this step write their state."""
+    """Workers standing at this step write their state."""
 
     round: int
     step: int
@@ -186,26 +187,26 @@ class Rescue:
 
 @dataclass(frozen=True, slots=True)
 class ShowStacks:
-    """The job waits for the workers: have them log where they stand."""
+    """The job waits for the workers: have them log their stacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Give up what was sealed and has no number."""
+    """Give up sealed parts without a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropSnapshot:
-    """Give up the sealed part of this ``snapshot``, which was made on the way and is no state."""
+    """Give up the sealed part of this ``snapshot`` on the way, which is no state."""
 
     snapshot: str
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Rename the sealed ``snapshot`` to ``generation``, with what is stated of it: the ``hosts``
-    that wrote (None: nothing is stated) and the fingerprints of the tensors of which this host
-    has pieces."""
+    """Rename the sealed ``snapshot`` to ``generation``, with its statement: the ``hosts`` of its
+    writers (None: there is no statement) and the fingerprints of the tensors of this host's
+    pieces."""
 
     generation: int
     snapshot: str
@@ -214,13 +215,13 @@ class Commit:
 
     @property
     def committed(self) -> Committed | None:
-        """What the host's manifest keeps."""
+        """The statement in the host's manifest."""
         return None if self.hosts is None else Committed(self.hosts.value, self.fingerprints)
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Make the workers of a round exit; those that have written leave by themselves."""
+    """Make the workers of a round exit; after a snapshot they leave by themselves."""
 
     round: int
     has_written: bool
@@ -242,9 +243,9 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Bring the part of a generation to the durable directory beside the training, where nobody
-    sees it yet; ``own_only``: without what came from hosts that bring it themselves. ``order`` goes
-    back with the answer. What was ordered before is given up."""
+    """Bring the part of a generation to the durable directory beside the training, hidden as yet;
+    ``own_only``: without pieces of hosts that bring them themselves. ``order`` goes back with the
+    answer. An earlier order is given up."""
 
     order: int
     generation: int
@@ -253,7 +254,7 @@ class Archive:
 
 @dataclass(frozen=True, slots=True)
 class FinishArchive:
-    """Let the parts of a generation that were archived appear; ``order`` goes back."""
+    """Let the archived parts of a generation appear; ``order`` goes back."""
 
     order: int
     generation: int
@@ -268,8 +269,8 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Fetch what this host is to keep, by the ``ring``, of the generation that the hosts of
-    ``sources`` hold; ``order`` goes back with the answer."""
+    """Fetch this host's replicas, by the ``ring``, of the generation held by the hosts of
+    ``sources``; ``order`` goes back with the answer."""
 
     order: int
     sources: Shared[SourceList]
@@ -278,21 +279,22 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Examine:
-    """Read the own part of this generation again, and compare it with what was committed."""
+    """Read the own part of this generation again, and compare it with its committed
+    fingerprints."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A proof of this generation has failed: give up what was fetched of it."""
+    """A proof of this generation has failed: give up its fetched pieces."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Say what the durable directory holds."""
+    """Report the contents of the durable directory."""
 
 
 @dataclass(frozen=True, slots=True)

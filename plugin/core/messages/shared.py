@@ -1,6 +1,5 @@
-"""What messages between the processes of a job are made of; the messages themselves are frozen
-dataclasses (``worker_messages``, ``commands``, ``reports``), and ``runtime.codec`` makes bytes of
-them."""
+"""Parts of messages between the processes of a job; the messages themselves are frozen dataclasses
+(``worker_messages``, ``commands``, ``reports``), written as bytes by ``runtime.codec``."""
 
 import json
 from dataclasses import dataclass
@@ -13,15 +12,15 @@ Message = TypeVar("Message")
 
 
 class Request(Generic[Answer]):
-    """A message that is answered by an ``Answer``."""
+    """A message with an ``Answer``."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class JsonText:
-    """Values of a script's, a person's or a framework's own, which no type of ours describes: JSON
-    as text, so that whole numbers of any size stay what they are."""
+    """Values of a script, a person or a framework, outside of our types: JSON as text, so that
+    whole numbers of any size stay exact."""
 
     text: str
 
@@ -31,7 +30,7 @@ class JsonText:
         return cls(json.dumps(value, separators=(",", ":")))
 
     def value(self) -> Json:
-        """Return the value. Raises ``ValueError`` where the text is no JSON."""
+        """Return the value. Raises ``ValueError`` if the text is no JSON."""
         try:
             return json.loads(self.text)
         except RecursionError as error:
@@ -39,8 +38,8 @@ class JsonText:
 
 
 class Named(Generic[Message]):
-    """One of several kinds of messages, which travels with the name of its kind: ``Named[A | B]``.
-    Equal where the messages are."""
+    """One of several kinds of messages, sent with the name of its kind: ``Named[A | B]``. Equal if
+    the messages are."""
 
     __slots__ = ("message",)
 
@@ -58,8 +57,8 @@ class Named(Generic[Message]):
 
 
 class Shared(Generic[Message]):
-    """A part of messages that is the same for many receivers: it travels compressed, with the
-    digest of its bytes, and is written once. Equal where the values are."""
+    """A part of messages common to many receivers: sent compressed, with the digest of its bytes,
+    and written once. Equal if the values are."""
 
     __slots__ = ("value", "written")
 
