@@ -2,7 +2,7 @@
 
 from scalai.core.job import membership as m
 from scalai.core.job.copies import Copies
-from scalai.core.job.fitness import Health
+from scalai.core.job.fitness import Fitness
 from scalai.core.job.succession import begin
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.sizing import Sizing
@@ -20,15 +20,15 @@ def first_state(spec: JobSpec, sizing: Sizing, term: int, took_over_at: float | 
         _settings(spec, sizing),
         budget=m.Budget(left=spec.failures),
         copies=Copies(last_replication=orders, last_archive=orders),
-        health=Health(last_check=orders),
+        health=Fitness(last_check=orders),
         spacing=spec.spacing,
     )
     return job if took_over_at is None else begin(job, took_over_at)
 
 
-def _settings(spec: JobSpec, sizing: Sizing) -> m.Settings:
+def _settings(spec: JobSpec, sizing: Sizing) -> m.JobSettings:
     resize, store = spec.config.resize, spec.config.store
-    return m.Settings(
+    return m.JobSettings(
         assign=sizing.assign(),
         why_not=sizing.why_not,
         # A plain job begins anew from its script's own state, which no host holds.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.job.recovery import Origin
-from scalai.core.job.spacing import Measured
+from scalai.core.job.spacing import SnapshotCost
 from scalai.core.job.transitions import step_of
 from scalai.core.messages import commands, events
 from scalai.launch.coordinator.held_states import HeldStates
@@ -97,11 +97,11 @@ class Judge:
         return self._number(name, origin), frozenset(parts)
 
 
-def _measured(seconds: Mapping[str, float]) -> Measured:
+def _measured(seconds: Mapping[str, float]) -> SnapshotCost:
     """Return the cost of a snapshot on the way. The delay of the steps beside it is known of the
     one before it; of the first one, the time for which the training stood still."""
     write_s = seconds.get("snapshot", 0.0) + seconds.get("snapshot_proof", 0.0)
-    return Measured(seconds.get("cost", seconds.get("stall")), seconds.get("step"), write_s)
+    return SnapshotCost(seconds.get("cost", seconds.get("stall")), seconds.get("step"), write_s)
 
 
 def _cost(seconds: Mapping[str, float]) -> str:

@@ -404,7 +404,7 @@ class LiveJob:
 
     def _perform(self, action: actions.Action) -> None:
         match action:
-            case actions.Order(hosts, command):
+            case actions.Send(hosts, command):
                 self._order(hosts, command)
             case actions.BuildRound():
                 self._build(action)

@@ -84,7 +84,7 @@ def test_an_action_that_fails_fails_the_round_and_the_others_are_done(error: Exc
     made = Made()
     made.agent.obey(start())
     made.hands.failing = (actions.ShowStacks, error)
-    made.agent.obey(commands.ShowStacks())
+    made.agent.obey(commands.LogStacks())
     (failed,) = made.reported()
     assert isinstance(failed, reports.WorkersFailed) and str(error) in failed.reason
     assert made.agent.exit is None
@@ -94,7 +94,7 @@ def test_a_slip_of_our_own_ends_the_loop() -> None:
     made = Made()
     made.agent.obey(start())
     made.hands.failing = (actions.ShowStacks, KeyError("h7"))
-    made.loop.put(lambda: made.agent.obey(commands.ShowStacks()))
+    made.loop.put(lambda: made.agent.obey(commands.LogStacks()))
     with pytest.raises(KeyError, match="h7"):
         made.agent.run()
 

@@ -464,11 +464,11 @@ def test_nothing_is_retired_that_another_run_may_read(line: Line, tmp_path: Path
     (tmp_path / "disk").write_text("a disk that does not answer")
     line.coordinator.owns = Lease(owned(tmp_path / "disk"), entry(3), waits_over=2)
     with line.coordinator._lock:
-        live._perform(actions.Order(("a",), commands.Retire(5)))
+        live._perform(actions.Send(("a",), commands.Retire(5)))
     (tmp_path / "disk").unlink()
     _until(line.coordinator.owns.is_fresh)
     with line.coordinator._lock:
-        live._perform(actions.Order(("a",), commands.Retire(6)))
+        live._perform(actions.Send(("a",), commands.Retire(6)))
     assert agent.wait_for("retire")["before"] == 6
     assert any("event=not_retired" in text for text in line.log)
 

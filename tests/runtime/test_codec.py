@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scalai.core.dataset.ledger import Lost
 from scalai.core.errors import MessageError
 from scalai.core.job.function_proof import Numbers
-from scalai.core.job.remembered import FailedRun, Remembered, Run
+from scalai.core.job.remembered import KeptAssignment, KeptFailure, Remembered
 from scalai.core.messages import commands, reports
 from scalai.core.messages import worker_messages as words
 from scalai.core.messages.shared import JsonText, Named, Shared
@@ -50,16 +50,16 @@ SOURCES = Shared(
         b"\x80\x00", (Tensor("param/e", (0, 2), "BF16"),), TEXT, TEXT, {"tp0": 0, "tp1": 1},
     )
 )  # fmt: skip
-RAN = Run((("a", 2), ("b", 0)), {"tp": 2}, None, "full")
+RAN = KeptAssignment((("a", 2), ("b", 0)), {"tp": 2}, None, "full")
 LOST = (Lost("r-1", 2, 9),)
-KNOWN = Remembered(2, 7, TEXT, 4, 1, 3, 1, RAN, (FailedRun(RAN, "no"),), (3, 4), LOST)
+KNOWN = Remembered(2, 7, TEXT, 4, 1, 3, 1, RAN, (KeptFailure(RAN, "no"),), (3, 4), LOST)
 PARTS: list[Any] = [
     commands.Remember(Shared(KNOWN)),
     *(commands.Build(workers(facts=TEXT)), commands.GiveUp(2), commands.Expect(1, 5)),
     start(sources=SOURCES, is_built=True),
     *(kind(1) for kind in (commands.Proceed, commands.Withdraw, commands.TakeSnapshot)),
     *(commands.Freeze(1), commands.Rescue(1, 8)),
-    *(commands.Prepare(1, 8), commands.Agree(1, 8), commands.ShowStacks(), commands.Discard()),
+    *(commands.Prepare(1, 8), commands.Agree(1, 8), commands.LogStacks(), commands.Discard()),
     commands.Commit(3, "r-1-2", Shared(("a", "b")), {"param/w": 2**64 - 1}),
     *(commands.CheckHealth(4, "it joins"), reports.HealthChecked(4, False, "no device")),
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
@@ -119,7 +119,7 @@ ANSWERS: list[Any] = [
     calls.Joined(1, False, 1),
     words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
                  TEXT, TEXT),
-    calls.Commands(2, 7, (Named(commands.ShowStacks()), Named(commands.Drop(3))), 1.0),
+    calls.Commands(2, 7, (Named(commands.LogStacks()), Named(commands.Drop(3))), 1.0),
 ]  # fmt: skip
 UNIONS = (
     commands.Command, reports.Report, words.WorkerRequest, calls.CoordinatorRequest,
@@ -280,5 +280,6 @@ def test_threads_may_read_the_first_message_of_a_kind_all_at_once() -> None:
 def test_a_round_recomputes_nothing_that_has_no_name() -> None:
     with pytest.raises(MessageError):
         decode(
-            encode({"workers": [], "degrees": {}, "micro_batch_size": 2, "recompute": "some"}), Run
+            encode({"workers": [], "degrees": {}, "micro_batch_size": 2, "recompute": "some"}),
+            KeptAssignment,
         )

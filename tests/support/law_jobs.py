@@ -30,4 +30,4 @@ def _names(record: object) -> set[str]:
 
 def made(**facts: Any) -> m.Job:
     """Return a job with these fields; ``assign`` is its choice of degrees."""
-    return but(m.Job(m.Settings(facts.pop("assign"))), **facts)
+    return but(m.Job(m.JobSettings(facts.pop("assign"))), **facts)

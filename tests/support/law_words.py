@@ -3,7 +3,7 @@
 import numpy as np
 
 from scalai.core.messages import reports
-from scalai.core.messages.actions import Action, Order
+from scalai.core.messages.actions import Action, Send
 from scalai.core.messages.commands import Command
 from scalai.core.tensors.collection import Collection
 
@@ -19,4 +19,4 @@ def restored(round: int) -> reports.Restored:
 
 def ordered(action: Action) -> Action | Command:
     """Return the command of an order, and other actions as they are."""
-    return action.command if isinstance(action, Order) else action
+    return action.command if isinstance(action, Send) else action

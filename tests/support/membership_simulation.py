@@ -42,8 +42,8 @@ class Simulation(Known):
     def feed(self, event: events.Event) -> None:
         self.job, due = advance(self.job, event)
         for action in due:
-            self.logged.append(action.command if isinstance(action, actions.Order) else action)
-            if isinstance(action, actions.Order):
+            self.logged.append(action.command if isinstance(action, actions.Send) else action)
+            if isinstance(action, actions.Send):
                 self.send(action.hosts, action.command)
             else:
                 self.perform(action)

@@ -216,7 +216,7 @@ def _commanded(step: Step, command: commands.Command, seen: events.GroupSeen | N
             step.do(command)
         case commands.Drop():
             commits.drop(step, command)
-        case commands.ShowStacks():
+        case commands.LogStacks():
             if step.round is not None and step.round.has_group:
                 step.do(actions.ShowStacks(step.round.number))
         case commands.Exit():

@@ -9,7 +9,7 @@ from scalai.core.job.copies import Archiving
 from scalai.core.job.deadlines import report_if_slow
 from scalai.core.job.membership import TRAINING, Generation, Job
 from scalai.core.messages import commands, reports
-from scalai.core.messages.actions import Action, Order, Say
+from scalai.core.messages.actions import Action, Say, Send
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -44,7 +44,7 @@ def archive(job: Job) -> Result:
     hosts, order = newest.hosts & frozenset(job.hosts), job.copies.last_archive + 1
     begun = Archiving(order, newest.number, newest.step, hosts, job.now, awaited=hosts)
     return replace(job, copies=replace(job.copies, archiving=begun, last_archive=order)), (
-        Order(tuple(sorted(hosts)), commands.Archive(order, newest.number)),
+        Send(tuple(sorted(hosts)), commands.Archive(order, newest.number)),
     )
 
 
@@ -124,7 +124,7 @@ def _go_on(job: Job, under_way: Archiving) -> Result:
         under_way, order=order, awaited=hosts, failed=frozenset(), is_written=True, again_at=0.0
     )
     return replace(job, copies=replace(job.copies, archiving=finishing, last_archive=order)), (
-        Order(tuple(sorted(hosts)), commands.FinishArchive(order, number)),
+        Send(tuple(sorted(hosts)), commands.FinishArchive(order, number)),
     )
 
 
@@ -151,4 +151,4 @@ def _done(job: Job, under_way: Archiving) -> Result:
         return job, (Say(text),)
     # Of a generation that was found on the disk hosts may still read their share.
     before = min([kept[0], *(generation.number for generation in job.states.generations)])
-    return job, (Say(text), Order(tuple(sorted(job.hosts)), commands.Retire(before)))
+    return job, (Say(text), Send(tuple(sorted(job.hosts)), commands.Retire(before)))

@@ -11,8 +11,8 @@ from scalai.core.job.function_proof import Refuted
 from scalai.core.job.health import strike
 from scalai.core.job.membership import (
     TRAINING,
-    Emergency,
     FailedChange,
+    FailedRound,
     Host,
     Job,
     Phase,
@@ -31,7 +31,7 @@ from scalai.core.job.transitions import (
     without_standby,
 )
 from scalai.core.messages import commands, reports
-from scalai.core.messages.actions import Action, Order, Say
+from scalai.core.messages.actions import Action, Say, Send
 
 _PASSING = re.compile(r"Dist\w*Error|Connection|[Tt]im(?:ed ?|e)out|[Aa]ddress already in use")
 """Errors of a network, which may be well the next time."""
@@ -147,14 +147,14 @@ def _error_of_the_script(job: Job, reason: str) -> str:
 def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:
     """Have living workers stand still and report their steps, before they are stopped; ``ending``:
     why the job ends then."""
-    hosts, emergency = active(job), Emergency(reason, is_counted=is_counted, ending=ending)
+    hosts, emergency = active(job), FailedRound(reason, is_counted=is_counted, ending=ending)
     has_emergency = job.settings.has_emergency and job.attempt.is_hooked
     job = replace(job, failure=emergency)
     if not hosts or not has_emergency or job.phase not in STEPPING:
         return go_on(job)
     stop = replace(job.stop, margin=1, held={})
     job = replace(job, phase=Phase.FREEZING, awaited=hosts, stop=stop)
-    return job, (Order(tuple(sorted(hosts)), commands.Freeze(job.round)),)
+    return job, (Send(tuple(sorted(hosts)), commands.Freeze(job.round)),)
 
 
 def frozen(report: reports.Frozen, host: str, job: Job) -> Result:

@@ -106,7 +106,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class Fitness:
     """What is known of the fitness of a job's hosts.
 
     Attributes:

@@ -95,7 +95,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepComparison:
     """Whether the numbers of two makings of a step agree; None: they cannot be compared. ``text``
     says by how much they differ, or why not."""
 
@@ -103,15 +103,17 @@ class Verdict:
     text: str
 
 
-def compare(before: Numbers | None, after: Numbers | None, spread: Spread = Spread()) -> Verdict:
+def compare(
+    before: Numbers | None, after: Numbers | None, spread: Spread = Spread()
+) -> StepComparison:
     """Compare a step as it was made before a change and behind it."""
     if before is None or after is None:
         side = "old" if before is None else "new"
-        return Verdict(None, f"the {side} workers have given no numbers of the step")
+        return StepComparison(None, f"the {side} workers have given no numbers of the step")
     if before.obstacle or after.obstacle:
-        return Verdict(None, before.obstacle or after.obstacle)
+        return StepComparison(None, before.obstacle or after.obstacle)
     if (limits := _limits(before.dtype, spread)) is None:
-        return Verdict(None, f"{before.dtype}: no step was repeated at the same degrees yet")
+        return StepComparison(None, f"{before.dtype}: no step was repeated at the same degrees yet")
     is_skipped = before.is_skipped or after.is_skipped
     pairs = [("loss", before.loss, after.loss, limits[0])]
     if not is_skipped:
@@ -125,10 +127,10 @@ def compare(before: Numbers | None, after: Numbers | None, spread: Spread = Spre
         if one is not None and other is not None
     ]
     if not found:
-        return Verdict(None, "both sides know neither the loss nor the gradient norm")
+        return StepComparison(None, "both sides know neither the loss nor the gradient norm")
     beyond = any(off > limit for _, off, limit in found)
     text = " ".join(f"{name}_differs={off:.2g} limit={limit:.2g}" for name, off, limit in found)
-    return Verdict(not beyond, f"{text} ({before}; then {after})")
+    return StepComparison(not beyond, f"{text} ({before}; then {after})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from scalai.core.job.fitness import Check
 from scalai.core.job.membership import Job, Phase
 from scalai.core.job.transitions import Result, changed, consider
 from scalai.core.messages import commands, reports
-from scalai.core.messages.actions import Action, Order, Say
+from scalai.core.messages.actions import Action, Say, Send
 
 
 def joined(job: Job, host: str) -> Result:
@@ -35,7 +35,7 @@ def ask(job: Job, hosts: Iterable[str], reason: str) -> Result:
         order += 1
         failures, why = (before.failures, before.reason) if before else (0, "")
         checks[host] = Check(order, job.now, failures=failures, reason=why)
-        due.append(Order((host,), commands.CheckHealth(order, reason)))
+        due.append(Send((host,), commands.CheckHealth(order, reason)))
     return replace(job, health=replace(job.health, checks=checks, last_check=order)), tuple(due)
 
 

@@ -8,7 +8,7 @@ is a resize:
    running -> preparing -> draining -> snapshotting -> committing -> stopping -> starting -> running
 
 After a start that fails before its proof, hosts examine its source (``Examination``); after a later
-failure the surviving workers write their state (``Emergency``):
+failure the surviving workers write their state (``FailedRound``):
 
    running -> freezing -> rescuing -> committing -> stopping -> starting -> running
 
@@ -28,7 +28,7 @@ from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.degrees.passes import Passes, Recompute
 from scalai.core.job.copies import Copies
-from scalai.core.job.fitness import Health, hearing_with
+from scalai.core.job.fitness import Fitness, hearing_with
 from scalai.core.job.function_proof import FunctionProof
 from scalai.core.job.remembered import Takeover
 from scalai.core.job.spacing import Pace, Spacing
@@ -146,7 +146,7 @@ class FailedChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Emergency:
+class FailedRound:
     """A failed round.
 
     Attributes:
@@ -227,8 +227,8 @@ def says_nothing(hosts: tuple[tuple[str, int], ...], ran: Assignment | None) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of a job, from its flags and its configuration.
+class JobSettings:
+    """JobSettings of a job, from its flags and its configuration.
 
     Attributes:
         assign, why_not, place: Choice of workers, degrees and order of hosts.
@@ -405,7 +405,7 @@ class Job:
         failure: Until the workers are stopped, or the examination has ended.
     """
 
-    settings: Settings
+    settings: JobSettings
     phase: Phase = Phase.WAITING
     awaited: frozenset[str] = frozenset()
     now: float = 0.0
@@ -417,18 +417,18 @@ class Job:
     attempt: Attempt = field(default_factory=Attempt)
     change: Change = field(default_factory=Change)
     stop: StopPoint = field(default_factory=StopPoint)
-    failure: Emergency | Examination | None = None
+    failure: FailedRound | Examination | None = None
     budget: Budget = Budget()
     states: States = field(default_factory=States)
     copies: Copies = field(default_factory=Copies)
-    health: Health = field(default_factory=Health)
+    health: Fitness = field(default_factory=Fitness)
     takeover: Takeover = field(default_factory=Takeover)
     function: FunctionProof = field(default_factory=FunctionProof)
     spacing: Spacing = field(default_factory=Spacing)
 
     @property
-    def emergency(self) -> Emergency | None:
-        return self.failure if isinstance(self.failure, Emergency) else None
+    def emergency(self) -> FailedRound | None:
+        return self.failure if isinstance(self.failure, FailedRound) else None
 
     @property
     def examination(self) -> Examination | None:

@@ -11,7 +11,7 @@ from scalai.core.job.function_proof import (
     FunctionProof,
     Made,
     Numbers,
-    Verdict,
+    StepComparison,
     Waiting,
     compare,
     merged,
@@ -110,7 +110,7 @@ def must_wait(job: Job) -> bool:
     return bool(asked.awaited & job.hosts.keys()) and job.now < asked.until
 
 
-def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
+def judge(job: Job) -> tuple[Job, StepComparison | None, tuple[Action, ...]]:
     """Every rank of the new round has stepped: compare, if there is a step to compare. The new
     workers train on until the old ones have reported it."""
     asked = job.function.asked
@@ -124,7 +124,7 @@ def judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
     return replace(job, function=function), verdict, (*lines, *amended)
 
 
-def _judge(job: Job) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
+def _judge(job: Job) -> tuple[Job, StepComparison | None, tuple[Action, ...]]:
     function, current = job.function, job.current
     assert current is not None
     told = function.after or Numbers()
@@ -186,7 +186,7 @@ def _known(job: Job, assignment: Assignment) -> Job:
     return replace(job, function=replace(job.function, known=tuple(known)))
 
 
-def _unproven(job: Job, why: str) -> tuple[Job, Verdict | None, tuple[Action, ...]]:
+def _unproven(job: Job, why: str) -> tuple[Job, StepComparison | None, tuple[Action, ...]]:
     """The change stands: each reason of a missing proof is logged once."""
     function: FunctionProof = job.function
     is_new = why != function.said

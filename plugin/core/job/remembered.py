@@ -20,7 +20,7 @@ the same job once all of its processes are gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class KeptAssignment:
     """An assignment as it travels: hosts in rank order with their workers, degrees as of
     ``Degrees.to_json``."""
 
@@ -31,10 +31,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class FailedRun:
+class KeptFailure:
     """A failed assignment, and the reason."""
 
-    run: Run
+    run: KeptAssignment
     reason: str
 
 
@@ -64,8 +64,8 @@ class Remembered:
     failures_left: int
     counted_round: int
     tries: int
-    ran: Run | None
-    failed: tuple[FailedRun, ...]
+    ran: KeptAssignment | None
+    failed: tuple[KeptFailure, ...]
     archived: tuple[int, ...]
     lost: tuple[Lost, ...] = ()
     proven: tuple[tuple[str, ...], str] = ((), "")

@@ -60,7 +60,7 @@ from scalai.core.job.transitions import (
     without_standby,
 )
 from scalai.core.messages import commands, events, reports
-from scalai.core.messages.actions import RESUMABLE, Action, CommitParts, Order, Release, Say
+from scalai.core.messages.actions import RESUMABLE, Action, CommitParts, Release, Say, Send
 
 REFILL_S = 3600.0
 """Training progress for which a failure is forgotten, in a job without a budget of its own."""
@@ -119,7 +119,7 @@ def _host_joined(event: events.HostJoined, job: Job) -> Result:
 
 def _brought(event: events.HostJoined) -> tuple[Action, ...]:
     """What becomes of what a host brings: before a round begins, which gives up what is sealed."""
-    dropped = (Order((event.host,), commands.Drop(number)) for number in event.obsolete)
+    dropped = (Send((event.host,), commands.Drop(number)) for number in event.obsolete)
     return (*dropped, *(CommitParts(hosts, number) for number, hosts in event.sealed))
 
 

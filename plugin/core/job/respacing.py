@@ -5,14 +5,14 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from scalai.core.job.membership import TRAINING, Job, active
-from scalai.core.job.spacing import Measured, is_noticeable
+from scalai.core.job.spacing import SnapshotCost, is_noticeable
 from scalai.core.messages import commands
-from scalai.core.messages.actions import Action, Order, Say
+from scalai.core.messages.actions import Action, Say, Send
 
 Result = tuple[Job, tuple[Action, ...]]
 
 
-def measured(job: Job, found: Measured | None) -> Result:
+def measured(job: Job, found: SnapshotCost | None) -> Result:
     """A snapshot on the way has been made, and this was measured of it."""
     if not job.spacing.is_auto or found is None:
         return job, ()
@@ -55,7 +55,7 @@ def ticked(job: Job) -> Result:
     begin = job.newest + spacing.lead(job.change.pace.step_s)
     job = replace(job, spacing=replace(spacing, told=spacing.every))
     told = commands.Space(job.round, begin, spacing.every)
-    return job, (*lines, Order(tuple(sorted(active(job))), told))
+    return job, (*lines, Send(tuple(sorted(active(job))), told))
 
 
 def built(job: Job) -> Job:

@@ -78,8 +78,8 @@ NOTICEABLE = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Measured cost of a snapshot on the way, on the host with the highest, in seconds: longer
+class SnapshotCost:
+    """SnapshotCost cost of a snapshot on the way, on the host with the highest, in seconds: longer
     training, a usual step, the whole writing. None: not known."""
 
     cost_s: float | None
@@ -88,7 +88,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SnapshotInterval:
     """A number of steps, and its reasons."""
 
     every: int
@@ -145,7 +145,7 @@ class Spacing:
         """A usual step, in seconds; None: none was measured."""
         return median(self.steps) if self.steps else None
 
-    def with_measured(self, found: Measured) -> "Spacing":
+    def with_measured(self, found: SnapshotCost) -> "Spacing":
         """Return it with the cost of another snapshot; not a number: left out."""
         return replace(
             self,
@@ -161,7 +161,7 @@ class Spacing:
         took_s = 0.0 if self.counted_at is None else max(0.0, now - self.counted_at)
         return replace(self, worker_s=self.worker_s + took_s * workers, counted_at=now)
 
-    def chosen(self, workers: int) -> Choice | None:
+    def chosen(self, workers: int) -> SnapshotInterval | None:
         """Return the choice for so many workers; None: no measurement yet."""
         step_s = self.step_s
         if not self.costs or step_s is None:
@@ -169,7 +169,7 @@ class Spacing:
         cost_s = median(self.costs)
         between_s = mtbf_s(workers, self.mtbf_hours, self.failures, self.worker_s)
         apart_s = interval_s(cost_s, between_s, self.write_s + self.replicate_s)
-        return Choice(steps_of(apart_s, step_s), cost_s, step_s, between_s, apart_s)
+        return SnapshotInterval(steps_of(apart_s, step_s), cost_s, step_s, between_s, apart_s)
 
     def lead(self, step_s: float) -> int:
         """Return the steps between the order of a change and its beginning, at so many seconds a
@@ -282,7 +282,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class DrainEstimate:
     """Expected seconds of a drain: until the workers stand at one step, until their state is a
     generation, until the others have stepped. ``is_measured``: by an earlier stop."""
 
@@ -303,13 +303,13 @@ class Estimate:
         )
 
 
-def estimate(pace: Pace, now: float, size_bytes: int) -> Estimate:
+def estimate(pace: Pace, now: float, size_bytes: int) -> DrainEstimate:
     """Return the expected duration of a drain from ``now`` on, of a host with so many bytes of the
     newest generation."""
     under_way_s = 0.0 if pace.seen is None else now - pace.seen[1]
     written_s, started_s = pace.write_s, pace.start_s or 0.0
     first_s = FIRST_WRITE_S + size_bytes / FIRST_RATE
-    return Estimate(
+    return DrainEstimate(
         max(pace.step_s, under_way_s),
         first_s if written_s is None else written_s,
         started_s,

@@ -14,7 +14,7 @@ from scalai.core.job.failures import fail, try_again
 from scalai.core.job.membership import TRAINING, Examination, Job, Phase, active
 from scalai.core.job.transitions import Result, answered, end
 from scalai.core.messages import commands, events, reports
-from scalai.core.messages.actions import Action, CountTensors, GoBack, Order, Prove, Say
+from scalai.core.messages.actions import Action, CountTensors, GoBack, Prove, Say, Send
 
 
 def moved(report: reports.Moved, host: str, job: Job) -> Result:
@@ -55,7 +55,7 @@ def proven(event: events.Proven, job: Job) -> Result:
     job = replace(job, attempt=replace(job.attempt, is_proven=True))
     if job.phase is Phase.EXAMINING:  # its workers have failed already
         return job, ()
-    return job, (Order(tuple(sorted(active(job))), commands.Proceed(job.round)),)
+    return job, (Send(tuple(sorted(active(job))), commands.Proceed(job.round)),)
 
 
 def start_failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> Result | None:
@@ -107,8 +107,8 @@ def _examine_all(job: Job, examination: Examination) -> Result:
     return job, (Say(text), _examine(hosts, number))
 
 
-def _examine(hosts: Iterable[str], number: int) -> Order:
-    return Order(tuple(sorted(hosts)), commands.Examine(number))
+def _examine(hosts: Iterable[str], number: int) -> Send:
+    return Send(tuple(sorted(hosts)), commands.Examine(number))
 
 
 def examined(report: reports.Examined, host: str, job: Job) -> Result:
@@ -153,7 +153,7 @@ def go_on(job: Job) -> Result:
 def _doubt(job: Job, found: Examination) -> tuple[Action, ...]:
     """Before the workers are stopped: the next round's sources are known by then."""
     if found.can_reread:
-        return (Order(tuple(sorted(job.hosts)), commands.Doubt(found.generation)),)
+        return (Send(tuple(sorted(job.hosts)), commands.Doubt(found.generation)),)
     kept = (
         f"generation {found.generation} stays as it is: of some of it there is nothing but what "
         "was fetched"

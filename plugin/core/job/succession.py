@@ -13,7 +13,7 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.job import respacing
 from scalai.core.job.failures import fail, try_again
 from scalai.core.job.membership import Assignment, Attempt, FailedChange, Job, Phase, active
-from scalai.core.job.remembered import FailedRun, Remembered, Run, TakingOver, Underway
+from scalai.core.job.remembered import KeptAssignment, KeptFailure, Remembered, TakingOver, Underway
 from scalai.core.job.transitions import (
     Result,
     changed,
@@ -23,7 +23,7 @@ from scalai.core.job.transitions import (
     stop_workers,
 )
 from scalai.core.messages import commands, events
-from scalai.core.messages.actions import Action, Order, Say
+from scalai.core.messages.actions import Action, Say, Send
 from scalai.core.messages.shared import JsonText
 
 MOST_FAILED = 8
@@ -63,7 +63,7 @@ def remember(job: Job, run: str, term: int, number: int, request: JsonText) -> R
     )
 
 
-def _failures(job: Job) -> tuple[FailedRun, ...]:
+def _failures(job: Job) -> tuple[KeptFailure, ...]:
     """Return the changes not to be tried again as things are, and earlier failures on hosts that
     are not all here yet."""
     if not job.change.failed and job.takeover.recalled is None:
@@ -75,7 +75,7 @@ def _failures(job: Job) -> tuple[FailedRun, ...]:
         if members - job.hosts.keys() and members & job.hosts.keys() <= job.takeover.keepers:
             awaited.append(each)
     known = (f for f in job.change.failed if f.members <= there)
-    return (*awaited, *(FailedRun(_run(each.assignment), each.reason) for each in known))
+    return (*awaited, *(KeptFailure(_run(each.assignment), each.reason) for each in known))
 
 
 def keep(job: Job, host: str, kept: Remembered | None) -> Job:
@@ -134,12 +134,14 @@ def failed_before(job: Job) -> tuple[FailedChange, ...]:
     return tuple(found)
 
 
-def _run(assignment: Assignment) -> Run:
+def _run(assignment: Assignment) -> KeptAssignment:
     degrees = assignment.degrees.to_json()
-    return Run(assignment.workers, degrees, assignment.micro_batch_size, assignment.recompute)
+    return KeptAssignment(
+        assignment.workers, degrees, assignment.micro_batch_size, assignment.recompute
+    )
 
 
-def _assignment(run: Run) -> Assignment:
+def _assignment(run: KeptAssignment) -> Assignment:
     degrees, why = Degrees.from_json(run.degrees), "it ran under the coordinator before"
     return Assignment(run.workers, degrees, run.micro_batch_size, why, run.recompute)
 
@@ -212,9 +214,9 @@ def _late(event: events.HostJoined, job: Job) -> Result:
     return job, (_ends(event.host, event.underway), *actions)
 
 
-def _ends(host: str, underway: Underway) -> Order:
+def _ends(host: str, underway: Underway) -> Send:
     """End a host's workers of a round already left behind."""
-    return Order((host,), commands.Stop(underway.round, has_written=False))
+    return Send((host,), commands.Stop(underway.round, has_written=False))
 
 
 def adopt(job: Job) -> Result:
@@ -285,7 +287,7 @@ def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result
         return fail(job, f"the round had failed on hosts {failed}", is_chance=True)
     at_stop = any(each.has_arrived for each in found.values())
     sent_on: tuple[Action, ...] = (
-        (Order(tuple(sorted(hosts)), commands.Withdraw(job.round)),) if at_stop else ()
+        (Send(tuple(sorted(hosts)), commands.Withdraw(job.round)),) if at_stop else ()
     )
     starting = frozenset(host for host, each in found.items() if not each.is_stepping)
     if starting:
@@ -329,4 +331,4 @@ def _go_on_writing(job: Job, found: dict[str, Underway]) -> Result:
         change=replace(job.change, ran=job.current),
     )
     job, actions = next_phase(job)
-    return job, (Order(tuple(sorted(left)), commands.TakeSnapshot(job.round)), *actions)
+    return job, (Send(tuple(sorted(left)), commands.TakeSnapshot(job.round)), *actions)

@@ -33,9 +33,9 @@ from scalai.core.messages.actions import (
     JudgeRescue,
     JudgeSnapshot,
     JudgeStop,
-    Order,
     Release,
     Say,
+    Send,
     StartRound,
 )
 
@@ -157,7 +157,7 @@ def without_standby(job: Job) -> Result:
         return job, ()
     given_up = commands.GiveUp(job.change.standby.round)
     return replace(job, change=replace(job.change, standby=None)), (
-        Order(tuple(sorted(job.hosts)), given_up),
+        Send(tuple(sorted(job.hosts)), given_up),
     )
 
 
@@ -167,7 +167,7 @@ def prepare(job: Job) -> Result:
     job = replace(
         job, phase=Phase.PREPARING, awaited=hosts, stop=replace(job.stop, step=stop, held={})
     )
-    return job, (Order(tuple(sorted(hosts)), commands.Prepare(job.round, stop)),)
+    return job, (Send(tuple(sorted(hosts)), commands.Prepare(job.round, stop)),)
 
 
 def stop_workers(job: Job, reason: str, *, has_written: bool = False) -> Result:
@@ -184,7 +184,7 @@ def stop_workers(job: Job, reason: str, *, has_written: bool = False) -> Result:
         return _start_round(job)
     return job, (
         Say(f"event=stop_workers reason={reason!r}"),
-        Order(tuple(sorted(hosts)), commands.Stop(job.round, has_written)),
+        Send(tuple(sorted(hosts)), commands.Stop(job.round, has_written)),
     )
 
 
@@ -198,7 +198,7 @@ def rescue(job: Job) -> Result:
     step = max(steps)
     left = replace(job.emergency, steps=frozenset(steps - {step}), step=step)
     job = replace(job, phase=Phase.RESCUING, awaited=hosts, failure=left)
-    return job, (Order(tuple(sorted(hosts)), commands.Rescue(job.round, step)),)
+    return job, (Send(tuple(sorted(hosts)), commands.Rescue(job.round, step)),)
 
 
 def go_on(job: Job) -> Result:
@@ -210,15 +210,15 @@ def go_on(job: Job) -> Result:
     return stop_workers(job, job.emergency.reason)
 
 
-def withdrawn(job: Job, hosts: Iterable[str]) -> Order:
+def withdrawn(job: Job, hosts: Iterable[str]) -> Send:
     """Have hosts forget the stop, proposed or agreed."""
-    return Order(tuple(sorted(hosts)), commands.Withdraw(job.round))
+    return Send(tuple(sorted(hosts)), commands.Withdraw(job.round))
 
 
 def show_stacks(hosts: Iterable[str]) -> tuple[Action, ...]:
     """Have the workers of awaited hosts log their stacks."""
     awaited = tuple(sorted(hosts))
-    return (Order(awaited, commands.ShowStacks()),) if awaited else ()
+    return (Send(awaited, commands.LogStacks()),) if awaited else ()
 
 
 def withdraw(job: Job, reason: str) -> Result:
@@ -294,7 +294,7 @@ def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) ->
     start = StartRound(
         job.round, target, source, steps_lost, is_built, every, job.states.lost, proves
     )
-    return (message, Order(everyone, commands.Discard()), GoBack(everyone, source), *lost, start)
+    return (message, Send(everyone, commands.Discard()), GoBack(everyone, source), *lost, start)
 
 
 def _unfit(job: Job) -> list[str]:
@@ -326,7 +326,7 @@ def _look(job: Job) -> Result:
         return job, ()
     hosts = tuple(sorted(job.hosts))
     return replace(job, states=replace(job.states, looking=frozenset(hosts))), (
-        Order(hosts, commands.Look()),
+        Send(hosts, commands.Look()),
     )
 
 
@@ -370,7 +370,7 @@ def save(job: Job) -> Result:
         )
     hosts = source.hosts & frozenset(job.hosts)
     job = replace(job, phase=Phase.SAVING, awaited=hosts)
-    return job, (Order(tuple(sorted(hosts)), commands.Save(source.number)),)
+    return job, (Send(tuple(sorted(hosts)), commands.Save(source.number)),)
 
 
 def _has_made_nothing(job: Job) -> bool:
@@ -429,13 +429,13 @@ def next_phase(job: Job) -> Result:
             job, room = release_older(job) if len(job.states.generations) > 1 else (job, ())
             job = probing.agreed(job)
             agreed = commands.Agree(job.round, job.stop.step, job.function.asked is not None)
-            return job, (*waited, *judged, *room, Order(hosts, agreed))
+            return job, (*waited, *judged, *room, Send(hosts, agreed))
         job, actions = prepare(replace(job, stop=replace(job.stop, margin=2 * job.stop.margin)))
         return job, (withdrawn(job, hosts), *actions)
     if job.phase is Phase.DRAINING and active(job):
         hosts = tuple(sorted(active(job)))
         return replace(job, phase=Phase.SNAPSHOTTING, awaited=frozenset(hosts)), (
-            Order(hosts, commands.TakeSnapshot(job.round)),
+            Send(hosts, commands.TakeSnapshot(job.round)),
         )
     if job.phase in (Phase.DRAINING, Phase.SNAPSHOTTING):
         # A host that came back may have brought what it had sealed.

@@ -12,7 +12,7 @@ RESUMABLE = 75
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Send:
     """A command to each of these hosts, as it travels."""
 
     hosts: tuple[str, ...]
@@ -171,7 +171,7 @@ class Say:
 
 
 Action = (
-    Order | BuildRound | StartRound | GoBack | CountTensors | Prove | JudgeStop | JudgeRescue
+    Send | BuildRound | StartRound | GoBack | CountTensors | Prove | JudgeStop | JudgeRescue
     | JudgeSnapshot | CommitParts | MakeReplicas | TryLinks | Release | Lose | EndJob | AmendReport
     | Say
 )  # fmt: skip

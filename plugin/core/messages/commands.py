@@ -186,7 +186,7 @@ class Rescue:
 
 
 @dataclass(frozen=True, slots=True)
-class ShowStacks:
+class LogStacks:
     """The job waits for the workers: have them log their stacks."""
 
 
@@ -333,7 +333,7 @@ class Exit:
 
 Command = (
     Remember | Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw
-    | TakeSnapshot | ShowStacks | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop
+    | TakeSnapshot | LogStacks | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop
     | Drop | Save | Archive | FinishArchive | Retire | Replicate | Examine | Doubt | Look
     | CheckHealth | Knock | Exit
 )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from scalai.core.job.membership import Assign, Generation
 from scalai.core.job.remembered import Remembered, Underway
-from scalai.core.job.spacing import Measured
+from scalai.core.job.spacing import SnapshotCost
 from scalai.core.messages.reports import Report, Stalled
 
 NOT_COVERED = "the snapshots that survive do not cover the state"
@@ -127,7 +127,7 @@ class SnapshotJudged:
     hosts: tuple[str, ...]
     step: int
     number: int
-    measured: Measured | None = None
+    measured: SnapshotCost | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ def test_workers_that_are_being_ended_are_told_nothing_and_ended_once() -> None:
     done = len(host.done)
     host.obey(commands.Stop(1, False))
     host.obey(commands.Prepare(1, 12))
-    host.obey(commands.ShowStacks())
+    host.obey(commands.LogStacks())
     host.tick(1.0)
     assert host.done[done:] == []
     host.feed(GroupEnded(1, 9))

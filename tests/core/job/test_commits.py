@@ -89,7 +89,7 @@ def test_what_a_host_brings_goes_or_is_renamed_before_a_round_begins() -> None:
     joined = events.HostJoined("a", 2, whole, True, 0.0, obsolete=(3, 4), sealed=((5, ("a",)),))
     _, due = advance(job, joined)
     assert due[:3] == (
-        *(actions.Order(("a",), commands.Drop(number)) for number in (3, 4)),
+        *(actions.Send(("a",), commands.Drop(number)) for number in (3, 4)),
         actions.CommitParts(("a",), 5),
     )
     assert isinstance(due[-1], actions.StartRound) and due[-1].generation == 5

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from scalai.core.job import membership as m
 from scalai.core.job import respacing
 from scalai.core.job.resize import advance
-from scalai.core.job.spacing import FIRST_STEPS, KEPT, MOST_STEPS, Measured, Spacing, is_noticeable
+from scalai.core.job.spacing import (
+    FIRST_STEPS,
+    KEPT,
+    MOST_STEPS,
+    SnapshotCost,
+    Spacing,
+    is_noticeable,
+)
 from scalai.core.messages import actions, commands, events, reports
 from support.law_words import ordered
 from support.membership_jobs import rounds
@@ -35,7 +42,7 @@ def trained(is_auto: bool = True, **settings: Any) -> Simulation:
     return simulation
 
 
-def made(job: m.Job, measured: Measured | None, number: int = 7) -> tuple[m.Job, list[str]]:
+def made(job: m.Job, measured: SnapshotCost | None, number: int = 7) -> tuple[m.Job, list[str]]:
     """Return the job behind a snapshot on the way, and what is said."""
     job, due = advance(job, events.SnapshotJudged(("a", "b"), 50, number, measured))
     return job, [action.text for action in due if isinstance(action, actions.Say)]
@@ -55,7 +62,7 @@ def test_until_one_is_measured_a_default_holds_and_is_said() -> None:
 
 
 def test_what_is_measured_is_said_with_the_number_and_told_ahead_of_time() -> None:
-    found, said = made(trained().job, Measured(2.0, 3.0, 1.0))
+    found, said = made(trained().job, SnapshotCost(2.0, 3.0, 1.0))
     assert said == [
         "event=snapshot_every k=632 cost_s=2.000 step_s=3 mtbf_s=900000 interval_s=1897"
     ]
@@ -65,58 +72,58 @@ def test_what_is_measured_is_said_with_the_number_and_told_ahead_of_time() -> No
 
 
 def test_a_little_change_is_neither_told_nor_said() -> None:
-    found, _ = made(trained().job, Measured(2.0, 3.0, 1.0))
+    found, _ = made(trained().job, SnapshotCost(2.0, 3.0, 1.0))
     found, _ = ticked(found, 10.0, 60)
-    found, said = made(found, Measured(2.2, 3.1, 1.0), 8)
+    found, said = made(found, SnapshotCost(2.2, 3.1, 1.0), 8)
     assert not said and found.spacing.every == 632 and not ticked(found, 11.0, 61)[1]
 
 
 def test_what_stays_as_it_was_is_said_once_with_its_reasons() -> None:
-    found, said = made(trained().job, Measured(0.02, 4.0, 1.0))
+    found, said = made(trained().job, SnapshotCost(0.02, 4.0, 1.0))
     assert said and "k=50 " in said[0] and not ticked(found, 10.0, 60)[1]
-    assert not made(found, Measured(0.02, 4.0, 1.0), 8)[1]
+    assert not made(found, SnapshotCost(0.02, 4.0, 1.0), 8)[1]
 
 
 def test_who_said_a_number_keeps_it() -> None:
-    found, said = made(trained(is_auto=False).job, Measured(2.0, 3.0, 1.0))
+    found, said = made(trained(is_auto=False).job, SnapshotCost(2.0, 3.0, 1.0))
     assert not said and not ticked(found, 10.0, 60)[1] and found.spacing.every == FIRST_STEPS
 
 
 @pytest.mark.parametrize("bad", [nan, inf, -1.0, None])
 def test_what_is_no_number_is_not_believed(bad: float | None) -> None:
-    found, _ = made(trained().job, Measured(2.0, 3.0, 1.0))
+    found, _ = made(trained().job, SnapshotCost(2.0, 3.0, 1.0))
     before = found.spacing
-    found, said = made(found, Measured(bad, bad, bad), 8)
+    found, said = made(found, SnapshotCost(bad, bad, bad), 8)
     assert not said and found.spacing == before
-    first, said = made(trained().job, Measured(bad, bad, bad))
+    first, said = made(trained().job, SnapshotCost(bad, bad, bad))
     assert not said and first.spacing.every == FIRST_STEPS
 
 
 def test_a_cost_of_nothing_leaves_time_between_snapshots() -> None:
-    found, _ = made(trained().job, Measured(0.0, 0.5, 0.1))
+    found, _ = made(trained().job, SnapshotCost(0.0, 0.5, 0.1))
     assert found.spacing.every == 20, "10 s"
 
 
 def test_a_snapshot_has_time_for_its_replicas() -> None:
     before = respacing.replicated(trained().job, 30.0)
-    found, _ = made(before, Measured(0.0, 1.0, 2.0))
+    found, _ = made(before, SnapshotCost(0.0, 1.0, 2.0))
     assert found.spacing.every == 4 * 32
 
 
 def test_one_that_is_far_off_changes_nothing_and_a_lasting_change_does() -> None:
-    found, _ = made(trained().job, Measured(2.0, 3.0, 1.0))
+    found, _ = made(trained().job, SnapshotCost(2.0, 3.0, 1.0))
     for number in (8, 9):
-        found, _ = made(found, Measured(2.0, 3.0, 1.0), number)
-    found, said = made(found, Measured(900.0, 90.0, 1.0), 10)
+        found, _ = made(found, SnapshotCost(2.0, 3.0, 1.0), number)
+    found, said = made(found, SnapshotCost(900.0, 90.0, 1.0), 10)
     assert not said
     for number in range(11, 11 + KEPT):
-        found, _ = made(found, Measured(2.0, 30.0, 1.0), number)
+        found, _ = made(found, SnapshotCost(2.0, 30.0, 1.0), number)
     assert found.spacing.every == 63
 
 
 def test_a_round_that_starts_again_keeps_what_was_learned_and_counts_the_failure() -> None:
     simulation = trained()
-    learned, _ = respacing.measured(simulation.job, Measured(2.0, 3.0, 1.0))
+    learned, _ = respacing.measured(simulation.job, SnapshotCost(2.0, 3.0, 1.0))
     every = learned.spacing.every
     learned, _ = ticked(learned, simulation.now + 1.0, 60)
     learned, _ = ticked(learned, simulation.now + 3601.0, 70)
@@ -135,7 +142,7 @@ def test_a_round_that_starts_again_keeps_what_was_learned_and_counts_the_failure
 def test_workers_that_were_built_before_a_choice_are_told() -> None:
     before = trained().job
     standing_by = respacing.built(before)
-    learned, _ = made(standing_by, Measured(2.0, 3.0, 1.0))
+    learned, _ = made(standing_by, SnapshotCost(2.0, 3.0, 1.0))
     begun = respacing.started(learned, is_built=True)
     assert begun.spacing.told == FIRST_STEPS
     assert any(isinstance(ordered(each), commands.Space) for each in ticked(begun, 10.0, 60)[1])
@@ -143,7 +150,7 @@ def test_workers_that_were_built_before_a_choice_are_told() -> None:
 
 
 def test_nobody_is_told_during_a_stop() -> None:
-    found, _ = made(trained().job, Measured(2.0, 3.0, 1.0))
+    found, _ = made(trained().job, SnapshotCost(2.0, 3.0, 1.0))
     stopping = replace(found, phase=m.Phase.PREPARING, awaited=frozenset("ab"))
     stopping, due = ticked(stopping, 10.0, 60)
     assert not due and stopping.spacing.counted_at is None
@@ -151,9 +158,12 @@ def test_nobody_is_told_during_a_stop() -> None:
 
 
 @given(
-    st.lists(st.builds(Measured, ANYTHING, ANYTHING, ANYTHING), max_size=8), st.integers(0, 5000)
+    st.lists(st.builds(SnapshotCost, ANYTHING, ANYTHING, ANYTHING), max_size=8),
+    st.integers(0, 5000),
 )
-def test_whatever_is_measured_the_number_is_sensible(found: list[Measured], workers: int) -> None:
+def test_whatever_is_measured_the_number_is_sensible(
+    found: list[SnapshotCost], workers: int
+) -> None:
     spacing = Spacing(FIRST_STEPS, True)
     for each in found:
         spacing = spacing.with_measured(each)

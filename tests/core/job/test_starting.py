@@ -54,7 +54,7 @@ def test_each_phase_of_a_start_waits_for_the_workers_of_all_hosts() -> None:
     job, done = advance_all(job, events.Reported("a", restored(round)))
     assert done == [actions.Prove(1)] and job.attempt.progress == {"a": "restored", "b": "restored"}
     job, done = advance_all(job, events.Proven(round))
-    assert done == [actions.Order(("a", "b"), commands.Proceed(round))]
+    assert done == [actions.Send(("a", "b"), commands.Proceed(round))]
 
 
 @pytest.mark.parametrize("kind", [published, restored])
@@ -146,9 +146,9 @@ def test_a_failed_proof_is_examined_and_what_was_fetched_goes_where_nothing_is_d
     job = starting().job
     after, done = advance_all(job, failed_proof(job))
     assert after.phase is m.Phase.EXAMINING and after.awaited == {"a", "b"}
-    assert done[-1] == actions.Order(("a", "b"), commands.Examine(1))
+    assert done[-1] == actions.Send(("a", "b"), commands.Examine(1))
     after, done = advance_all(after, *examined())
-    assert done[0] == actions.Order(("a", "b"), commands.Doubt(1))
+    assert done[0] == actions.Send(("a", "b"), commands.Doubt(1))
     assert isinstance(ordered(done[-1]), commands.Stop), "the doubt is told before"
     assert after.phase is m.Phase.STOPPING and after.budget.left == job.budget.left
 
@@ -157,7 +157,7 @@ def test_a_second_host_that_says_so_in_the_same_round_changes_nothing() -> None:
     job = starting().job
     second = failed_proof(job, is_second=True, can_reread=False)
     after, done = advance_all(job, failed_proof(job), second, *examined())
-    assert actions.Order(("a", "b"), commands.Doubt(1)) in done and after.phase is m.Phase.STOPPING
+    assert actions.Send(("a", "b"), commands.Doubt(1)) in done and after.phase is m.Phase.STOPPING
 
 
 def test_what_there_is_nothing_else_of_is_not_given_up_for_a_failed_proof() -> None:
@@ -192,7 +192,7 @@ def test_a_proof_that_fails_while_the_round_is_stopped_is_examined_and_stops_not
     failed = failed_proof(job, is_second=is_second)
     after, done = advance_all(job, failed)
     assert after == job
-    assert done == ([] if is_second else [actions.Order(("a", "b"), commands.Examine(1))])
+    assert done == ([] if is_second else [actions.Send(("a", "b"), commands.Examine(1))])
     assert advance_all(job, replace(failed, round=job.round - 1)) == (job, [])
 
 
@@ -210,7 +210,7 @@ def test_what_workers_raise_before_the_proof_is_their_failure_where_all_parts_ar
     job = all_published(starting().job)
     after, done = advance_all(job, raised(job))
     assert after.phase is m.Phase.EXAMINING and after.budget.left == job.budget.left
-    assert done[-1] == actions.Order(("a", "b"), commands.Examine(1))
+    assert done[-1] == actions.Send(("a", "b"), commands.Examine(1))
     after, _ = advance_all(after, *examined(hosts="b"))
     assert after.awaited == {"a"}
     after, _ = advance_all(after, *examined(hosts="a"))
@@ -289,7 +289,7 @@ def test_damage_that_is_found_in_the_training_makes_room_for_an_older_generation
         starting().job, phase=m.Phase.RUNNING, generations=(m.Generation(3, 20, frozenset("ab")),)
     )
     suspected = events.Reported("b", reports.Suspected(4, ("b", "gone"), "it differs"))
-    assert advance_all(job, suspected)[1] == [actions.Order(("b",), commands.Examine(4))]
+    assert advance_all(job, suspected)[1] == [actions.Send(("b",), commands.Examine(4))]
     after, done = advance_all(but(job, replicated=(4, frozenset("ab"))), *examined("b", "b", 4))
     assert done[-1] == actions.GoBack(("a", "b"), 3) and after.copies.replicated is None
     assert advance_all(job, *examined("", "b", 4)) == (job, [])
