@@ -24,6 +24,7 @@ from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings, Want
+from scalai.core.job.function_proof import Made
 from scalai.core.messages import commands
 from scalai.core.messages.reports import Committed, Grown, Prepared, Replicated
 from scalai.core.messages.shared import JsonText
@@ -108,6 +109,14 @@ class Group:
     def place(self) -> int:
         """The host's place among those with workers."""
         return self.workers.placement.group_rank
+
+    @property
+    def page(self) -> "Group":
+        """Their control page, with the numbers of no step."""
+        return self
+
+    def made(self, after: int) -> list[Made]:
+        return []
 
     def newest_step(self) -> int:
         """Return the step that they have ended last."""
