@@ -42,13 +42,13 @@ from control_watch import COUNTED, Watch
 from plan import RANKS_PER_HOST
 from report import Report, timed
 
-from scalai.launch.agent.background import Background
-from scalai.launch.agent.loop import Loop
+from scalai.launch.agent.loop import MEMORY, THREADS, Loop
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.person_calls import Scale, Status
 from scalai.runtime.calls import Channel
+from scalai.runtime.lanes import Lanes
 
 HOSTS_A_PROCESS, MAX_PROCESSES = 32, 8
 SWITCH_S = 0.1
@@ -121,11 +121,10 @@ def _be_hosts(
     threading.stack_size(STACK_BYTES)
     watch.begin(number)
     loop = Loop()
-    background = Background(loop.put)
-    background.start()
+    lanes = Lanes({MEMORY: THREADS[MEMORY]}, loop.put)
+    lanes.start()
     hosts = {
-        each: control_hosts.Host(each, spec, place, layouts, watch, loop, background)
-        for each in numbers
+        each: control_hosts.Host(each, spec, place, layouts, watch, loop, lanes) for each in numbers
     }
     for each in numbers:
         watch.note("opened", each)

@@ -42,14 +42,14 @@ from scalai.core.messages.worker_messages import (
 )
 from scalai.core.tensors.collection import MAX_NDIM, Collection
 from scalai.core.tensors.source_list import SourceList
-from scalai.launch.agent.background import Background
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.link import CoordinatorLink
-from scalai.launch.agent.loop import Agent, Loop
+from scalai.launch.agent.loop import MEMORY, Agent, Loop
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.named_once import HostLists
+from scalai.runtime.lanes import Lanes
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import summary_bytes
 
@@ -200,10 +200,12 @@ class Hands:
                 slot = Slot({rank: WriteOrder(rank, "", (), ()) for rank in held})
                 self._later(host.agent.feed, events.Reserved(number, slot))
             case actions.Seal():
-                host.background.run(partial(host.seal, action), host.feed_later)
+                host.lanes.run(MEMORY, "a host", partial(host.seal, action), host.feed_later)
             case actions.FetchWanted(start, wants):
                 work = partial(host.verify, start, wants)
-                host.background.run(work, lambda found: host.later(partial(host.found, found)))
+                host.lanes.run(
+                    MEMORY, "a host", work, lambda found: host.later(partial(host.found, found))
+                )
             case actions.TryCommit(command):
                 generation = command.generation
                 if command.snapshot not in host.store.sealed:
@@ -295,10 +297,10 @@ class Host:
 
     def __init__(
         self, number: int, spec: JobSpec, place: Place, layouts: Layouts, watch: Watch,
-        loop: Loop, background: Background,
+        loop: Loop, lanes: Lanes,
     ) -> None:  # fmt: skip
         self.number, self.name = number, f"node-{number:05d}"
-        self.watch, self.background = watch, background
+        self.watch, self.lanes = watch, lanes
         self.later = partial(_give_way_after, loop)
         self._spec, self._layouts = spec, layouts
         self.store = StubStore(self.name)
@@ -413,7 +415,9 @@ class Host:
         """The sources are verified: go on with the restore once the benchmark says so."""
         assert start.sources is not None
         self.sources, self._group = start.sources.value, start.workers.placement.group
-        self.watch.when("move", lambda: self.background.run(self._fetched, self._feed_all))
+        self.watch.when(
+            "move", lambda: self.lanes.run(MEMORY, "a host", self._fetched, self._feed_all)
+        )
 
     def plan(self) -> tuple[float, int]:
         """Ask the hosts that hold what this one wants, and plan. Returns the seconds that it took,

@@ -1,8 +1,7 @@
-"""A host's part in bringing generations to the durable directory while the job trains, in a thread
-of its own: a disk that is slow, or hangs, holds nothing else up."""
+"""A host's copies of generations to the durable directory while the job trains, in a lane of their
+own: a slow or hung disk holds up nothing else."""
 
 import logging
-import queue
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -11,13 +10,15 @@ from pathlib import Path
 from scalai.core.errors import DamageError, ScalaiError, StoreError
 from scalai.core.messages import commands, reports
 from scalai.core.messages.reports import Archived
+from scalai.launch.agent.loop import ARCHIVE
+from scalai.runtime.lanes import Lanes
 from scalai.store.archive import retire, show
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name
 
 CLOSE_S = 2.0
-"""How long the copy of an agent that ends may take to remove what it has written; a later agent of
-this host removes what is left."""
+"""Seconds for a copy to remove its files when the agent ends; a later agent of this host removes
+the rest."""
 
 Command = commands.Archive | commands.FinishArchive | commands.Retire
 
@@ -32,7 +33,8 @@ class Archiver:
         directory: ``<durable_dir>/<job>``; None where this host was given none.
         tell: Reports to the coordinator, in the agent's loop.
         put: Hands the agent's loop something to do.
-        examine: Has it found, in the agent's loop, what is damaged of a generation.
+        examine: Examines a generation for damage, in the agent's loop.
+        lanes: Run blocking work beside the loop.
     """
 
     def __init__(
@@ -42,20 +44,13 @@ class Archiver:
         tell: Callable[[reports.Report], None],
         put: Callable[[Callable[[], None]], object],
         examine: Callable[[int], None],
+        lanes: Lanes,
     ) -> None:
         self._store, self._directory, self._tell, self._put = store, directory, tell, put
-        self._examine = examine
-        self._commands = queue.SimpleQueue[Command | None]()
+        self._examine, self._lanes = examine, lanes
         self._newest: Command | None = None
         self._snapshots: dict[int, str] = {}
         """Of the generation that was written last, the name of its snapshot."""
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread now: later there may be no room for another one."""
-        if self._directory is not None:
-            self._thread = threading.Thread(target=self._work, name="archiver", daemon=True)
-            self._thread.start()
 
     def obey(self, command: Command) -> None:
         """Do this next; a copy that is being made is given up for another one."""
@@ -67,7 +62,7 @@ class Archiver:
         if isinstance(command, commands.Archive):
             self._newest = command
             self._store.give_up_archive("another one is to be archived.")
-        self._commands.put(command)
+        self._lanes.run(ARCHIVE, "archiving", partial(self._done, command), self._tell_done)
 
     def give_up(self, reason: str) -> None:
         """Make no copy any more that was asked for."""
@@ -77,25 +72,20 @@ class Archiver:
     def close(self) -> None:
         """End. Does not wait for a disk that hangs."""
         self.give_up("the agent ends.")
-        self._commands.put(None)
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        if self._directory is not None:
+            ended = threading.Event()
+            self._lanes.submit(ARCHIVE, "the end", ended.set)
+            ended.wait(CLOSE_S)
 
-    # ------------------------------------------------------------------ in the thread
+    # ------------------------------------------------------------------ in the lane's thread
 
-    def _work(self) -> None:
-        while (command := self._commands.get()) is not None:
-            try:
-                report = self._done(command)
-            except Exception as error:  # our own slip: it ends the agent, in its loop
-                self._put(partial(_fail, error))
-                return
-            if report is not None:
-                self._put(partial(self._tell, report))
+    def _tell_done(self, report: Archived | None) -> None:
+        if report is not None:
+            self._put(partial(self._tell, report))
 
     def _done(self, command: Command) -> Archived | None:
         directory = self._directory
-        assert directory is not None, "the thread runs only with one"
+        assert directory is not None, "obey was given one"
         try:
             match command:
                 case commands.Archive():
@@ -125,8 +115,3 @@ class Archiver:
         except DamageError:
             self._put(partial(self._examine, generation))
             raise
-
-
-def _fail(error: Exception) -> None:
-    """What must not happen to the thread ends the agent, whose loop calls this."""
-    raise RuntimeError("the thread that archives generations has failed") from error

@@ -3,14 +3,12 @@ job asks for it."""
 
 import logging
 import os
-import queue
 import select
 import shlex
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 END_S = 5.0
@@ -35,48 +33,24 @@ class HealthCheck:
             healthy.
         timeout_s: How long the command may take.
         variables: What the command finds in its environment beside the agent's own.
-        done: Takes the number of an order and the fault of the host (None: it is healthy), in any
-            thread.
     """
 
-    def __init__(
-        self,
-        command: str | None,
-        timeout_s: float,
-        variables: Mapping[str, str],
-        done: Callable[[int, str | None], None],
-    ) -> None:
+    def __init__(self, command: str | None, timeout_s: float, variables: Mapping[str, str]) -> None:
         self._words = shlex.split(command or "")
-        self._timeout_s, self._variables, self._done = timeout_s, variables, done
-        self._asked = queue.SimpleQueue[tuple[int, str]]()
+        self._timeout_s, self._variables = timeout_s, variables
         self._stuck: subprocess.Popen[bytes] | None = None
         """A command that was killed and has not ended."""
 
-    @property
-    def has_command(self) -> bool:
-        return bool(self._words)
-
-    def start(self) -> None:
-        """Start the thread now: later there may be no room for another one."""
-        if self.has_command:
-            threading.Thread(target=self._work, name="health", daemon=True).start()
-
-    def begin(self, order: int, reason: str) -> None:
-        """Run a check, for this reason. Returns at once."""
-        if self.has_command:
-            self._asked.put((order, reason))
-        else:
-            self._done(order, None)
-
-    def _work(self) -> None:
-        while True:
-            order, reason = self._asked.get()
-            try:
-                fault = self.run(reason)
-            except Exception as error:  # our own slip: the job would wait for an answer for ever
-                log.exception("event=error in a health check")
-                fault = f"the check itself failed: {error!r}"
-            self._done(order, fault)
+    def fault(self, reason: str) -> str | None:
+        """Return the fault of this host, None where it is healthy or has no command. Blocks as long
+        as ``run``; one thread at a time."""
+        if not self._words:
+            return None
+        try:
+            return self.run(reason)
+        except Exception as error:  # our own slip: the job would wait for an answer for ever
+            log.exception("event=error in a health check")
+            return f"the check itself failed: {error!r}"
 
     def run(self, reason: str) -> str | None:
         """Return why this host is not healthy, None where it is. Blocks for the command's time and

@@ -10,7 +10,6 @@ from scalai.core.errors import ScalaiError, StoreError
 from scalai.core.host.actions import LeaveState
 from scalai.core.messages import reports
 from scalai.launch.agent.archiver import Archiver
-from scalai.launch.agent.background import Background
 from scalai.launch.agent.durable import (
     attach_durable,
     numbers,
@@ -19,9 +18,11 @@ from scalai.launch.agent.durable import (
     write_ledger,
 )
 from scalai.launch.agent.leftovers import left_by_others
+from scalai.launch.agent.loop import DISK, MEMORY
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Joined
 from scalai.launch.long_waits import said
+from scalai.runtime.lanes import Lanes
 from scalai.store.archive import repair
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED
@@ -52,7 +53,7 @@ class Holdings:
         spec: The job.
         store: This host's.
         tell: Reports to the coordinator.
-        background: Runs what blocks.
+        lanes: Run blocking work beside the loop.
         put: Hands the agent's loop something to do.
     """
 
@@ -61,13 +62,13 @@ class Holdings:
         spec: JobSpec,
         store: HostStore,
         tell: Callable[[reports.Report], None],
-        background: Background,
+        lanes: Lanes,
         put: Callable[[Callable[[], None]], object],
     ) -> None:
-        self._store, self._tell, self._background, self._put = store, tell, background, put
+        self._store, self._tell, self._lanes, self._put = store, tell, lanes, put
         folder = spec.durable_dir if spec.is_elastic else None
         self._folder = None if folder is None else folder / spec.job
-        self.archiver = Archiver(store, self._folder, tell, put, self.examine)
+        self.archiver = Archiver(store, self._folder, tell, put, self.examine, lanes)
         self._is_fresh = spec.is_fresh
         self._seen_damaged: dict[int, str] = {}
         """What cannot be used of the durable directory, as it was seen last, by number."""
@@ -115,7 +116,7 @@ class Holdings:
                 failed = error
             self._put(lambda: then(failed))
 
-        self._background.submit(attach, on_disk=True)
+        self._lanes.submit(DISK, "looking into the durable directory", attach)
 
     def _parts(self) -> tuple[bytes, ...]:
         return tuple(summary_bytes(self._store.manifest(n)) for n in self._store.generations())
@@ -155,7 +156,8 @@ class Holdings:
                 log.warning("event=not_examined generation=%d: %r", generation, error)
             self._put(lambda: self._tell_examined(generation, damage))
 
-        self._background.submit(examine, on_disk=self._store.is_attached(generation))
+        lane = DISK if self._store.is_attached(generation) else MEMORY
+        self._lanes.submit(lane, f"examining generation {generation}", examine)
 
     def _tell_examined(self, generation: int, damage: Sequence[str]) -> None:
         """Tell what was found, and what this host holds now: more may have come meanwhile."""
@@ -177,7 +179,7 @@ class Holdings:
                 log.warning("event=not_attached %s", error)
             self._put(self._tell_attached)
 
-        self._background.submit(attach, on_disk=True)
+        self._lanes.submit(DISK, "looking into the durable directory", attach)
 
     def _tell_attached(self) -> None:
         damaged = {**self._store.damaged, **self._seen_damaged}
@@ -198,7 +200,7 @@ class Holdings:
                 report = reports.Saved(reason)
             self._put(lambda: self._tell(report))
 
-        self._background.submit(save, on_disk=True)
+        self._lanes.submit(DISK, f"saving generation {generation}", save)
 
     def told_to_exit(self, leave: LeaveState) -> None:
         """The coordinator ends this host's part; if the job has come to its end, that is kept in

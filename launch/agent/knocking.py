@@ -3,9 +3,8 @@
 import logging
 import select
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 TRIES = 3
@@ -20,19 +19,13 @@ Peers = tuple[tuple[str, Address], ...]
 log = logging.getLogger(__name__)
 
 
-def begin_to_knock(peers: Peers, then: Callable[[tuple[str, ...]], object]) -> None:
-    """Knock in a thread of its own, and hand on which of the hosts are not heard. Where that cannot
-    be found out all count as heard."""
-
-    def work() -> None:
-        try:
-            unheard = knock(peers)
-        except (OSError, RuntimeError) as error:  # no descriptors, or no threads
-            log.warning("event=not_knocked %s", error)
-            unheard = ()
-        then(unheard)
-
-    threading.Thread(target=work, name="knocking", daemon=True).start()
+def unheard(peers: Peers) -> tuple[str, ...]:
+    """Return the hosts that do not answer ``knock``; none where the system has no descriptors."""
+    try:
+        return knock(peers)
+    except (OSError, RuntimeError) as error:
+        log.warning("event=not_knocked %s", error)
+        return ()
 
 
 def knock(peers: Peers) -> tuple[str, ...]:

@@ -27,6 +27,17 @@ from scalai.core.messages.worker_messages import WorkerRequest
 from scalai.launch.agent.worker_group import WorkerGroup
 
 TICK_S = 0.1
+MEMORY, DISK, NETWORK, ENDS, ARCHIVE, HEALTH = LANES = (
+    "memory",
+    "disk",
+    "network",
+    "ends",
+    "archive",
+    "health",
+)
+"""Lanes of work beside the loop: snapshots and forks; disks of others; other hosts; ends of
+workers; copies to the durable directory, in order; health checks, one at a time."""
+THREADS = {MEMORY: 4, DISK: 4, NETWORK: 4, ENDS: 4, ARCHIVE: 1, HEALTH: 1}
 
 log = logging.getLogger(__name__)
 

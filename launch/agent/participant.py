@@ -13,15 +13,13 @@ from scalai.core.host import events
 from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
 from scalai.core.job.remembered import Underway
-from scalai.core.messages.reports import HealthChecked
 from scalai.core.messages.shared import JsonText
-from scalai.launch.agent.background import Background
 from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.link import CoordinatorLink
-from scalai.launch.agent.loop import Agent, Loop
+from scalai.launch.agent.loop import THREADS, Agent, Loop
 from scalai.launch.agent.performer import Hands, Performer
 from scalai.launch.agent.progress import ProgressWatch
 from scalai.launch.agent.replica_rate import ReplicaRate
@@ -38,6 +36,7 @@ from scalai.launch.coordinator.next_coordinator import Succession
 from scalai.launch.coordinator.registers import registers_of
 from scalai.launch.long_waits import said
 from scalai.runtime.control import MAX_WORKERS
+from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
 from scalai.store.secure import Folder
 
@@ -253,10 +252,9 @@ def open_agent(
         opened.callback(data.close)
         succession = Succession(spec, interface, lambda: agent.state.is_leaving)
         link = _open_link(spec, host, place, succession, loop, lambda: member)
-        background, stacks = Background(loop.put), Stacks(directory)
-        background.start()
-        holdings = Holdings(spec, store, link.tell, background, loop.put)
-        holdings.archiver.start()
+        lanes, stacks = Lanes(THREADS, loop.put), Stacks(directory)
+        lanes.start()
+        holdings = Holdings(spec, store, link.tell, lanes, loop.put)
         hands = Hands(
             spec=spec,
             host=host,
@@ -265,17 +263,19 @@ def open_agent(
             holdings=holdings,
             groups=WorkerGroups(spec, directory, make_workers),
             stacks=stacks,
-            background=background,
+            lanes=lanes,
             tell=link.tell,
             feed=lambda event: agent.put(event),
             rejoin=lambda: member.rejoin(),
             is_over=lambda: agent.is_over(),
-            health=_health_check(spec, host, lambda event: agent.put(event)),
+            health=_health_check(spec, host),
         )
         rate = ReplicaRate(host, spec.config.store.replica_slowdown)
         performer = Performer(hands, Replicas(store, place.token, rate))
         state = _first_state(spec, host, slots, performer)
-        agent = Agent(state, performer, loop, lambda: _watch(agent, progress, stacks, rate, data))
+        agent = Agent(
+            state, performer, loop, lambda: _watch(agent, progress, stacks, rate, data, lanes)
+        )
         progress = ProgressWatch(host, agent, stacks, resize.stall_s)
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
@@ -333,26 +333,21 @@ def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> 
     return HostState(settings, slots, time.monotonic(), performer.generations())
 
 
-def _health_check(spec: JobSpec, host: str, feed: Callable[[events.Event], None]) -> HealthCheck:
-    variables = {"SCALAI_HOST": host, "SCALAI_JOB": spec.job}
-    probe = spec.config.probe
-
-    def done(order: int, fault: str | None) -> None:
-        feed(HealthChecked(order, fault is None, fault or ""))
-
-    check = HealthCheck(probe.health_check, probe.health_timeout_s, variables, done)
-    check.start()
-    return check
+def _health_check(spec: JobSpec, host: str) -> HealthCheck:
+    probe, variables = spec.config.probe, {"SCALAI_HOST": host, "SCALAI_JOB": spec.job}
+    return HealthCheck(probe.health_check, probe.health_timeout_s, variables)
 
 
 def _watch(
-    agent: Agent, progress: ProgressWatch, stacks: Stacks, rate: ReplicaRate, data: DataPlaneServer
-) -> None:
+    agent: Agent, progress: ProgressWatch, stacks: Stacks, rate: ReplicaRate,
+    data: DataPlaneServer, lanes: Lanes,
+) -> None:  # fmt: skip
     progress.watch()
     if agent.round is not None:
         rate.space(agent.round.workers.snapshot_every)
     rate.look(progress.seen, is_giving=data.is_giving)
     stacks.watch()
+    lanes.look()
 
 
 def _identity(directory: Path) -> StoreIdentity:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from scalai.core.dataset.table import DATASET
@@ -28,11 +29,11 @@ from scalai.core.messages.commands import Replicate, Start
 from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
-from scalai.launch.agent.background import THREADS, Background
 from scalai.launch.agent.fetch import prepare_restore
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
-from scalai.launch.agent.knocking import begin_to_knock
+from scalai.launch.agent.knocking import unheard
+from scalai.launch.agent.loop import DISK, ENDS, HEALTH, MEMORY, NETWORK, THREADS
 from scalai.launch.agent.moving import Moving
 from scalai.launch.agent.oom_kills import describe_rise, oom_kills
 from scalai.launch.agent.replicas import Replicas
@@ -42,6 +43,7 @@ from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups
 from scalai.launch.config.job import JobSpec
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.failpoints import here, reached
+from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name, summary_bytes
 from scalai.store.snapshot import Snapshot
@@ -64,6 +66,7 @@ class Hands:
         rejoin: Joins the job again with what the store holds, beside the loop.
         is_over: Whether the agent itself must end, and waits no longer.
         health: Checks whether this host may run workers.
+        lanes: Run blocking work beside the loop.
     """
 
     spec: JobSpec
@@ -73,12 +76,12 @@ class Hands:
     holdings: Holdings
     groups: WorkerGroups
     stacks: Stacks
-    background: Background
+    lanes: Lanes
     tell: Callable[[Report], None]
     feed: Callable[[Event], None]
     rejoin: Callable[[], None]
     is_over: Callable[[], bool]
-    health: HealthCheck | None = None
+    health: HealthCheck
 
 
 class Performer:
@@ -95,7 +98,7 @@ class Performer:
         """Workers by the number of their round."""
         self._calls, self._last_call = dict[Call, Future[Any]](), 0
         self._oom_kills = oom_kills()
-        self._ends = deque[threading.Event](maxlen=THREADS)
+        self._ends = deque[threading.Event](maxlen=THREADS[ENDS])
         """Set once workers that were ended beside the loop are gone."""
         self._moving: Moving | None = None
         self._replicas = replicas or Replicas(hands.store, hands.token)
@@ -232,14 +235,19 @@ class Performer:
                 self._kill(round, ranks)
             case actions.ShowStacks(round):
                 self._hands.stacks.ask(self.groups[round].pids())
-            case commands.CheckHealth(order, reason):
-                assert self._hands.health is not None
-                self._hands.health.begin(order, reason)
+            case commands.CheckHealth():
+                self._check_health(action)
             case commands.Knock(order, peers):
                 feed = self._hands.feed
-                begin_to_knock(peers, lambda unheard: feed(reports.Knocked(order, unheard)))
+                self._hands.lanes.run(
+                    NETWORK,
+                    "knocking at other hosts",
+                    lambda: unheard(peers),
+                    lambda found: feed(reports.Knocked(order, found)),
+                )
             case actions.WarmUp(imports):
-                self._hands.groups.warm_up(imports, self._hands.background.submit)
+                submit = partial(self._hands.lanes.submit, MEMORY, "warming up")
+                self._hands.groups.warm_up(imports, submit)
             case _:
                 return self._of_the_store(action)
         return ()
@@ -258,7 +266,7 @@ class Performer:
             case actions.FetchWanted(start, wants):
                 self._fetch(start, wants)
             case actions.TrustFetched(generation):
-                self._hands.background.submit(lambda: store.prove(generation))
+                self._hands.lanes.submit(MEMORY, "keeping", lambda: store.prove(generation))
             case actions.TryCommit(command, is_again):
                 return self._try_commit(command, is_again=is_again)
             case actions.DiscardSealed(kept):
@@ -309,6 +317,16 @@ class Performer:
             here({hands.host: os.getpid(), **group.pids()})
         return [events.GroupStarted(workers.round)]
 
+    def _check_health(self, command: commands.CheckHealth) -> None:
+        hands = self._hands
+
+        def checked(fault: str | None) -> None:
+            is_healthy, reason = fault is None, fault or ""
+            hands.feed(reports.HealthChecked(command.order, is_healthy, reason))
+
+        work = partial(hands.health.fault, command.reason)
+        hands.lanes.run(HEALTH, "a health check", work, checked)
+
     def _obstacle(self, action: actions.StartGroup) -> str | None:
         present = [pid for group in self.groups.values() for pid in group.pids().values()]
         policy = self._hands.spec.config.resize.standby
@@ -332,7 +350,7 @@ class Performer:
                 ended.set()
             return events.GroupEnded(round, group.newest_step())
 
-        self._hands.background.run(end, self._hands.feed)
+        self._hands.lanes.run(ENDS, f"ending workers of round {round}", end, self._hands.feed)
 
     def _poll(self, round: int) -> list[Event]:
         outcome = self.groups[round].poll()
@@ -370,9 +388,7 @@ class Performer:
 
     # ------------------------------------------------------------------ the store
 
-    def _run(
-        self, round: int, what: str, work: Callable[[], Iterable[Event]], *, on_disk: bool = False
-    ) -> None:
+    def _run(self, lane: str, round: int, what: str, work: Callable[[], Iterable[Event]]) -> None:
         """Have a thread work for a round, and feed its results."""
 
         def safely() -> Iterable[Event]:
@@ -381,7 +397,7 @@ class Performer:
             except (ScalaiError, OSError) as error:
                 return [events.WorkFailed(round, f"{what}: {error}")]
 
-        self._hands.background.run(safely, self._feed_all, on_disk=on_disk)
+        self._hands.lanes.run(lane, what, safely, self._feed_all)
 
     def _feed_all(self, found: Iterable[Event]) -> None:
         for event in found:
@@ -394,7 +410,7 @@ class Performer:
             except (ScalaiError, OSError) as error:
                 return [events.NoRoom(action.round, str(error))]
 
-        self._run(action.round, "making room for a snapshot", reserve)
+        self._run(MEMORY, action.round, "making room for a snapshot", reserve)
 
     def _seal(self, action: actions.Seal) -> None:
         slot, about = _files(action.slot), {**action.about, "time": time.time()}
@@ -416,7 +432,7 @@ class Performer:
             reached("sealed")
             return [events.SealDone(action.round, slot, summary_bytes(manifest))]
 
-        self._run(action.round, "sealing the snapshot", seal)
+        self._run(MEMORY, action.round, "sealing the snapshot", seal)
 
     def _fetch(self, start: Start, wants: Mapping[int, Want]) -> None:
         round = start.workers.round
@@ -435,15 +451,18 @@ class Performer:
             return found.to_events(round)
 
         source = start.sources
-        on_disk = source is not None and store.is_attached(source.value.generation)
-        self._run(round, "planning and moving", fetch, on_disk=on_disk)
+        lane = NETWORK if source is None else self._lane_of(source.value.generation)
+        self._run(lane, round, "planning and moving", fetch)
+
+    def _lane_of(self, generation: int) -> str:
+        """Return the lane of reads that may touch a durable directory."""
+        return DISK if self._store.is_attached(generation) else NETWORK
 
     def _replicate(self, command: Replicate) -> None:
         self._replicas.begin(command.order)
-        on_disk = self._store.is_attached(command.sources.value.generation)
-        self._hands.background.run(
-            lambda: self._replicas.replicated(command), self._feed_all, on_disk=on_disk
-        )
+        lane = self._lane_of(command.sources.value.generation)
+        work = partial(self._replicas.replicated, command)
+        self._hands.lanes.run(lane, "fetching replicas", work, self._feed_all)
 
     def _try_commit(self, command: commands.Commit, *, is_again: bool) -> Iterable[Event]:
         generation, store = command.generation, self._store

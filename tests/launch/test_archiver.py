@@ -3,14 +3,14 @@
 import queue
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from scalai.core.messages import commands, reports
 from scalai.core.messages.reports import Archived
 from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.loop import THREADS
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
+from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
 from support.store_states import Opener, generation
 
@@ -50,9 +50,9 @@ def test_what_is_damaged_in_memory_is_examined_when_it_is_archived(
     config.write_text("[model]\nnum_attention_heads = 8\n")
     flags = ["--elastic", str(config), "--durable-dir", str(tmp_path / "disk"), "--job", "job"]
     spec, loop = JobSpec.read(parse_options([*flags, "script.py"])), Loop()
-    beside: Any = SimpleNamespace(submit=lambda work, **where: work())
-    holdings = Holdings(spec, damaged(open_store), loop.told.append, beside, loop.put)
-    holdings.archiver.start()
+    lanes = Lanes(THREADS, loop.put)
+    lanes.start()
+    holdings = Holdings(spec, damaged(open_store), loop.told.append, lanes, loop.put)
     try:
         holdings.archiver.obey(commands.Archive(7, 3, own_only=True))
         loop.until_told(2)

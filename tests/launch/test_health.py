@@ -1,7 +1,6 @@
 """The command of a health check: what it says, and that nothing of it is left or waited for."""
 
 import os
-import queue
 import signal
 import stat
 from pathlib import Path
@@ -18,7 +17,7 @@ DEADLINE_S = 60.0
 
 def check(command: str | None, timeout_s: float = DEADLINE_S) -> HealthCheck:
     variables = {"SCALAI_HOST": "a", "SCALAI_JOB": "j"}
-    return HealthCheck(command, timeout_s, variables, lambda order, fault: None)
+    return HealthCheck(command, timeout_s, variables)
 
 
 def test_a_host_is_healthy_where_the_command_ends_with_0() -> None:
@@ -81,26 +80,16 @@ def test_beside_a_command_that_cannot_be_killed_no_other_is_started(
     asked._stuck.wait(DEADLINE_S)
 
 
-def test_answers_come_beside_the_loop_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    fed: queue.Queue[tuple[int, str | None]] = queue.Queue()
-    asked = HealthCheck("test -e /", DEADLINE_S, {}, lambda *found: fed.put(found))
-    asked.start()
-    asked.begin(1, "it joins")
-    assert fed.get(timeout=DEADLINE_S) == (1, None)
+def test_a_slip_of_ours_is_a_fault_and_no_command_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = check("test -e /")
+    assert asked.fault("it joins") is None
 
     def fail(reason: str) -> None:
         raise KeyError(reason)
 
     monkeypatch.setattr(asked, "run", fail)
-    asked.begin(2, "it failed")
-    order, fault = fed.get(timeout=DEADLINE_S)
-    assert order == 2 and fault is not None and "the check itself failed: KeyError" in fault
-
-
-def test_without_a_command_a_host_is_healthy() -> None:
-    found: list[tuple[int, str | None]] = []
-    HealthCheck(None, 1.0, {}, lambda *done: found.append(done)).begin(7, "it joins")
-    assert found == [(7, None)]
+    assert "the check itself failed: KeyError" in str(asked.fault("it failed"))
+    assert check(None).fault("it joins") is None
 
 
 @pytest.mark.parametrize("command", ["", "  ", "check 'no end"])

@@ -17,10 +17,12 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
-from scalai.launch.agent.background import Background
 from scalai.launch.agent.fetch import Restore
+from scalai.launch.agent.health import HealthCheck
+from scalai.launch.agent.loop import THREADS
 from scalai.launch.agent.moving import Moving
 from scalai.launch.agent.performer import Hands, Performer
+from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name
 from support.store_states import generation, is_whole, snapshot, two_ranks
@@ -74,8 +76,8 @@ class Set:
         self.group, self.reported = FakeGroup(), list[Any]()
         groups: Any = SimpleNamespace(start=lambda wanted: self.group)
         self.groups = groups
-        background = Background(lambda due: due())
-        background.start()
+        lanes = Lanes(THREADS, lambda due: due())
+        lanes.start()
         resize = SimpleNamespace(standby="never")
         config = SimpleNamespace(
             resize=resize,
@@ -87,8 +89,9 @@ class Set:
         )  # fmt: skip
         nothing: Any = None
         self.hands = Hands(
-            spec, "a", b"token", store, nothing, self.groups, nothing, background,
+            spec, "a", b"token", store, nothing, self.groups, nothing, lanes,
             self.reported.append, self.fed.put, self.rejoin, lambda: False,
+            HealthCheck(None, 1.0, {}),
         )  # fmt: skip
         self.performer = Performer(self.hands)
         self.rejoin_error: Exception | None = None

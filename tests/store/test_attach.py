@@ -19,6 +19,7 @@ from scalai.core.tensors.fingerprint import Committed
 from scalai.core.tensors.region import Box, whole
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.leftovers import find_leftovers
+from scalai.launch.agent.loop import DISK
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.store import held as held_module
@@ -63,7 +64,7 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
         if path.is_symlink():
             os.truncate(path.resolve(), 1)
     reported: list[Any] = []
-    beside: Any = SimpleNamespace(submit=lambda work, **where: work())
+    beside: Any = SimpleNamespace(submit=lambda lane, name, work: work())
     holdings = Holdings(
         JobSpec.read(parse_options(["--job", "job", "script.py"])), store,
         reported.append, beside, lambda due: due(),
@@ -401,13 +402,13 @@ def test_a_host_that_holds_something_joins_again_without_a_disk(
     flags = ["--job", "job", "--elastic", str(config), "--durable-dir", str(tmp_path / "disk")]
     spec = JobSpec.read(parse_options([*flags, "script.py"]))
     asked: list[Any] = []
-    beside: Any = SimpleNamespace(submit=lambda work, on_disk: asked.append((work, on_disk)))
+    beside: Any = SimpleNamespace(submit=lambda *given: asked.append(given))
     holdings = Holdings(spec, store, lambda *logged: None, beside, lambda due: due())
     went: list[Exception | None] = []
     holdings.attach_beside(went.append)
-    assert not went and asked[0][1], "an empty one looks at the disk first, beside the loop"
+    assert not went and asked[0][0] == DISK, "an empty one looks at the disk first, beside the loop"
     (tmp_path / "disk").write_text("no folder")
-    asked[0][0]()
+    asked[0][2]()
     assert isinstance(went[0], StoreError)
     generation(store, 3, step=3)
     holdings.attach_beside(went.append)
