@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from scalai.core.errors import AnswerError, EndedError, RefusedError, UsageError
 from scalai.core.messages.actions import RESUMABLE
-from scalai.core.planner.devices import custom_device
+from scalai.core.planner.devices import device_named
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
 from scalai.launch.agent.durable import check_writable, refuse_finished
@@ -33,6 +33,7 @@ from scalai.launch.config.flags import build_parser, parse_options, with_own_nam
 from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.job import JobSpec
+from scalai.launch.config.removed import constant
 from scalai.launch.coordinator.discovery import Place, find_coordinator, job_directory
 from scalai.launch.logs import configure
 from scalai.launch.long_waits import said
@@ -81,6 +82,8 @@ def _run(argv: list[str]) -> int:
 def _say_configuration(spec: JobSpec) -> None:
     for line in spec.config.describe().splitlines():
         log.info("event=config %s", line)
+    for line in spec.config.ignored:
+        log.warning("event=config %s", line)
     if not spec.spacing.every:
         log.warning(NO_SNAPSHOTS)
 
@@ -96,15 +99,15 @@ def _with_device(spec: JobSpec) -> JobSpec:
     except NoAnswerError as error:
         log.info("event=device no answer: %s; [planner] gpu names one", error)
         return spec
-    log.info("event=device name=%r%s", named, _unknown(named, planner.figures))
+    log.info("event=device name=%r%s", named, _unknown(named))
     options = spec.options
     return JobSpec.read(replace(options, overrides={**options.overrides, "planner.gpu": named}))
 
 
-def _unknown(device: str, figures: Mapping[str, float]) -> str:
-    """Return why the planner knows nothing of a device, as the end of a line of the log."""
+def _unknown(device: str) -> str:
+    """Why the planner does not know a device, as the end of a line of the log."""
     try:
-        custom_device(device, figures)
+        device_named(device)
     except RefusedError as error:
         return f": {error}"
     return ""
@@ -184,7 +187,8 @@ def run_agent(spec: JobSpec) -> int:
     _start_probe(spec, agent, slots)
     preemption = spec.config.preemption
     watch(
-        preemption.parsed(), agent.noticed, agent.notice_withdrawn, preemption.interval_s,
+        preemption.parsed(), agent.noticed, agent.notice_withdrawn,
+        constant("preemption.interval_s"),
         spec.config.resize.drain_timeout_s,
     )  # fmt: skip
     ended: list[int] = []

@@ -18,10 +18,11 @@ from scalai.core.errors import RefusedError
 from scalai.launch import cli
 from scalai.launch.agent.durable import attach_durable, refuse_finished
 from scalai.launch.commands import questions
-from scalai.launch.config.elastic_file import load_config
+from scalai.launch.config.elastic_config import load_config
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.hostfile import filtered, parse_hostfile
 from scalai.launch.config.job import JobSpec
+from scalai.launch.config.removed import CONSTANTS
 from scalai.launch.coordinator.held_states import HeldStates
 from scalai.store.host import HostStore
 from scalai.store.values import decode
@@ -134,10 +135,15 @@ def test_status_tells_of_a_change_that_was_reported(
 @pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
 def test_every_key_of_an_elastic_configuration_still_means_the_same(release: Path) -> None:
     config = load_config(str(release / "elastic.toml"))
-    stated = (release / "elastic.txt").read_text()
-    logged = set(stated.splitlines())
-    # A release may know more keys, with defaults.
-    assert logged <= set(config.describe().splitlines())
+    logged = set((release / "elastic.txt").read_text().splitlines())
+    removed = {line for line in logged if line.split(" = ")[0] in CONSTANTS}
+    # A release may know more keys, with defaults; a removed one is told by one warning.
+    assert logged - removed <= set(config.describe().splitlines())
+    stated = [line for line in removed if line.endswith("(file)")]
+    assert len(config.ignored) == len(stated)
+    for line in stated:
+        section, _, name = line.split(" = ")[0].partition(".")
+        assert any(each.startswith(f"[{section}] {name} = ") for each in config.ignored), line
     flags = ["--job", "job", "train.py", "--deepspeed_config", str(release / "deepspeed.json")]
     spec = JobSpec.read(parse_options(flags))
     assert spec.config == config and spec.deepspeed is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from scalai.core.errors import ScalaiError
 from scalai.launch.agent.notices import LEAST_S, FileNotice, Notices, Question, question_of
-from scalai.launch.config.notice_source import NoticeSource
+from scalai.launch.config.elastic_config import NoticeSource
 
 LONGEST_S = 60.0
 """A source that does not answer is asked again after twice as long each time, at most so long."""

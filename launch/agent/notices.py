@@ -17,7 +17,7 @@ from typing import Any
 
 from scalai.core.errors import PeerError, StoreError
 from scalai.launch.agent.metadata import Answer, ask
-from scalai.launch.config.notice_source import NoticeSource
+from scalai.launch.config.elastic_config import NoticeSource
 
 Notices = Mapping[str, float | None]
 """By what is said the seconds that are left; None: nobody knows when."""

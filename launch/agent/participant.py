@@ -29,6 +29,7 @@ from scalai.launch.agent.torch_elastic import WorkerSet
 from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.launch.agent.worker_group import WorkerGroups
 from scalai.launch.config.job import JobSpec
+from scalai.launch.config.removed import constant
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.named_once import HostLists
@@ -242,7 +243,7 @@ def open_agent(
         StoreError: The store cannot be opened.
     """
     _check_slots(slots)
-    loop, resize = Loop(), spec.config.resize
+    loop = Loop()
     with ExitStack() as opened:
         with said("what the store holds, and what it has attached of another disk"):
             store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
@@ -270,13 +271,13 @@ def open_agent(
             is_over=lambda: agent.is_over(),
             health=_health_check(spec, host),
         )
-        rate = ReplicaRate(host, spec.config.store.replica_slowdown)
+        rate = ReplicaRate(host, constant("store.replica_slowdown"))
         performer = Performer(hands, Replicas(store, place.token, rate))
         state = _first_state(spec, host, slots, performer)
         agent = Agent(
             state, performer, loop, lambda: _watch(agent, progress, stacks, rate, data, lanes)
         )
-        progress = ProgressWatch(host, agent, stacks, resize.stall_s)
+        progress = ProgressWatch(host, agent, stacks, constant("resize.stall_s"))
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
         served = Served(store, holdings, data, link, workers, performer)
@@ -335,7 +336,7 @@ def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> 
 
 def _health_check(spec: JobSpec, host: str) -> HealthCheck:
     probe, variables = spec.config.probe, {"SCALAI_HOST": host, "SCALAI_JOB": spec.job}
-    return HealthCheck(probe.health_check, probe.health_timeout_s, variables)
+    return HealthCheck(probe.health_check, constant("probe.health_timeout_s"), variables)
 
 
 def _watch(

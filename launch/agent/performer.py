@@ -149,7 +149,7 @@ class Performer:
             degrees=workers.degrees,
             micro_batch_size=workers.micro_batch_size,
             snapshot_every=workers.snapshot_every,
-            is_async=spec.config.store.async_snapshots,
+            is_async=True,
             has_emergency=spec.config.store.emergency,
             restorable_step=workers.restorable_step,
             is_standby=action.is_standby,

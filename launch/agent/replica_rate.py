@@ -129,8 +129,8 @@ class ReplicaRate:
             log.warning(
                 "event=replica_hurried host=%s step=%d left_bytes=%d steps_left=%s: at %.0f bytes "
                 "a second, which the steps bear, replicas would not be there before the next ones "
-                "are due; they come faster. Make generations more rarely (--snapshot-every), or "
-                "let them slow the training more (--replica-slowdown).",
+                "are due; they come faster. Make generations less often "
+                "(--snapshot-every).",
                 self._host, self._of_step, self._left_bytes, left, self.pace.rate,
             )  # fmt: skip
         return found

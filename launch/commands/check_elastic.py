@@ -145,7 +145,7 @@ def folded(lines: Sequence[Line]) -> list[Line]:
 
 
 def _header(facts: ScriptFacts, config: ElasticConfig) -> Iterator[str]:
-    yield config.describe()
+    yield from (config.describe(), *config.ignored)
     yield f"limits: {_stated(facts.limits)}"
     yield f"planner: {_planner(facts, config)}"
     if facts.arguments is not None:

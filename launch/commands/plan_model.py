@@ -34,8 +34,12 @@ from scalai.core.planner.model import ModelShape
 from scalai.core.planner.rows import Row, limits_of, read_rows
 from scalai.core.planner.score import calibrate_rows
 from scalai.core.planner.search import Choices
-from scalai.launch.config.model_table import read_table_shape
-from scalai.launch.config.script import AUTOTP_ALONE, DEEPSPEED_FIXED, installed_release
+from scalai.launch.config.script import (
+    AUTOTP_ALONE,
+    DEEPSPEED_FIXED,
+    installed_release,
+    read_table_shape,
+)
 
 _GPT = ("gpt2", "gpt_neo", "gpt_bigcode")
 _LLAMA = ("llama", "mistral", "qwen2", "qwen3", "mixtral")

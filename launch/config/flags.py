@@ -15,9 +15,8 @@ from dataclasses import fields
 from torch.distributed.run import get_args_parser
 
 from scalai.core.errors import UsageError
-from scalai.launch.config.elastic_config import AUTO, PLANNERS
+from scalai.launch.config.elastic_config import AUTO, PLANNERS, parse_source
 from scalai.launch.config.endpoint import join_endpoint
-from scalai.launch.config.notice_source import parse_source
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
 from scalai.launch.config.removed import add_removed_flags, refuse_values, refuse_variables
 from scalai.runtime.agent_signals import parse_signals
@@ -146,16 +145,11 @@ def _add_state(add: Callable[..., None]) -> None:
     add("--durable-every", dest="durable_every_s", type=float, metavar="S",
         help="bring a generation there after so many seconds (default: 1800); 0: only at the "
         "end")  # fmt: skip
-    add("--durable-keep", type=int, metavar="N",
-        help="how many of them stay there (default: 2)")  # fmt: skip
     add("--snapshot-every", type=_every, metavar="STEPS|auto",
         help="make a generation every so many steps; auto: as often as loses the least "
         "time")  # fmt: skip
     add("--replicas", type=int, metavar="N",
         help="how many other hosts keep what would be lost with a host (default: 1)")  # fmt: skip
-    add("--replica-slowdown", type=float, metavar="PART",
-        help="by what part of its time a step may take longer while they are made "
-        "(default: 0.01); 1: they are made as fast as they can")  # fmt: skip
     add("--domain", metavar="NAME",
         help="what this host may fail with, such as rack=7: its replicas go elsewhere")  # fmt: skip
 
@@ -198,10 +192,8 @@ _DOTTED = {
     "store_budget_gb": "store.budget_gb",
     "durable_dir": "store.durable_dir",
     "durable_every_s": "store.durable_every_s",
-    "durable_keep": "store.durable_keep",
     "snapshot_every": "store.snapshot_every",
     "replicas": "store.replicas",
-    "replica_slowdown": "store.replica_slowdown",
     "preemption": "preemption.sources",
     "settle_s": "resize.settle_s",
     "drain_timeout": "resize.drain_timeout_s",

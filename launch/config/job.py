@@ -1,19 +1,48 @@
 """What a job is: the same for all its agents, and what the coordinator decides by."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalai.converters.deepspeed.config import BLOCK, find_config, json_config
+from scalai.converters.deepspeed.config import BLOCK, find_config, json_config, step_samples
+from scalai.converters.megatron.arguments import is_megatron, scan, stated_batch
 from scalai.core.dataset.table import DatasetTable
+from scalai.core.degrees.batches import BatchRamp
+from scalai.core.errors import ScalaiError
 from scalai.core.job.spacing import FIRST_STEPS, Spacing
 from scalai.core.jsonable import Json
-from scalai.launch.config.elastic_config import AUTO, ElasticConfig
-from scalai.launch.config.elastic_file import parse_config, read_text
+from scalai.launch.config.elastic_config import AUTO, ElasticConfig, parse_config, read_text
 from scalai.launch.config.options import Options
-from scalai.launch.config.own_batch import own_batch
+from scalai.launch.config.removed import constant
 from scalai.launch.config.script import ScriptFacts, read_script
+
+
+def own_batch(
+    script_args: Sequence[str], stated: int | None, deepspeed: Mapping[str, Json] | None = None,
+    facts: Mapping[str, Json] | None = None,
+) -> DatasetTable:  # fmt: skip
+    """Return a table that says the job's own global batch and nothing else; nothing at all where it
+    is not known, or is none that a table takes.
+
+    Args:
+        script_args: Of a script of Megatron-LM, whose flags say it.
+        stated: What ``[model]`` says, of other scripts.
+        deepspeed: The DeepSpeed configuration; None: there is none.
+        facts: What the first workers have told.
+    """
+    batch: int | BatchRamp | None
+    try:
+        if is_megatron(script_args):
+            batch = stated_batch(scan(script_args))
+        else:
+            told = (facts or {}).get("global_batch_size")
+            of_deepspeed = None if deepspeed is None else step_samples(deepspeed)
+            batch = stated or of_deepspeed or (told if type(told) is int else None)
+        return DatasetTable.of_batch(batch)
+    except ScalaiError:
+        return DatasetTable()
+
 
 COMPARED = (
     "script",
@@ -136,7 +165,7 @@ class JobSpec:
         store, lead_s = self.config.store, 2.0 * self.config.resize.silent_s
         every, is_auto = store.snapshot_every, store.snapshot_every == AUTO
         steps = FIRST_STEPS if isinstance(every, str) else every
-        return Spacing(steps, is_auto, store.mtbf_hours_per_worker, lead_s)
+        return Spacing(steps, is_auto, constant("store.mtbf_hours_per_worker"), lead_s)
 
     @property
     def replicas(self) -> int:

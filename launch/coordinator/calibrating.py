@@ -38,9 +38,7 @@ class Calibrating:
         if job.phase is not Phase.RUNNING:
             self._meter = self._meter.interrupted()
             return None
-        self._meter, reading = self._meter.look(
-            job.round, job.newest, self._clock(), self._sizing.trial_steps
-        )
+        self._meter, reading = self._meter.look(job.round, job.newest, self._clock())
         if reading is None:
             return None
         micro = current.micro_batch_size or self._sizing.micro_batch_size

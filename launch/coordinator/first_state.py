@@ -5,6 +5,7 @@ from scalai.core.job.copies import Copies
 from scalai.core.job.fitness import Fitness
 from scalai.core.job.succession import begin
 from scalai.launch.config.job import JobSpec
+from scalai.launch.config.removed import constant
 from scalai.launch.coordinator.sizing import Sizing
 
 ORDERS_A_TERM = 1 << 20
@@ -41,12 +42,12 @@ def _settings(spec: JobSpec, sizing: Sizing) -> m.JobSettings:
         is_elastic=spec.is_elastic,
         has_durable_dir=spec.durable_dir is not None,
         archive_every_s=store.durable_every_s,
-        archive_keep=store.durable_keep,
+        archive_keep=int(constant("store.durable_keep")),
         has_emergency=spec.is_elastic and store.emergency,
         replicas=spec.replicas,
-        build_timeout_s=0.0 if resize.standby == "never" else resize.build_timeout_s,
+        build_timeout_s=0.0 if resize.standby == "never" else constant("resize.build_timeout_s"),
         drain_timeout_s=resize.drain_timeout_s,
-        quarantine_s=resize.quarantine_s,
+        quarantine_s=constant("resize.quarantine_s"),
         start_timeout_s=resize.start_timeout_s,
         hang_s=resize.hang_s if spec.is_elastic else 0.0,
         proves=resize.prove_function,

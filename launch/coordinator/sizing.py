@@ -28,7 +28,7 @@ from scalai.core.planner.preference import (
 )
 from scalai.core.planner.rank_order import Hosts, make_place
 from scalai.launch.config.job import JobSpec
-from scalai.launch.config.planning import (
+from scalai.launch.config.script import (
     read_planner,
     read_sharding,
     read_workload,
@@ -192,11 +192,6 @@ class Sizing:
     def has_planner(self) -> bool:
         """Whether degrees are computed, or will be once enough is measured."""
         return self._preference is not None
-
-    @property
-    def trial_steps(self) -> int:
-        """For so many steps degrees are tried; 0: none are."""
-        return self._planner.trial_steps
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -10,13 +10,11 @@ from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.messages.worker_messages import Samples
 
+_ANOTHER_JOB = (
+    "begin another job from this state as a checkpoint (`scalai reshard`): its ledger begins there"
+)
 LEDGER = "scalai_ledger"
 """In ``scalars`` of a generation: its ledger."""
-POLICY = "SCALAI_LEDGER"
-"""Environment variable: ``note`` has a job go on where it would skip samples or see some twice, or
-where a data set has changed, and its ledger keep it; ``anew`` has it begin another one where the
-one that it finds does not fit."""
-NOTE, ANEW = "note", "anew"
 
 Contradiction = Callable[[int, int], str | None]
 """Why a step that begins at one sample cannot have consumed those up to another; None: it can."""
@@ -30,18 +28,11 @@ class Consumption:
     Args:
         round: ``<run>-<round>``.
         degrees: Of the round.
-        policy: What ``POLICY`` says.
-        is_telling: Whether this worker says for the job what is noted in spite of its promise.
+        is_telling: Whether this worker logs for the job.
     """
 
-    def __init__(
-        self, round: str, degrees: Mapping[str, int], policy: str = "", *, is_telling: bool = True
-    ) -> None:
-        if policy not in ("", NOTE, ANEW):
-            raise RefusedError(
-                f"{POLICY}={policy!r} is none of {NOTE!r} and {ANEW!r}. Leave it out."
-            )
-        self._round, self._degrees, self._policy = round, dict(degrees), policy
+    def __init__(self, round: str, degrees: Mapping[str, int], *, is_telling: bool = True) -> None:
+        self._round, self._degrees = round, dict(degrees)
         self._is_telling = is_telling
         self._draws: list[Draw] = []
         self._is_silent = False
@@ -79,10 +70,9 @@ class Consumption:
         try:
             ledger = _fitting(saved, step, _whole(step, samples))
         except ValueError as error:
-            if self._policy != ANEW:
-                raise RefusedError(f"{error}. {_WAYS}") from error
-            self.begin(step, samples, f"{error}; {_SAID}")
-            return
+            raise RefusedError(
+                f"{error}. Go on from another generation (`scalai resume`), or {_ANOTHER_JOB}."
+            ) from error
         self.ledger = ledger.with_round(self._round, self._degrees, lost)
         self._compare()
 
@@ -90,7 +80,7 @@ class Consumption:
         """Take note of what the order of each data set follows from, in this round.
 
         Raises:
-            RefusedError: A data set was another one before, and ``NOTE`` was not said.
+            RefusedError: A data set was another one before.
         """
         self._sources.update(sources)
         self._compare()
@@ -101,7 +91,12 @@ class Consumption:
             return
         for name, facts in sorted(self._sources.items()):
             if other := difference(known_of(self.ledger.sources, name), facts):
-                self._object_to_change(name, other)
+                raise RefusedError(
+                    f"data set {name!r} is another one than the job has drawn from: {other}. Its "
+                    "samples would come in another order, some skipped and some twice. Give the "
+                    "job the data set, seed and weights that it had, go on from another "
+                    f"generation (`scalai resume`), or {_ANOTHER_JOB}."
+                )
 
     def note(self, draws: Sequence[Draw]) -> None:
         """Keep what the step under way has drawn; none: this rank draws no samples in this round,
@@ -136,7 +131,12 @@ class Consumption:
         counted = _whole(step, samples)
         draws = draws or self._of_order(counted)
         if objections := list(self.ledger.objections(draws, counted)):
-            self._object(step, objections)
+            raise RefusedError(
+                f"step {step} would break the order of samples: {'; '.join(objections)}. What was "
+                "consumed is in the ledger of the newest generation (`scalai ledger show`). Give "
+                "the loader the data set, seed and batch that the job began with, or "
+                f"{_ANOTHER_JOB}."
+            )
         # Not before: some ranks may have begun a pass, and others not, where a step is rescued.
         for name, facts in sorted(self._sources.items()):
             self.ledger = self.ledger.with_source(name, facts)
@@ -153,40 +153,6 @@ class Consumption:
         """Return what a generation keeps of it."""
         is_known = self.ledger is not None and not self._is_silent
         return {LEDGER: self.ledger.to_json()} if is_known and self.ledger is not None else {}
-
-    def _object(self, step: int, objections: list[str]) -> None:
-        found = "; ".join(objections)
-        if self._policy != NOTE:
-            raise RefusedError(
-                f"step {step} would break the order of samples: {found}. What was consumed is in "
-                "the ledger of the newest generation (`scalai ledger show`). Give the loader the "
-                "data set, seed and batch that the job began with; or go on in spite of it, with "
-                f"{POLICY}={NOTE}: the ledger keeps it, and `scalai ledger verify` says so."
-            )
-        if self._is_telling:
-            log.warning("event=ledger step=%d %s", step, found)
-
-    def _object_to_change(self, name: str, other: str) -> None:
-        if self._policy == ANEW and self.ledger is not None:
-            self.begin(*self.ledger.at, f"data set {name!r} is another one: {other}; {_SAID}")
-        elif self._policy != NOTE:
-            raise RefusedError(
-                f"data set {name!r} is another one than the job has drawn from: {other}. Its "
-                "samples would come in another order, some skipped and some twice. Give the job "
-                "the data set, seed and weights that it had; go on from another generation "
-                f"(`scalai resume`); begin a ledger here, by {POLICY}={ANEW}: what came before is "
-                f"unproven then; or go on in spite of it, with {POLICY}={NOTE}, and `scalai ledger "
-                "verify` says so."
-            )
-        elif self._is_telling:
-            log.warning("event=ledger data set %r is another one: %s", name, other)
-
-
-_WAYS = (
-    f"Go on from another generation (`scalai resume`), or begin a ledger here, by {POLICY}={ANEW}: "
-    "what came before is unproven then."
-)
-_SAID = f"{POLICY}={ANEW} has another ledger begin here"
 
 
 def _fitting(saved: Json, step: int, samples: int | None) -> Ledger:

@@ -45,7 +45,7 @@ from scalai.core.tensors.region import Piece
 from scalai.runtime import collectives
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number, tell_agent
 from scalai.runtime.calls import Channel
-from scalai.runtime.consumption import LEDGER, POLICY, Consumption
+from scalai.runtime.consumption import LEDGER, Consumption
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.drawing import Drawing
 from scalai.runtime.failpoints import here, reached
@@ -150,8 +150,8 @@ class Session(Drawing):
         self.cp, self.ep = degrees["cp"], degrees["ep"]
         self.dp = self.world_size // (self.tp * self.pp * self.cp)
         shares = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
-        of, policy = f"{self.run}-{self._round}", os.environ.get(POLICY, "")
-        self._consumption = Consumption(of, shares, policy, is_telling=self.rank == 0)
+        of = f"{self.run}-{self._round}"
+        self._consumption = Consumption(of, shares, is_telling=self.rank == 0)
 
     @property
     def is_elastic(self) -> bool:

@@ -19,10 +19,7 @@ from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
 
 SHARDS = '3 = "tp3"\n2 = "tp2"\n1 = "tp1"'
-STORE = (
-    "snapshot_every = 7\nreplicas = 0\ndurable_dir = '{disk}'\ndurable_every_s = 1\n"
-    "durable_keep = 2"
-)
+STORE = "snapshot_every = 7\nreplicas = 0\ndurable_dir = '{disk}'\ndurable_every_s = 1"
 
 
 def hosts_ab(folder: Path, nodes: str = "1:2", **given: Any) -> Any:

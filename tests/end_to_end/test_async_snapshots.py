@@ -4,6 +4,7 @@ of its state with every step."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +43,12 @@ def test_a_job_that_chooses_how_often_learns_it_and_keeps_it_through_a_failure(
     tmp_path: Path,
 ) -> None:
     """It fails so often, as is assumed, that snapshots are as near as they may be: 10 s."""
-    store = 'snapshot_every = "auto"\nmtbf_hours_per_worker = 0.001\nemergency = false'
-    settings = {"store": store, "resize": "silent_s = 3"}
-    with tiny_agents(tmp_path, SHARDS, nodes="1", settings=settings, flags=RESTARTS) as agents:
+    store = 'snapshot_every = "auto"\nemergency = false'
+    given: dict[str, Any] = {
+        "settings": {"store": store, "resize": "silent_s = 3"},
+        "constants": {"store.mtbf_hours_per_worker": 0.001}, "flags": RESTARTS,
+    }  # fmt: skip
+    with tiny_agents(tmp_path, SHARDS, nodes="1", **given) as agents:
 
         def found(pattern: str) -> list[list[int]]:
             return [[int(n) for n in each.groups()] for each in re.finditer(pattern, agents.text())]
@@ -93,9 +97,13 @@ def test_a_worker_that_dies_or_hangs_while_it_writes_costs_no_step(
     place: str, signal: str, tmp_path: Path
 ) -> None:
     """The other one gives its copy up, and writes the same state at once."""
-    settings = {"store": "snapshot_every = 5", "resize": "stall_s = 1\nhang_s = 3"}
-    flags = RESTARTS
-    with tiny_agents(tmp_path, REPLICAS, nodes="1", settings=settings, flags=flags) as agents:
+    settings = {"store": "snapshot_every = 5", "resize": "hang_s = 3"}
+    given: dict[str, Any] = {
+        "settings": settings,
+        "constants": {"resize.stall_s": 1.0},
+        "flags": RESTARTS,
+    }
+    with tiny_agents(tmp_path, REPLICAS, nodes="1", **given) as agents:
         agents.start("a")
         agents.wait_for_step(3)
         agents.arm(place, "1", signal)

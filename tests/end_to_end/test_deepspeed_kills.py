@@ -39,8 +39,7 @@ def training(
     """Give a job that may lose anybody. Then it trains to its end, and each of its steps, however
     often it was made, must be that of the uninterrupted run."""
     monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
-    resize = {"settle_s": 0.2, "quarantine_s": 0}  # the same hosts die again and again
-    given = config(stage, store={"snapshot_every": 5, "replicas": replicas}, resize=resize)
+    given = config(stage, store={"snapshot_every": 5, "replicas": replicas})
     flags = ("--loader-workers", "0", "--epochs", str(EPOCHS))
     alone = run_alone(folder / "alone", given, *flags)
     elastic = folder / "elastic"
@@ -48,7 +47,8 @@ def training(
     (elastic / "ds.json").write_text(json.dumps(given))
     script = arguments(elastic, "--step-s", "0.6", *flags)
     restarts = ("--max-restarts", "100")
-    with Agents(elastic, None, script, flags=restarts, **settings) as agents:
+    again = {"resize.quarantine_s": 0.0}  # the same hosts die again and again
+    with Agents(elastic, None, script, flags=restarts, constants=again, **settings) as agents:
         yield agents
         (elastic / "hurry").touch()
         assert agents.exit_code("a") == 0, agents.logs()

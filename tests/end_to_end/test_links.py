@@ -16,10 +16,11 @@ NAMES = ("h1", "h2", "h3")
 def test_a_broken_link_between_two_hosts_costs_no_step_and_its_repair_brings_both_back(
     tmp_path: Path,
 ) -> None:
-    settings = {"store": "snapshot_every = 50", "resize": "hang_s = 20\nstall_s = 10"}
+    settings = {"store": "snapshot_every = 50", "resize": "hang_s = 20"}
     with network_agents(
         tmp_path, '3 = "tp1"\n2 = "tp1"\n1 = "tp1"', slots=1, nodes="1:3", names=NAMES,
-        step_s=0.1, settings=settings, flags=("--max-restarts", "2"),
+        step_s=0.1, settings=settings, constants={"resize.stall_s": 10.0},
+        flags=("--max-restarts", "2"),
     ) as (agents, hosts):  # fmt: skip
         for name in NAMES:
             agents.start(name)

@@ -77,13 +77,16 @@ class Jobs:
         self.data = data
         self._jobs: list[Job] = []
 
-    def start(self, way: str, name: str, settings: str = "") -> Job:
+    def start(
+        self, way: str, name: str, settings: str = "", constants: Mapping[str, float] = {}
+    ) -> Job:
         """Start a job; one whose name was given before goes on."""
         told = json.dumps({"sources": {"corpus": str(self.data.corpus)}})
         folder = self.data.folder / name
         job = Job(
             folder, 2, DEGREES, [*self.data.flags(way), "--train-iters", str(STEPS)],
             environment={"FSSPEC_SCALAI": told}, settings=f"{AT_ONCE}\n{settings}",
+            constants=constants,
             launcher_flags=["--durable-dir", str(folder / "durable"), "--max-restarts", "1"],
         )  # fmt: skip
         self._jobs.append(job)
@@ -211,7 +214,7 @@ def test_a_mount_that_stands_still_for_ever_is_named_and_the_job_ends(
     jobs: Jobs, files: Job
 ) -> None:
     process = jobs.data.mount()
-    job = jobs.start(MOUNT, "job", settings="stall_s = 2\nhang_s = 60")
+    job = jobs.start(MOUNT, "job", settings="hang_s = 60", constants={"resize.stall_s": 2.0})
     job.wait_for_step(5)
     with forgetting(jobs.data) as forget:
         stop(process)

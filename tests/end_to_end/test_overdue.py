@@ -45,8 +45,9 @@ def stalled(agents: Agents) -> list[int]:
 @pytest.mark.campaign
 def test_a_worker_that_stands_still_in_training_is_reported_with_its_state(tmp_path: Path) -> None:
     """And a stop that it does not come to is taken back: the training goes on as soon as it can."""
-    settings = {"resize": f"{NEVER_STANDBY}drain_timeout_s = 2\nstall_s = 2"}
-    with two_hosts(tmp_path, settings=settings, flags=FLAGS) as agents:
+    settings = {"resize": f"{NEVER_STANDBY}drain_timeout_s = 2"}
+    constants = {"resize.stall_s": 2.0}
+    with two_hosts(tmp_path, settings=settings, constants=constants, flags=FLAGS) as agents:
         agents.start("a")
         agents.start("b")
         agents.wait_for_step(10, world=2)

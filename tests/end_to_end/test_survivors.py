@@ -118,8 +118,11 @@ def test_a_state_that_nobody_holds_is_lost_since_the_newest_generation(shards: A
 
 def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path) -> None:
     """A worker stands still, and the other waits for it in a collective."""
-    settings = {"resize": "stall_s = 1\nhang_s = 3"}
-    with replicas(tmp_path, settings=settings, flags=("--max-restarts", "2")) as agents:
+    given: dict[str, Any] = {
+        "settings": {"resize": "hang_s = 3"},
+        "constants": {"resize.stall_s": 1.0},
+    }
+    with replicas(tmp_path, **given, flags=("--max-restarts", "2")) as agents:
         changes, made = len(agents.resizes()), len(agents.lines())
         os.kill(agents.workers()[1], signal.SIGSTOP)
         report = went_on_without_loss(agents, changes, made)

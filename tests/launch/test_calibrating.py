@@ -18,7 +18,7 @@ PACE = Pace(step_s=1.0, write_s=10.0, start_s=30.0)
 def read(reports: list[dict[str, Any]]) -> tuple[Measured, ChangeTime | None]:
     """Return what is learned of a job that makes a step a second after changes of these reports."""
     seconds = iter(range(1000))
-    sizing = SimpleNamespace(has_planner=True, trial_steps=0, micro_batch_size=1)
+    sizing = SimpleNamespace(has_planner=True, micro_batch_size=1)
     watch = Calibrating(cast(Sizing, sizing), clock=lambda: float(next(seconds)))
     for report in reports:
         watch.changed(report)

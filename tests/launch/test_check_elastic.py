@@ -8,8 +8,7 @@ import pytest
 
 from scalai.core.errors import RefusedError
 from scalai.launch.commands.check_elastic import check_elastic
-from scalai.launch.config.elastic_config import ElasticConfig
-from scalai.launch.config.elastic_file import load_config
+from scalai.launch.config.elastic_config import ElasticConfig, load_config
 from scalai.launch.config.flags import parse_options
 
 GPT = (

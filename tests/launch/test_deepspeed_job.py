@@ -11,6 +11,7 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.job.membership import Assignment
 from scalai.core.job.spacing import FIRST_STEPS
+from scalai.core.job.spacing import MTBF_HOURS
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
@@ -51,10 +52,10 @@ def test_a_block_makes_the_job_elastic_and_no_block_does_not(read: Read) -> None
 def test_a_job_chooses_how_often_a_snapshot_is_made_where_it_is_to(read: Read) -> None:
     said = read({"scalai": {"store": {"snapshot_every": 7}}})
     assert (said.spacing.every, said.spacing.is_auto) == (7, False)
-    store = {"snapshot_every": "auto", "mtbf_hours_per_worker": 100}
+    store = {"snapshot_every": "auto"}
     chosen = read({"scalai": {"store": store, "resize": {"silent_s": 4}}}).spacing
     assert (chosen.every, chosen.is_auto) == (FIRST_STEPS, True)
-    assert (chosen.mtbf_hours, chosen.lead_s) == (100.0, 8.0)
+    assert (chosen.mtbf_hours, chosen.lead_s) == (MTBF_HOURS, 8.0)
 
 
 def test_a_slip_in_the_block_is_named_with_the_file(read: Read) -> None:

@@ -9,8 +9,13 @@ from scalai.core.degrees.choice import choose
 from scalai.core.degrees.degrees import DegreeRequest, ModelLimits
 from scalai.core.degrees.policy import Rule
 from scalai.core.errors import UsageError
-from scalai.launch.config.elastic_config import ElasticConfig, ProbeConfig
-from scalai.launch.config.elastic_file import load_config, parse_config
+from scalai.launch.config.elastic_config import (
+    ElasticConfig,
+    ProbeConfig,
+    load_config,
+    parse_config,
+)
+from scalai.launch.config.removed import CONSTANTS, constant
 
 Writer = Callable[[str], str]
 EXAMPLES = Path(__file__).parents[2] / "configs"
@@ -87,8 +92,6 @@ def test_another_probe_by_flag_puts_the_files_probe_aside(write: Writer) -> None
         ("[store]\nsnapshot_every = 'often'\n", "'often'; expected 0 to 1000000 steps, or 'auto'"),
         ("[store]\nsnapshot_every = -1\n", "snapshot_every = -1; expected 0 to 1000000 steps"),
         ("[store]\nsnapshot_every = 2000000\n", "2000000; expected 0 to 1000000 steps, or"),
-        ("[store]\nmtbf_hours_per_worker = 0\n", "mtbf_hours_per_worker = 0.0; expected > 0 hours"),
-        ("[store]\nmtbf_hours_per_worker = nan\n", "mtbf_hours_per_worker = nan; expected > 0"),
         ("[resize]\nallowed_sizes = [4, 2]\n", "ascending"),
         ("[resize]\nallowed_sizes = 4\n", "allowed_sizes = 4 is not a list"),
         ("[store]\nbudget_gb = -1\n", r"\[store\] budget_gb = -1.0; expected > 0"),
@@ -116,6 +119,18 @@ def test_every_slip_is_named_with_the_file(write: Writer, text: str, why: str) -
     with pytest.raises(UsageError, match=why) as caught:
         load_config(path)
     assert "elastic.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", CONSTANTS)
+def test_a_removed_key_is_ignored_with_one_warning_that_names_the_constant(
+    write: Writer, key: str
+) -> None:
+    section, _, name = key.partition(".")
+    config = load_config(write(f"[{section}]\n{name} = 7\n"))
+    assert config == ElasticConfig(), "nothing else is changed"
+    (warning,) = config.ignored
+    said = f"[{section}] {name} = 7 is ignored; it is always {constant(key):g} ("
+    assert warning.startswith(said)
 
 
 def test_a_missing_file_is_named() -> None:

@@ -19,9 +19,9 @@ from scalai.core.errors import PeerError, UsageError
 from scalai.launch.agent import metadata, notices
 from scalai.launch.agent.notice_watch import LONGEST_S, SILENT_S, NoticeWatch
 from scalai.launch.agent.notices import AwsNotice, AzureNotice, FileNotice, GcpNotice, Question
+from scalai.launch.config.elastic_config import METADATA, NoticeSource, parse_source
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.config.notice_source import METADATA, NoticeSource, parse_source
 from support.metadata_server import Said, Server, metadata_server
 
 ACTION = "/latest/meta-data/spot/instance-action"

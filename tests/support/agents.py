@@ -17,6 +17,7 @@ import psutil
 from scalai.core.job.probing import UNTOLD
 from scalai.launch.chaos.processes import agents
 from scalai.launch.config.endpoint import read_card
+from scalai.launch.config.removed import TEST_VARIABLE
 from scalai.launch.coordinator.person_calls import Scale
 from scalai.runtime.calls import Channel
 from scalai.runtime.failpoints import VARIABLE
@@ -41,6 +42,7 @@ class Agents:
         degrees: The ``[degrees]`` table, as TOML lines; None: a plain job, not an elastic one.
         script: The script and its arguments.
         settings: More lines of the elastic configuration, by table.
+        constants: Other values of ``CONSTANTS``, by ``section.key``.
         flags: More flags of ``scalai-run``.
         environment: More variables of the agents.
         store: Where their stores are; None: in shared memory.
@@ -55,12 +57,13 @@ class Agents:
         slots: int = 2,
         nodes: str = "1:2",
         settings: Mapping[str, str] | None = None,
+        constants: Mapping[str, float] | None = None,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         store: Path | None = None,
     ) -> None:
         self.folder = folder
-        self._environment = environment or {}
+        self._environment = {TEST_VARIABLE: json.dumps(constants or {}), **(environment or {})}
         self.metrics = folder / "metrics.jsonl"
         self.reports = folder / "reports"
         self.store = store or Path("/dev/shm") / f"scalai-test-{os.getpid()}-{folder.name}"

@@ -171,14 +171,15 @@ def run_part(part: Part, where: Ground, seed: int, faults: Sequence[str]) -> dic
         "--silent-s", str(SILENT_S), "--durable-dir", str(disk), "--durable-every", "1",
         *part.flags,
     )  # fmt: skip
-    settings = {"resize": "quarantine_s = 0\nhang_s = 3\nstall_s = 1"}
+    settings = {"resize": "hang_s = 3"}
+    constants = {"resize.quarantine_s": 0.0, "resize.stall_s": 1.0}
     script = [
         str(TINY_JOB), "--steps", str(MOST_STEPS), "--step-s", "0.02",
         "--metrics", str(folder / "metrics.jsonl"),
     ]  # fmt: skip
     given: dict[str, Any] = {
         "slots": 1, "nodes": f"1:{len(part.hosts)}", "flags": flags, "settings": settings,
-        "store": where.memory / part.name[0],
+        "constants": constants, "store": where.memory / part.name[0],
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         agents: Agents

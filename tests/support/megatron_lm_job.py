@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from scalai.core.dataset.step_lines import StepEntry
+from scalai.launch.config.removed import TEST_VARIABLE
 from support.accelerator import BACKEND
 from support.agents import SCALAI_RUN
 from support.ledgers import read_ledger
@@ -65,7 +66,8 @@ class Job:
         *,
         script: str = "pretrain_gpt.py",
         model: str = MODEL,
-        settings: str = "build_timeout_s = 15",
+        settings: str = "",
+        constants: Mapping[str, float] = {},
         environment: Mapping[str, str] = {},
         launcher_flags: Sequence[str] = (),
     ) -> None:
@@ -74,13 +76,14 @@ class Job:
         self._folder = folder
         self._identity = ["--job", folder.name, "--store-dir", str(folder / "store")]
         table = "\n".join(f'{world} = "{wish}"' for world, wish in degrees.items())
-        # The script ends by itself: a slow machine starts the next workers behind its stop.
         text = f"[degrees]\n{table}\n[probe]\nkind = 'none'\n[resize]\n{settings}\n"
         (folder / "elastic.toml").write_text(text)
         launcher = [str(SCALAI_RUN), *self._identity, *launcher_flags]
         elastic = ["--elastic", str(folder / "elastic.toml"), "--nproc-per-node", str(nproc)]
         command = [str(Path(CHECKOUT, script)), *model.split(), *flags]
         given = {**os.environ, "SCALAI_LEDGER_DIR": str(folder / "ledger"), **environment}
+        # The script ends by itself: a slow machine starts the next workers behind its stop.
+        given[TEST_VARIABLE] = json.dumps({"resize.build_timeout_s": 15, **constants})
         # Scripts in folders of their own find the package as Megatron-LM's examples say.
         path = os.pathsep.join([CHECKOUT, given.get("PYTHONPATH", "")])
         with (folder / "log").open("a") as log:

@@ -72,7 +72,7 @@ class World:
         config = self.folder / "elastic.toml"
         config.write_text(
             "[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n"
-            "[resize]\nsettle_s = 1.0\ndrain_timeout_s = 60.0\nbuild_timeout_s = 20.0\n"
+            "[resize]\nsettle_s = 1.0\ndrain_timeout_s = 60.0\n"
             "start_timeout_s = 600.0\nhang_s = 300.0\n"
             f"[store]\nsnapshot_every = {self.snapshot_every!r}\n"
         )

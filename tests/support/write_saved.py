@@ -19,12 +19,13 @@ import scalai
 from scalai.core.degrees.degrees import ModelLimits
 from scalai.launch.agent.durable import write_finished
 from scalai.launch.config.elastic_config import (
+    DERIVED_LIMITS,
     DeepSpeedConfig,
     ProbeConfig,
     ResizeConfig,
     StoreConfig,
+    load_config,
 )
-from scalai.launch.config.elastic_file import DERIVED_LIMITS, load_config
 from support.agents import tiny_agents
 from support.mixed_state import NUMBER, stores_of
 
@@ -50,19 +51,16 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "store": {
         "dir": "/dev/shm/mine", "budget_gb": 1.5, "snapshot_every": 100,
-        "mtbf_hours_per_worker": 500.0, "async_snapshots": False, "replicas": 2,
-        "replica_slowdown": 0.02, "emergency": False, "durable_dir": "/mnt/kept",
-        "durable_every_s": 600.0, "durable_keep": 3,
+        "replicas": 2, "emergency": False, "durable_dir": "/mnt/kept", "durable_every_s": 600.0,
     },
     "resize": {
         "settle_s": 1.5, "drain_timeout_s": 60, "allowed_sizes": [2, 4, 6, 8],
-        "min_model_parallel": 2, "standby": "auto", "build_timeout_s": 200.0,
-        "coordinator_timeout_s": 500.0, "start_timeout_s": 900.0, "stall_s": 30.0,
-        "hang_s": 900.0, "quarantine_s": 0, "silent_s": 20.0, "prove_function": "never",
+        "min_model_parallel": 2, "standby": "auto",
+        "coordinator_timeout_s": 500.0, "start_timeout_s": 900.0, "hang_s": 900.0,
+        "silent_s": 20.0, "prove_function": "never",
     },
     "probe": {
         "kind": "command", "command": "echo 2", "interval_s": 2.5, "health_check": "true",
-        "health_timeout_s": 30.0,
     },
     "deepspeed": {"zero_stage": {"2": 3, "default": 1}, "data_order": "own", "cuts": "gpt"},
 }  # fmt: skip

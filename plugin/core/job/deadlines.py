@@ -89,14 +89,14 @@ TABLE = (
         "done without the hosts awaited", lambda job: job.settings.start_timeout_s,
     ),
     Deadline(
-        Phase.RUNNING, "a worker of the host stepped last", "60 s (`stall_s`), and 10 usual steps",
+        Phase.RUNNING, "a worker of the host stepped last", "60 s, and 10 usual steps",
         "who is behind is reported, by `scalai status` and, with the stacks of all, in the log; "
         "within a step after 300 s and 30 usual steps, elsewhere and at most after 1800 s "
         "(`hang_s`), and never before 3 times the longest pause, the round is started again",
         lambda job: None,
     ),
     Deadline(
-        Phase.BUILDING, "the phase began", "300 s (`build_timeout_s`)",
+        Phase.BUILDING, "the phase began", "300 s",
         "the hosts knock at each other after 60 s; then what is built is given up, and the next "
         "workers start after the stop",
         lambda job: job.settings.build_timeout_s,

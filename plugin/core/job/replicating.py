@@ -98,8 +98,7 @@ def _skip(job: Job, under_way: Replication) -> Result:
     text = (
         f"event=replicas_skipped generation={under_way.generation} newest={newest.number} awaited="
         f"{','.join(sorted(under_way.awaited))}: its replicas were not made before the next "
-        "generation was there. Make generations more rarely (--snapshot-every), or let replicas "
-        "slow the training more (--replica-slowdown)"
+        "generation was there. Make generations less often (--snapshot-every)"
     )
     instead = Replication(0, newest.number, hosts, hosts, job.now, has_skipped=True)
     job, actions = _order(job, instead)

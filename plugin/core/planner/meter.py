@@ -43,12 +43,11 @@ class Meter:
     steps: int = 0
     said: int = 0
 
-    def look(self, round: int, step: int, now: float, least: int) -> tuple["Meter", Reading | None]:
+    def look(self, round: int, step: int, now: float) -> tuple["Meter", Reading | None]:
         """Return it after ``step`` of a round that trains undisturbed was heard of.
 
         Args:
             now: Seconds of any clock that does not jump.
-            least: So many steps are measured before anything is said.
         """
         if round != self.round:
             return Meter(round, step, None, step), None
@@ -63,7 +62,7 @@ class Meter:
             return meter, None
         windows = (*meter.windows[1 - KEPT :], took_s / made)
         meter = replace(meter, since=(step, now), windows=windows, steps=meter.steps + made)
-        is_due = len(windows) >= max(WINDOWS, min(2 * meter.said, KEPT)) and meter.steps >= least
+        is_due = len(windows) >= max(WINDOWS, min(2 * meter.said, KEPT))
         if not is_due or (len(windows) == KEPT and meter.said == KEPT):
             return meter, None
         return replace(meter, said=len(windows)), Reading(meter.steps, median(windows))

@@ -7,7 +7,7 @@ the job itself is believed before what is predicted.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import erf, exp, inf, log, sqrt
+from math import inf
 from statistics import median_high, median_low
 
 import numpy as np
@@ -36,11 +36,6 @@ KNOWN_LAYOUTS = 2
 """So many layouts of a job were measured before its planner decides without being asked to."""
 COSTED = 8
 """Of so many of the best the bytes of the change are counted."""
-CONTENDERS = 3
-"""So many of the best are tried where the prediction does not separate them."""
-WORTH = 3.0
-"""What a trial may gain must exceed its changes by this factor."""
-NINETY_PERCENT = 1.645
 
 
 _Key = tuple[Degrees, Passes]
@@ -76,17 +71,12 @@ class Terms:
 
     Attributes:
         is_asked: The planner decides although nothing was measured yet.
-        residence_s: How long devices are taken to stay as they are.
         change: How long the training stands still for a change, as the last one took; until the job
             has made one, what a relaunch is taken to cost.
-        trial_steps: For so many steps each of the best is tried where the prediction does not
-            separate them; 0: none is.
     """
 
     is_asked: bool = False
-    residence_s: float = RESIDENCE_S
     change: ChangeTime = field(default_factory=ChangeTime)
-    trial_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +124,8 @@ class Preference:
 
     @property
     def is_deciding(self) -> bool:
-        """Whether its word counts: a person asked for it, or enough was measured; where it may try
-        others, one layout is enough to begin with."""
-        known = 1 if self.terms.trial_steps else KNOWN_LAYOUTS
-        return self.terms.is_asked or len(self.measured) >= known
+        """Whether its word counts: a person asked for it, or enough was measured."""
+        return self.terms.is_asked or len(self.measured) >= KNOWN_LAYOUTS
 
     def with_measured(self, found: Measured, change: ChangeTime | None = None) -> "Preference":
         """Return the planner that has learned this, which replaces what it knew of the layout, and
@@ -219,30 +207,10 @@ class Preference:
         spread = self._spread(best, stays)
         if best is not stays and is_worth_leaving(best.work, stays.work, spread):
             return best, "the most work until the next change"
-        tried = self._trial(cases, stays)
-        if tried is not None:
-            return tried, f"tried for {self.terms.trial_steps} steps"
         return (
             stays,
             "kept" if best is stays else f"kept: nothing is better by {needed_gain(spread):.0%}",
         )
-
-    def _trial(self, cases: Sequence[_Case], stays: _Case) -> _Case | None:
-        """Return one of the best that nobody has measured and that may be worth a try.
-
-        Where the present layout is itself under trial, that goes on.
-        """
-        if not self.terms.trial_steps or not stays.is_measured:
-            return None
-        for case in cases[:CONTENDERS]:
-            if case.is_measured or case is stays:
-                continue
-            spread = self._spread(case, stays)
-            gain_s = self.terms.residence_s * _expected_gain(stays.seconds / case.seconds, spread)
-            # There, and back where it is worse.
-            if gain_s > WORTH * 2 * self.terms.change.total_s:
-                return case
-        return None
 
     def _with_cost(self, case: _Case, runs: _Key) -> _Case:
         """Return the case with the seconds of its change: those that any takes, and those of its
@@ -257,7 +225,7 @@ class Preference:
             )  # fmt: skip
         except ScalaiError as error:  # what runs is cut as the formulas do not know
             return replace(case, uncounted=str(error))
-        return _worth(replace(case, cost_s=change.total_s), self.terms.residence_s)
+        return _worth(replace(case, cost_s=change.total_s))
 
     def _spread(self, one: _Case, other: _Case) -> float:
         """Return half of the 90 % interval of the two steps' ratio, less 1."""
@@ -286,7 +254,7 @@ class Preference:
                 low, high = seconds / (1 + MEASURED_SPREAD), seconds * (1 + MEASURED_SPREAD)
             cost_s = 0.0 if is_present else self.terms.change.total_s
             case = _Case(choice, seconds, low, high, mine is not None, cost_s)
-            found.append(_worth(case, self.terms.residence_s))
+            found.append(_worth(case))
         return found
 
     def _fits(self, x: Columns, failed: Sequence[Choice]) -> Bools:
@@ -375,26 +343,12 @@ def _measured_of_json(entry: object) -> Measured:
     raise ValueError(wrong)
 
 
-def _worth(case: _Case, residence_s: float) -> _Case:
-    return replace(case, work=steps_within(residence_s, case.cost_s, case.seconds))
+def _worth(case: _Case) -> _Case:
+    return replace(case, work=steps_within(RESIDENCE_S, case.cost_s, case.seconds))
 
 
 def _by_work(case: _Case) -> float:
     return -case.work
-
-
-def _expected_gain(ratio: float, spread: float) -> float:
-    """Return the expected share of time that is won by a step whose time is log-normal about
-    1 / ``ratio`` of the present one's, where it is dropped again if it is worse."""
-    mean, deviation = -log(ratio), log(1 + spread) / NINETY_PERCENT
-    if deviation <= 0:
-        return max(0.0, 1 - exp(mean))
-    edge = -mean / deviation
-    return _normal(edge) - exp(mean + deviation**2 / 2) * _normal(edge - deviation)
-
-
-def _normal(x: float) -> float:
-    return (1 + erf(x / sqrt(2))) / 2
 
 
 def _with_reason(case: _Case, stays: _Case | None, why: str) -> Choice:

@@ -2,17 +2,17 @@
 
 import pytest
 
-from scalai.core.planner.meter import KEPT, WARM_STEPS, WINDOW_S, WINDOWS, Meter, Reading
+from scalai.core.planner.meter import KEPT, WARM_STEPS, Meter, Reading
 
 
 def run(
     seconds: float, steps: int, *, meter: Meter | None = None, round: int = 1, start: int = 0,
-    least: int = 0, at: float = 0.0,
+    at: float = 0.0,
 ) -> tuple[Meter, list[Reading]]:  # fmt: skip
     """Hear of each of so many steps as it is made."""
     meter, found = meter or Meter(), list[Reading]()
     for number in range(steps + 1):
-        meter, reading = meter.look(round, start + number, at + number * seconds, least)
+        meter, reading = meter.look(round, start + number, at + number * seconds)
         found += [reading] if reading else []
     return meter, found
 
@@ -35,14 +35,14 @@ def test_the_first_steps_and_another_rounds_do_not_count() -> None:
     assert not meter.windows
     meter, _ = run(1.0, 25, meter=meter, start=WARM_STEPS + 1, at=1000.0)
     assert meter.windows
-    meter, _ = meter.look(2, 30, 2000.0, 0)
+    meter, _ = meter.look(2, 30, 2000.0)
     assert meter == Meter(2, 30, None, 30)
 
 
 def test_steps_that_are_heard_of_in_bursts_are_evened_out() -> None:
     meter, found = Meter(), list[Reading]()
     for second in range(200):
-        meter, reading = meter.look(1, int(second / 0.3), float(second), 0)
+        meter, reading = meter.look(1, int(second / 0.3), float(second))
         found += [reading] if reading else []
     assert found
     assert all(each.seconds == pytest.approx(0.3, rel=0.06) for each in found)
@@ -55,11 +55,6 @@ def test_a_pause_is_no_usual_step() -> None:
     assert max(meter.windows) == pytest.approx(1.0)
 
 
-def test_of_few_steps_nothing_is_said() -> None:
-    assert not run(WINDOW_S, 5 * WINDOWS, least=1000)[1]
-    assert run(WINDOW_S, 1200, least=1000)[1]
-
-
 def test_it_keeps_a_bounded_number_of_windows() -> None:
     meter, _ = run(1.0, 10_000)
     assert len(meter.windows) == KEPT
@@ -67,4 +62,4 @@ def test_it_keeps_a_bounded_number_of_windows() -> None:
 
 def test_a_step_back_says_nothing() -> None:
     meter, _ = run(1.0, 25)
-    assert meter.look(1, 3, 1e9, 0) == (meter, None)
+    assert meter.look(1, 3, 1e9) == (meter, None)
