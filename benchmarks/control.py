@@ -44,7 +44,7 @@ from report import Report, timed
 
 from scalai.launch.agent.loop import MEMORY, THREADS, Loop
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.person_calls import Scale, Status
 from scalai.runtime.calls import Channel

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray, RawValue
 from pathlib import Path
 
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest, Poll, Tell
 from scalai.launch.coordinator.process import expect_many_threads
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores, Then

@@ -45,7 +45,7 @@ from scalai.core.tensors.source_list import SourceList
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import MEMORY, Agent, Loop
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.named_once import HostLists

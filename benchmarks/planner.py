@@ -29,14 +29,21 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from planner_changes import placement, published
+from planner_changes import gpt, placement, published
 from report import Report, median_s, timed
 
 from scalai.core.planner.columns import Workload
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.model import gpt
-from scalai.core.planner.rows import Row, limits_of, read_rows
-from scalai.core.planner.score import CHOICE, Scored, figures, group_figures, predict_rows
+from scalai.core.planner.score import (
+    CHOICE,
+    Row,
+    Scored,
+    figures,
+    group_figures,
+    limits_of,
+    predict_rows,
+    read_rows,
+)
 from scalai.core.planner.search import search
 
 
@@ -91,8 +98,8 @@ def score(report: Report, rows: Sequence[Row]) -> None:
 def search_times(report: Report) -> None:
     """Add how long searches take."""
     device = device_named("h100")
-    small = Workload(gpt(96, 12_288, 96, 51_200, 2_048), 1_536)
-    large = Workload(gpt(128, 25_600, 160, 51_200, 2_048), 12_288)
+    small = Workload(gpt(96, 12_288, 96, 2_048), 1_536)
+    large = Workload(gpt(128, 25_600, 160, 2_048), 12_288)
     for work, devices in ((small, 512), (large, 16_384)):
         plan = search(work, device, devices, limits_of(work))
         seconds = median_s(partial(search, work, device, devices, limits_of(work)))

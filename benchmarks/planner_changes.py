@@ -14,9 +14,11 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.change import fill, in_order
 from scalai.core.planner.columns import NO_SHARDING, Layout, Workload
 from scalai.core.planner.devices import GB, device_named
-from scalai.core.planner.model import ModelShape, gpt
-from scalai.core.planner.placement import place_hosts
+from scalai.core.planner.model import ModelShape
+from scalai.core.planner.overlaps import overlaps_of
+from scalai.core.planner.placement import place_by
 from scalai.core.planner.reconfiguration import Hosts, Rates, reconfiguration, spread
+from scalai.launch.config.script_facts import read_table_shape
 
 PER_HOST = 8
 CHANGES = (
@@ -36,13 +38,19 @@ LONGEST_MOVE_S = 300.0
 """Longer ones have steps that were made again (figure 11: 360 s)."""
 
 
+def gpt(layers: int, hidden: int, heads: int, seq: int) -> ModelShape:
+    """The shape of a GPT with a vocabulary of 51,200."""
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "seq": seq, "positions": seq}
+    return read_table_shape({**sizes, "vocab": 51_200}, "the benchmark")
+
+
 def placement(report: Report) -> None:
     """Add how many bytes cross between hosts, against the order of joining."""
-    work, totals = Workload(gpt(96, 12_288, 96, 51_200, 2_048), 1_536), [0, 0]
+    work, totals = Workload(gpt(96, 12_288, 96, 2_048), 1_536), [0, 0]
     for first, second in CHANGES:
         before, after = (Layout(Degrees(*each), 1) for each in (first, second))
         old = spread(before.degrees.world_size, PER_HOST)
-        placed = place_hosts(work, before, after, old, _there(old, after.degrees))
+        placed = place_by(overlaps_of(work, before, after), old, _there(old, after.degrees))
         totals[0] += placed.moves
         totals[1] += placed.unplaced_moves
         report.say(
@@ -154,7 +162,7 @@ def _row(row: dict[str, str]) -> _Published | None:
 
 
 def _shape(layers: int, hidden: int, heads: int) -> ModelShape:
-    return gpt(layers, hidden, heads, 51_200, 1_024)
+    return gpt(layers, hidden, heads, 1_024)
 
 
 def _fit(cases: Sequence[_Published]) -> tuple[float, float, float]:

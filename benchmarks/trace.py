@@ -31,8 +31,16 @@ from trace_run import Calibrated, Run, run_trace
 
 from scalai.core.planner.columns import Layout
 from scalai.core.planner.trace import Event, Trace
-from scalai.core.planner.trace_policies import Menu, Policy, by_table
-from scalai.core.planner.trace_replay import Account, Piece, Terms, account, replay
+from scalai.core.planner.trace_replay import (
+    Account,
+    Menu,
+    Piece,
+    Policy,
+    Terms,
+    account,
+    by_table,
+    replay,
+)
 
 JOB = Gpt(hidden=256, layers=4, steps=12, seq_length=128, global_batch=8)
 PATTERNS = (

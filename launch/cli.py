@@ -12,13 +12,11 @@ from scalai.runtime.imports import without_collections
 
 ABOUT = "The commands around a job: its state, its size, its store, its checkpoints."
 MODULES = {
-    "status": "questions", "scale": "questions", "resume": "questions", "coordinator": "serving",
+    **dict.fromkeys(("status", "scale", "resume", "coordinator", "doctor"), "job_commands"),
     "inspect": "inspect", "reshard": "reshard", "verify": "verify", "clean": "clean",
-    "doctor": "doctor", "chaos": "chaos", "plan": "plan", "ledger": "ledger_report",
-    "mount": "mount", "unmount": "mount",
+    "chaos": "chaos", "plan": "plan", "ledger": "ledger_report", "mount": "mount", "unmount": "mount",
 }  # fmt: skip
-"""Where each command is: one imports all converters, another what is needed to talk to a job, which
-takes time and memory that the others have not to spare."""
+"""Module of each command. Only the module in use is imported: converters take time and memory."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     given = sys.argv[1:] if argv is None else argv
     asked = given[0] if given else None
-    # All of them, to say which there are, where none is asked for.
+    # All of them for the list of commands.
     wanted = {MODULES[asked]} if asked in MODULES else dict.fromkeys(MODULES.values())
     for name in wanted:
         importlib.import_module(f"scalai.launch.commands.{name}").add_parser(commands)

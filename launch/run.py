@@ -32,7 +32,7 @@ from scalai.launch.config.endpoint import take_token
 from scalai.launch.config.flags import build_parser, parse_options, with_own_name
 from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.config.removed import constant
 from scalai.launch.coordinator.discovery import Place, find_coordinator, job_directory
 from scalai.launch.logs import configure

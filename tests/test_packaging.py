@@ -71,7 +71,7 @@ NO_TORCH = (
     "scalai.converters.megatron.arguments",
     "scalai.launch.commands.inspect",
     "scalai.launch.commands.clean",
-    "scalai.launch.commands.doctor",
+    "scalai.launch.commands.job_commands",
     "scalai.launch.commands.plan",
     "scalai.launch.commands.reshard",
     "scalai.launch.commands.verify",

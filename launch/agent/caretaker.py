@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from scalai.launch.agent.containers import all_end_with_this_process
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
 from scalai.launch.agent.standby import obstacle, offer
 from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.lanes import Lanes

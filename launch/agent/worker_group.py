@@ -23,7 +23,7 @@ from scalai.launch.agent.torch_elastic import (
     wait_until_warm,
     warm_up,
 )
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.control import ControlPage, control_path
 from scalai.store.secure import Folder
 

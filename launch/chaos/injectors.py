@@ -1,17 +1,129 @@
 """How each kind of fault is injected, and where it cannot be."""
 
+import json
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalai.launch.chaos import damage, links, processes
+from scalai.launch.chaos import disk_faults as damage
+from scalai.launch.chaos import processes
 from scalai.launch.chaos.kinds import KINDS, SIGNALS, TRIGGERS, Fault, Kind, Target
 from scalai.launch.chaos.scene import Injected, Scene
 from scalai.runtime.failpoints import VARIABLE
+
+COMMAND_S = 20.0
+ENOUGH = 200
+"""So many packets have waited, and a slow link has been seen to be one."""
+RATE = ("rate", "256kbit", "burst", "4kb", "latency", "400ms")
+
+
+def run_tool(*words: str) -> str | None:
+    """Run a command. Returns what it prints, None where it fails or is not there."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _inside(scene: Scene, *words: str) -> str | None:
+    return run_tool("nsenter", "-t", str(scene.agent()), "-n", *words)
+
+
+def no_link(scene: Scene) -> str:
+    """Say why the host has no link that could be struck."""
+    agent = processes.namespace(scene.agent(), "net")
+    if agent in ("", processes.namespace("self", "net")):
+        return f"host {scene.host} shares the network of this command, which is never cut"
+    if agent == processes.namespace(1, "net"):
+        return f"host {scene.host} is in the network of the machine itself"
+    if _device(scene) is None:
+        return "needs root, and nsenter, ip, ss and tc of iproute2"
+    return ""
+
+
+def _device(scene: Scene) -> str | None:
+    found = _inside(scene, "ip", "-j", "link")
+    if found is None:
+        return None
+    return next((each["ifname"] for each in json.loads(found) if each["ifname"] != "lo"), None)
+
+
+def drop_link(scene: Scene) -> Injected:
+    """Pull the wire out: what is sent is lost without a word."""
+    device, pid = _device(scene), str(scene.agent())
+    assert device is not None
+    enter = ("nsenter", "-t", pid, "-n")
+    scene.undo.callback(run_tool, *enter, "ip", "link", "set", device, "up")
+    run_tool(*enter, "ip", "link", "set", device, "down")
+    return Injected()
+
+
+def no_pair(scene: Scene) -> str:
+    """Say why no link between two hosts could be cut that leaves the coordinator heard."""
+    missing = "needs a second host with a network of its own, beside that of this command"
+    return no_link(scene) or ("" if _other(scene) is not None else missing)
+
+
+def _other(scene: Scene) -> int | None:
+    """Return the agent of another host that has a network of its own."""
+    taken = {processes.namespace(pid, "net") for pid in ("self", 1, scene.agent())}
+    agents = processes.agents(scene.folder)
+    return next(
+        (agents[h] for h in sorted(agents) if processes.namespace(agents[h], "net") not in taken),
+        None,
+    )
+
+
+def _address(pid: int) -> tuple[str, str]:
+    """Return the device of a host's link and its address."""
+    found = run_tool("nsenter", "-t", str(pid), "-n", "ip", "-j", "-4", "addr") or "[]"
+    device = next(each for each in json.loads(found) if each["ifname"] != "lo")
+    return device["ifname"], device["addr_info"][0]["local"]
+
+
+def cut_pair(scene: Scene) -> Injected:
+    """Have two hosts send each other to an address of Ethernet that nobody has."""
+    one, other = scene.agent(), _other(scene)
+    assert other is not None
+    for near, far in ((one, other), (other, one)):
+        (device, _), (_, address) = _address(near), _address(far)
+        words = ("nsenter", "-t", str(near), "-n", "ip", "neigh")
+        scene.undo.callback(run_tool, *words, "del", address, "dev", device)
+        run_tool(*words, "replace", address, "lladdr", "02:00:00:00:00:99", "nud", "permanent",
+            "dev", device)  # fmt: skip
+    return Injected()
+
+
+def reset_link(scene: Scene) -> Injected:
+    """Reset every TCP connection of the host."""
+    found = _inside(scene, "ss", "-K", "-t", "-n") or ""
+    count = sum(line.startswith("ESTAB") for line in found.splitlines())
+    return Injected(lambda: f"{count} connections were reset" if count else "")
+
+
+def slow_link(scene: Scene) -> Injected:
+    """Let little pass, by a token bucket on what the host sends."""
+    device = _device(scene)
+    assert device is not None
+    enter = ("nsenter", "-t", str(scene.agent()), "-n")
+    scene.undo.callback(run_tool, *enter, "tc", "qdisc", "del", "dev", device, "root")
+    run_tool(*enter, "tc", "qdisc", "add", "dev", device, "root", "tbf", *RATE)
+
+    def seen() -> str:
+        found = json.loads(
+            run_tool(*enter, "tc", "-j", "-s", "qdisc", "show", "dev", device) or "[]"
+        )
+        held = sum(each.get("overlimits", 0) for each in found if each.get("kind") == "tbf")
+        return f"{held} packets were kept waiting" if held >= ENOUGH else ""
+
+    return Injected(seen)
+
 
 Inject = Callable[[Scene], Injected]
 Obstacle = Callable[[Scene], str]
@@ -269,7 +381,7 @@ def _shift_clock(scene: Scene) -> Injected:
 def _no_clock(scene: Scene) -> str:
     if not hasattr(time, "CLOCK_MONOTONIC") or not Path("/proc/self/ns/time").exists():
         return "the kernel has no time namespaces"
-    tried = links.run("unshare", "--time", "--fork", "--monotonic", "1", "true")
+    tried = run_tool("unshare", "--time", "--fork", "--monotonic", "1", "true")
     return "" if tried is not None else "this user may make no time namespace"
 
 
@@ -319,10 +431,10 @@ TABLE: dict[str, Injector] = {
     "damage-disk": Injector(damage.damage_disk, damage.no_older_disk_state),
     "clock-forward": Injector(_shift_clock, _no_clock),
     "clock-back": Injector(_shift_clock, _no_clock),
-    "drop-link": Injector(links.drop, links.no_link),
-    "cut-pair": Injector(links.cut_pair, links.no_pair),
-    "reset-link": Injector(links.reset, links.no_link),
-    "slow-link": Injector(links.slow, links.no_link),
+    "drop-link": Injector(drop_link, no_link),
+    "cut-pair": Injector(cut_pair, no_pair),
+    "reset-link": Injector(reset_link, no_link),
+    "slow-link": Injector(slow_link, no_link),
     **dict.fromkeys(COORDINATOR_SIGNALS, Injector(_signal_coordinator, _no_coordinator)),
 }
 """Every kind, and how it is injected. A test compares it with the kinds that there are."""

@@ -1,14 +1,171 @@
 """What an injector is given: the job, the fault, and where it leaves how to undo what it does."""
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from scalai.core.errors import PeerError, ScalaiError
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.kinds import Fault
-from scalai.launch.chaos.watch import Watch
+from scalai.launch.chaos.verdicts import Round
+from scalai.launch.config.endpoint import read_card
+from scalai.launch.coordinator.person_calls import Status
+from scalai.runtime.calls import Channel
+
+LOOK_S = 0.1
+ANSWER_S = 3.0
+"""How long a coordinator may take to answer a connection."""
+
+
+class JobEnded(PeerError):
+    """The job that is watched has ended, or is not there."""
+
+
+class Log:
+    """The files to which agents of this machine write, read on from where they were."""
+
+    def __init__(self, given: Sequence[Path]) -> None:
+        self._at = {path: _size(path) for path in given}
+        self._begins = dict(self._at)
+        self.text = ""
+
+    def add(self, path: Path, *, is_new: bool = False) -> None:
+        """Also read this one, from now on, or from its beginning where it is new."""
+        if path not in self._at:
+            self._at[path] = 0 if is_new else _size(path)
+
+    @property
+    def has_files(self) -> bool:
+        return bool(self._at)
+
+    def look(self) -> None:
+        """Read what has come."""
+        for path, at in self._at.items():
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(at)
+                new = file.read()
+                # A line is read whole: half of it would not be understood.
+                whole = new[: new.rfind(b"\n") + 1]
+                self._at[path] = at + len(whole)
+                self.text += whole.decode(errors="replace")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _archived(text: str) -> list[int]:
+    """Return the steps of the generations that a log says are in the durable directory."""
+    return [int(n) for n in re.findall(r"event=archived generation=\d+ step=(\d+)", text)]
+
+
+class Watch:
+    """Follows a job.
+
+    Args:
+        folder: ``<store>/<job>`` on this machine.
+        logs: Files of the agents' logs; those that agents of this machine write to are found.
+    """
+
+    def __init__(self, folder: Path, logs: Sequence[Path] = ()) -> None:
+        self.folder = folder
+        self.log = Log(logs)
+        self.status: Mapping[str, Any] | None = None
+        self.reports: list[Mapping[str, Any]] = []
+        self._channel: Channel | None = None
+        self._archived: list[int] = []
+        for pid in processes.agents(folder).values():
+            path = processes.output_of(pid)
+            if path is not None:
+                self._archived += _archived(Path(path).read_text(errors="replace"))
+                self.log.add(Path(path))
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def look(self) -> None:
+        """Ask once, and read what has come."""
+        self.log.look()
+        self.status = self._ask()
+        last = (self.status or {}).get("last_resize")
+        if last is not None and last["at"] not in {each["at"] for each in self.reports}:
+            self.reports.append(last)
+
+    def _ask(self) -> Mapping[str, Any] | None:
+        """Return the status, None where nobody answers."""
+        try:
+            if self._channel is None:
+                card = read_card(self.folder, answer_s=ANSWER_S)
+                if card is None:
+                    return None
+                self._channel = Channel(*card, connect_s=ANSWER_S, call_s=ANSWER_S)
+            found: Mapping[str, Any] = self._channel.call(Status()).value()
+            return found
+        except (ScalaiError, OSError):
+            self.close()
+            return None
+
+    @property
+    def step(self) -> int | None:
+        """The job's newest step, as far as anybody says."""
+        return None if self.status is None else self.status["step"]
+
+    @property
+    def generation_step(self) -> int | None:
+        return None if self.status is None else self.status["generation_step"]
+
+    def is_whole(self, hosts: Sequence[str], world: int) -> bool:
+        """Whether the job trains on all of these hosts with as many workers as ``world``; 0: any
+        number."""
+        status = self.status
+        if status is None or status["phase"] != "running" or status["step"] is None:
+            return False
+        busy = {host for host, count in status["workers"].items() if count}
+        if not busy >= set(hosts) or world not in (0, status["world_size"]):
+            return False
+        last = status["last_resize"]
+        if last is None:  # a coordinator that took another one's place has begun no round yet
+            return int(status["term"]) > 1
+        return bool(last.get("round") == status["round"])
+
+    def archived(self, newer: int = 0) -> int | None:
+        """Return the step of the newest generation that the log says is in the durable directory,
+        but for so many ``newer`` ones."""
+        found = [*self._archived, *_archived(self.log.text)]
+        return found[-1 - newer] if len(found) > newer else None
+
+    def wait(self, is_so: Callable[[], bool], for_s: float) -> bool:
+        """Look until something is so, ``for_s`` at most. Returns whether it is."""
+        deadline = time.monotonic() + for_s
+        while True:
+            self.look()
+            if is_so():
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK_S)
+
+    def rounds_since(self, at: float) -> tuple[Round, ...]:
+        """Return the rounds that were begun after a moment of the wall clock."""
+        return tuple(
+            Round(
+                str(each["reason"]), each.get("step"), int(each.get("steps_lost", 0)),
+                max(0.0, round(each["at"] - each["total_s"] - at, 3)), float(each["total_s"]),
+                dict(each["seconds"]),
+            )
+            for each in self.reports
+            if each["at"] > at
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from types import FrameType
 from typing import Any
 
 from scalai.core.errors import UsageError
+from scalai.launch.chaos.fault_run import Chaos, Plan, alone
 from scalai.launch.chaos.injectors import describe
 from scalai.launch.chaos.kinds import KINDS, parse
-from scalai.launch.chaos.picture import draw
-from scalai.launch.chaos.run import Chaos, Plan, alone
-from scalai.launch.chaos.verdicts import Verdict, compare, table
+from scalai.launch.chaos.verdicts import Verdict, compare, draw, table
 from scalai.launch.coordinator.held_states import committed_fingerprints
 from scalai.store.generation import load_generation
 from scalai.store.places import check_job, default_store_dir, find_generations

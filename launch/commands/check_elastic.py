@@ -11,16 +11,15 @@ from itertools import groupby
 from typing import Any
 
 from scalai.converters.megatron.arguments import evaluates_by_replicas, underived_notes
-from scalai.core.degrees.choice import check_rules, choose, replicated
+from scalai.core.degrees.choice import check_rules, choose, replicated, splits
 from scalai.core.degrees.degrees import AXES, Degrees, ModelLimits
 from scalai.core.degrees.passes import PARTS
 from scalai.core.degrees.policy import Case, Choice, DegreePolicy
-from scalai.core.degrees.splits import splits
 from scalai.core.errors import RefusedError
 from scalai.core.planner.preference import KNOWN_LAYOUTS
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
-from scalai.launch.config.script import ScriptFacts, read_script
+from scalai.launch.config.script_facts import ScriptFacts, read_script
 
 _WIDEST_WORLD = 1024
 """More lines than this nobody reads."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from scalai.core.dataset.table import DatasetTable
 from scalai.core.errors import RefusedError, UsageError
 from scalai.launch.config.elastic_config import load_config
-from scalai.launch.config.job import own_batch
+from scalai.launch.config.job_spec import own_batch
 from scalai.launch.config.removed import add_removed_flags
 from scalai.launch.logs import configure
 from scalai.vfs.mounts import absolute, find_mount, prepare, unmount

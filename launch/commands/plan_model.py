@@ -31,10 +31,9 @@ from scalai.core.planner.columns import Workload
 from scalai.core.planner.devices import FIGURES, Device, custom_device, device_named
 from scalai.core.planner.fit import Calibration, uncalibrated
 from scalai.core.planner.model import ModelShape
-from scalai.core.planner.rows import Row, limits_of, read_rows
-from scalai.core.planner.score import calibrate_rows
+from scalai.core.planner.score import Row, calibrate_rows, limits_of, read_rows
 from scalai.core.planner.search import Choices
-from scalai.launch.config.script import (
+from scalai.launch.config.script_facts import (
     AUTOTP_ALONE,
     DEEPSPEED_FIXED,
     installed_release,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
-from scalai.launch.config.job import JobSpec
-from scalai.launch.config.script import read_script
+from scalai.launch.config.job_spec import JobSpec
+from scalai.launch.config.script_facts import read_script
 
 ANSWER_S = 60.0
 

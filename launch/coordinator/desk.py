@@ -20,7 +20,7 @@ from scalai.core.messages import events
 from scalai.core.messages.commands import Exit
 from scalai.core.messages.reports import Attached, Doubted, Examined, Grown, Report, Sealed
 from scalai.core.messages.shared import JsonText
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
 from scalai.launch.coordinator.calls import (
     AgentCall,

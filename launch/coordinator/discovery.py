@@ -32,7 +32,7 @@ from scalai.launch.config.endpoint import (
     remove_card,
     split_endpoint,
 )
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.leases import (
     CLAIM_S,
     await_holder,

@@ -10,7 +10,7 @@ from scalai.core.job.membership import ENDED_BY_A_LOSS, Phase
 from scalai.core.job.outlook import given_up_text
 from scalai.core.job.remembered import Remembered, Underway
 from scalai.core.messages import events
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.agent_events import Manifests
 from scalai.launch.coordinator.calls import Join, Joined
 from scalai.launch.coordinator.held_states import facts_of

@@ -21,14 +21,13 @@ from scalai.core.jsonable import Json
 from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import Shared
 from scalai.core.planner.preference import Preference
-from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.calibrating import Calibrating
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.farewells import JobEnd, drained, job_end, keeps_state
 from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.held_states import HeldStates
 from scalai.launch.coordinator.judging import Judge
 from scalai.launch.coordinator.kept_wishes import KeptWishes
-from scalai.launch.coordinator.look_ahead import LookAhead
+from scalai.launch.coordinator.look_ahead import Calibrating, LookAhead
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores

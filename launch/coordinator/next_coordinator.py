@@ -20,7 +20,7 @@ from pathlib import Path
 
 from scalai.core.errors import AbsentError, PeerError, ScalaiError, UnprovenError
 from scalai.launch.config.endpoint import join_endpoint, read_card, read_holder, split_endpoint
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.discovery import (
     COORDINATOR,
     Place,

@@ -17,7 +17,7 @@ from scalai.launch.config.endpoint import (
     write_card,
     write_ending,
 )
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.discovery import (
     await_turn,
     clear_away,

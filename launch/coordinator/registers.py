@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from scalai.core.errors import PeerError, StoreError, UsageError
 from scalai.launch.config.endpoint import join_endpoint
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.store.lock import Owner
 from scalai.store.secure import DURABLE, Folder, open_below
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from scalai.core.errors import PeerError, RefusedError
 from scalai.core.messages.actions import RESUMABLE
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.leases import HELD_S, Lease

@@ -1,23 +1,25 @@
 """What decides about the size of a job beside the hosts that are there: limits, a person's
 requests, and what has turned out not to fit."""
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from scalai.converters.megatron.model_shape import recompute_of
 from scalai.core.degrees.assignment import make_assign
 from scalai.core.degrees.degrees import Degrees, parse_request
 from scalai.core.degrees.passes import Passes, recompute_of_json
-from scalai.core.degrees.policy import Choice, Needing
+from scalai.core.degrees.policy import Choice, Needing, Preferring
+from scalai.core.errors import ScalaiError
 from scalai.core.job.membership import Assign, Assignment, Place
 from scalai.core.job.remembered import ASKED
 from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText
-from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.columns import Layout, columns_of
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.memory import step_memory
+from scalai.core.planner.meter import ChangeTime
+from scalai.core.planner.placement import make_place
 from scalai.core.planner.preference import (
     Measured,
     Preference,
@@ -26,15 +28,53 @@ from scalai.core.planner.preference import (
     measured_of_json,
     measured_to_json,
 )
-from scalai.core.planner.rank_order import Hosts, make_place
-from scalai.launch.config.job import JobSpec
-from scalai.launch.config.script import (
+from scalai.core.planner.reconfiguration import Hosts
+from scalai.core.planner.step_memory import step_memory
+from scalai.launch.config.job_spec import JobSpec
+from scalai.launch.config.script_facts import (
     read_planner,
     read_sharding,
     read_workload,
     told_by,
 )
-from scalai.launch.coordinator.guarded_planner import GuardedPlanner
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedPlanner:
+    """Asks a planner, and tells of what it should never raise.
+
+    Attributes:
+        planner: Who is asked.
+        say: Takes log lines.
+    """
+
+    planner: Preferring
+    say: Callable[[str], object]
+
+    def order(
+        self,
+        choices: Sequence[Choice],
+        present: Degrees | None,
+        ran: Passes,
+        failed: Sequence[Choice],
+    ) -> Sequence[Choice]:
+        """Return what the planner does.
+
+        Raises:
+            ScalaiError: It cannot say, or it has failed; then the log has where.
+        """
+        try:
+            return self.planner.order(choices, present, ran, failed)
+        except ScalaiError:
+            raise
+        except Exception as error:  # our own slip: the job has degrees that run
+            self.say(f"event=planner failed: {error!r}\n{traceback.format_exc()}")
+            raise ScalaiError(f"{error!r}, and the coordinator's log says where") from error
+
+    def on_hosts(self, slots: int) -> "GuardedPlanner":
+        """Return the planner for hosts with so many ranks each."""
+        return GuardedPlanner(self.planner.on_hosts(slots), self.say)
+
 
 Stepped = tuple[Degrees, Passes, str]
 """A layout in which all ranks have made a step, and the device, as far as it is known."""

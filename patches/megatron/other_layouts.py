@@ -23,10 +23,9 @@ from scalai.converters.megatron.arguments import (
     scan,
 )
 from scalai.converters.megatron.rules import values_of
-from scalai.core.degrees.choice import replicated
+from scalai.core.degrees.choice import replicated, splits
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.degrees.policy import Case, DegreePolicy
-from scalai.core.degrees.splits import splits
 from scalai.core.errors import ScalaiError
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from scalai.core.degrees.degrees import AXES, Degrees
 from scalai.core.errors import RefusedError
 from scalai.launch.commands.check_elastic import check_elastic, offered_degrees, worlds_of
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
-from scalai.launch.config.script import ScriptFacts, read_script
+from scalai.launch.config.job_spec import JobSpec
+from scalai.launch.config.script_facts import ScriptFacts, read_script
 from support import megatron_lm_job
 from support.functional_configurations import (
     RANKS,

@@ -40,8 +40,8 @@ class SharedJob:
         return self._agents
 
     def _start(self) -> Agents:
-        settings = {"resize": "quarantine_s = 0"}  # the same hosts die again and again
-        jobs = tiny_agents(self._factory.mktemp("job"), DEGREES, flags=FLAGS, settings=settings)
+        again = {"resize.quarantine_s": 0.0}  # the same hosts die again and again
+        jobs = tiny_agents(self._factory.mktemp("job"), DEGREES, flags=FLAGS, constants=again)
         agents = self._open.enter_context(jobs)
         agents.start("a")
         agents.start("b")

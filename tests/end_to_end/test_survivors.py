@@ -211,8 +211,8 @@ def test_a_second_signal_stops_now_and_the_state_stays(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_workers_that_hang_while_they_build_are_given_up(tmp_path: Path) -> None:
-    settings = {"resize": "build_timeout_s = 10"}
-    with tiny_agents(tmp_path, '2 = "tp2"\n1 = "tp1"', nodes="1", settings=settings) as agents:
+    given = {"resize.build_timeout_s": 10.0}
+    with tiny_agents(tmp_path, '2 = "tp2"\n1 = "tp1"', nodes="1", constants=given) as agents:
         agents.start("a")
         agents.wait_until(lambda: "event=warm" in agents.text(), "workers can be forked")
         agents.arm("build", "0", "SIGSTOP")

@@ -9,7 +9,7 @@ from scalai.core.messages.reports import Archived
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.loop import THREADS
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
 from support.store_states import Opener, generation

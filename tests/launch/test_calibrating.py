@@ -6,9 +6,9 @@ from typing import Any, cast
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.job.membership import Assignment, Job, Phase
 from scalai.core.job.spacing import Pace
-from scalai.core.planner.change_time import ChangeTime
+from scalai.core.planner.meter import ChangeTime
 from scalai.core.planner.preference import Measured
-from scalai.launch.coordinator.calibrating import Calibrating
+from scalai.launch.coordinator.look_ahead import Calibrating
 from scalai.launch.coordinator.sizing import Sizing
 
 DEGREES = Degrees(2, 1, 2)

@@ -8,7 +8,8 @@ import pytest
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.launch import cli
-from scalai.launch.commands import clean, questions
+from scalai.launch.commands import clean
+from scalai.launch.commands import job_commands as questions
 from scalai.launch.config import endpoint as card
 from scalai.launch.config.endpoint import (
     join_endpoint,

@@ -13,11 +13,11 @@ import pytest
 
 from scalai.core.errors import UsageError
 from scalai.launch.chaos import processes
+from scalai.launch.chaos.fault_run import alone
 from scalai.launch.chaos.injectors import TABLE
 from scalai.launch.chaos.kinds import KINDS, TRIGGERS
-from scalai.launch.chaos.picture import draw
-from scalai.launch.chaos.run import alone
-from scalai.launch.chaos.watch import Log
+from scalai.launch.chaos.scene import Log
+from scalai.launch.chaos.verdicts import draw
 from scalai.launch.commands.chaos import read_losses
 
 DEADLINE_S = 30.0

@@ -9,7 +9,7 @@ import pytest
 from scalai.core.errors import PeerError
 from scalai.core.job.membership import Phase
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.person_calls import Scale, Status
 from scalai.launch.coordinator.rendezvous_store import Then
 from scalai.runtime.calls import Channel

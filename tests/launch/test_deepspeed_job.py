@@ -14,7 +14,7 @@ from scalai.core.job.spacing import FIRST_STEPS
 from scalai.core.job.spacing import MTBF_HOURS
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.sizing import Sizing
 
 Read = Callable[..., JobSpec]

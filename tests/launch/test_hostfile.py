@@ -14,7 +14,7 @@ from scalai.launch.config.hostfile import (
     own_name,
     parse_hostfile,
 )
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 
 TEXT = "# two hosts\nworker-0 slots=4\n\nworker-1   slots=2  # small\n"
 HOSTS = {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1)}

@@ -16,7 +16,7 @@ from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
 from scalai.core.job.remembered import TakingOver, Underway
 from scalai.core.messages import actions, commands
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator import discovery, leases, process, registers
 from scalai.launch.coordinator.leases import Lease, LeaseWatch, await_ownership
 from scalai.launch.coordinator.process import serve

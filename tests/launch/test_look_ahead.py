@@ -9,11 +9,11 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.job.succession import remember
 from scalai.core.messages.shared import JsonText
 from scalai.core.planner import preference
-from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.fit import calibrate
+from scalai.core.planner.meter import ChangeTime
 from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.live_job import LiveJob
 from support.coordinator_line import NoStores, wait_until
 

@@ -19,7 +19,7 @@ from scalai.core.messages.reports import Leaving, Report, Stalled
 from scalai.core.messages.shared import JsonText, Named
 from scalai.launch import cli
 from scalai.launch.agent.link import LONGEST_KEPT_S
-from scalai.launch.commands import questions
+from scalai.launch.commands import job_commands as questions
 from scalai.launch.coordinator.calls import Bye, Tell
 from scalai.launch.coordinator.losses import (
     LOOK_S,

@@ -21,7 +21,7 @@ from scalai.launch.agent.notice_watch import LONGEST_S, SILENT_S, NoticeWatch
 from scalai.launch.agent.notices import AwsNotice, AzureNotice, FileNotice, GcpNotice, Question
 from scalai.launch.config.elastic_config import METADATA, NoticeSource, parse_source
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from support.metadata_server import Said, Server, metadata_server
 
 ACTION = "/latest/meta-data/spot/instance-action"

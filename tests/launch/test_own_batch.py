@@ -6,7 +6,7 @@ import pytest
 
 from scalai.core.dataset.table import DatasetTable
 from scalai.core.degrees.batches import BatchRamp
-from scalai.launch.config.job import own_batch
+from scalai.launch.config.job_spec import own_batch
 
 MEGATRON = ("--micro-batch-size", "2", "--num-attention-heads", "4", "--global-batch-size", "64")
 

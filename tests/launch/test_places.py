@@ -19,7 +19,7 @@ from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch import host_signals
 from scalai.launch.config.endpoint import CARD, write_card
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator import discovery as places
 from scalai.launch.coordinator import process as coordinator_process
 from scalai.launch.coordinator.server import Coordinator

@@ -13,7 +13,7 @@ import pytest
 
 from scalai.launch import run
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.host_signals import Heard
 from support.driver_script import install_into
 

@@ -10,10 +10,10 @@ from scalai.core.errors import RefusedError
 from scalai.core.job.membership import Assignment, keep_order
 from scalai.core.messages.shared import JsonText
 from scalai.core.planner import preference
-from scalai.core.planner.change_time import ChangeTime
+from scalai.core.planner.meter import ChangeTime
 from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.sizing import Sizing
 from support.membership_choice import ran

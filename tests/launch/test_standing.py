@@ -12,7 +12,7 @@ import pytest
 from scalai.core.errors import PeerError
 from scalai.core.tensors.fingerprint import Committed
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.person_calls import Resume, Scale, Status
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes

@@ -11,7 +11,7 @@ import pytest
 from scalai.core.errors import PeerError, UsageError
 from scalai.launch.config.endpoint import join_endpoint, read_holder, write_card
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator import discovery, leases
 from scalai.launch.coordinator import next_coordinator as succession
 from scalai.launch.coordinator.discovery import Newest, Place, job_directory, next_term

@@ -13,7 +13,7 @@ from scalai.launch.agent.extension_locks import WorkersLocks
 from scalai.launch.agent.torch_elastic import Placement
 from scalai.launch.agent.worker_group import NCCL_ERRORS, WorkerGroups
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from support.wire_words import workers as wanted
 
 DEADLINE_S = 60.0

@@ -10,8 +10,9 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.degrees.passes import Recompute
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.memory import kept_activations
-from scalai.core.planner.model import ModelShape, gpt
+from scalai.core.planner.model import ModelShape
+from scalai.core.planner.step_memory import kept_activations
+from support.model_shapes import gpt
 
 HIDDEN, HEADS, SEQ, MICRO_BATCH, VOCABULARY = 128, 4, 64, 2, 256
 """As in ``support/training/saved_activations.py``."""

@@ -13,8 +13,8 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Layout, columns_of
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.memory import StepMemory, step_memory
-from scalai.core.planner.model import gpt
+from scalai.core.planner.step_memory import StepMemory, step_memory
+from support.model_shapes import gpt
 
 SHAPE = gpt(2, 32, 4, 64, 32)
 PARTS = 8

@@ -11,9 +11,9 @@ import pytest
 from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.memory import kept_activations, stage_memory
 from scalai.core.planner.model import ModelShape
 from scalai.core.planner.stage import first, last
+from scalai.core.planner.step_memory import kept_activations, stage_memory
 
 HIDDEN, HEADS, SEQ, MICRO_BATCH, VOCABULARY, EXPERTS = 128, 4, 128, 2, 512, 4
 """As in ``support/training/expert_memory.py``."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scalai.core.release import numbers_of
-from scalai.launch.config import script
+from scalai.launch.config import script_facts as script
 from support.deepspeed_releases import installed
 from support.random_deepspeed import Case, Verdict, is_stated, judge, offered, random_case
 

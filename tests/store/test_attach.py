@@ -21,7 +21,7 @@ from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.leftovers import find_leftovers
 from scalai.launch.agent.loop import DISK
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.store import held as held_module
 from scalai.store.attachment import attachment
 from scalai.store.generation import unite_hosts

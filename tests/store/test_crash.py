@@ -11,7 +11,7 @@ from scalai.core.errors import StoreError
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.leftovers import find_leftovers
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.store.host import HostStore
 from support.store_states import Opener, generation, is_whole, snapshot, two_ranks, write
 

@@ -17,7 +17,7 @@ from scalai.core.errors import PeerError
 from scalai.core.messages.reports import Stalled
 from scalai.core.messages.shared import JsonText, Named
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import Join, Poll, Tell
 from scalai.launch.coordinator.losses import Patience, PortProbe
 from scalai.launch.coordinator.named_once import HostLists

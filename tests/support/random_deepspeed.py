@@ -9,10 +9,10 @@ from scalai.converters.deepspeed.validity import BF16_SUMS_ARE_BF16, refuse_inva
 from scalai.core.degrees.degrees import DegreeRequest, Degrees
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.job.membership import Assignment
-from scalai.launch.config import script
+from scalai.launch.config import script_facts as script
 from scalai.launch.config.elastic_config import DeepSpeedConfig, ElasticConfig
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, rewritten
 

@@ -15,7 +15,7 @@ from scalai.core.host import events
 from scalai.core.job.membership import Phase
 from scalai.core.messages import commands
 from scalai.launch.config.flags import parse_options
-from scalai.launch.config.job import JobSpec
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Scale

@@ -9,11 +9,11 @@ from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import Device
 from scalai.core.planner.fit import Calibration, uncalibrated
-from scalai.core.planner.memory import USABLE
 from scalai.core.planner.overlaps import overlaps_of
 from scalai.core.planner.placement import EXACT_HOSTS, Placed, place_by
 from scalai.core.planner.reconfiguration import Hosts, Rates, Reconfiguration, cost_of
 from scalai.core.planner.search import Choices, Estimate, estimates, search
+from scalai.core.planner.step_memory import USABLE
 from scalai.core.planner.weighing import (
     MEASURED_SPREAD,
     RESIDENCE_S,

@@ -159,24 +159,3 @@ class ModelShape:
         layers = self.layers * (part.attention + part.norms)
         layers += dense * part.mlp + self.moe_layers * moe
         return layers + part.embedding + part.positions + part.final_norm + part.head
-
-
-def gpt(
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocab: int,
-    seq: int,
-    *,
-    ffn: int | None = None,
-    kv_groups: int | None = None,
-    is_gated: bool = False,
-) -> ModelShape:
-    """Return the shape of a GPT: learned positions, biases, a tied head; with a gate that of a
-    Llama, which has none of these."""
-    return ModelShape(
-        layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq, ffn=ffn or 4 * hidden,
-        kv_groups=kv_groups or heads, head_dim=hidden // heads, is_gated=is_gated,
-        positions=0 if is_gated else seq, is_tied=not is_gated, has_bias=not is_gated,
-        has_norm_bias=not is_gated,
-    )  # fmt: skip

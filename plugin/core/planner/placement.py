@@ -7,14 +7,19 @@ assignment, linear in pairs of slot and host. From which of several replicas a b
 nothing of it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.errors import UsageError
+from scalai.core.degrees.degrees import Degrees
+from scalai.core.errors import RefusedError, UsageError
+from scalai.core.job.membership import LOST, Assignment, Place
 from scalai.core.planner.columns import Layout, Workload
+from scalai.core.planner.model import ModelShape
 from scalai.core.planner.overlaps import Overlap, needed_and_held, overlaps_of
 from scalai.core.planner.reconfiguration import Hosts
 from scalai.core.tensors.collection import Columns
@@ -42,41 +47,6 @@ class Placed:
     needed: int
 
 
-def place_hosts(
-    work: Workload,
-    before: Layout,
-    after: Layout,
-    before_hosts: Hosts,
-    after_hosts: Hosts,
-    *,
-    devices: Mapping[str, int] | None = None,
-    lost: frozenset[str] = frozenset(),
-    exact_hosts: int = EXACT_HOSTS,
-) -> Placed:
-    """Return the order of the new hosts in which the fewest bytes cross.
-
-    A host takes any slot that it has the devices for. Of orders that are as good the one is taken
-    that leaves most hosts where they are, where they are assigned exactly; the given one is kept
-    where no other one is better, so that a job that has no reason to turn its hosts round does not.
-
-    Args:
-        after_hosts: The order to begin with, such as that of joining. A host without ranks may take
-            the place of one that has some.
-        devices: How many devices each host has; None: as many as it has ranks.
-        lost: Hosts of before whose memory is gone.
-        exact_hosts: Up to so many hosts are assigned exactly; more of them greedily, and only among
-            hosts of one size.
-
-    Raises:
-        RefusedError: A layout does not cut the model.
-        UsageError: Hosts that do not have the ranks, or too few devices.
-    """
-    overlaps = overlaps_of(work, before, after)
-    return place_by(
-        overlaps, before_hosts, after_hosts, devices=devices, lost=lost, exact_hosts=exact_hosts
-    )
-
-
 def place_by(
     overlaps: Sequence[Overlap],
     before_hosts: Hosts,
@@ -86,7 +56,23 @@ def place_by(
     lost: frozenset[str] = frozenset(),
     exact_hosts: int = EXACT_HOSTS,
 ) -> Placed:
-    """Return the same where the overlaps are known."""
+    """The order of the new hosts in which the fewest bytes cross.
+
+    A host takes any slot that its devices suffice for. Of equal orders the one that leaves most
+    hosts where they are wins, up to ``exact_hosts``; the given order wins over any equal one.
+
+    Args:
+        overlaps: Boxes that ranks of the old and the new layout have in common.
+        after_hosts: Order to begin with, such as that of joining. A host without ranks may take
+            the place of one with ranks.
+        devices: Number of devices of each host; None: its number of ranks.
+        lost: Hosts of before whose memory is gone.
+        exact_hosts: Most hosts that are assigned exactly; more of them greedily, and only among
+            hosts of one size.
+
+    Raises:
+        UsageError: Too few devices for a host's ranks.
+    """
     slots, names = [count for _, count in after_hosts], [name for name, _ in after_hosts]
     room = dict(after_hosts)
     room |= {name: size for name, size in (devices or {}).items() if name in room}
@@ -193,3 +179,95 @@ def _greedy(held: npt.NDArray[np.int64]) -> Columns:
             chosen[row], is_taken[column] = column, True
     chosen[chosen < 0] = np.flatnonzero(~is_taken)
     return chosen
+
+
+KNOWN_CHANGES = 16
+"""Changes of which it is kept what has been computed."""
+WIDTH = 4096
+"""Of a layer of a model whose shape is not known: wide enough to be cut by any degree of data
+parallelism."""
+FINENESS = 8
+"""Such a model has at most so many layers by stage, so that few numbers say all."""
+WORTH = 0.01
+"""Hosts change places where more than this share of what they want need not cross: for less the
+first rank, with what it logs and writes, stays where it is."""
+MOST_PAIRS = 1 << 15
+"""Of hosts and of replicas whose parts each of them wants: more of them keep the order of joining,
+because the computation, which the whole job waits for, would take a good part of a second."""
+
+
+def make_place(work: Workload | None, sharding: Callable[[int], int]) -> Place:
+    """Return the function that puts the hosts of an assignment in order.
+
+    Args:
+        work: What a step of the job computes; None: it is not known, or not modelled.
+        sharding: What data-parallel ranks keep a part of (``columns.py``) on so many ranks.
+
+    The returned function gives the same assignment where no other order is worth it. Ranks of a
+    host stay neighbours, and only hosts with as many slots change places.
+    """
+
+    @lru_cache(maxsize=KNOWN_CHANGES)
+    def overlaps(before: Degrees, after: Degrees) -> tuple[tuple[Overlap, ...], bool]:
+        """Return them, and whether they are of the job's own model."""
+        layouts = [Layout(each, 1, sharding=sharding(each.world_size)) for each in (before, after)]
+        if work is not None:
+            try:
+                return overlaps_of(work, *layouts), True
+            except RefusedError:  # the job has a layout that the formulas do not know
+                pass
+        return overlaps_of(_even_model(before, after), *layouts), False
+
+    @lru_cache(maxsize=KNOWN_CHANGES)
+    def placed(
+        ran: Hosts, before: Degrees, hosts: Hosts, after: Degrees, slots: Hosts
+    ) -> tuple[Placed, bool]:
+        found, is_own = overlaps(before, after)
+        return place_by(found, ran, hosts, devices=dict(slots), lost=frozenset({LOST})), is_own
+
+    def place(target: Assignment, ran: Assignment, slots: Hosts) -> Assignment:
+        held, wanted = (tuple(w for w in each.workers if w[1]) for each in (ran, target))
+        is_as_before = held == wanted and ran.degrees == target.degrees
+        if is_as_before or not dict(held).keys() & dict(slots).keys():
+            return target
+        if len(wanted) * ran.degrees.dp * ran.degrees.cp > MOST_PAIRS:
+            return target
+        best, is_own = placed(held, ran.degrees, target.workers, target.degrees, slots)
+        if best.unplaced_moves - best.moves <= WORTH * best.needed:
+            return target
+        if not _is_settled(best.hosts, target.workers, dict(slots)):
+            return target
+        reason = f"{target.reason}; hosts placed: {_saved(best, is_own)}"
+        return replace(target, workers=best.hosts, reason=reason)
+
+    return place
+
+
+def _is_settled(hosts: Hosts, given: Hosts, slots: Mapping[str, int]) -> bool:
+    """Whether hosts change places with such of as many slots alone: who assigns ranks to them in
+    this order then comes to the same, and no other change follows."""
+    return [slots.get(name) for name, _ in hosts] == [slots.get(name) for name, _ in given]
+
+
+def _saved(best: Placed, is_own: bool) -> str:
+    if is_own:
+        return f"{best.moves} bytes cross, {best.unplaced_moves} in the order of joining"
+    share, before = best.moves / best.needed, best.unplaced_moves / best.needed
+    return f"{share:.1%} of what is wanted crosses, {before:.1%} in the order of joining"
+
+
+def _even_model(before: Degrees, after: Degrees) -> Workload:
+    """Return a model of equal layers that both degrees cut into equal parts."""
+    heads = lcm(before.tp, after.tp)
+    chunks = before.pp * before.vpp, after.pp * after.vpp
+    layers = min(lcm(*chunks), FINENESS * max(chunks))
+    size = -(-WIDTH // heads)
+    hidden = heads * size
+    experts = lcm(before.ep, after.ep) if max(before.ep, after.ep) > 1 else 0
+    shape = ModelShape(
+        layers=layers, hidden=hidden, heads=heads, kv_groups=heads, head_dim=size, ffn=4 * hidden,
+        vocab=heads, seq=1, has_bias=False, has_norm_bias=False, experts=experts,
+        moe_layers=layers if experts else 0, top_k=1 if experts else 0,
+        expert_ffn=4 * hidden if experts else 0,
+    )  # fmt: skip
+    return Workload(shape, 1)

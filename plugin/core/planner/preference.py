@@ -18,12 +18,12 @@ from scalai.core.degrees.degrees import Degrees, Sharding
 from scalai.core.degrees.passes import AS_GIVEN, Passes, Recompute, recompute_of_json
 from scalai.core.degrees.policy import Choice
 from scalai.core.errors import ScalaiError
-from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
 from scalai.core.planner.devices import Device
 from scalai.core.planner.fit import Calibration, calibrate, uncalibrated
-from scalai.core.planner.memory import USABLE, step_memory
+from scalai.core.planner.meter import ChangeTime
 from scalai.core.planner.reconfiguration import reconfiguration
+from scalai.core.planner.step_memory import USABLE, step_memory
 from scalai.core.planner.weighing import (
     MEASURED_SPREAD,
     RESIDENCE_S,

@@ -17,8 +17,8 @@ from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, Columns, Layout, Workload, grid
 from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration, uncalibrated
-from scalai.core.planner.memory import USABLE, StepMemory, step_memory
-from scalai.core.planner.time import StepTime, step_time
+from scalai.core.planner.step_memory import USABLE, StepMemory, step_memory
+from scalai.core.planner.step_time import StepTime, step_time
 
 REPLICA_COUNTS = 3
 """How many of the largest numbers of replicas that fit the devices are tried with each split of the

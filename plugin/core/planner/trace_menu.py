@@ -12,11 +12,11 @@ from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import GRADIENTS, Layout, Workload, columns_of
 from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration
-from scalai.core.planner.memory import fits, step_memory
 from scalai.core.planner.reconfiguration import Rates, reconfiguration
 from scalai.core.planner.search import Choices, divisors, search
+from scalai.core.planner.step_memory import fits, step_memory
 from scalai.core.planner.trace import Trace
-from scalai.core.planner.trace_policies import (
+from scalai.core.planner.trace_replay import (
     Cost,
     Menu,
     Policy,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from scalai.core.job import membership as m
 from scalai.core.messages import events
 from scalai.core.planner.columns import OPTIMIZER
-from scalai.core.planner.rank_order import make_place
+from scalai.core.planner.placement import make_place
 from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts
 from support.membership_simulation import Simulation, job

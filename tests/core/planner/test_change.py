@@ -20,11 +20,11 @@ from scalai.core.planner.change import (
 )
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.memory import USABLE
-from scalai.core.planner.model import gpt
 from scalai.core.planner.reconfiguration import Hosts, reconfiguration
-from scalai.core.planner.rows import limits_of
+from scalai.core.planner.score import limits_of
+from scalai.core.planner.step_memory import USABLE
 from scalai.core.planner.weighing import MARGIN
+from support.model_shapes import gpt
 
 A100 = device_named("a100")
 WORK = Workload(gpt(24, 2_048, 16, 51_200, 1_024), 96)

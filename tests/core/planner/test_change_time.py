@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scalai.core.job.spacing import Pace
-from scalai.core.planner.change_time import ChangeTime, Moves, change_time
+from scalai.core.planner.meter import ChangeTime, Moves, change_time
 
 PACE = Pace(step_s=1.0, write_s=10.0, start_s=30.0)
 REPORT = {

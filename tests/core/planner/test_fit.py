@@ -10,8 +10,8 @@ from scalai.core.planner.coefficients import DEFAULT, Coefficients
 from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.fit import calibrate, uncalibrated
-from scalai.core.planner.model import gpt
-from scalai.core.planner.time import step_time
+from scalai.core.planner.step_time import step_time
+from support.model_shapes import gpt
 
 A100 = device_named("a100")
 SHAPES = [(24, 2_304, 24), (40, 6_144, 48), (48, 8_192, 64)]

@@ -14,8 +14,6 @@ from scalai.core.degrees.passes import AS_GIVEN, NO_FREEDOM, PARTS, Freedom, Pas
 from scalai.core.degrees.policy import Choice, DegreePolicy
 from scalai.core.planner.columns import OPTIMIZER, Workload, columns_of
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.memory import USABLE, step_memory
-from scalai.core.planner.model import gpt
 from scalai.core.planner.preference import (
     Measured,
     Preference,
@@ -23,6 +21,8 @@ from scalai.core.planner.preference import (
     measured_of_json,
     measured_to_json,
 )
+from scalai.core.planner.step_memory import USABLE, step_memory
+from support.model_shapes import gpt
 
 LAYERS, BATCH, MICRO = 64, 64, 4
 SHAPE = gpt(LAYERS, 5120, 40, 51200, 2048)

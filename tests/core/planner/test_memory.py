@@ -7,9 +7,10 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.degrees.passes import Recompute
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.memory import fits, is_too_large, step_memory
-from scalai.core.planner.model import ModelShape, gpt
+from scalai.core.planner.model import ModelShape
 from scalai.core.planner.stage import first, parameters_of
+from scalai.core.planner.step_memory import fits, is_too_large, step_memory
+from support.model_shapes import gpt
 
 A100 = device_named("a100")
 GIB = 2.0**30

@@ -3,7 +3,8 @@
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.core.planner.model import ModelShape, gpt
+from scalai.core.planner.model import ModelShape
+from support.model_shapes import gpt
 
 
 def llama(layers: int, hidden: int, heads: int, kv_groups: int, ffn: int, vocab: int) -> ModelShape:

@@ -1,6 +1,7 @@
 """Hosts stand where the fewest bytes cross, and where they stood unless there is a reason."""
 
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import UsageError
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.model import gpt
-from scalai.core.planner.placement import assignment, place_hosts
+from scalai.core.planner.overlaps import overlaps_of
+from scalai.core.planner.placement import Placed, assignment, place_by
 from scalai.core.planner.reconfiguration import Hosts, reconfiguration
+from support.model_shapes import gpt
 
 WORK = Workload(gpt(8, 24, 4, 50, 16), 48)
 H100 = device_named("h100")
@@ -26,6 +28,12 @@ def layout(tp: int, pp: int, dp: int, sharding: int = 1) -> Layout:
 
 def hosts_of(names: list[str], ranks: int, each: int = 2) -> Hosts:
     return tuple((names[number], each) for number in range(ranks // each))
+
+
+def place_hosts(
+    work: Workload, before: Layout, after: Layout, old: Hosts, new: Hosts, **given: Any
+) -> Placed:
+    return place_by(overlaps_of(work, before, after), old, new, **given)
 
 
 def moved(before: Layout, after: Layout, old: Hosts, new: Hosts) -> int:

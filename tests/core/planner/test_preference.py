@@ -13,10 +13,9 @@ from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, Sha
 from scalai.core.degrees.policy import Choice, DegreePolicy
 from scalai.core.errors import LayoutError, UsageError
 from scalai.core.planner import preference
-from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.columns import OPTIMIZER, Layout, Workload
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.model import gpt
+from scalai.core.planner.meter import ChangeTime
 from scalai.core.planner.preference import (
     Measured,
     Preference,
@@ -28,6 +27,7 @@ from scalai.core.planner.preference import (
 )
 from scalai.core.planner.reconfiguration import reconfiguration
 from scalai.core.planner.weighing import MARGIN, RESIDENCE_S
+from support.model_shapes import gpt
 
 SHAPE = gpt(24, 2048, 16, 51200, 2048)
 LIMITS = ModelLimits(

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.job.membership import LOST, Assignment
 from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, WEIGHTS, Layout, Workload
-from scalai.core.planner.model import gpt
 from scalai.core.planner.overlaps import overlaps_of
-from scalai.core.planner.placement import place_by
-from scalai.core.planner.rank_order import MOST_PAIRS, Hosts, make_place
+from scalai.core.planner.placement import MOST_PAIRS, make_place, place_by
+from scalai.core.planner.reconfiguration import Hosts
+from support.model_shapes import gpt
 
 WORK = Workload(gpt(8, 48, 12, 60, 16), 48)
 

@@ -15,7 +15,6 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import LayoutError, RefusedError, UsageError
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.model import gpt
 from scalai.core.planner.reconfiguration import (
     PHASES,
     Hosts,
@@ -27,6 +26,7 @@ from scalai.core.planner.reconfiguration import (
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.plan import Holder, Plan, plan
+from support.model_shapes import gpt
 from support.state_by_rank import Ranks, common_bytes, holders, wanters, worlds
 
 H100 = device_named("h100")

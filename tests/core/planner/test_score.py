@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.planner.rows import read_rows
 from scalai.core.planner.score import (
     REFUSED_ERROR,
     Scored,
@@ -15,6 +14,7 @@ from scalai.core.planner.score import (
     group_figures,
     predict_rows,
     rank_correlation,
+    read_rows,
     regret,
 )
 

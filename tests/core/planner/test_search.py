@@ -10,11 +10,12 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.fit import calibrate
-from scalai.core.planner.memory import USABLE, step_memory
-from scalai.core.planner.model import ModelShape, gpt
-from scalai.core.planner.rows import limits_of
+from scalai.core.planner.model import ModelShape
+from scalai.core.planner.score import limits_of
 from scalai.core.planner.search import Choices, Plan, divisors, search
-from scalai.core.planner.time import step_time
+from scalai.core.planner.step_memory import USABLE, step_memory
+from scalai.core.planner.step_time import step_time
+from support.model_shapes import gpt
 
 H100, A100 = device_named("h100"), device_named("a100")
 LLAMA = gpt(32, 4_096, 32, 128_256, 8_192, ffn=14_336, kv_groups=8, is_gated=True)

@@ -11,9 +11,8 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.coefficients import DEFAULT, NAMES, PRIORS, from_logs, prior_logs
 from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
 from scalai.core.planner.devices import Device, device_named
-from scalai.core.planner.layer_time import layer_time
-from scalai.core.planner.model import gpt
-from scalai.core.planner.time import step_time
+from scalai.core.planner.step_time import layer_time, step_time
+from support.model_shapes import gpt
 
 A100 = device_named("a100")
 GPT3 = Workload(gpt(96, 12_288, 96, 51_200, 2_048), 1_536, "fp16", False)

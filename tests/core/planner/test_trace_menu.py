@@ -7,9 +7,9 @@ from scalai.core.errors import RefusedError
 from scalai.core.planner import trace_menu
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.model import gpt
 from scalai.core.planner.reconfiguration import RELAUNCH_S
 from scalai.core.planner.trace_menu import STATE_BYTES, Prices, change_cost
+from support.model_shapes import gpt
 
 
 def test_a_model_that_is_not_cut_comes_from_storage_at_its_price(

@@ -12,18 +12,23 @@ from hypothesis import strategies as st
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.columns import Layout
 from scalai.core.planner.trace import Event, Trace
-from scalai.core.planner.trace_policies import (
+from scalai.core.planner.trace_replay import (
+    CAUSES,
+    Account,
     Cost,
     Menu,
     Moment,
+    Piece,
     Policy,
+    Terms,
+    account,
     by_table,
     by_work,
     fastest,
+    replay,
     replicas_only,
     same_degrees,
 )
-from scalai.core.planner.trace_replay import CAUSES, Account, Piece, Terms, account, replay
 
 
 def layout(tp: int, pp: int, dp: int) -> Layout:

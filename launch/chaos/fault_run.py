@@ -16,9 +16,8 @@ from scalai.core.errors import PeerError, UsageError
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.injectors import CLOCK_S, injector_of
 from scalai.launch.chaos.kinds import Effect, Fault, Wanted, most_steps_lost, schedule
-from scalai.launch.chaos.scene import Injected, Scene, Settings, least_hosts, settings_of
+from scalai.launch.chaos.scene import Injected, Scene, Settings, Watch, least_hosts, settings_of
 from scalai.launch.chaos.verdicts import Outcome, Verdict, problems, step_to_pass, to_json
-from scalai.launch.chaos.watch import Watch
 
 ENDS_S = 20.0
 """How long a job that cannot go on is left to itself before what was injected is undone."""

@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, WEIGHTS, Columns, Floats
-from scalai.core.planner.layer_time import BYTES
 from scalai.core.planner.stage import (
     dense_layer,
     expert_layer,
@@ -17,6 +16,7 @@ from scalai.core.planner.stage import (
     parameters_of,
     second,
 )
+from scalai.core.planner.step_time import BYTES
 
 RESERVE_BYTES = 2e9
 """Of a device, beside tensors: the context, libraries' workspaces, NCCL's channels (CUDA about

@@ -15,7 +15,7 @@ from scalai.core.jsonable import Json
 from scalai.launch.config.elastic_config import AUTO, ElasticConfig, parse_config, read_text
 from scalai.launch.config.options import Options
 from scalai.launch.config.removed import constant
-from scalai.launch.config.script import ScriptFacts, read_script
+from scalai.launch.config.script_facts import ScriptFacts, read_script
 
 
 def own_batch(

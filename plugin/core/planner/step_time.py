@@ -1,0 +1,301 @@
+"""Seconds of one training step, by part."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from scalai.core.planner.coefficients import DEFAULT, Coefficients
+from scalai.core.planner.columns import WEIGHTS, Columns, Floats
+from scalai.core.planner.stage import most_parameters
+
+LAYER_NORM_BYTES = 22
+"""Read and written a token and hidden unit by two norms, two dropouts and two residual sums: of
+fused kernels in 16 bit, two masks. Whole on each tensor-parallel rank without sequence
+parallelism."""
+SCORE_BYTES = 13
+"""Read and written a score by scale, mask, softmax, its dropout and both products, in 16 bit."""
+BYTES = 2.0
+"""Of an activation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of the forward pass by kind, [cases]."""
+
+    matrix: Floats
+    attention: Floats
+    elementwise: Floats
+    launch: Floats
+
+    @property
+    def forward(self) -> Floats:
+        return self.matrix + self.attention + self.elementwise + self.launch
+
+    def backward(self, is_fused: Floats) -> Floats:
+        """Two products for each of the forward pass; fused attention computes its scores again."""
+        attention = self.attention * np.where(is_fused > 0, 2.5, 2.0)
+        return 2 * self.matrix + attention + 2 * self.elementwise + self.launch
+
+
+def layer_time(x: Columns, k: Coefficients) -> LayerTime:
+    """Return the seconds of an average layer: dense ones and those with experts by their shares."""
+    moe = x.moe_layers / x.layers
+    width = x.heads * x.head_dim
+    keys = np.maximum(x.kv_groups / x.tp, 1) * x.head_dim
+    attention_linear = product(x, k, x.tokens, width / x.tp + 2 * keys, x.hidden)
+    attention_linear += product(x, k, x.tokens, x.hidden, width / x.tp)
+    dense = _feed_forward(x, k, x.tokens, x.ffn / x.tp)
+    routed = moe * _experts(x, k)
+    scores, score_traffic = _scores(x, k)
+    return LayerTime(
+        matrix=attention_linear + (1 - moe) * dense + routed,
+        attention=scores,
+        elementwise=score_traffic + _traffic(x, moe) / (x.memory_bandwidth * k.memory),
+        launch=k.launch_s * (1 + 0.5 * moe),
+    )
+
+
+def product(
+    x: Columns,
+    k: Coefficients,
+    rows: Floats,
+    columns: Floats,
+    inner: Floats,
+    peak: Floats | None = None,
+) -> Floats:
+    """Return the seconds of ``[rows, inner] @ [inner, columns]``: its operations, and its operands
+    once through memory, which a roofline would take the larger of and real kernels hardly overlap
+    at their ends. ``peak`` None: that of the layers' precision."""
+    rate = (x.peak if peak is None else peak) * x.matrix_efficiency * k.matrix
+    operations = 2 * rows * columns * inner / rate
+    size = BYTES * (rows * inner + inner * columns + rows * columns)
+    return operations + size / (x.memory_bandwidth * k.memory)
+
+
+def head_time(x: Columns, k: Coefficients) -> Floats:
+    """Return the seconds of logits and loss, forward and backward, for one micro-batch: three
+    products, and fp32 logits that are read or written five times."""
+    logits = 3 * product(x, k, x.tokens, x.vocab / x.tp, x.hidden, x.half_peak)
+    return logits + 20 * x.tokens * x.vocab / x.tp / (x.memory_bandwidth * k.memory)
+
+
+def core_attention_time(layer: LayerTime) -> Floats:
+    """Return what selective recomputation computes again in a layer."""
+    return layer.attention
+
+
+def _feed_forward(x: Columns, k: Coefficients, rows: Floats, width: Floats) -> Floats:
+    up = product(x, k, rows, width * (1 + x.is_gated), x.hidden)
+    return up + product(x, k, rows, x.hidden, width)
+
+
+def _experts(x: Columns, k: Coefficients) -> Floats:
+    """Return the seconds of routed and shared experts, balanced over ``ep`` ranks."""
+    local = np.maximum(x.experts / x.ep, 1)
+    rows = x.tokens * x.top_k * x.expert_capacity * x.etp / x.tp / local
+    routed = local * _feed_forward(x, k, rows, x.expert_ffn / x.etp)
+    shared = np.where(x.shared_ffn > 0, _feed_forward(x, k, x.tokens, x.shared_ffn / x.tp), 0.0)
+    return routed + shared
+
+
+def _scores(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
+    """Return seconds of attention's own products, and of what scores take through memory.
+
+    Fused attention skips what the causal mask hides; products of their own do not.
+    """
+    operations = 4 * x.tokens * x.seq * x.heads * x.head_dim / x.tp
+    best = x.half_peak * x.matrix_efficiency
+    fused = operations / 2 / (best * k.attention)
+    traffic = SCORE_BYTES * x.tokens * x.seq * x.heads / x.tp / (x.memory_bandwidth * k.memory)
+    is_fused = x.is_attention_fused > 0
+    return (
+        np.where(is_fused, fused, operations / (best * k.matrix)),
+        np.where(is_fused, 0.0, traffic),
+    )
+
+
+def _traffic(x: Columns, moe: Floats) -> Floats:
+    """Return the bytes that norms, dropouts, residuals and activations read and write."""
+    repeated = LAYER_NORM_BYTES * x.tokens * x.hidden
+    repeated = repeated / np.where(x.is_sequence_parallel > 0, x.tp, 1)
+    width = (1 - moe) * x.ffn + moe * (x.top_k * x.expert_ffn + x.shared_ffn)
+    activation = 2 * BYTES * x.tokens * width * (1 + 0.5 * x.is_gated) / x.tp
+    return repeated + activation
+
+
+LINK_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 14e-6
+"""From one rank of a ring to the next, inside a host and between hosts (NCCL, src/graph/tuning.cc:
+hardware latencies of rings under its simple protocol)."""
+START_S = 1e-5
+"""Of any collective or message: its kernel (NCCL, src/graph/tuning.cc: 8.4e-6)."""
+
+
+def bandwidth(x: Columns, k: Coefficients, stride: Floats, size: Floats) -> tuple[Floats, Floats]:
+    """Return bytes/s and latency of a ring, once round, of ``size`` ranks, ``stride`` apart.
+
+    Between hosts the rings that pass through a host at the same time share its network; a ring with
+    several ranks in a host has that of all of them.
+    """
+    is_inside = stride * size <= x.per_host
+    link, network = x.link * k.link, x.network * k.network
+    rings = np.minimum(stride, x.per_host)
+    between = np.minimum(link, network * x.per_host / rings)
+    hosts = np.where(is_inside, 1, stride * size / x.per_host)
+    latency = START_S + NETWORK_LATENCY_S * (hosts - 1) + LINK_LATENCY_S * (size - hosts)
+    return np.where(is_inside, link, between), latency
+
+
+def gather(size_bytes: Floats, ranks: Floats, rate: tuple[Floats, Floats]) -> Floats:
+    """Return the seconds of an all-gather, or reduce-scatter, of ``size_bytes`` in total."""
+    crossing = (ranks - 1) / ranks * size_bytes / rate[0]
+    return np.where(ranks > 1, crossing + rate[1], 0.0)
+
+
+def tensor_time(x: Columns, k: Coefficients) -> Floats:
+    """Return the seconds that a layer's tensor parallelism takes in a forward pass: two all-reduces
+    of the activations, or the same as gathers and scatters."""
+    rate = bandwidth(x, k, np.asarray(1.0), x.tp)
+    return 4 * gather(BYTES * x.tokens * x.hidden, x.tp, rate)
+
+
+def context_time(x: Columns, k: Coefficients) -> Floats:
+    """Return the seconds in which keys and values go round the context-parallel ring in a layer's
+    forward pass."""
+    rate = bandwidth(x, k, x.tp, x.cp)
+    keys = 2 * BYTES * x.seq * x.micro_batch * np.maximum(x.kv_groups / x.tp, 1) * x.head_dim
+    return gather(keys, x.cp, rate)
+
+
+def expert_time(x: Columns, k: Coefficients) -> Floats:
+    """Return the seconds of a layer's two all-to-alls in a forward pass."""
+    rate = bandwidth(x, k, x.tp, x.ep)
+    copies = x.tokens * x.top_k * x.expert_capacity
+    size = BYTES * copies * x.hidden / np.where(x.is_sequence_parallel > 0, x.tp, 1)
+    return 2 * gather(size, x.ep, rate) * x.moe_layers / x.layers
+
+
+def message_time(x: Columns, k: Coefficients) -> Floats:
+    """Return the seconds of one message between pipeline stages: each tensor-parallel rank sends
+    its part, and gathers the others' inside the host."""
+    size = BYTES * x.tokens * x.hidden
+    is_inside = x.world_size <= x.per_host
+    link = x.link * k.link
+    rate = np.where(is_inside, link, np.minimum(link, x.network * k.network))
+    gathered = np.where(
+        (x.tp > 1) & (x.is_sequence_parallel == 0), (x.tp - 1) / x.tp * size / link, 0.0
+    )
+    latency = START_S + np.where(is_inside, LINK_LATENCY_S, NETWORK_LATENCY_S)
+    return np.where(x.pp > 1, size / x.tp / rate + gathered + latency, 0.0)
+
+
+def replica_rate(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
+    """Return bytes/s and latency between data-parallel replicas."""
+    return bandwidth(x, k, x.tp, x.cp * x.dp)
+
+
+def expert_replica_rate(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
+    """Return bytes/s and latency between the ranks that have the same experts."""
+    return bandwidth(x, k, np.where(x.ep > 1, x.etp * x.ep, x.tp), x.expert_replicas)
+
+
+UPDATE_BYTES = 34
+"""Read and written of a parameter that a rank updates: gradient, master and two moments in fp32,
+then masters, moments and the weight, and once more the gradient to clip it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step by part, [cases]; what other work hides is left out."""
+
+    compute: Floats
+    """Forward and backward passes of the layers."""
+    recompute: Floats
+    head: Floats
+    tensor: Floats
+    context: Floats
+    expert: Floats
+    bubble: Floats
+    """What stages wait for each other."""
+    pipeline: Floats
+    """Messages between stages."""
+    data: Floats
+    """Gradients, and weights that are sharded."""
+    optimizer: Floats
+    overhead: Floats
+
+    @property
+    def total(self) -> Floats:
+        total: Floats = sum((getattr(self, f.name) for f in fields(self)), np.asarray(0.0))
+        return total
+
+
+def step_time(x: Columns, k: Coefficients = DEFAULT) -> StepTime:
+    """Return the seconds of a step by part.
+
+    The schedule is 1F1B, interleaved where ``vpp`` is above 1: the last stage, which has the head,
+    works through all micro-batches, and the others' first and last passes are added. Where stages
+    have different numbers of layers the largest counts.
+
+    Source:
+        Narayanan et al., arXiv 2104.04473, sections 2.2 and 3; Korthikanti et al., arXiv 2205.05198
+        (recomputation); differs in the head, which the last stage has alone.
+    """
+    layer, m = layer_time(x, k), x.micro_batches
+    layers = np.ceil(x.layers / x.pp)
+    passes = 2.0 + (x.recompute == 2)
+    forward, backward = layer.forward, layer.backward(x.is_attention_fused)
+    again = np.select(
+        [x.recompute == 2, x.recompute == 1], [forward, core_attention_time(layer)], 0
+    )
+    parts = {
+        "compute": layers * (forward + backward),
+        "recompute": layers * again,
+        "tensor": layers * passes * tensor_time(x, k),
+        # Keys and values travel while attention computes; what is longer is seen.
+        "context": layers * passes * np.maximum(context_time(x, k) - layer.attention, 0),
+        "expert": layers * passes * expert_time(x, k),
+    }
+    stage = sum(parts.values(), np.asarray(0.0))
+    message = 2 * x.vpp * message_time(x, k)
+    weights, gradients, exposed_to = _data(x, k, layers, backward, stage)
+    return StepTime(
+        **{name: m * value for name, value in parts.items()},
+        head=m * head_time(x, k),
+        bubble=(x.pp - 1) / x.vpp * (stage + message),
+        pipeline=m * message,
+        data=m * weights + gradients - k.overlap * np.minimum(gradients, exposed_to),
+        optimizer=_update(x, k),
+        overhead=np.broadcast_to(np.asarray(k.step_s), np.shape(stage)),
+    )
+
+
+def _data(
+    x: Columns, k: Coefficients, layers: Floats, backward: Floats, stage: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Return what sharded weights add to a micro-batch, what gradients take a step, and the seconds
+    that may hide the latter: the backward pass of the last micro-batch."""
+    rate, (own, routed) = replica_rate(x, k), most_parameters(x)
+
+    def crossing_of(bytes_each: Floats) -> Floats:
+        experts = gather(bytes_each * routed, x.expert_replicas, expert_replica_rate(x, k))
+        return gather(bytes_each * own, x.replicas, rate) + np.where(routed > 0, experts, 0.0)
+
+    weights, gradients = crossing_of(x.weight_bytes), crossing_of(x.gradient_bytes)
+    # Weights are gathered for both passes, gradients scattered, each micro-batch.
+    crossing = 3 * (weights + (x.gathers_per_layer * layers - 1) * rate[1])
+    hidden = k.overlap_weights * np.minimum(crossing, stage)
+    is_sharded = x.sharding == WEIGHTS
+    # A gradient is scattered and gathered; an optimizer's shards gather weights instead.
+    once = gradients + np.where(x.sharding == 0, gradients, weights)
+    return (
+        np.where(is_sharded, crossing - hidden, 0.0),
+        np.where(is_sharded, 0.0, once),
+        layers * backward,
+    )
+
+
+def _update(x: Columns, k: Coefficients) -> Floats:
+    own, routed = most_parameters(x)
+    shared = own / x.replicas + routed / x.expert_replicas
+    parameters = np.where(x.sharding > 0, shared, own + routed)
+    return UPDATE_BYTES * parameters / (x.memory_bandwidth * k.memory)
