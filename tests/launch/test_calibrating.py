@@ -25,7 +25,8 @@ def read(reports: list[dict[str, Any]]) -> tuple[Measured, ChangeTime | None]:
     current = Assignment((("a", 4),), DEGREES, None, "")
     for step in range(1000):
         job = SimpleNamespace(
-            current=current, phase=Phase.RUNNING, round=1, newest=step, pace=PACE
+            current=current, phase=Phase.RUNNING, round=1, newest=step,
+            change=SimpleNamespace(pace=PACE),
         )  # fmt: skip
         if (found := watch.look(cast(Job, job))) is not None:
             return found

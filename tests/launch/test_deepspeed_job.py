@@ -10,8 +10,7 @@ import pytest
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.job.membership import Assignment
-from scalai.core.job.spacing import FIRST_STEPS
-from scalai.core.job.spacing import MTBF_HOURS
+from scalai.core.job.spacing import FIRST_STEPS, MTBF_HOURS
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
