@@ -17,9 +17,12 @@ from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import Hello
+from scalai.core.tensors.collection import Collection
 from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.agent.participant import Participant, Served
 from scalai.launch.agent.worker_group import WorkerGroup
+from scalai.store.manifest import manifest_bytes
+from support.listed import part_of
 from support.wire_words import start
 
 DEADLINE_S = 60.0
@@ -170,7 +173,8 @@ def test_an_agent_that_cannot_hear_how_the_job_ended_says_where_to_look() -> Non
 def test_an_agent_that_was_expelled_joins_again_with_what_its_store_holds_then() -> None:
     made, asked = Made(), list[Any]()
     examined = ((7, ("it differs",)),)
-    found = SimpleNamespace(parts=(b"7",), sealed=(), damaged=(), examined=examined)
+    part = manifest_bytes(part_of(Collection.of([]), "a", 7))
+    found = SimpleNamespace(parts=(part,), sealed=(), damaged=(), examined=examined)
     link = SimpleNamespace(rejoin=lambda brings, joined: asked.append((brings, joined)), term=1)
     holdings = SimpleNamespace(found=lambda: found, attach_beside=lambda then: then(None))
     store = SimpleNamespace(directory=Path("/"))
@@ -181,5 +185,6 @@ def test_an_agent_that_was_expelled_joins_again_with_what_its_store_holds_then()
     one.rejoin()
     ((brings, _),) = asked
     join = brings("i2")
-    assert (join.host, join.incarnation, join.parts, join.slots) == ("a", "i2", (b"7",), 2)
+    assert (join.host, join.incarnation, join.slots) == ("a", "i2", 2)
+    assert [each.manifest for each in join.parts] == [part]
     assert (join.domain, join.examined) == ("rack=1", examined)

@@ -63,4 +63,5 @@ def test_a_notice_that_is_withdrawn_leaves_the_host_in_the_job(tmp_path: Path) -
 def _slow(state: Any) -> Any:
     from dataclasses import replace
 
-    return replace(state, pace=Pace(step_s=60.0, write_s=1.0, start_s=1.0))
+    pace = Pace(step_s=60.0, write_s=1.0, start_s=1.0)
+    return replace(state, change=replace(state.change, pace=pace))
