@@ -27,13 +27,13 @@ from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.probe import DeviceProbe
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
 from scalai.launch.commands.check_elastic import check_elastic
+from scalai.launch.config.constants import constant
 from scalai.launch.config.driver import NoAnswerError, driver_device
 from scalai.launch.config.endpoint import take_token
 from scalai.launch.config.flags import build_parser, parse_options, with_own_name
 from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.config.removed import constant
 from scalai.launch.coordinator.discovery import Place, find_coordinator, job_directory
 from scalai.launch.logs import configure
 from scalai.launch.long_waits import said

@@ -18,11 +18,11 @@ from scalai.core.errors import RefusedError
 from scalai.launch import cli
 from scalai.launch.agent.durable import attach_durable, refuse_finished
 from scalai.launch.commands import job_commands as questions
+from scalai.launch.config.constants import CONSTANTS
 from scalai.launch.config.elastic_config import load_config
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.hostfile import filtered, parse_hostfile
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.config.removed import CONSTANTS
 from scalai.launch.coordinator.held_states import HeldStates
 from scalai.store.host import HostStore
 from scalai.store.values import decode

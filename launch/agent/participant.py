@@ -28,8 +28,8 @@ from scalai.launch.agent.stacks import Stacks
 from scalai.launch.agent.torch_elastic import WorkerSet
 from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.launch.agent.worker_group import WorkerGroups
+from scalai.launch.config.constants import constant
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.config.removed import constant
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.named_once import HostLists

@@ -41,7 +41,8 @@ from scalai.core.degrees.policy import DegreePolicy, Preferring, Rule
 from scalai.core.errors import UsageError
 from scalai.core.job.function_proof import POLICIES
 from scalai.core.job.spacing import MOST_STEPS
-from scalai.launch.config.removed import CONSTANTS, REMOVED, ignored, refusal
+from scalai.launch.config.constants import CONSTANTS, ignored
+from scalai.launch.config.removed import REMOVED, refusal
 
 SECTIONS = (
     "degrees", "model", "store", "resize", "probe", "preemption", "planner", "deepspeed", "dataset",

@@ -12,9 +12,9 @@ from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import ScalaiError
 from scalai.core.job.spacing import FIRST_STEPS, Spacing
 from scalai.core.jsonable import Json
+from scalai.launch.config.constants import constant
 from scalai.launch.config.elastic_config import AUTO, ElasticConfig, parse_config, read_text
 from scalai.launch.config.options import Options
-from scalai.launch.config.removed import constant
 from scalai.launch.config.script_facts import ScriptFacts, read_script
 
 

@@ -4,8 +4,8 @@ from scalai.core.job import membership as m
 from scalai.core.job.copies import Copies
 from scalai.core.job.fitness import Fitness
 from scalai.core.job.succession import begin
+from scalai.launch.config.constants import constant
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.config.removed import constant
 from scalai.launch.coordinator.sizing import Sizing
 
 ORDERS_A_TERM = 1 << 20

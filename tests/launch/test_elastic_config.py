@@ -9,13 +9,13 @@ from scalai.core.degrees.choice import choose
 from scalai.core.degrees.degrees import DegreeRequest, ModelLimits
 from scalai.core.degrees.policy import Rule
 from scalai.core.errors import UsageError
+from scalai.launch.config.constants import CONSTANTS, constant
 from scalai.launch.config.elastic_config import (
     ElasticConfig,
     ProbeConfig,
     load_config,
     parse_config,
 )
-from scalai.launch.config.removed import CONSTANTS, constant
 
 Writer = Callable[[str], str]
 EXAMPLES = Path(__file__).parents[2] / "configs"

@@ -16,8 +16,8 @@ import psutil
 
 from scalai.core.job.probing import UNTOLD
 from scalai.launch.chaos.processes import agents
+from scalai.launch.config.constants import TEST_VARIABLE
 from scalai.launch.config.endpoint import read_card
-from scalai.launch.config.removed import TEST_VARIABLE
 from scalai.launch.coordinator.person_calls import Scale
 from scalai.runtime.calls import Channel
 from scalai.runtime.failpoints import VARIABLE

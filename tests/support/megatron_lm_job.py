@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from scalai.core.dataset.step_lines import StepEntry
-from scalai.launch.config.removed import TEST_VARIABLE
+from scalai.launch.config.constants import TEST_VARIABLE
 from support.accelerator import BACKEND
 from support.agents import SCALAI_RUN
 from support.ledgers import read_ledger
