@@ -41,7 +41,7 @@ from scalai.core.messages.worker_messages import (
     WriteOrder,
 )
 from scalai.core.tensors.collection import MAX_NDIM, Collection
-from scalai.core.tensors.source_list import SourceList
+from scalai.core.tensors.holders import SourceList
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import MEMORY, Agent, Loop

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from plan import RANKS_PER_HOST, Degrees, held, wanted
 
 from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import Planner
-from scalai.core.tensors.sources import Holder
 from scalai.core.tensors.universal_hash import P
 from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile
 

@@ -13,10 +13,9 @@ from scalai.core.host.state import Want
 from scalai.core.messages.commands import Commit
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.holders import Holder, SourceList, used_only
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import whole
-from scalai.core.tensors.source_list import SourceList, used_only
-from scalai.core.tensors.sources import Holder
 from scalai.launch.agent.sources import ask_parts, own_part
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.moves import holders_of

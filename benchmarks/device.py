@@ -18,12 +18,12 @@ from warm_copies import MEMORY_DISK
 
 from scalai.core.messages.worker_messages import RankSnapshot
 from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Piece, row_major, whole
-from scalai.core.tensors.sources import Holder
-from scalai.runtime.emergency import Copies
-from scalai.runtime.fingerprints import live_fingerprints
+from scalai.runtime.emergency import VolatileCopies
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
+from scalai.runtime.live_fingerprints import live_fingerprints
 from scalai.runtime.restore import map_sources, read_rows
 from scalai.runtime.staging import rings_for
 from scalai.runtime.writing import MappedFile, ordered_fingerprints, place_rows
@@ -136,7 +136,7 @@ def measure(
 
     placed = store.reserve({0: collection_of(rows)})
     order = placed.orders[0]
-    mapped, copies = MappedFile(order), Copies(rows)
+    mapped, copies = MappedFile(order), VolatileCopies(rows)
 
     def beside() -> threading.Thread:
         copies.take()

@@ -30,9 +30,9 @@ from scalai.core.errors import ProofError
 from scalai.core.tensors.collection import MAX_NDIM, Collection, Tensor, split_name
 from scalai.core.tensors.dtypes import Bits
 from scalai.core.tensors.fingerprint import tensor_fingerprints
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import Copies, plan
 from scalai.core.tensors.region import Box, box_text, whole
-from scalai.core.tensors.sources import Holder
 
 SAMPLED = 256
 """Elements of a row in a sample."""

@@ -20,9 +20,8 @@ from scalai.core.tensors.coverage import find_gaps
 from scalai.core.tensors.dtypes import bits_dtype
 from scalai.core.tensors.fingerprint import sure_fingerprints
 from scalai.core.tensors.region import Box, box_text
-from scalai.store.files import slices
+from scalai.store.files import decode, slices
 from scalai.store.generation import Generation
-from scalai.store.values import decode
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Json]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from scalai.core.errors import MemoryShortError, PeerError, is_memory_short
-from scalai.runtime.orphans import die_with_parent
+from scalai.runtime.processes import die_with_parent
 
 log = logging.getLogger("scalai.converters")
 

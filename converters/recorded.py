@@ -26,9 +26,9 @@ from scalai.core.tensors.fingerprint import (
     sure_fingerprints,
     tensor_fingerprints,
 )
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Box, box_text, whole
-from scalai.core.tensors.sources import Holder
 from scalai.store.files import blocks
 
 PART_ELEMENTS = 1 << 22

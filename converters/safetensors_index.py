@@ -37,8 +37,7 @@ from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import whole
 from scalai.store.atomic import replace_file
-from scalai.store.files import LENGTH_BYTES, header_of
-from scalai.store.safetensors_header import entries_of, header_bytes
+from scalai.store.files import LENGTH_BYTES, entries_of, header_bytes, header_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 5_000_000_000

@@ -16,8 +16,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import MAX_NDIM
 from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, NUMPY_DTYPES, Bits, bits_dtype
 from scalai.core.tensors.region import Box
-from scalai.store.files import map_file
-from scalai.store.values import number_of
+from scalai.store.files import map_file, number_of
 
 
 def rounds_to(masters: bytes, master_dtype: str, weights: bytes, dtype: str) -> bool:

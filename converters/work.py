@@ -12,9 +12,9 @@ import numpy as np
 from scalai.converters.checkpoint import Checkpoint, Placed, Target
 from scalai.core.tensors.collection import MAX_NDIM, Columns, split_name
 from scalai.core.tensors.coverage import check_coverage
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import Copies, plan
 from scalai.core.tensors.region import Box
-from scalai.core.tensors.sources import Holder
 from scalai.store.files import blocks
 
 TASK_BYTES = 128 << 20

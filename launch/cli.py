@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from scalai.launch.program import exit_code_of
-from scalai.runtime.imports import without_collections
+from scalai.runtime.processes import without_collections
 
 ABOUT = "The commands around a job: its state, its size, its store, its checkpoints."
 MODULES = {

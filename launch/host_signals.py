@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from scalai.runtime.agent_signals import NOTICE, VARIABLE, meant_for_the_agent
+from scalai.runtime.processes import NOTICE, VARIABLE, meant_for_the_agent
 
 NEVER_SECOND = (NOTICE, signal.SIGHUP)
 """Neither the first signal nor the second: a terminal that closes sends SIGHUP more than once, and
@@ -64,7 +64,7 @@ def _heeded() -> list[signal.Signals]:
     ]
 
 
-class Heard:
+class HeardSignals:
     """The signals that this process was sent, to be acted on one by one.
 
     A handler interrupts its thread wherever it stands, in the middle of another handler and with

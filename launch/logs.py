@@ -13,7 +13,7 @@ import sys
 from functools import partial
 
 from scalai.core.messages.actions import RESUMABLE
-from scalai.launch.patient_writer import PatientWriter
+from scalai.launch.slow_files import PatientWriter
 
 WARNINGS = frozenset(
     {

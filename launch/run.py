@@ -36,10 +36,9 @@ from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.discovery import Place, find_coordinator, job_directory
 from scalai.launch.logs import configure
-from scalai.launch.long_waits import said
-from scalai.launch.patient_writer import drain
 from scalai.launch.program import exit_code_of, worker_count
-from scalai.runtime.agent_signals import NOTICE
+from scalai.launch.slow_files import drain, said
+from scalai.runtime.processes import NOTICE
 from scalai.store.places import check_host
 
 POLL_S = 0.5
@@ -182,7 +181,7 @@ def run_agent(spec: JobSpec) -> int:
         return RESUMABLE
     if place.started is not None:
         say_ahead(spec)
-    heard = host_signals.Heard()
+    heard = host_signals.HeardSignals()
     heard.listen()
     _start_probe(spec, agent, slots)
     preemption = spec.config.preemption
@@ -213,7 +212,7 @@ def run_agent(spec: JobSpec) -> int:
 def _wait(
     loop: threading.Thread,
     agent: Participant,
-    heard: host_signals.Heard,
+    heard: host_signals.HeardSignals,
     *,
     hears_notice: bool = True,
 ) -> None:

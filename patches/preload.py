@@ -12,8 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from scalai.runtime.imports import without_collections
-from scalai.runtime.orphans import die_with_parent
+from scalai.runtime.processes import die_with_parent, without_collections
 
 
 def preload(path: Path) -> None:

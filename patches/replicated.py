@@ -9,8 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from scalai.core.errors import RefusedError
-from scalai.core.exact_json import from_json, to_json
-from scalai.core.jsonable import Json
+from scalai.core.jsonable import Json, exact_json, from_exact_json
 from scalai.core.messages.shared import JsonText
 from scalai.patches.optimizers import Group, put_groups, take_groups, torch_state
 from scalai.patches.step_proof import OwnLoop, norm_of_gradients
@@ -80,7 +79,7 @@ class ReplicatedState:
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
         if self._scheduler is not None and scalars["scheduler"] is not None:
             like = self._scheduler.state_dict()
-            self._scheduler.load_state_dict(from_json(scalars["scheduler"], like))
+            self._scheduler.load_state_dict(from_exact_json(scalars["scheduler"], like))
         # Last: a schedule may set some of it while it is loaded.
         groups = self._groups()
         put_groups(scalars["groups"], groups)
@@ -122,7 +121,7 @@ def _schedule(scheduler: LRScheduler) -> dict[str, Json]:
 
 def _carried(scheduler: LRScheduler, key: str, kept: Any) -> Json:
     try:
-        return to_json(kept)
+        return exact_json(kept)
     except TypeError as error:
         raise _not_carried(scheduler, key, str(error)) from error
 
@@ -130,7 +129,7 @@ def _carried(scheduler: LRScheduler, key: str, kept: Any) -> Json:
 def _check_carried(scheduler: LRScheduler) -> None:
     """Check the scheduler's state after a round trip through JSON, or refuse it."""
     stated = scheduler.state_dict()
-    back = from_json(JsonText.of(_schedule(scheduler)).value(), stated)
+    back = from_exact_json(JsonText.of(_schedule(scheduler)).value(), stated)
     for key, kept in stated.items():
         if back[key] != kept:
             raise _not_carried(scheduler, key, f"{kept!r}, which would come back as {back[key]!r}")

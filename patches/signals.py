@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-from scalai.runtime.agent_signals import meant_for_the_agent
+from scalai.runtime.processes import meant_for_the_agent
 
 
 def leave_signals_to_the_agent() -> None:

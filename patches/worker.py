@@ -22,8 +22,7 @@ from scalai.core.errors import RefusedError, ScalaiError, StoreError, UsageError
 from scalai.core.messages.worker_messages import RankRefused
 from scalai.runtime.agent_folder import tell_agent
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
-from scalai.runtime.imports import without_collections
-from scalai.runtime.orphans import die_with_parent, end_with
+from scalai.runtime.processes import die_with_parent, end_with, without_collections
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -16,8 +16,7 @@ from scalai.core.errors import ScalaiError
 from scalai.core.messages.worker_messages import RankUnhooked
 from scalai.patches.signals import keep_ending_children, leave_signals_to_the_agent
 from scalai.runtime import session
-from scalai.runtime.agent_folder import tell_agent
-from scalai.runtime.stacks import offer_stacks
+from scalai.runtime.agent_folder import offer_stacks, tell_agent
 
 
 @cache

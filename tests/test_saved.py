@@ -24,8 +24,8 @@ from scalai.launch.config.flags import parse_options
 from scalai.launch.config.hostfile import filtered, parse_hostfile
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.held_states import HeldStates
+from scalai.store.files import decode
 from scalai.store.host import HostStore
-from scalai.store.values import decode
 from support.mixed_state import NUMBER, STEP, TENSORS, bits_of
 from support.tiny_job import ROWS, initial
 from support.tiny_job import advance as one_step

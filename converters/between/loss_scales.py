@@ -17,7 +17,7 @@ from scalai.converters.deepspeed.job import DeepSpeedJob
 from scalai.converters.deepspeed.loss_scale import to_zero
 from scalai.converters.pickles import Foreign
 from scalai.converters.torch_archive import NewTensor
-from scalai.store.values import number_of
+from scalai.store.files import number_of
 
 _WINDOW = 1000
 """Good steps until a scale grows, by default in both."""

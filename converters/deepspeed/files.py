@@ -34,7 +34,7 @@ from scalai.converters.deepspeed.shards.expert_names import (
 from scalai.converters.torch_archive import MAX_VALUE_BYTES, NewTensor, StoredTensor, read_archive
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.dtypes import BITS, ITEM_BYTES
-from scalai.store.values import number_of
+from scalai.store.files import number_of
 
 LATEST = "latest"
 

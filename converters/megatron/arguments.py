@@ -27,8 +27,7 @@ from scalai.converters.megatron.sums import EVALUATION, Release, sums_of
 from scalai.core.degrees.batches import BatchRamp
 from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, chunk_group
 from scalai.core.degrees.passes import Recompute
-from scalai.core.errors import RefusedError, UsageError
-from scalai.core.faults import refuse_all
+from scalai.core.errors import RefusedError, UsageError, refuse_all
 
 TOLD = (
     "num_attention_heads", "seq_length", "moe_router_topk", "global_batch_size", "hidden_dropout",

@@ -17,7 +17,7 @@ from scalai.converters.bounded import read_pointer
 from scalai.converters.megatron.rules import UNEVEN_STAGES
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
-from scalai.store.values import number_of
+from scalai.store.files import number_of
 
 DEGREE_ARGUMENTS = {
     "tp": "tensor_model_parallel_size",

@@ -24,13 +24,12 @@ from scalai.core.messages.shared import JsonText, Named
 from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns
 from scalai.core.tensors.dtypes import Bits
 from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.holders import Pieces, Reference
 from scalai.core.tensors.region import Box
-from scalai.core.tensors.source_list import Pieces, Reference
 from scalai.runtime.codec import decode, encode
-from scalai.runtime.connecting import connect
+from scalai.runtime.connections import Listener, connect
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import DATA_PLANE, service_key
-from scalai.runtime.listening import Listener
 from scalai.store.files import contiguous_chunks, write_at
 from scalai.store.host import HostStore
 from scalai.store.parts import pieces_of

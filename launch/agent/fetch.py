@@ -27,10 +27,9 @@ from scalai.core.messages.reports import Grown, Suspected
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import ReadOrder, Source
 from scalai.core.tensors.collection import concatenate
+from scalai.core.tensors.holders import Holder, Pieces, SourceList
 from scalai.core.tensors.plan import Plan, plan
 from scalai.core.tensors.region import box_text
-from scalai.core.tensors.source_list import Pieces, SourceList
-from scalai.core.tensors.sources import Holder
 from scalai.launch.agent.data_plane import DEFAULT_TIMEOUT_S, Peer
 from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
 from scalai.runtime.at_once import at_once

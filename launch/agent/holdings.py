@@ -21,7 +21,7 @@ from scalai.launch.agent.leftovers import left_by_others
 from scalai.launch.agent.loop import DISK, MEMORY
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import Joined
-from scalai.launch.long_waits import said
+from scalai.launch.slow_files import said
 from scalai.runtime.lanes import Lanes
 from scalai.store.archive import repair
 from scalai.store.host import HostStore

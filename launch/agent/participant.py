@@ -35,7 +35,7 @@ from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.named_once import HostLists
 from scalai.launch.coordinator.next_coordinator import Succession
 from scalai.launch.coordinator.registers import registers_of
-from scalai.launch.long_waits import said
+from scalai.launch.slow_files import said
 from scalai.runtime.control import MAX_WORKERS
 from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore

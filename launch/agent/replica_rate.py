@@ -8,8 +8,8 @@ from collections.abc import Callable
 from scalai.core.tensors.replica_pace import (
     Bucket,
     Limit,
-    Look,
-    Pace,
+    ReplicaLook,
+    ReplicaPace,
     Traffic,
     is_noticeable,
     limit,
@@ -44,7 +44,7 @@ class ReplicaRate:
         self._host, self._every = host, 0
         self._clock, self._sleep = clock, sleep
         self._mutex = threading.Lock()
-        self.pace = Pace(slowdown)
+        self.pace = ReplicaPace(slowdown)
         self._said = self.pace.rate
         self._bucket = Bucket()
         self._traffic = Traffic.NONE
@@ -74,7 +74,7 @@ class ReplicaRate:
             traffic = (
                 Traffic.OTHER if (is_giving if is_free else self._is_hurried) else self._traffic
             )
-            look = Look(self._clock(), round, self._step, traffic, self._came_bytes)
+            look = ReplicaLook(self._clock(), round, self._step, traffic, self._came_bytes)
             self.pace = looked(self.pace, look)
             if not is_noticeable(self._said, self.pace.rate):
                 return

@@ -19,8 +19,8 @@ from scalai.core.jsonable import Json
 from scalai.core.messages.commands import Replicate
 from scalai.core.messages.reports import Grown, Replicated, Report, Suspected
 from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.replicas import to_keep
-from scalai.core.tensors.sources import Holder
 from scalai.launch.agent.data_plane import Peer
 from scalai.launch.agent.fetch import bring, suspected
 from scalai.launch.agent.replica_rate import ReplicaRate

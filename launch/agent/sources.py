@@ -13,9 +13,8 @@ from scalai.core.fields import mapped
 from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.fingerprint import Committed, unite_committed
+from scalai.core.tensors.holders import Holder, Pieces, SourceList
 from scalai.core.tensors.plan import plan
-from scalai.core.tensors.source_list import Pieces, SourceList
-from scalai.core.tensors.sources import Holder
 from scalai.launch.agent.data_plane import Peer, PiecesHeld
 from scalai.runtime.at_once import at_once
 from scalai.store.host import HostStore

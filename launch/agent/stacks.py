@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalai.core.messages.reports import FRAMES_APART, SILENT
-from scalai.runtime.stacks import STACK_SIGNAL, stacks_path
+from scalai.runtime.agent_folder import STACK_SIGNAL, stacks_path
 
 ANSWER_S = 1.0
 """How long a worker may take to write its stacks; it needs no lock for it."""

@@ -36,7 +36,7 @@ NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 """What torch does where its watchdog sees that a collective of NCCL's has failed (torch 2.11,
 ProcessGroupNCCL.cpp); the second name is of older releases. By default it ends the process a minute
 later, all of them about at once where a link has failed, and the state goes with them. By 0 they
-wait, tell of it (``scalai.runtime.collectives``), and are ended once their state is written."""
+wait, tell of it (``scalai.runtime.emergency``), and are ended once their state is written."""
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from scalai.launch.config.elastic_config import AUTO, PLANNERS, parse_source
 from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
 from scalai.launch.config.removed import add_removed_flags, refuse_values, refuse_variables
-from scalai.runtime.agent_signals import parse_signals
+from scalai.runtime.processes import parse_signals
 from scalai.store.places import check_host, check_job
 
 DEFAULT_JOB = "default"

@@ -41,7 +41,7 @@ from scalai.launch.coordinator.leases import (
     second_run,
 )
 from scalai.launch.coordinator.registers import LEASE_FLAG, LeaseEntry, Register, registers_of
-from scalai.launch.long_waits import said
+from scalai.launch.slow_files import said
 from scalai.runtime.calls import Channel
 from scalai.store.places import default_store_dir
 from scalai.store.secure import open_below

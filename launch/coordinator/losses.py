@@ -11,7 +11,7 @@ from typing import TypeVar
 from scalai.core.errors import AbsentError, PeerError
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.members import Member
-from scalai.runtime.connecting import connect
+from scalai.runtime.connections import connect
 from scalai.runtime.handshake import DATA_PLANE, service_key
 
 GRACE_S = 2.0

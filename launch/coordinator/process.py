@@ -35,7 +35,7 @@ from scalai.launch.coordinator.registers import (
 )
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
 from scalai.launch.logs import configure, say
-from scalai.launch.patient_writer import drain
+from scalai.launch.slow_files import drain
 
 ALONE_S = 60.0
 """How long a coordinator waits for a first or another agent before it ends."""
@@ -88,10 +88,10 @@ def serve(
     return _run(coordinator, spec, folder, address)
 
 
-def _heard(spec: JobSpec) -> host_signals.Heard:
+def _heard(spec: JobSpec) -> host_signals.HeardSignals:
     """Hear the signals that a host is sent from here on."""
     host_signals.name(spec.options.signals_to_handle)
-    heard = host_signals.Heard()
+    heard = host_signals.HeardSignals()
     heard.listen()
     return heard
 

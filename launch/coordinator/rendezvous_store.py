@@ -24,7 +24,7 @@ from scalai.core.errors import PeerError
 from scalai.core.job.deadlines import STORE_READY_S
 from scalai.core.jsonable import Json
 from scalai.launch import host_signals
-from scalai.runtime.imports import without_collections
+from scalai.runtime.processes import without_collections
 
 Then = Callable[[int | PeerError], object]
 """Gets the port of an open store, or the error."""

@@ -9,8 +9,7 @@ from scalai.core.errors import LayoutError
 from scalai.core.job.membership import TRAINING
 from scalai.core.job.replicating import keepers
 from scalai.core.messages import events, reports
-from scalai.core.tensors.replica_memory import Memory, memory_of, shortage
-from scalai.core.tensors.replicas import ring_of
+from scalai.core.tensors.replicas import ReplicaMemory, memory_of, ring_of, shortage
 from scalai.launch.coordinator.live_job import LiveJob
 
 MOST_ROWS = 200_000
@@ -50,7 +49,7 @@ def _say_short(live: LiveJob, reason: str) -> None:
     live.log(f"event=no_replica_room {reason} The training goes on, with those that fit.")
 
 
-def _weigh(live: LiveJob) -> tuple[Memory, ...]:
+def _weigh(live: LiveJob) -> tuple[ReplicaMemory, ...]:
     """Say what generations take on each host, once a round; nothing where that is not known."""
     answers, hosts = live.answers, live.active()
     told = {host: answers.holding[host] for host in hosts & answers.holding.keys()}
@@ -83,6 +82,6 @@ def _weigh(live: LiveJob) -> tuple[Memory, ...]:
     return found
 
 
-def _spare(memory: Memory) -> tuple[float, str]:
+def _spare(memory: ReplicaMemory) -> tuple[float, str]:
     left = float("inf") if memory.room is None else memory.room - memory.needed
     return left, memory.host

@@ -16,7 +16,7 @@ from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.leases import HELD_S, Lease
 from scalai.launch.coordinator.losses import Patience, PortProbe
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
-from scalai.launch.host_signals import Heard
+from scalai.launch.host_signals import HeardSignals
 from scalai.runtime.calls import Address, Server
 
 FAREWELL_S = 30.0
@@ -67,7 +67,7 @@ class Coordinator(Desk):
         self._alone_s = alone_s
         self.lease: Lease | None = None
         """Lease of the job's coordinator; None: no other can be it."""
-        self.heard: Heard | None = None
+        self.heard: HeardSignals | None = None
         """Signals to this process."""
         self.ended_by = ""
         """Reason of the job's end."""

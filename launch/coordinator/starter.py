@@ -13,8 +13,8 @@ from scalai.core.job import membership as m
 from scalai.core.job.function_proof import FACT as PROVEN
 from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import JsonText, Shared
+from scalai.core.tensors.holders import Listed, SourceList, source_list
 from scalai.core.tensors.replicas import leaving_ring, ring_of
-from scalai.core.tensors.source_list import Listed, SourceList, source_list
 from scalai.launch.coordinator.held_states import HeldStates
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.job.membership import Assignment, Phase
-from scalai.launch.patient_writer import PatientWriter
+from scalai.launch.slow_files import PatientWriter
 from scalai.store.atomic import replace_file
 
 PHASES = (

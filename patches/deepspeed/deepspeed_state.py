@@ -21,8 +21,7 @@ from scalai.patches.deepspeed.engine.fragments import Fragment, cut_pieces
 from scalai.patches.deepspeed.engine.masters import Master, cut_alike, masters_of
 from scalai.patches.deepspeed.engine.shards import EngineShard, persistent_buffers, shards_of
 from scalai.patches.deepspeed.engine.small_state import STEP, put_scalars, take_scalars
-from scalai.runtime.live import Slot
-from scalai.runtime.torch_dtypes import dtype_name
+from scalai.runtime.live import Slot, dtype_name
 
 
 def places_of(engine: Any) -> dict[str, int]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import wrapt
 
-from scalai.core.faults import refuse_all
+from scalai.core.errors import refuse_all
 from scalai.core.release import numbers_of
 
 _ZERO_FLAGS: Mapping[str, str] = {

@@ -24,8 +24,7 @@ from scalai.converters.megatron.rules import (
     summed_axes,
 )
 from scalai.converters.megatron.sums import BLOCKWISE
-from scalai.core.errors import RefusedError
-from scalai.core.faults import refuse_all
+from scalai.core.errors import RefusedError, refuse_all
 from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, clip, whole
@@ -42,9 +41,8 @@ from scalai.patches.megatron.optimizer_state import (
     take_scalars,
 )
 from scalai.patches.megatron.shapes import ModelShard, TensorPart, shards_of, unwrap
-from scalai.runtime.live import Slot
+from scalai.runtime.live import Slot, dtype_name
 from scalai.runtime.session import Session
-from scalai.runtime.torch_dtypes import dtype_name
 
 
 def refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import wrapt
 
-from scalai.runtime.orphans import end_with
+from scalai.runtime.processes import end_with
 
 MCORE = "megatron.core.dist_checkpointing.strategies.async_utils"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"

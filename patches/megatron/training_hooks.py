@@ -27,8 +27,7 @@ import wrapt
 
 from scalai.converters.megatron.arguments import TOLD_FACT, told_of
 from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
-from scalai.core.errors import LayoutError
-from scalai.core.faults import refuse_all
+from scalai.core.errors import LayoutError, refuse_all
 from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of as release_of

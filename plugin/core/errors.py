@@ -4,6 +4,7 @@ Every message says what was found, what was expected and the way out.
 """
 
 import errno
+from collections.abc import Iterable
 
 
 class ScalaiError(Exception):
@@ -112,3 +113,14 @@ class ReplacedError(ScalaiError):
 
 class EndedError(UsageError):
     """A job has ended that an agent wants to join."""
+
+
+def refuse_all(faults: Iterable[str]) -> None:
+    """Raise ``RefusedError`` that lists what is in the way, unless nothing is."""
+    listed = sorted(set(faults))
+    if listed:
+        raise RefusedError(
+            "this job cannot be elastic:\n  "
+            + "\n  ".join(listed)
+            + "\nChange this, or run without --elastic."
+        )

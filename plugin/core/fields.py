@@ -4,7 +4,6 @@ converted, so that two readers never make two things of one manifest (``docs/for
 Every function raises ``ValueError`` that names the field, what was found and what was expected.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -17,21 +16,6 @@ from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns
 
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
 _DIGITS = re.compile("[0-9a-f]*")
-
-
-def parsed(content: str) -> Json:
-    """Return what JSON says; a key that comes twice is refused, because readers differ in which one
-    they take. ``RecursionError`` where it is nested too deep."""
-    return json.loads(content, object_pairs_hook=_distinct)
-
-
-def _distinct(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for number, name in enumerate(names) if name in names[:number])
-        raise ValueError(f"{twice!r} comes twice")
-    return found
 
 
 def whole_number(value: Json, name: str, least: int = 0) -> int:

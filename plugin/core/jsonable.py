@@ -1,6 +1,13 @@
-"""What goes through JSON: messages between processes, manifests, reports, headers of files."""
+"""JSON of messages, manifests, reports and headers; a framework's own values through it, exactly.
+
+JSON has no tuples and no keys but strings. ``exact_json`` writes a mapping with other keys as its
+pairs; ``from_exact_json`` takes tuples and ``Counter`` from a value of the same types.
+"""
 
 import json
+from collections import Counter
+from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 Json = Any
@@ -10,15 +17,20 @@ None."""
 MAX_JSON_BYTES = 100_000_000
 """Of a file's header or an index; as in the safetensors library."""
 
+PAIRS = "pairs"
+"""The one key of a mapping that is written as a list of keys and values."""
 
-def parse_json(data: bytes) -> Any:
+
+def parse_json(data: bytes | str) -> Any:
     """Return what JSON says.
 
     Raises:
         ValueError: It is no JSON, or nested too deep, or a key comes twice.
     """
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
+        return json.loads(
+            data.decode() if isinstance(data, bytes) else data, object_pairs_hook=_distinct
+        )
     except RecursionError as error:
         raise ValueError("JSON that is nested too deep") from error
 
@@ -29,3 +41,39 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} comes twice")
     return found
+
+
+def exact_json(value: Any) -> Json:
+    """Return a value as JSON, from which ``from_exact_json`` makes the same.
+
+    Raises:
+        TypeError: JSON has no such values.
+    """
+    if isinstance(value, Mapping):
+        if PAIRS in value or not all(isinstance(key, str) for key in value):
+            return {PAIRS: [[exact_json(key), exact_json(kept)] for key, kept in value.items()]}
+        return {key: exact_json(kept) for key, kept in value.items()}
+    if isinstance(value, list | tuple):
+        return [exact_json(kept) for kept in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def from_exact_json(kept: Json, like: Any) -> Any:
+    """Return the value that ``exact_json`` was given; ``like`` is of its types, or None if unknown.
+
+    Raises:
+        TypeError, ValueError: It is not what ``exact_json`` writes.
+    """
+    if isinstance(kept, dict):
+        pairs = kept[PAIRS] if PAIRS in kept else kept.items()
+        similar = like if isinstance(like, Mapping) else {}
+        found = {key: from_exact_json(value, similar.get(key)) for key, value in pairs}
+        return Counter(found) if isinstance(like, Counter) else found
+    if isinstance(kept, list):
+        beside = like if isinstance(like, list | tuple) else ()
+        parts = zip_longest(kept, beside[: len(kept)])
+        values = [from_exact_json(value, other) for value, other in parts]
+        return tuple(values) if isinstance(like, tuple) else values
+    return kept

@@ -1,10 +1,13 @@
-"""The folder in which the workers of a host find their agent: its socket, and the token for it.
+"""The folder through which workers of a host reach their agent: socket, token, stacks on request.
 
-Sockets are reached by the folder's descriptor, because a path of theirs has room for 107 bytes
-only: names of hosts and jobs on a cluster are longer.
+Sockets are reached by the folder's descriptor: a socket's path has room for 107 bytes only, and
+names of hosts and jobs on a cluster are longer. On a signal a worker writes the stacks of its
+threads into this folder, also while it waits in a collective.
 """
 
+import faulthandler
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +25,9 @@ SOCKET = "agent.sock"
 TOKEN = "token"
 CONNECT_S = 120.0
 """How long a worker waits for its own agent, which may be busy or paused."""
+
+STACK_SIGNAL = signal.SIGRTMIN + 9
+"""A signal that neither the C library nor frameworks use. What has no handler for it would die."""
 
 
 def call_agent(directory: str) -> Channel:
@@ -57,3 +63,25 @@ def tell_agent(request: Callable[[int, int], Request[Answer]]) -> Answer:
         return channel.call(request(rank, round_number()))
     finally:
         channel.close()
+
+
+def stacks_path(directory: Path, pid: int) -> Path:
+    """Return where the stacks of a worker are written, below its agent's folder."""
+    return directory / f"stacks-{pid}"
+
+
+def offer_stacks() -> None:
+    """Worker, at its start: answer the signal. A process that is forked from it has to do so
+    itself.
+
+    Source: faulthandler of CPython, whose handler runs no Python code and so needs no lock.
+    """
+    directory = os.environ.get(AGENT_DIRECTORY)
+    if directory is None:
+        return
+    file = stacks_path(Path(directory), os.getpid()).open("w")
+    _files.append(file)  # it is closed with the object, and the handler has only its descriptor
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+
+
+_files: list[object] = []

@@ -1,10 +1,9 @@
 """Snapshots on the way that the training does not stand still for.
 
-What the next forward and backward passes change is copied between two steps, as for an emergency
-(``Copies``). What only an update changes (parameters, masters, moments) is copied by a thread while
-those passes run, into the files that the agent has made; the next update waits until that has
-ended. Fingerprints are then computed of the files: of what was written, and not of memory that
-trains on.
+Values that forward and backward passes change are copied between two steps, as for an emergency
+(``VolatileCopies``). Values that only an update changes (parameters, masters, moments) are copied
+by a thread while passes run, into the files that the agent has made; the next update waits for the
+end of that copy. Fingerprints are computed of the files, not of memory that trains on.
 """
 
 import logging
@@ -31,7 +30,7 @@ from scalai.core.messages.worker_messages import (
 from scalai.core.tensors.region import Piece
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.calls import Channel
-from scalai.runtime.emergency import COPIED_BYTES, Between, Copies
+from scalai.runtime.emergency import COPIED_BYTES, Between, VolatileCopies
 from scalai.runtime.failpoints import reached
 from scalai.runtime.live import Slot, host_bits
 from scalai.runtime.staging import StagingRing, use_device_of
@@ -82,7 +81,7 @@ class Writing:
     """
 
     between: Between
-    copies: Copies
+    copies: VolatileCopies
     mapped: MappedFile | None
     stall_s: float
     waits_since: float | None = None
@@ -128,7 +127,7 @@ class AsyncSnapshots:
     ) -> None:
         self._agent, self._rank, self._round, self._directory = agent, rank, round, directory
         self._rings, self._turn, self._pause, self._rows = rings, turn, pause, rows
-        self._copies: Copies | None = None
+        self._copies: VolatileCopies | None = None
         self._process = os.getpid()
         self._present: Writing | None = None
         self._has_updated = False
@@ -177,7 +176,7 @@ class AsyncSnapshots:
             False: there is no room for it, or for a thread.
         """
         try:
-            copies = self._copies = self._copies or Copies(self._rows)
+            copies = self._copies = self._copies or VolatileCopies(self._rows)
             copies.take()
         except (RuntimeError, MemoryError):  # of a device too
             self._copies = None

@@ -11,9 +11,8 @@ from typing import Any, TypeVar, cast, get_args
 from scalai.core.errors import AnswerError, MessageError, PeerError, ScalaiError, SilentError
 from scalai.core.messages.shared import Named, Request
 from scalai.runtime.codec import decode, encode
-from scalai.runtime.connecting import Address, connect
+from scalai.runtime.connections import Address, Listener, connect
 from scalai.runtime.framing import FramedSocket
-from scalai.runtime.listening import Listener
 
 __all__ = ["Address", "Channel", "Peer", "Server"]
 

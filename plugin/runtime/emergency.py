@@ -10,12 +10,13 @@ registered) is copied at the end of each update.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scalai.core.errors import PeerError, ScalaiError, StoreError
@@ -49,6 +50,8 @@ QUERY_S = 0.01
 """So often devices are asked whether they have ended an update."""
 
 log = logging.getLogger(__name__)
+
+POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Gate:
             return self._between or "what belongs to its state could not be copied"
 
 
-class Copies:
+class VolatileCopies:
     """Copies of the slots that change between two updates, made at the end of each.
 
     Args:
@@ -171,7 +174,7 @@ def _has_ended(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
-class Cost:
+class CopyCost:
     """How long what is copied after each step takes, beside the steps. Reads no clock."""
 
     def __init__(self) -> None:
@@ -197,7 +200,7 @@ class Cost:
         )
 
 
-class Emergency:
+class EmergencyWriter:
     """A worker's part in emergency snapshots.
 
     Args:
@@ -221,7 +224,12 @@ class Emergency:
     ) -> None:
         self._turn, self._on_freeze = turn or threading.Lock(), on_freeze
         self._rank, self._round, self._directory = rank, round, directory
-        self._rings, self._copies, self._gate, self._cost = rings, Copies(rows), Gate(), Cost()
+        self._rings, self._copies, self._gate, self._cost = (
+            rings,
+            VolatileCopies(rows),
+            Gate(),
+            CopyCost(),
+        )
         self.is_on = self._copies.size_bytes <= COPIED_BYTES
         """Whether a failure of others has this worker write."""
         if not self.is_on:
@@ -257,7 +265,7 @@ class Emergency:
     def renew(self, rows: Sequence[Row]) -> None:
         """The same rows may lie elsewhere now."""
         self._gate.ended(None)
-        self._copies = Copies(rows)
+        self._copies = VolatileCopies(rows)
 
     def step_ended(self, refresh: Callable[[], None], capture: Callable[[], Between]) -> None:
         """An update has ended, and everything that goes with it. ``refresh`` brings rows up to date
@@ -341,3 +349,45 @@ class Emergency:
                 "snapshot_proof": time.monotonic() - placed,
             },
         )
+
+
+def collective_failure() -> str:
+    """Return what torch knows of a collective of NCCL's that has failed; empty: nothing."""
+    for backend in _backends():
+        with suppress(RuntimeError):  # it is being taken down
+            error = backend.get_error()
+            if error.name != "SUCCESS":
+                return f"a collective of NCCL's has failed ({error.name})"
+    return ""
+
+
+def _backends() -> Iterator[Any]:
+    """Yield what talks between devices, of each process group that can tell of errors."""
+    if not dist.is_initialized():
+        return
+    # torch has no public list of the groups that there are.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # it has none for devices
+            backend = group._get_backend(torch.device("cuda"))
+            if hasattr(backend, "get_error"):
+                yield backend
+
+
+def watch_collectives(is_wanted: Callable[[], bool], tell: Callable[[str], None]) -> None:
+    """Look for a failed collective from now on, in a thread, and tell of it once.
+
+    Args:
+        is_wanted: Whether one still matters: not any more, once this process leaves its round.
+        tell: Is called in the thread with what has failed.
+    """
+
+    def work() -> None:
+        while is_wanted():
+            if reason := collective_failure():
+                log.error("event=collective_failed %s", reason)
+                tell(reason)
+                return
+            time.sleep(POLL_S)
+
+    with suppress(RuntimeError):  # no room for a thread: the hang is seen later
+        threading.Thread(target=work, name="collectives", daemon=True).start()

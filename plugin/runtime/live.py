@@ -1,23 +1,47 @@
-"""What a framework's adapter gives the runtime: the live state of one rank, as slots over its own
-memory.
+"""Live state of one rank, as a framework's adapter gives it: slots over the framework's own memory.
 
-The rows of a rank are its slots' pieces in order: the flattened order (slot, piece) of the slots
-that are held, or of those that are wanted.
+The rows of a rank are its slots' pieces in order: (slot, piece) of the slots that are held, or of
+those that are wanted. ``Registered`` are values beside model and optimizer: a tensor that exists at
+``attach`` is a slot; one that comes later, or has another shape by then, goes with the scalars.
 """
 
-from collections.abc import Mapping, Sequence
+import base64
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from scalai.core.errors import LayoutError
+from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Collection, Tensor
-from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, Bits
+from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, TORCH_NAMES, Bits
 from scalai.core.tensors.region import Piece, row_major, whole
-from scalai.runtime.torch_dtypes import INTEGERS, dtype_name
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    # Older releases of torch lack some unsigned integers.
+    name: getattr(torch, torch_name)
+    for name, torch_name in TORCH_NAMES.items()
+    if hasattr(torch, torch_name)
+}
+"""Torch's dtypes by the names of the safetensors format."""
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+INTEGERS: Mapping[int, torch.dtype] = {
+    1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64,
+}  # fmt: skip
+"""The integer type that holds the bits of an element of so many bytes."""
+
+_LATE = "scalai_tensor"
+"""The key under which JSON holds a tensor that has no slot."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the safetensors name of a dtype. ``RefusedError`` where the format has none."""
+    if dtype not in _NAMES:
+        raise RefusedError(f"tensors of {dtype} cannot be kept; known are {list(_NAMES)}.")
+    return _NAMES[dtype]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -125,3 +149,90 @@ def host_bits(view: torch.Tensor) -> Bits:
     """Return a view of host memory as unsigned integers for numpy, no copy."""
     bits: Bits = view.numpy().view(np.dtype(BITS[view.element_size()]))
     return bits
+
+
+Get = Callable[[], Json | torch.Tensor]
+Set = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _RegisteredValue:
+    name: str
+    get: Get
+    set: Set
+
+
+class Registered:
+    """What one process has registered. Tensors are whole, and equal on all ranks."""
+
+    def __init__(self) -> None:
+        self._entries: list[_RegisteredValue] = []
+        self._slots: Mapping[str, Slot] = {}
+        self._is_listed = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(entry.name for entry in self._entries)
+
+    def add(self, name: str, get: Get, set: Set) -> None:
+        self._entries.append(_RegisteredValue(name, get, set))
+
+    def slots(self) -> Sequence[Slot]:
+        """List the tensors that are there now. Later calls return the same list."""
+        if not self._is_listed:
+            self._is_listed = True
+            values = {entry.name: entry.get() for entry in self._entries}
+            self._slots = {
+                name: whole_slot(f"user/{name}", value.contiguous(), is_volatile=True)
+                for name, value in values.items()
+                if isinstance(value, torch.Tensor)
+            }
+        return list(self._slots.values())
+
+    def refresh(self) -> None:
+        """Have the slots hold the present values: a getter may return a new tensor each time."""
+        for entry in self._entries:
+            value = entry.get()
+            if isinstance(value, torch.Tensor) and self._has_room(entry.name, value):
+                self._slots[entry.name].buffer.copy_(value.detach().reshape(-1))
+
+    def values(self) -> Mapping[str, Json]:
+        """Return as JSON what the slots do not hold."""
+        values = [(entry.name, entry.get()) for entry in self._entries]
+        return {
+            name: _plain(value) if isinstance(value, torch.Tensor) else value
+            for name, value in values
+            if not (isinstance(value, torch.Tensor) and self._has_room(name, value))
+        }
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Give back what ``values`` returned, and what was restored into the slots."""
+        for entry in self._entries:
+            if entry.name in values:
+                entry.set(_live(values[entry.name]))
+            elif entry.name in self._slots:
+                slot = self._slots[entry.name]
+                entry.set(slot.buffer.view(slot.tensor.shape))
+
+    def _has_room(self, name: str, value: torch.Tensor) -> bool:
+        slot = self._slots.get(name)
+        return (
+            slot is not None
+            and tuple(value.shape) == slot.tensor.shape
+            and value.dtype == slot.buffer.dtype
+        )
+
+
+def _plain(value: torch.Tensor) -> Json:
+    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {_LATE: base64.b64encode(data).decode(), "shape": list(value.shape), "dtype": dtype}
+
+
+def _live(value: Any) -> Any:
+    if not isinstance(value, Mapping) or _LATE not in value:
+        return value
+    dtype = getattr(torch, value["dtype"])
+    data = bytearray(base64.b64decode(value[_LATE]))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(value["shape"])

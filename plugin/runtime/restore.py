@@ -16,10 +16,9 @@ from scalai.core.tensors.collection import MAX_NDIM, Columns
 from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import Box, Piece
 from scalai.runtime.failpoints import reached
-from scalai.runtime.fingerprints import live_fingerprints
-from scalai.runtime.live import LiveState, Slot, piece_view
+from scalai.runtime.live import INTEGERS, LiveState, Slot, piece_view
+from scalai.runtime.live_fingerprints import live_fingerprints
 from scalai.runtime.staging import RING_BYTES, StagingRing, rings_for
-from scalai.runtime.torch_dtypes import INTEGERS
 from scalai.store.files import MADV_POPULATE_READ, advise, blocks, slices
 
 Row = tuple[Slot, Piece]

@@ -16,8 +16,10 @@ Outside ``scalai-run --elastic`` a session is inert: it hands out the degrees th
 restores nothing and never stops the loop.
 """
 
+import math
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -28,7 +30,7 @@ from typing import Any, cast
 import torch
 
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
-from scalai.core.job.function_proof import Numbers
+from scalai.core.job.function_proof import MOST_STEPS, Numbers
 from scalai.core.job.spacing import Schedule
 from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText
@@ -42,20 +44,67 @@ from scalai.core.messages.worker_messages import (
     Stand,
 )
 from scalai.core.tensors.region import Piece
-from scalai.runtime import collectives
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number, tell_agent
 from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import LEDGER, Consumption
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.drawing import Drawing
+from scalai.runtime.emergency import watch_collectives
 from scalai.runtime.failpoints import here, reached
-from scalai.runtime.imports import imported
-from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
-from scalai.runtime.made_steps import MadeSteps
-from scalai.runtime.registered import Get, Registered, Set
+from scalai.runtime.live import (
+    Get,
+    LiveState,
+    Registered,
+    Set,
+    Slot,
+    collection_of,
+    held_rows,
+    wanted_rows,
+)
+from scalai.runtime.processes import imported
+from scalai.runtime.rank_snapshots import Snapshots
 from scalai.runtime.restore import fill_state
-from scalai.runtime.snapshots import Snapshots
 from scalai.runtime.staging import StagingRing, rings_for
+
+
+class MadeSteps:
+    """Loss and gradient norm of the newest steps of one rank.
+
+    Args:
+        report: Takes a step, its loss and its norm; NaN: not known.
+    """
+
+    def __init__(self, report: Callable[[int, float, float], None]) -> None:
+        self._report = report
+        self._on_the_way: deque[tuple[int, _Copy, _Copy]] = deque(maxlen=MOST_STEPS)
+
+    def note(self, step: int, loss: Any, norm: Any) -> None:
+        """A step has ended. What lies on a device is told with a later step, once it has come."""
+        self._on_the_way.append((step, _Copy(loss), _Copy(norm)))
+        while self._on_the_way and all(copy.is_there for copy in self._on_the_way[0][1:]):
+            step, loss, norm = self._on_the_way.popleft()
+            self._report(step, loss.value, norm.value)
+
+
+class _Copy:
+    """A number, or a tensor of one on its way from a device into pinned memory."""
+
+    def __init__(self, number: Any) -> None:
+        self._number = number
+        self._event: Any = None
+        if isinstance(number, torch.Tensor) and number.is_cuda:
+            self._number = number.detach().to("cpu", non_blocking=True)  # pinned by that
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(number.device))
+
+    @property
+    def is_there(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    @property
+    def value(self) -> float:
+        return math.nan if self._number is None else float(self._number)
+
 
 Row = tuple[Slot, Piece]
 
@@ -306,7 +355,7 @@ class Session(Drawing):
         # Before the first step, because pinning memory is slow and may wait for the device.
         self._rings = rings_for({slot.buffer.device for slot in slots})
         if self._rings:
-            collectives.watch(lambda: not self._is_stopped, self._end_by_collective)
+            watch_collectives(lambda: not self._is_stopped, self._end_by_collective)
         reached("build" if self.is_standby else "relaunch")
         source = self._agent.call(
             Publish(

@@ -22,8 +22,8 @@ from scalai.core.errors import LayoutError, PeerError, StoreError
 from scalai.core.messages.worker_messages import AwaitSlot, WriteOrder
 from scalai.core.tensors.region import Piece, row_major
 from scalai.runtime.agent_folder import call_agent
-from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot, host_bits, piece_view
+from scalai.runtime.live_fingerprints import live_fingerprints
 from scalai.runtime.staging import RING_BUFFERS, RING_BYTES, StagingRing, rings_for
 from scalai.store.files import (
     MADV_POPULATE_WRITE,

@@ -25,8 +25,7 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.core.tensors.dtypes import NUMPY_DTYPES
 from scalai.core.tensors.region import Box
 from scalai.core.tensors.slabs import runs
-from scalai.store.files import LENGTH_BYTES, read_at
-from scalai.store.safetensors_header import HeaderEntry, entries_of, header_bytes
+from scalai.store.files import LENGTH_BYTES, HeaderEntry, entries_of, header_bytes, read_at
 
 NPY_MAGIC = b"\x93NUMPY"
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"

@@ -1,5 +1,4 @@
-"""The directory of one host in a store: its lock, its numbered folders, and files that are used
-again."""
+"""The directory of one host in a store: its lock, numbered folders, recycled files and budget."""
 
 import logging
 import os
@@ -7,17 +6,16 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from scalai.core.errors import StoreError
-from scalai.store.budget import Room, check_budget
 from scalai.store.files import FileLayout
 from scalai.store.lock import StoreLock
-from scalai.store.making import Making, Makings
 from scalai.store.manifest import is_spare
 from scalai.store.pinned import expire_dropped, pinned_files, remove_stale
 from scalai.store.places import MANIFEST, NUMBERED, check_host, check_job
-from scalai.store.pool import FilePool, free_bytes
+from scalai.store.pool import FilePool, Making, Makings, free_bytes
 from scalai.store.secure import open_below
 
 RECYCLED = "recycled"
@@ -28,6 +26,49 @@ GIVEN_BACK_S = 10.0
 """How long a snapshot waits for room that is just being given back."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes of a host's directory: in use by generations and snapshots, in files that wait for
+    reuse, and free on the file system."""
+
+    in_use: int
+    reusable: int
+    free: int
+
+
+def check_budget(needed: int, room: Room, limit: int | None, host: str, directory: Path) -> int:
+    """Return how many bytes may wait for reuse beside a snapshot of ``needed`` bytes.
+
+    Args:
+        limit: What the store may take, in bytes; None: what there is.
+        host, directory: Whose store it is, for the error.
+
+    Raises:
+        StoreError: There is no room for two generations of that size, beside what others use.
+    """
+    budget = 2 * needed
+    if limit is not None and max(budget, room.in_use + needed) > limit:
+        raise StoreError(
+            f"the pieces of host {host!r} are {needed} bytes and two generations of them "
+            f"need {budget}, beside {room.in_use} in use; the store may take {limit}. Raise "
+            "--store-budget-gb, or spread the job over more hosts."
+        )
+    available = room.free + room.reusable
+    if needed > available or budget > available + room.in_use:
+        raise StoreError(
+            f"the pieces of host {host!r} are {needed} bytes and two generations of them "
+            f"need {budget}; {directory} has {room.in_use} in use, {room.reusable} to reuse and "
+            f"{room.free} free. Enlarge the shared memory (docker run "
+            f"--shm-size={_gibibytes(budget)}g) or choose another --store-dir."
+        )
+    keep = max(budget - room.in_use, needed)
+    return keep if limit is None else min(keep, limit - room.in_use)
+
+
+def _gibibytes(size_bytes: int) -> int:
+    return -(-size_bytes >> 30) if size_bytes else 1
 
 
 class HostDirectory:

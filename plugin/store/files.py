@@ -16,13 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from scalai.core.errors import LayoutError
-from scalai.core.tensors.collection import Collection, Columns, Tensor
-from scalai.core.tensors.dtypes import ITEM_BYTES, Bits
+from scalai.core.jsonable import MAX_JSON_BYTES, parse_json
+from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns, Tensor
+from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, NUMPY_DTYPES, Bits
 from scalai.core.tensors.region import Box, box_text
 
 MADV_POPULATE_READ = 22
@@ -33,6 +35,14 @@ _STEP_BYTES = 64 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+CHUNK_BYTES = 4 << 20
+"""What is copied, sent or checksummed at once: fits a core's cache, amortises a system call."""
+HEADER_ALIGNMENT = 64
+LENGTH_BYTES = 8
+"""What comes first in a safetensors file: how long the header behind it is."""
+_ITEM_BYTES = {**ITEM_BYTES, "C64": 8}
+"""Also of a dtype that no training has."""
 
 
 def advise(buffer: mmap.mmap, low: int, high: int, advice: int) -> bool:
@@ -63,14 +73,6 @@ def prefault(descriptor: int, low: int, high: int) -> None:
                 os.pwrite(descriptor, zeros[: high - start], start)
     finally:
         mapping.close()
-
-
-CHUNK_BYTES = 4 << 20
-"""What is copied, sent or checksummed at once: fits a core's cache, amortises a system call."""
-
-HEADER_ALIGNMENT = 64
-LENGTH_BYTES = 8
-"""What comes first in a safetensors file: how long the header behind it is."""
 
 
 def entry_name(tensor: Tensor, box: Box) -> str:
@@ -203,3 +205,83 @@ def slices(box: Box) -> tuple[Any, ...]:
     """Return the index that selects ``box`` of an array; keeps a 0-d array an array."""
     ranges = (slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
     return (*ranges, Ellipsis)
+
+
+def decode(bits: Bits, dtype: str) -> npt.NDArray[Any]:
+    """Return bits [...] as numbers [...]; 16- and 8-bit floats that numpy lacks become float32."""
+    if dtype in NUMPY_DTYPES:
+        return bits.view(NUMPY_DTYPES[dtype])
+    if dtype == "BF16":
+        # The upper half of a float32.
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "F8_E5M2":
+        # The upper half of a float16.
+        return (bits.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)
+    assert dtype == "F8_E4M3", dtype
+    return _e4m3()[bits]
+
+
+def number_of(content: bytes, dtype: str) -> float:
+    """Return the first element of a tensor's bytes."""
+    item = ITEM_BYTES[dtype]
+    return float(decode(np.frombuffer(content[:item], BITS[item]), dtype)[0])
+
+
+def _e4m3() -> npt.NDArray[np.float32]:
+    """Return the values of all 256 patterns of F8_E4M3 (no infinities, one NaN a sign)."""
+    pattern = np.arange(256)
+    exponent, mantissa = pattern >> 3 & 15, pattern & 7
+    normal = (8 + mantissa) * 2.0 ** (exponent - 10)
+    values = np.where(exponent == 0, mantissa * 2.0**-9, normal)
+    values[pattern & 127 == 127] = np.nan
+    return np.where(pattern & 128, -values, values).astype(np.float32)
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor of a file: its name, dtype, shape, and the byte of the file at which it begins."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+def header_bytes(start: bytes, size: int) -> int:
+    """Return how long the header is, from the first ``LENGTH_BYTES`` of a file of ``size`` bytes.
+
+    Raises:
+        ValueError: The file has no room for it.
+    """
+    length = int.from_bytes(start, "little")
+    if not 2 <= length <= min(MAX_JSON_BYTES, size - LENGTH_BYTES):
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    return length
+
+
+def entries_of(text: bytes, size: int) -> Iterator[HeaderEntry]:
+    """Yield the tensors of a file of ``size`` bytes with this header, in the order of their bytes.
+
+    Of a dtype that is not known here the bytes need only lie between those of its neighbours.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: The header is damaged, or the file is not
+            as long as it says.
+    """
+    header = parse_json(text)
+    first = LENGTH_BYTES + len(text)
+    at = 0
+    items = ((name, of) for name, of in header.items() if name != "__metadata__")
+    for name, of in sorted(items, key=lambda item: item[1]["data_offsets"]):
+        shape, (low, high) = tuple(of["shape"]), of["data_offsets"]
+        is_whole = all(type(number) is int for number in (*shape, low, high))
+        if not is_whole or len(shape) > MAX_NDIM or min(shape, default=0) < 0:
+            raise ValueError(f"{name} has shape {list(shape)}")
+        if not isinstance(of["dtype"], str):
+            raise ValueError(f"{name} is of dtype {of['dtype']!r}")
+        item = _ITEM_BYTES.get(of["dtype"])
+        if low != at or high < low or (item is not None and high - low != prod(shape) * item):
+            raise ValueError(f"{name} lies at {low}:{high}")
+        yield HeaderEntry(name, of["dtype"], shape, first + low)
+        at = high
+    if first + at != size:
+        raise ValueError(f"{size} bytes, {first + at} by its header")

@@ -15,12 +15,10 @@ import numpy.typing as npt
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Collection
-from scalai.core.tensors.damage import DamagedPiece, still_damaged
-from scalai.store.archive import Archive, write_hidden
+from scalai.core.tensors.coverage import DamagedPiece, still_damaged
+from scalai.store.archive import HiddenCopy, copy_part, write_hidden
 from scalai.store.atomic import rename_durably
-from scalai.store.attachment import attachment
 from scalai.store.directory import HostDirectory
-from scalai.store.durable import copy_part
 from scalai.store.files import lay_out
 from scalai.store.manifest import (
     HostManifest,
@@ -34,6 +32,7 @@ from scalai.store.parts import (
     Staged,
     StoredRows,
     attached_hosts,
+    attachment,
     empty_part,
     extended,
     proven_only,
@@ -61,7 +60,7 @@ class HeldGenerations:
         self._mutex = folders.mutex
         self._committed: dict[int, HostManifest] = {}
         self._readers: dict[int, int] = {}
-        self._archive: Archive | None = None
+        self._archive: HiddenCopy | None = None
         self._spoilt: set[Path] = set()
         """Files of a disk in which damage was found: they are not attached again."""
         self.damaged: dict[int, str] = {}
@@ -409,7 +408,7 @@ class HeldGenerations:
         """
         with self.open_rows(generation) as rows:
             with self._mutex:
-                archive = self._archive = Archive(generation)
+                archive = self._archive = HiddenCopy(generation)
             try:
                 for row in range(len(rows.manifest.collection)):
                     archive.check()

@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from scalai.core import fields
 from scalai.core.errors import StoreError
-from scalai.core.jsonable import Json
+from scalai.core.jsonable import Json, parse_json
 from scalai.core.tensors.boxes import outside, right_aligned
 from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns, Tensor
 from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.fingerprint import VERSION as FINGERPRINT_VERSION
 from scalai.core.tensors.fingerprint import Committed
-from scalai.core.tensors.source_list import Reference
+from scalai.core.tensors.holders import Reference
 from scalai.core.tensors.universal_hash import P
 from scalai.store.atomic import partial_of, replace_file
 from scalai.store.places import MANIFEST
@@ -252,13 +252,13 @@ def read_manifest(directory: Path) -> HostManifest:
     """
     path = directory / MANIFEST
     try:
-        data = fields.parsed(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StoreError(
             f"{path} cannot be read ({error.strerror}); a committed generation has one. Name a "
             "generation's directory."
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise StoreError(
             f"{path} is damaged ({error}). Remove its directory and use another generation."
         ) from error
@@ -326,8 +326,8 @@ def manifest_of_bytes(data: bytes, where: str) -> HostManifest:
     byte: the digest is not computed again, which takes as long as all the rest. Raises
     ``StoreError`` naming ``where``."""
     try:
-        content = _object(fields.parsed(data.decode()), where)
-    except (ValueError, RecursionError) as error:
+        content = _object(parse_json(data), where)
+    except ValueError as error:
         raise StoreError(f"{where} is damaged ({error}). Use another generation.") from error
     return HostManifest.from_json(content, where)
 

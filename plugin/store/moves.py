@@ -12,12 +12,12 @@ import numpy as np
 
 from scalai.core.messages.worker_messages import ReadOrder
 from scalai.core.tensors.collection import Collection, Columns
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import Plan
-from scalai.core.tensors.sources import Holder
 from scalai.store.manifest import HostManifest
 
 
-class Part(Protocol):
+class HeldPart(Protocol):
     """What some host holds of a generation."""
 
     @property
@@ -30,7 +30,7 @@ class Part(Protocol):
 
 
 def holders_of(
-    manifests: Sequence[Part], host: str = "", readable: Container[str] = ()
+    manifests: Sequence[HeldPart], host: str = "", readable: Container[str] = ()
 ) -> list[Holder]:
     """Return the source side of a plan: one holder a host, its rows those of the manifest.
 
@@ -55,7 +55,7 @@ class FetchList:
     fetch: Columns
 
 
-def fetch_lists(plan: Plan, manifests: Sequence[Part], host: str) -> list[FetchList]:
+def fetch_lists(plan: Plan, manifests: Sequence[HeldPart], host: str) -> list[FetchList]:
     """Return what ``host`` fetches, one list a source host, in the order of ``manifests``.
 
     Args:
@@ -90,7 +90,7 @@ class Fetched:
 
 def read_orders(
     plan: Plan,
-    manifests: Sequence[Part],
+    manifests: Sequence[HeldPart],
     directories: Mapping[str, Path],
     fetched: Sequence[Fetched] = (),
 ) -> dict[int, ReadOrder]:
@@ -142,7 +142,7 @@ def read_orders(
     return orders
 
 
-def _sources(plan: Plan, manifests: Sequence[Part], first_file: Columns) -> dict[str, Columns]:
+def _sources(plan: Plan, manifests: Sequence[HeldPart], first_file: Columns) -> dict[str, Columns]:
     """Return where the stored piece of each copy lies: columns [copies] of a ``ReadOrder``."""
     copies = plan.copies
     columns = {

@@ -1,8 +1,14 @@
-"""A reserved slot for a generation: its files wait to be written, and it knows who writes what."""
+"""The slot of a snapshot: its files, and which rank of the host writes which piece.
+
+Source of the assignment: Tenplex/Scalai, arXiv 2312.05181; its public code lets data-parallel rank
+0 write alone. Differs in: the replicas on a host share the work, and a piece is written once a
+host.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +16,9 @@ import numpy as np
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
 from scalai.core.messages.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.tensors.boxes import NumberLine, distinct
 from scalai.core.tensors.collection import Collection, Columns, concatenate
 from scalai.core.tensors.region import Box
-from scalai.core.tensors.writers import assign_writers
 from scalai.store.files import FileLayout, lay_out
 from scalai.store.generation import unite
 from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile
@@ -24,7 +30,7 @@ of it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Share:
+class RankShare:
     """What one rank writes: these ``rows`` of its collection, which are ``pieces``, into one file
     of this layout."""
 
@@ -39,7 +45,7 @@ class Share:
         return rank_file(self.rank)
 
 
-def share_out(held: Mapping[int, Collection]) -> tuple[Share, ...]:
+def share_out(held: Mapping[int, Collection]) -> tuple[RankShare, ...]:
     """Return who writes what of that which the ranks of a host hold, by rank: distinct pieces once.
     Ranks with nothing to write are left out."""
     shares = []
@@ -48,7 +54,7 @@ def share_out(held: Mapping[int, Collection]) -> tuple[Share, ...]:
         pieces = held[rank].select(rows)
         if len(pieces):
             layout = lay_out(pieces, {"format": "scalai", "rank": str(rank)})
-            shares.append(Share(rank, rows, pieces, layout))
+            shares.append(RankShare(rank, rows, pieces, layout))
     return tuple(shares)
 
 
@@ -82,7 +88,7 @@ class Snapshot:
 
     @classmethod
     def reserved(
-        cls, directory: Path, held: Mapping[int, Collection], shares: Sequence[Share]
+        cls, directory: Path, held: Mapping[int, Collection], shares: Sequence[RankShare]
     ) -> "Snapshot":
         """Return the slot whose files lie in ``directory``, made for these shares of ``held``."""
         orders = {rank: WriteOrder(rank, "", (), ()) for rank in sorted(held)}
@@ -185,3 +191,53 @@ def _by_place(
         for begin, value in zip(order.begins, fingerprints, strict=True):
             places[order.path, begin] = value
     return places
+
+
+def assign_writers(held: Mapping[int, Collection]) -> Mapping[int, Columns]:
+    """Assign every distinct box that ranks of one host hold to one of its holders.
+
+    Args:
+        held: What each rank of the host holds. Empty boxes are written by nobody.
+
+    Returns:
+        For every rank the rows of its collection that it writes, ascending. Bytes are balanced: the
+        largest boxes first, each to the holder that has the least to write, ties to the lowest
+        rank. Depends on the content alone.
+    """
+    ranks = sorted(held)
+    together = concatenate([held[rank] for rank in ranks])
+    counts = [len(held[rank]) for rank in ranks]
+    rank_of = np.repeat(np.arange(len(ranks)), counts)
+    row_of = np.concatenate([np.zeros(0, np.int64), *(np.arange(count) for count in counts)])
+    rows = np.flatnonzero(together.numel())
+    line = NumberLine.of(together.tensors)
+    boxes = line.place(together.tensor[rows], together.offset[rows], together.shape[rows])
+    _, number = distinct(boxes)
+    writers = _balance(number, rank_of[rows], together.size_bytes()[rows], len(ranks))
+    chosen = rows[writers]
+    return {
+        rank: np.sort(row_of[chosen[rank_of[chosen] == index]]) for index, rank in enumerate(ranks)
+    }
+
+
+def _balance(number: Columns, rank: Columns, size_bytes: Columns, ranks: int) -> Columns:
+    """Choose one of the rows of every box ``number``, so that the bytes of the ranks are balanced.
+
+    Args:
+        number: Which box a row is, counted from 0, [rows].
+        rank: Who holds the row, ascending, [rows].
+        size_bytes: Bytes of the row, [rows].
+        ranks: How many ranks there are.
+    """
+    order = np.argsort(number, kind="stable")
+    begin = np.searchsorted(number[order], np.arange(number.max(initial=-1) + 2))
+    holders = [order[low:high].tolist() for low, high in pairwise(begin.tolist())]
+    # What only one rank holds is no choice, so that it is known before the others are shared out.
+    holders.sort(key=lambda rows: (len(rows) > 1, -size_bytes[rows[0]], rows[0]))
+    load = [0] * ranks
+    chosen: list[int] = []
+    for rows in holders:
+        best = min(rows, key=lambda row: (load[rank[row]], row))
+        load[rank[best]] += int(size_bytes[best])
+        chosen.append(best)
+    return np.array(chosen, dtype=np.int64)

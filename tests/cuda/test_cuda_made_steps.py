@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scalai.runtime.made_steps import MadeSteps
+from scalai.runtime.session import MadeSteps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -9,11 +9,11 @@ import torch
 
 from scalai.core.messages.worker_messages import RankSnapshot
 from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Box, Piece, row_major, whole
-from scalai.core.tensors.sources import Holder
-from scalai.runtime.fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
 from scalai.runtime.live import Slot, collection_of, held_rows, piece_view, wanted_rows
+from scalai.runtime.live_fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
 from scalai.runtime.restore import read_rows
 from scalai.runtime.staging import RING_BYTES
 from scalai.runtime.writing import MappedFile

@@ -14,9 +14,9 @@ from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, row_major, whole
 from scalai.runtime import emergency
 from scalai.runtime.async_snapshots import AsyncSnapshots
-from scalai.runtime.emergency import Between, Copies, Emergency
-from scalai.runtime.fingerprints import live_fingerprints
+from scalai.runtime.emergency import Between, EmergencyWriter, VolatileCopies
 from scalai.runtime.live import Slot
+from scalai.runtime.live_fingerprints import live_fingerprints
 from scalai.runtime.staging import rings_for
 from scalai.runtime.writing import ordered_fingerprints, place_rows
 from support.answering_agent import FIRST_BYTE, AnsweringAgent
@@ -132,7 +132,7 @@ def test_one_snapshot_after_another_is_of_its_own_step(training: Training) -> No
 def test_an_emergency_is_written_while_the_device_waits_for_a_partner(training: Training) -> None:
     """What hangs is queued on the stream of the training, and other work behind it; nothing of it
     is waited for, and nothing of it reaches what is written."""
-    copies = Copies(training.rows)
+    copies = VolatileCopies(training.rows)
     training.weights += 1.0
     copies.take()
     assert copies.are_taken(5.0)
@@ -166,7 +166,7 @@ def test_an_update_that_the_device_has_not_made_is_not_believed(
     """The thread of the training has gone through the update; its device waits in the collective
     before it."""
     monkeypatch.setattr(emergency, "FREEZE_S", 0.3)
-    watched = Emergency(0, 1, "nowhere", training.rows, training.rings)
+    watched = EmergencyWriter(0, 1, "nowhere", training.rows, training.rings)
     hang(2.0)
     watched.begin_update()
     training.weights += 1.0

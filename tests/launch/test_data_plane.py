@@ -12,8 +12,8 @@ import pytest
 from scalai.core.errors import PeerError, StoreError, UnprovenError
 from scalai.core.messages.shared import Named
 from scalai.core.tensors.collection import Collection
+from scalai.core.tensors.holders import Reference
 from scalai.core.tensors.region import Box
-from scalai.core.tensors.source_list import Reference
 from scalai.launch.agent import data_plane
 from scalai.launch.agent.data_plane import DataPlaneServer, Peer, PiecesHeld
 from scalai.runtime.codec import encode

@@ -13,8 +13,8 @@ from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.fingerprint import piece_fingerprint
 from scalai.core.tensors.region import whole
 from scalai.launch.commands import inspect
+from scalai.store.files import decode
 from scalai.store.host import HostStore
-from scalai.store.values import decode
 from support.store_states import HALF, WEIGHT, Opener, generation, two_ranks, values_of
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from scalai.launch.long_waits import said
+from scalai.launch.slow_files import said
 from support.coordinator_line import wait_until
 
 DEADLINE_S = 60.0

@@ -33,9 +33,9 @@ from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.named_once import BroughtPart
 from scalai.runtime.calls import Peer
 from scalai.runtime.codec import encode
+from scalai.runtime.connections import Listener
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import DATA_PLANE, service_key
-from scalai.runtime.listening import Listener
 from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
 from support.wire_words import call_raw
 

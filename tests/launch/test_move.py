@@ -16,9 +16,9 @@ from scalai.core.errors import MemoryShortError, MismatchError, PeerError, Store
 from scalai.core.host.state import Want
 from scalai.core.messages.worker_messages import RankSnapshot
 from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Box, Piece, row_major, whole
-from scalai.core.tensors.sources import Holder
 from scalai.launch.agent.data_plane import DataPlaneServer, Peer
 from scalai.launch.agent.fetch import Restore, prepare_restore
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows

@@ -13,7 +13,7 @@ import pytest
 
 from scalai.launch import logs
 from scalai.launch.logs import PatientHandler, say
-from scalai.launch.patient_writer import PatientWriter
+from scalai.launch.slow_files import PatientWriter
 from support.coordinator_line import wait_until
 
 PATIENCE_S = 60.0
@@ -64,7 +64,7 @@ def test_what_raises_is_said_and_others_are_written(caplog: pytest.LogCaptureFix
 LINES = """
 import logging
 from scalai.launch.logs import configure
-from scalai.launch.patient_writer import drain
+from scalai.launch.slow_files import drain
 configure("test")
 for number in range(2000):
     logging.getLogger("scalai").info("line %d", number)

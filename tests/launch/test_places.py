@@ -154,7 +154,7 @@ def test_a_coordinator_by_hand_listens_nowhere_while_an_agent_starts_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(places, "LOCK_QUIET_S", 0.1)
-    monkeypatch.setattr(host_signals.Heard, "listen", lambda heard: None)
+    monkeypatch.setattr(host_signals.HeardSignals, "listen", lambda heard: None)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     spec = JobSpec.read(parse_options(["--job", folder.name, "script.py"]))

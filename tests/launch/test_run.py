@@ -14,7 +14,7 @@ import pytest
 from scalai.launch import run
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.host_signals import Heard
+from scalai.launch.host_signals import HeardSignals
 from support.driver_script import install_into
 
 
@@ -27,7 +27,7 @@ def test_a_loop_that_stands_still_does_not_outlive_a_second_signal(
     forever = threading.Event()
     loop = threading.Thread(target=forever.wait, daemon=True)
     loop.start()
-    heard = Heard()
+    heard = HeardSignals()
     for _ in range(2):
         heard._hear(15, None)
     run._wait(loop, agent, heard)
@@ -97,7 +97,7 @@ class Agent:
             self.code = code
         self.ended.set()
 
-agent, heard = Agent(), host_signals.Heard()
+agent, heard = Agent(), host_signals.HeardSignals()
 heard.listen()
 loop = threading.Thread(target=agent.ended.wait, daemon=True)
 loop.start()
@@ -121,7 +121,7 @@ def test_a_terminal_that_closes_drains_and_never_stops(caplog: pytest.LogCapture
     over = threading.Event()
     loop = threading.Thread(target=over.wait, daemon=True)
     loop.start()
-    heard = Heard()
+    heard = HeardSignals()
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
         heard._hear(number, None)
     waiting = threading.Thread(target=run._wait, args=(loop, agent, heard))
@@ -138,7 +138,7 @@ import os, signal
 from scalai.launch import host_signals
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell ignores it for what it starts with &
-heard = host_signals.Heard()
+heard = host_signals.HeardSignals()
 heard.listen()
 os.kill(os.getpid(), signal.SIGHUP)
 assert heard.next(0.1) is None

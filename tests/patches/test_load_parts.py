@@ -32,8 +32,8 @@ from scalai.patches.deepspeed.checkpoint.filling import (
     touched,
 )
 from scalai.patches.deepspeed.checkpoint.load_plan import TensorOrigin, fitted, origins, used
-from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot, held_rows, host_bits
+from scalai.runtime.live_fingerprints import live_fingerprints
 
 SHAPE = (4, 3)
 FULL, ROUND, MASTER = (

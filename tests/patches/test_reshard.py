@@ -18,8 +18,8 @@ from scalai.converters.megatron.modules import Naming, in_order, leading_axes, n
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.torch_archive import read_archive
 from scalai.core.errors import ProofError, RefusedError
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
-from scalai.core.tensors.sources import Holder
 from scalai.store.host import HostStore
 from scalai.store.manifest import read_manifest
 from scalai.store.moves import holders_of, read_orders

@@ -17,7 +17,7 @@ import pytest
 from scalai.core.errors import AnswerError, MessageError, PeerError, SilentError, UsageError
 from scalai.core.messages.shared import Request
 from scalai.launch.coordinator.person_calls import Status
-from scalai.runtime import framing, listening
+from scalai.runtime import connections, framing
 from scalai.runtime.calls import Channel, Peer, Server
 from scalai.runtime.codec import encode
 from support.ports import free_port
@@ -256,7 +256,7 @@ def test_a_call_that_is_not_answered_in_time_is_an_error(echo: Echo) -> None:
 
 
 def test_a_client_that_proves_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.3)
     echo = Echo(("127.0.0.1", 0))
     with socket.create_connection(echo.server.address, timeout=30) as silent:  # type: ignore[arg-type]  # TCP
         while silent.recv(4096):

@@ -21,8 +21,8 @@ from scalai.core.messages.shared import JsonText, Named, Shared
 from scalai.core.messages.worker_messages import ReadOrder, WriteOrder
 from scalai.core.tensors.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.holders import Pieces, SourceList
 from scalai.core.tensors.replicas import Ring
-from scalai.core.tensors.source_list import Pieces, SourceList
 from scalai.launch.agent import data_plane
 from scalai.launch.coordinator import calls
 from scalai.launch.coordinator import person_calls as asked

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from scalai.core.job.endings import PEER_GONE, kind_of
-from scalai.runtime import collectives
+from scalai.runtime import emergency
 
 DEADLINE_S = 20.0
 
@@ -45,16 +45,16 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[Group, object]:
     )
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=made))
-    monkeypatch.setattr(collectives, "POLL_S", 0.01)
+    monkeypatch.setattr(emergency, "POLL_S", 0.01)
     return made
 
 
 def test_without_groups_or_errors_nothing_has_failed(groups: dict[Group, object]) -> None:
-    assert collectives.failure() == ""
+    assert emergency.collective_failure() == ""
 
 
 def test_without_a_job_nothing_has_failed() -> None:
-    assert collectives.failure() == ""
+    assert emergency.collective_failure() == ""
 
 
 @pytest.mark.parametrize("error", ["COMM_ERROR", "TIMEOUT", "REMOTE_ERROR"])
@@ -65,7 +65,7 @@ def test_a_collective_that_fails_is_told_of_once(groups: dict[Group, object], er
         told.append(reason)
         has_told.set()
 
-    collectives.watch(lambda: not is_over.is_set(), tell)
+    emergency.watch_collectives(lambda: not is_over.is_set(), tell)
     assert not has_told.wait(0.1)
     groups[Group(Backend(error))] = None
     assert has_told.wait(DEADLINE_S)
@@ -77,7 +77,7 @@ def test_a_collective_that_fails_is_told_of_once(groups: dict[Group, object], er
 def test_who_leaves_its_round_tells_of_nothing(groups: dict[Group, object]) -> None:
     groups[Group(Backend("COMM_ERROR"))] = None
     told = list[str]()
-    collectives.watch(lambda: False, told.append)
+    emergency.watch_collectives(lambda: False, told.append)
     for thread in [each for each in threading.enumerate() if each.name == "collectives"]:
         thread.join(DEADLINE_S)
     assert told == []
@@ -88,7 +88,7 @@ def test_without_room_for_a_thread_the_training_goes_on(monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", full)
-    collectives.watch(lambda: True, print)
+    emergency.watch_collectives(lambda: True, print)
 
 
 def test_torch_tells_of_errors_by_this_name() -> None:

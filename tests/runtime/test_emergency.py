@@ -11,7 +11,15 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, row_major, whole
 from scalai.runtime import emergency
-from scalai.runtime.emergency import WINDOW, WINDOWS, Between, Copies, Cost, Emergency, Gate
+from scalai.runtime.emergency import (
+    WINDOW,
+    WINDOWS,
+    Between,
+    CopyCost,
+    EmergencyWriter,
+    Gate,
+    VolatileCopies,
+)
 from scalai.runtime.live import Slot
 
 NONE = JsonText.of(None)
@@ -80,7 +88,7 @@ def test_what_is_being_copied_is_waited_for(gate: Gate) -> None:
 
 
 def test_a_script_whose_state_cannot_be_copied_trains_on(caplog: pytest.LogCaptureFixture) -> None:
-    watched = Emergency(0, 1, "nowhere", [], {})
+    watched = EmergencyWriter(0, 1, "nowhere", [], {})
 
     def broken() -> Between:
         raise KeyError("the script's own")
@@ -99,7 +107,7 @@ def test_any_optimizer_of_torchs_begins_an_update(monkeypatch: pytest.MonkeyPatc
     begun: list[Any] = []
     monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
     monkeypatch.setattr(Gate, "begin", lambda self, *_: begun.append(self))
-    Emergency(0, 1, "nowhere", [], {}).begin()
+    EmergencyWriter(0, 1, "nowhere", [], {}).begin()
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     torch.optim.SGD([parameter], lr=0.1).step()
@@ -111,7 +119,7 @@ def test_what_a_forward_pass_changes_is_kept_as_it_was() -> None:
     rows = [
         slot("param/w", weights, is_volatile=False), slot("param/mean", running, is_volatile=True),
     ]  # fmt: skip
-    copies = Copies(rows)
+    copies = VolatileCopies(rows)
     assert copies.size_bytes == running.nbytes
     copies.take()
     running.fill_(7.0)
@@ -147,7 +155,7 @@ def test_the_memory_of_a_device_is_believed_once_it_has_made_the_update(
 ) -> None:
     """The thread of the training is ahead of it."""
     monkeypatch.setattr(emergency, "FREEZE_S", 0.2)
-    watched, update = Emergency(0, 1, "nowhere", [], {}), Update(ends)
+    watched, update = EmergencyWriter(0, 1, "nowhere", [], {}), Update(ends)
     watched.begin_update()
     watched.step_ended(lambda: None, lambda: between(8))
     monkeypatch.setattr(watched._copies, "_events", {torch.device("cuda"): update})
@@ -158,7 +166,9 @@ def test_too_much_to_copy_means_no_emergency_snapshot(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(emergency, "COPIED_BYTES", 8)
-    watched = Emergency(0, 1, "nowhere", [slot("user/x", torch.zeros(4), is_volatile=True)], {})
+    watched = EmergencyWriter(
+        0, 1, "nowhere", [slot("user/x", torch.zeros(4), is_volatile=True)], {}
+    )
     assert not watched.is_on and "event=no_emergency" in caplog.text
     threads = threading.active_count()
     watched.begin()
@@ -166,7 +176,7 @@ def test_too_much_to_copy_means_no_emergency_snapshot(
 
 
 def test_copies_that_slow_the_training_down_are_given_up() -> None:
-    cost, now, found = Cost(), 0.0, []
+    cost, now, found = CopyCost(), 0.0, []
     for _ in range(1 + 4 * WINDOW):
         now += 0.5
         found.append(cost.is_too_high(0.03, now))
@@ -176,5 +186,5 @@ def test_copies_that_slow_the_training_down_are_given_up() -> None:
 
 @pytest.mark.parametrize(("copied_s", "step_s"), [(0.005, 0.02), (0.03, 3.0)])
 def test_copies_that_are_short_beside_a_step_go_on(copied_s: float, step_s: float) -> None:
-    cost = Cost()
+    cost = CopyCost()
     assert not any(cost.is_too_high(copied_s, step_s * number) for number in range(9 * WINDOW))

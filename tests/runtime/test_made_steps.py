@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from scalai.runtime.made_steps import MadeSteps
+from scalai.runtime.session import MadeSteps
 
 Told = list[tuple[int, float, float]]
 

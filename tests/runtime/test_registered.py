@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalai.runtime.registered import Registered
+from scalai.runtime.live import Registered
 
 
 class Script:

@@ -12,9 +12,9 @@ from scalai.core.errors import UsageError
 from scalai.core.messages.worker_messages import RankFinished
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.consumption import Consumption
-from scalai.runtime.registered import Registered
+from scalai.runtime.live import Registered
+from scalai.runtime.rank_snapshots import Snapshots
 from scalai.runtime.session import Session
-from scalai.runtime.snapshots import Snapshots
 from support.tiny_job import TinyState
 
 

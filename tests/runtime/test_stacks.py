@@ -17,7 +17,7 @@ from scalai.launch.agent.stacks import Stacks, describe, main_thread
 
 WAITS = """
 import threading
-from scalai.runtime.stacks import offer_stacks
+from scalai.runtime.agent_folder import offer_stacks
 {offer}
 def innermost():
     print("there", flush=True)

@@ -7,8 +7,8 @@ from safetensors.torch import save
 
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.dtypes import FROM_STORAGE, ITEM_BYTES, NUMPY_DTYPES
-from scalai.runtime.torch_dtypes import TORCH_DTYPES, dtype_name
-from scalai.store.values import number_of
+from scalai.runtime.live import TORCH_DTYPES, dtype_name
+from scalai.store.files import number_of
 
 
 @pytest.mark.parametrize("name", ITEM_BYTES)

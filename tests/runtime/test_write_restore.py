@@ -12,11 +12,11 @@ import torch
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.messages.worker_messages import RankSnapshot, ReadOrder
 from scalai.core.tensors.collection import Tensor
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Box, Piece, row_major, whole
-from scalai.core.tensors.sources import Holder
-from scalai.runtime.fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
 from scalai.runtime.live import Slot, collection_of, held_rows, piece_view, wanted_rows
+from scalai.runtime.live_fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
 from scalai.runtime.restore import read_rows
 from scalai.runtime.writing import MappedFile, Row
 from scalai.store.host import HostStore
@@ -192,7 +192,7 @@ def test_a_device_computes_the_same_where_a_dimension_of_one_has_any_stride(
 
 
 def test_a_device_sums_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scalai.runtime.fingerprints.BLOCK", 64)
+    monkeypatch.setattr("scalai.runtime.live_fingerprints.BLOCK", 64)
     for dtype in ("F32", "I64", "BF16"):
         [(slot, piece)] = held_rows([whole_tensor("param/w", (7, 140), dtype)])
         found = device_fingerprint(piece_view(slot, piece), piece.box, (7, 140))

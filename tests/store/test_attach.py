@@ -23,10 +23,10 @@ from scalai.launch.agent.loop import DISK
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.store import held as held_module
-from scalai.store.attachment import attachment
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_manifest
+from scalai.store.parts import attachment
 from support.store_states import HALF, WEIGHT, Opener, generation, is_whole, snapshot
 
 STATED = Committed(("a", "b"), {"param/w": 7})

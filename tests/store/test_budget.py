@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import StoreError
-from scalai.store.budget import Room, check_budget
+from scalai.store.directory import Room, check_budget
 
 FOLDER = Path("/dev/shm/j/a")
 

@@ -19,13 +19,12 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.region import Box, whole
 from scalai.launch.agent.durable import write_finished
-from scalai.store.files import slices
+from scalai.store.files import decode, slices
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
 from scalai.store.manifest import FORMAT, VERSION
 from scalai.store.parts import Extras
 from scalai.store.places import MANIFEST
-from scalai.store.values import decode
 from support.bad_manifests import DAMAGES, UNFIT, change
 from support.format_fingerprint import fingerprint
 from support.format_reader import (

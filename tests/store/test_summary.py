@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.holders import used_only
 from scalai.core.tensors.region import Box
-from scalai.core.tensors.source_list import used_only
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, StoredFile, manifest_bytes, manifest_of_bytes
 from scalai.store.parts import Extras, extended, pieces_of, reference_of, summary

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import scalai
 from scalai import Slabs
-from scalai.runtime.orphans import die_with_parent
+from scalai.runtime.processes import die_with_parent
 
 Grid = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """The sample, its parts along each axis, and the halo."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from scalai.core.messages.shared import Shared
 from scalai.core.tensors.collection import Collection
-from scalai.core.tensors.source_list import Listed, SourceList, source_list
+from scalai.core.tensors.holders import Listed, SourceList, source_list
 from scalai.store.generation import unite
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.parts import reference_of, summary

@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 from scalai.core.messages import commands, reports
 from scalai.core.messages import shared as messages
-from scalai.core.tensors.source_list import SourceList
+from scalai.core.tensors.holders import SourceList
 from scalai.launch.coordinator.calls import StoreIdentity
 from scalai.runtime.codec import decode
-from scalai.runtime.connecting import Address, connect
+from scalai.runtime.connections import Address, connect
 from scalai.store.manifest import manifest_of_bytes
 from scalai.store.parts import snapshot_name
 

@@ -27,8 +27,8 @@ from scalai.core.tensors.fingerprint import combine, tensor_fingerprints
 from scalai.core.tensors.region import Piece, box_text
 from scalai.patches.deepspeed.checkpoint.agreement import packed, unpacked
 from scalai.runtime.at_once import at_once
-from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot, collection_of, piece_view
+from scalai.runtime.live_fingerprints import live_fingerprints
 
 THREADS = 4
 """Storages read at once by a rank."""

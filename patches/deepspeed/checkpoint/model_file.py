@@ -23,7 +23,7 @@ from scalai.core.jsonable import Json
 from scalai.core.tensors.dtypes import FROM_TORCH
 from scalai.patches.deepspeed.checkpoint.native import LoadRequest
 from scalai.patches.deepspeed.engine import parallel_ranks
-from scalai.runtime.torch_dtypes import TORCH_DTYPES
+from scalai.runtime.live import TORCH_DTYPES
 
 _STEP_TAG = re.compile(r"global_step(\d{1,18})")
 _FIRST_STATES = "*mp_rank_00_model_states.pt"

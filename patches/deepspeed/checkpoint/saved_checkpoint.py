@@ -36,7 +36,7 @@ from scalai.core.tensors.coverage import check_coverage
 from scalai.patches.deepspeed.checkpoint.agreement import packed, unpacked
 from scalai.patches.deepspeed.checkpoint.model_file import live_value
 from scalai.patches.plain import all_plain
-from scalai.store.values import number_of
+from scalai.store.files import number_of
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from scalai.core.dataset.drawn import COUNTED, Draw, split
 from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
-from scalai.core.tensors.mixing import mix
+from scalai.core.tensors.universal_hash import mix
 
 Places = npt.NDArray[np.int64]
 

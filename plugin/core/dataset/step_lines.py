@@ -14,7 +14,7 @@ from scalai.core import fields
 from scalai.core.dataset.ledger import LedgerVerdict
 from scalai.core.degrees.batches import combine_hashes
 from scalai.core.errors import StoreError
-from scalai.core.jsonable import Json
+from scalai.core.jsonable import Json, parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def read_lines(text: str, where: str) -> tuple[tuple[StepLine, ...], bool]:
     found = []
     for number, line in enumerate(whole):
         try:
-            found.append(_line(fields.parsed(line)))
+            found.append(_line(parse_json(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(
                 f"line {number + 1} of {where} is damaged ({error}), and others follow it: it was "

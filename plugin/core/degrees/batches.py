@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.errors import RefusedError
-from scalai.core.tensors.mixing import mix
+from scalai.core.tensors.universal_hash import mix
 
 
 class Layout(Protocol):

@@ -14,7 +14,7 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import Publish, RankFinished, RankRestored, RankStepped
 from scalai.core.tensors.collection import concatenate
 from scalai.core.tensors.fingerprint import distinct_pieces
-from scalai.core.tensors.source_list import held_together
+from scalai.core.tensors.holders import held_together
 
 ENDED = "this round of workers has ended."
 UNHOOKED = (

@@ -9,8 +9,8 @@ from scalai.core.degrees.passes import Recompute
 from scalai.core.job.remembered import Remembered
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.holders import SourceList
 from scalai.core.tensors.replicas import Ring
-from scalai.core.tensors.source_list import SourceList
 
 
 @dataclass(frozen=True, slots=True)

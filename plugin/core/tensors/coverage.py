@@ -6,6 +6,7 @@ believed.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -295,3 +296,25 @@ def _named(found: Sequence[tuple[Tensor, str]]) -> str:
 
 def _more(count: int, what: str) -> str:
     return f" and {count - NAMED} more {what}" if count > NAMED else ""
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedPiece:
+    """The box of a tensor that is not what was committed, and how that was seen."""
+
+    tensor: str
+    box: Box
+    reason: str
+
+
+def still_damaged(found: Iterable[DamagedPiece], held: Collection) -> tuple[DamagedPiece, ...]:
+    """Return those of the pieces that ``held``, in which no damaged one is, does not cover."""
+    wanted = {piece.tensor for piece in found}
+    boxes: dict[str, list[Box]] = {name: [] for name in wanted}
+    names = [tensor.name for tensor in held.tensors]
+    for row, number in enumerate(held.tensor.tolist()):
+        if names[number] in wanted:
+            boxes[names[number]].append(held.box(row)[1])
+    return tuple(
+        piece for piece in found if piece.box.numel and uncovered(piece.box, boxes[piece.tensor])
+    )

@@ -20,8 +20,8 @@ from scalai.core.errors import LayoutError
 from scalai.core.tensors.boxes import Boxes, check_inside, expand, right_aligned, uncovered
 from scalai.core.tensors.collection import MAX_NDIM, Columns, Tensor, split_name
 from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.holders import Geometry, Holder, check, index_sources, shortfall, solve
 from scalai.core.tensors.region import Box, box_text
-from scalai.core.tensors.sources import Geometry, Holder, check, index_sources, shortfall, solve
 
 __all__ = ["Copies", "Fetches", "Holder", "Plan", "Planner", "plan"]
 

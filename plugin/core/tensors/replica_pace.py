@@ -44,7 +44,7 @@ class Traffic(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PaceWindow:
     """Steps of one round beside one kind of traffic: how far the workers were when it began, when
     that was, and how many bytes of replicas had come by then."""
 
@@ -56,7 +56,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ReplicaLook:
     """What is to be seen at a time, in seconds: the round and its step, what comes, and how many
     bytes of replicas have come since the agent began."""
 
@@ -68,7 +68,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ReplicaPace:
     """What was learnt.
 
     Attributes:
@@ -86,8 +86,8 @@ class Pace:
     free: tuple[float, ...] = ()
     busy: tuple[float, ...] = ()
     came: tuple[float, ...] = ()
-    seen: Look | None = None
-    window: Window | None = None
+    seen: ReplicaLook | None = None
+    window: PaceWindow | None = None
 
     @property
     def step_s(self) -> float | None:
@@ -104,7 +104,7 @@ class Pace:
         return median(self.busy) / usual - 1 if usual > 0 else None
 
 
-def looked(pace: Pace, look: Look) -> Pace:
+def looked(pace: ReplicaPace, look: ReplicaLook) -> ReplicaPace:
     """Return what is known after a look. Steps of another round, or beside changing traffic, count
     for nothing."""
     seen, window = pace.seen, pace.window
@@ -121,7 +121,7 @@ def looked(pace: Pace, look: Look) -> Pace:
     if not has_stepped or look.traffic is Traffic.OTHER:
         return replace(pace, window=window)
     if window is None:
-        window = Window(look.round, look.traffic, look.step, look.now, look.size_bytes)
+        window = PaceWindow(look.round, look.traffic, look.step, look.now, look.size_bytes)
         return replace(pace, window=window)
     took_s, steps = look.now - window.since, look.step - window.step
     if took_s < WINDOW_S or (steps < WINDOW_STEPS and took_s < LONG_S):
@@ -135,7 +135,7 @@ def looked(pace: Pace, look: Look) -> Pace:
     return _decided(replace(pace, busy=busy, came=came))
 
 
-def _decided(pace: Pace) -> Pace:
+def _decided(pace: ReplicaPace) -> ReplicaPace:
     """Change the rate, where enough windows are known to say that it should."""
     excess = pace.excess
     if excess is None:
@@ -158,7 +158,7 @@ class Limit:
     is_hurried: bool = False
 
 
-def limit(pace: Pace, left_bytes: int, steps_left: int | None) -> Limit:
+def limit(pace: ReplicaPace, left_bytes: int, steps_left: int | None) -> Limit:
     """Return how fast what is left may come.
 
     Args:

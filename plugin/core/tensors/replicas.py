@@ -1,16 +1,16 @@
-"""Which pieces of a state would be lost with a host, and which other hosts keep replicas of them.
+"""Replicas: pieces that would be lost with a host, hosts that keep them, the memory they take.
 
-Data parallelism holds much of a state on several hosts already. What it does not (shards of
-optimizers, stages of pipelines, experts) is copied to other hosts, so that any ``replicas`` of them
-may be lost. Hosts stand in a ring; what only some have goes to those behind the first of them, each
-in another failure domain. Every host finds out by itself what it is to keep, from what the others
-hold, and together they keep everything.
+Data parallelism holds much of a state on several hosts already. The rest (shards of optimizers,
+stages of pipelines, experts) is copied to other hosts, so that any ``replicas`` of them may be
+lost. Hosts stand in a ring; a piece goes to the hosts behind its first holder, each in another
+failure domain. Every host computes its own share from what the others hold.
 
 Source: the placement of replicas on a ring is that of consistent hashing (Karger and others, 1997);
 checkpoints in the memory of peers are Gemini's (SOSP 2023). Differs in: only what data parallelism
 does not hold anyway is copied.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -19,7 +19,14 @@ import numpy as np
 
 from scalai.core.tensors.boxes import expand
 from scalai.core.tensors.collection import Collection
-from scalai.core.tensors.sources import Holder, index_sources
+from scalai.core.tensors.dtypes import ITEM_BYTES
+from scalai.core.tensors.holders import Holder, index_sources
+
+GENERATIONS = 2
+"""Generations that lie in a store at once, each with its replicas: an older one stays until there
+are replicas of the newer one."""
+NAMED = 5
+"""Hosts named in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +158,100 @@ def to_keep(ring: Ring, host: str, holders: Mapping[str, Collection]) -> Collect
 
 def _named(hosts: tuple[str, ...], numbers: Iterable[int]) -> frozenset[str]:
     return frozenset(hosts[number] for number in numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMemory:
+    """What one generation takes on a host, in bytes: its own distinct pieces, and what it keeps for
+    others. ``room``: what its store can hold at all; None: not known."""
+
+    host: str
+    own: int
+    kept: int
+    room: int | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Bytes of replicas that lie there at once."""
+        return GENERATIONS * self.kept
+
+    @property
+    def needed(self) -> int:
+        """Bytes of all that lies there at once."""
+        return GENERATIONS * (self.own + self.kept)
+
+    @property
+    def lacks(self) -> int:
+        """Bytes of it that its store has no room for, as far as that is known."""
+        return 0 if self.room is None else max(0, self.needed - self.room)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether replicas are what does not fit: the generations themselves would."""
+        if self.room is None or not self.kept:
+            return False
+        return GENERATIONS * self.own <= self.room < self.needed
+
+    def __str__(self) -> str:
+        return (
+            f"host {self.host!r} needs {self.needed} bytes for {GENERATIONS} generations of "
+            f"{self.own} bytes with {self.kept} of replicas each, and its store has room for "
+            f"{self.room}"
+        )
+
+
+def memory_of(
+    ring: Ring, held: Mapping[str, Collection], room: Mapping[str, int]
+) -> tuple[ReplicaMemory, ...]:
+    """Return what a generation takes on each host of a ring, in the ring's order.
+
+    Args:
+        ring: Who keeps replicas for whom.
+        held: What the workers of each host hold; of a host that has none, nothing.
+        room: What the store of each host can hold at all, in bytes, as far as it is known.
+
+    Raises:
+        LayoutError: Hosts disagree about a tensor, or a box reaches outside of its tensor.
+    """
+    place = {host: number for number, host in enumerate(ring.hosts)}
+    hosts = sorted(held.keys() & place.keys())
+    sources = index_sources([Holder(host, held[host]) for host in hosts])
+    # An atom stands for all tensors of its group.
+    width = np.zeros(int(sources.group.max(initial=-1)) + 1, dtype=np.int64)
+    item_bytes = [ITEM_BYTES[tensor.dtype] for tensor in sources.tensors]
+    np.add.at(width, sources.group, np.array(item_bytes, dtype=np.int64))
+    boxes = sources.atoms.boxes
+    size = boxes.numel() * width[boxes.tensor] if len(boxes) else np.zeros(0, np.int64)
+    place_of = np.array([place[host] for host in sources.hosts], dtype=np.int64)
+    owner, _ = expand(np.diff(sources.member_begin))
+    holder = place_of[sources.host_of[sources.member_holder]]
+    # One entry for each atom and host that holds it, by atom.
+    owner, holder = np.divmod(np.unique(owner * len(ring.hosts) + holder), len(ring.hosts))
+    own = np.zeros(len(ring.hosts), dtype=np.int64)
+    np.add.at(own, holder, size[owner])
+    begin = np.searchsorted(owner, np.arange(len(boxes) + 1)).tolist()
+    sizes: dict[bytes, int] = defaultdict(int)
+    """By the places of those that hold it."""
+    for atom, each in enumerate(size.tolist()):
+        sizes[holder[begin[atom] : begin[atom + 1]].tobytes()] += each
+    kept = [0] * len(ring.hosts)
+    for holders, each in sizes.items():
+        for number in ring.keepers_of(np.frombuffer(holders, np.int64).tolist()):
+            kept[number] += each
+    return tuple(
+        ReplicaMemory(host, int(own[number]), kept[number], room.get(host))
+        for number, host in enumerate(ring.hosts)
+    )
+
+
+def shortage(found: Sequence[ReplicaMemory]) -> str:
+    """Say which hosts have no room for replicas, and what helps; empty where all have."""
+    short = [memory for memory in found if memory.is_short]
+    if not short:
+        return ""
+    more = f" and {len(short) - NAMED} more hosts" if len(short) > NAMED else ""
+    return (
+        f"there is no room for replicas: {'; '.join(map(str, short[:NAMED]))}{more}. Give the "
+        "stores more (--store-budget-gb, --shm-size), keep fewer (--replicas) or none "
+        "(--replicas 0)."
+    )

@@ -61,6 +61,33 @@ SEED = b"scalai fingerprint, version 2"
 STEP, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """SplitMix64's."""
 
+WEIGHTS = tuple(
+    1 << (half + DIGIT_BITS * (word + segment))
+    for half in (HALF_BITS, 0)
+    for word in range(DIGITS)
+    for segment in range(DIGITS)
+)
+"""What the sums of digits count: [upper or lower half, digit of b, digit of a], row-major."""
+WORD_BYTES = 4
+GATHERED = 4096
+"""Segments whose halves, times digits, add up exactly: 26 + 15 + 12 bits."""
+SUMS = 1 << 9
+"""Such sums (at most 2**53) that add up in 63 bits."""
+ROUNDING = 1.5 * 2.0 ** (52 + HALF_BITS)
+"""What is added to it and taken away again is rounded to a multiple of 2**27."""
+BLOCK = 1 << 16
+"""Words widened at a time: the widened copy stays in a core's second-level cache, and the product
+with four columns of digits is small enough for OpenBLAS to stay on one core."""
+TURNS = 2
+"""Blocks that are widened in turn: storing to lines that were stored to just before takes twice as
+long (measured on an EPYC of the Zen 4 kind)."""
+PADDED_BYTES = 1 << 18
+"""Elements that are no whole words in memory are copied in parts of at most this size."""
+BUFFER_BYTES = 33 << 20
+"""A little more than OpenBLAS maps for a product, on a processor without AVX-512. It touches little
+of it."""
+STEPS = np.arange(GATHERED, dtype=np.uint64) * np.uint64(STEP)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Keys:
@@ -96,13 +123,6 @@ class Keys:
 
 
 KEYS = Keys.of(SEED)
-WEIGHTS = tuple(
-    1 << (half + DIGIT_BITS * (word + segment))
-    for half in (HALF_BITS, 0)
-    for word in range(DIGITS)
-    for segment in range(DIGITS)
-)
-"""What the sums of digits count: [upper or lower half, digit of b, digit of a], row-major."""
 
 
 def weigh(sums: list[int]) -> int:
@@ -113,29 +133,9 @@ def weigh(sums: list[int]) -> int:
 
 Words = npt.NDArray[np.int32]
 
-WORD_BYTES = 4
-GATHERED = 4096
-"""Segments whose halves, times digits, add up exactly: 26 + 15 + 12 bits."""
-SUMS = 1 << 9
-"""Such sums (at most 2**53) that add up in 63 bits."""
-ROUNDING = 1.5 * 2.0 ** (52 + HALF_BITS)
-"""What is added to it and taken away again is rounded to a multiple of 2**27."""
-BLOCK = 1 << 16
-"""Words widened at a time: the widened copy stays in a core's second-level cache, and the product
-with four columns of digits is small enough for OpenBLAS to stay on one core."""
-TURNS = 2
-"""Blocks that are widened in turn: storing to lines that were stored to just before takes twice as
-long (measured on an EPYC of the Zen 4 kind)."""
-PADDED_BYTES = 1 << 18
-"""Elements that are no whole words in memory are copied in parts of at most this size."""
-BUFFER_BYTES = 33 << 20
-"""A little more than OpenBLAS maps for a product, on a processor without AVX-512. It touches little
-of it."""
-STEPS = np.arange(GATHERED, dtype=np.uint64) * np.uint64(STEP)
-
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SegmentRun:
     """Neighbouring words of rows that lie in as many segments of each, cut alike.
 
     Words ``low <= word < high`` of a piece's rows are ``count`` segments of ``width`` words, or of
@@ -153,7 +153,7 @@ class Run:
         return (self.high - self.low) // self.count
 
 
-def runs(first: int, words: int) -> Iterator[Run]:
+def runs(first: int, words: int) -> Iterator[SegmentRun]:
     """Cut the words of a row from ``first`` on at the borders of segments: those that end a
     segment, whole segments, and those that begin one."""
     head = min(-first % SEGMENT, words)
@@ -165,7 +165,7 @@ def runs(first: int, words: int) -> Iterator[Run]:
     ):
         if high > low:
             at = first + low
-            yield Run(low, high, at // SEGMENT, count, at % SEGMENT)
+            yield SegmentRun(low, high, at // SEGMENT, count, at % SEGMENT)
 
 
 def words_of_row(columns: int, item_bytes: int) -> int:
@@ -340,3 +340,14 @@ class Hash:
             self._multiply()
         self._carry()
         return self._total % P
+
+
+def mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return splitmix64 of each word: every bit of the input changes half of the bits.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    words = words + np.uint64(STEP)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(FIRST_FACTOR)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(SECOND_FACTOR)
+    return words ^ (words >> np.uint64(31))

@@ -29,7 +29,7 @@ from scalai.core.messages.worker_messages import (
     RankUnwritten,
     RankWritten,
 )
-from scalai.core.tensors.source_list import SourceList, source_list
+from scalai.core.tensors.holders import SourceList, source_list
 from support.law_host import LawHost, MadeSlot
 from support.wire_words import start
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scalai.core.errors import LayoutError
 from scalai.core.tensors.collection import Collection, Tensor, concatenate
 from scalai.core.tensors.coverage import Cover, check_coverage, find_gaps
+from scalai.core.tensors.holders import merged
 from scalai.core.tensors.region import Box, whole
-from scalai.core.tensors.source_list import merged
 from scalai.store.files import slices
 
 WEIGHT = Tensor("param/weight", (4, 6), "F32")

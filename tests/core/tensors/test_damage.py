@@ -3,7 +3,7 @@
 import pytest
 
 from scalai.core.tensors.collection import Collection, Tensor
-from scalai.core.tensors.damage import DamagedPiece, still_damaged
+from scalai.core.tensors.coverage import DamagedPiece, still_damaged
 from scalai.core.tensors.region import Box, whole
 
 WEIGHT, STEP = Tensor("w", (6, 8), "F32"), Tensor("step", (), "F32")

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.holders import held_together
 from scalai.core.tensors.region import Box, whole
-from scalai.core.tensors.replica_memory import Memory, memory_of, shortage
-from scalai.core.tensors.replicas import ring_of, to_keep
-from scalai.core.tensors.source_list import held_together
+from scalai.core.tensors.replicas import ReplicaMemory, memory_of, ring_of, shortage, to_keep
 
 SHAPE = (5, 4)
 BOXES = st.tuples(
@@ -74,8 +73,8 @@ def test_what_data_parallelism_holds_everywhere_takes_no_room() -> None:
 
 
 def test_two_generations_with_their_replicas_must_fit() -> None:
-    assert not shortage([Memory("a", 100, 50, 300), Memory("b", 100, 50, None)])
-    text = shortage([Memory("a", 100, 50, 300), Memory("b", 100, 50, 299)])
+    assert not shortage([ReplicaMemory("a", 100, 50, 300), ReplicaMemory("b", 100, 50, None)])
+    text = shortage([ReplicaMemory("a", 100, 50, 300), ReplicaMemory("b", 100, 50, 299)])
     for part in ("'b' needs 300", "of 100 bytes with 50", "room for 299", "--replicas 0",
                  "--store-budget-gb"):  # fmt: skip
         assert part in text, text
@@ -84,9 +83,9 @@ def test_two_generations_with_their_replicas_must_fit() -> None:
 
 def test_where_not_even_the_generations_fit_replicas_are_not_to_blame() -> None:
     """What a store says that has no room for a snapshot is clearer."""
-    assert not shortage([Memory("a", 100, 50, 199)])
+    assert not shortage([ReplicaMemory("a", 100, 50, 199)])
 
 
 def test_of_many_hosts_a_few_are_named() -> None:
-    text = shortage([Memory(f"h{n}", 10, 10, 25) for n in range(9)])
+    text = shortage([ReplicaMemory(f"h{n}", 10, 10, 25) for n in range(9)])
     assert text.count("host 'h") == 5 and "and 4 more hosts" in text

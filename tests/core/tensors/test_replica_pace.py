@@ -16,8 +16,8 @@ from scalai.core.tensors.replica_pace import (
     RISE,
     Bucket,
     Limit,
-    Look,
-    Pace,
+    ReplicaLook,
+    ReplicaPace,
     Traffic,
     limit,
     looked,
@@ -33,7 +33,7 @@ class Training:
     def __init__(
         self, step_s: float = 0.5, per_rate: float = 0.1 / FIRST_RATE, seed: int = 0
     ) -> None:
-        self.pace, self.step_s, self.per_rate = Pace(0.01), step_s, per_rate
+        self.pace, self.step_s, self.per_rate = ReplicaPace(0.01), step_s, per_rate
         self.now, self.size_bytes, self.step, self.round = 0.0, 0, 0, 1
         self.most = float("inf")
         """Bytes a second that others give at most."""
@@ -49,7 +49,7 @@ class Training:
                 slow = 1 + self.per_rate * came + self._random.uniform(-self.noise, self.noise)
                 self._ends_at += self.step_s * slow
             self.size_bytes += int(came * TICK_S)
-            look = Look(self.now, self.round, self.step, traffic, self.size_bytes)
+            look = ReplicaLook(self.now, self.round, self.step, traffic, self.size_bytes)
             self.pace = looked(self.pace, look)
             self.now += TICK_S
 
@@ -141,17 +141,17 @@ def test_any_history_leaves_a_rate_within_its_bounds(
     looks: list[tuple[float, int, int, Traffic, int]],
 ) -> None:
     """Clocks that stand, steps that fall, rounds that come back: none divides by zero."""
-    pace, now, size = Pace(0.01), 0.0, 0
+    pace, now, size = ReplicaPace(0.01), 0.0, 0
     for after, round, step, traffic, more in looks:
         now, size = now + after, size + more
-        pace = looked(pace, Look(now, round, step, traffic, size))
+        pace = looked(pace, ReplicaLook(now, round, step, traffic, size))
         assert LEAST_RATE <= pace.rate <= pace_of.MOST_RATE
         found = limit(pace, more, step)
         assert found.rate is None or found.rate >= LEAST_RATE
 
 
-def known(step_s: float, slowdown: float = 0.01) -> Pace:
-    return Pace(slowdown, free=(step_s,) * 5)
+def known(step_s: float, slowdown: float = 0.01) -> ReplicaPace:
+    return ReplicaPace(slowdown, free=(step_s,) * 5)
 
 
 def test_what_is_due_soon_comes_faster_than_the_steps_bear() -> None:
@@ -163,7 +163,7 @@ def test_what_is_due_soon_comes_faster_than_the_steps_bear() -> None:
 def test_what_the_training_waits_for_is_not_held_back() -> None:
     assert limit(known(1.0), 1, 0) == Limit(None, is_hurried=True)
     assert limit(known(0.0), 1 << 40, 5) == Limit(FIRST_RATE), "a step without time"
-    assert limit(Pace(0.01), 1 << 40, 5) == Limit(FIRST_RATE), "nothing is known"
+    assert limit(ReplicaPace(0.01), 1 << 40, 5) == Limit(FIRST_RATE), "nothing is known"
 
 
 def test_without_snapshots_on_the_way_nothing_is_due() -> None:

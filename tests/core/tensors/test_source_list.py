@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scalai.core.tensors.collection import Tensor
-from scalai.core.tensors.source_list import Listed, Reference, SourceList, source_list
+from scalai.core.tensors.holders import Listed, Reference, SourceList, source_list
 
 
 def tensors(*names: str) -> tuple[Tensor, ...]:

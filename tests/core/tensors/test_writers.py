@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.region import Box, whole
-from scalai.core.tensors.writers import assign_writers
+from scalai.store.snapshot import assign_writers
 
 
 def written(held: dict[int, Collection]) -> dict[int, list[tuple[Tensor, Box]]]:

@@ -11,8 +11,8 @@ from scalai.core.job.function_proof import compare as prove
 from scalai.core.tensors.collection import Collection, concatenate
 from scalai.core.tensors.coverage import check_coverage
 from scalai.core.tensors.fingerprint import compare, tensor_fingerprints
+from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
-from scalai.core.tensors.sources import Holder
 from scalai.store.host import HostStore
 from scalai.store.moves import holders_of, read_orders
 from support.training.jobs import AFTER, OTHER_SEED, SEED, mean_losses

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from scalai.core.messages.worker_messages import RankSnapshot, ReadOrder, WriteOrder
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.region import Piece
-from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
+from scalai.runtime.live_fingerprints import live_fingerprints
 from scalai.runtime.restore import read_rows
 from support.training.jobs import AFTER, BEFORE
 from support.wire import travelled

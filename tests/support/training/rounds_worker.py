@@ -32,7 +32,7 @@ from scalai.patches import worker_start
 from scalai.runtime import session as sessions
 from scalai.runtime.consumption import LEDGER
 from scalai.runtime.live import LiveState, held_rows, piece_view, wanted_rows
-from scalai.runtime.orphans import die_with_parent
+from scalai.runtime.processes import die_with_parent
 from scalai.runtime.session import Session
 from scalai.store.generation import unite
 from support.training.deepspeed_jobs import import_all

@@ -14,8 +14,8 @@ from scalai.core.errors import RefusedError
 from scalai.patches.megatron.megatron_state import MegatronState
 from scalai.patches.megatron.optimizer_state import asked_of, put_scalars, take_scalars
 from scalai.patches.megatron.shapes import shards_of, unwrap
-from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import collection_of, held_rows
+from scalai.runtime.live_fingerprints import live_fingerprints
 from support.training.jobs import BEFORE, OTHER_SEED, SEED, Job
 from support.training.tiny_gpt import Training
 

@@ -21,7 +21,7 @@ from scalai.core.tensors.universal_hash import (
     STEP,
     WORD_BYTES,
     P,
-    Run,
+    SegmentRun,
     runs,
     segments_of_row,
     weigh,
@@ -102,7 +102,7 @@ def _words(values: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
     return table.view(torch.int32), place
 
 
-def _run_sums(words: torch.Tensor, run: Run, rows: torch.Tensor) -> torch.Tensor:
+def _run_sums(words: torch.Tensor, run: SegmentRun, rows: torch.Tensor) -> torch.Tensor:
     """Return the sums of digits of a run, [PLACES, halves, digits of b, digits of a]; as
     ``core.universal_hash.Hash`` makes them.
 

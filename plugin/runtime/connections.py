@@ -1,4 +1,7 @@
-"""Accepting connections: whoever knows the token is served, and whoever does not costs little."""
+"""Connections between processes of a job, with proof of both sides: connecting and accepting.
+
+A client without the token costs a server little.
+"""
 
 import contextlib
 import logging
@@ -8,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from scalai.core.errors import PeerError, UsageError
-from scalai.runtime.connecting import Address
+from scalai.core.errors import AbsentError, PeerError, SilentError, UsageError
 from scalai.runtime.framing import FramedSocket, tune
-from scalai.runtime.handshake import accept
+from scalai.runtime.handshake import accept, offer
+
+Address = str | tuple[str, int]
+"""A path (Unix socket), or an interface and a port (TCP)."""
 
 BACKLOG = 4096
 """Connections that the kernel keeps until they are accepted: all hosts of a job may come at once.
@@ -28,6 +33,59 @@ LONGEST_PATH = 107
 """Bytes of a socket's path (unix(7): sun_path, with a zero behind it)."""
 QUIET_S = 10.0
 """Troubles with strangers are told of at most once in so long."""
+
+
+def connect(address: Address, token: bytes, timeout_s: float, what: str = "peer") -> FramedSocket:
+    """Connect and authenticate, within twice ``timeout_s``.
+
+    Args:
+        address: Where to.
+        token: The secret that the other side knows too.
+        timeout_s: How long connecting may take, and proving.
+        what: What is there, for errors.
+
+    Raises:
+        AbsentError: Nobody listens there.
+        UnprovenError: Someone does who does not know the token, or is of another release
+            (``VersionError``).
+        SilentError: Who listens there, or the host itself, does not answer.
+        PeerError: The host cannot be reached, or the connection breaks.
+    """
+    name = f"{what} {address if isinstance(address, str) else f'{address[0]}:{address[1]}'}"
+    try:
+        connection = _connected(address, timeout_s)
+    except TimeoutError as error:
+        raise SilentError(f"{name} did not answer for {timeout_s:g} s. Is it alive?") from error
+    except (ConnectionRefusedError, FileNotFoundError) as error:
+        raise AbsentError(
+            f"{name} cannot be reached: nobody answers there ({error}). Is it alive?"
+        ) from error
+    except OSError as error:
+        raise PeerError(f"{name} cannot be reached ({error}). Is its host alive?") from error
+    tune(connection)
+    framed = FramedSocket(connection, name, timeout_s)
+    try:
+        framed.expire_in(timeout_s)
+        offer(framed, token)
+        framed.expire_in(None)
+    except PeerError:
+        framed.close()
+        raise
+    return framed
+
+
+def _connected(address: Address, timeout_s: float) -> socket.socket:
+    if not isinstance(address, str):
+        return socket.create_connection(address, timeout=timeout_s)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
 
 log = logging.getLogger(__name__)
 

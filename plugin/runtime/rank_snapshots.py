@@ -26,11 +26,10 @@ from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import Consumption
-from scalai.runtime.emergency import Between, Emergency
+from scalai.runtime.emergency import Between, EmergencyWriter
 from scalai.runtime.failpoints import reached
-from scalai.runtime.fingerprints import live_fingerprints
-from scalai.runtime.live import LiveState, Slot
-from scalai.runtime.registered import Registered
+from scalai.runtime.live import LiveState, Registered, Slot
+from scalai.runtime.live_fingerprints import live_fingerprints
 from scalai.runtime.staging import StagingRing
 from scalai.runtime.writing import MappedFile, map_beside, ordered_fingerprints, place_rows
 
@@ -70,7 +69,7 @@ class Snapshots:
         self._registered, self._consumption, self._pause = registered, consumption, pause
         self._mapped: MappedFile | None = None
         self._turn = threading.Lock()
-        self._emergency: Emergency | None = None
+        self._emergency: EmergencyWriter | None = None
         self._beside: AsyncSnapshots | None = None
         self._between_now: Between | None = None
         self._obstacle = ""
@@ -95,7 +94,7 @@ class Snapshots:
     def watch_for_failures(self) -> None:
         """From now on this worker writes what it has where others fail."""
         directory, beside = os.environ[AGENT_DIRECTORY], self._beside
-        self._emergency = Emergency(
+        self._emergency = EmergencyWriter(
             self._rank, self._round, directory, self._rows, self._rings, self._turn,
             beside.give_up if beside is not None else lambda: None,
         )  # fmt: skip

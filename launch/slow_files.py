@@ -1,11 +1,12 @@
-"""Writing to what may answer nobody: a file system that hangs, a pipe that is read no more."""
+"""File systems that hang and pipes without a reader: waits are logged, writes hold nobody up."""
 
 import logging
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 MOST = 10_000
@@ -14,6 +15,10 @@ DRAIN_S = 5.0
 """How long a process that ends waits for what is not written yet."""
 
 log = logging.getLogger(__name__)
+
+SAID_S = 10.0
+"""How long something may take before that is said; then it is again after twice as long each
+time."""
 
 
 class PatientWriter:
@@ -94,3 +99,27 @@ def drain(within_s: float = DRAIN_S) -> None:
     end = time.monotonic() + within_s
     for writer in list(_writers):
         writer.drain(max(0.0, end - time.monotonic()))
+
+
+@contextmanager
+def said(what: str, after_s: float = SAID_S) -> Iterator[None]:
+    """Say in the log that this process waits for something, where it takes long: a file system that
+    hangs can be given no deadline.
+
+    Args:
+        what: As the end of "waiting for ...".
+        after_s: Seconds, for tests.
+    """
+    is_over, began = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        next_s = after_s
+        while not is_over.wait(next_s - (time.monotonic() - began)):
+            log.warning("event=waiting for %s, for %.0f s", what, time.monotonic() - began)
+            next_s *= 2
+
+    threading.Thread(target=watch, name="long-wait", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
