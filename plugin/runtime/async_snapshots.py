@@ -24,7 +24,6 @@ from scalai.core.errors import PeerError, ScalaiError
 from scalai.core.messages.worker_messages import (
     BeginSnapshot,
     RankUnwritten,
-    RankWritten,
     WriteOrder,
 )
 from scalai.core.tensors.region import Piece
@@ -293,24 +292,13 @@ class AsyncSnapshots:
         reached("written")
         if writing.is_given_up:
             return
-        channel.call(
-            RankWritten(
-                rank=self._rank,
-                round=self._round,
-                step=between.step,
-                fingerprints=fingerprints,
-                coordinate=between.coordinate,
-                scalars=between.scalars,
-                rank_state=between.rank_state,
-                consumed_samples=between.consumed_samples,
-                seconds={
-                    **writing.seconds,
-                    "snapshot": writing.copy_s,
-                    "snapshot_proof": time.monotonic() - began,
-                    "stall": writing.stall_s,
-                },
-            )
-        )
+        seconds = {
+            **writing.seconds,
+            "snapshot": writing.copy_s,
+            "snapshot_proof": time.monotonic() - began,
+            "stall": writing.stall_s,
+        }
+        channel.call(between.written(self._rank, self._round, fingerprints, seconds))
         writing.is_told = True
 
     # ------------------------------------------------------------------ where the thread failed

@@ -85,6 +85,25 @@ class Consumption:
         self._sources.update(sources)
         self._compare()
 
+    def draw_from(self, order: GlobalOrder, contradiction: Contradiction) -> None:
+        """Have steps draw in an order of Scalai's own.
+
+        Args:
+            contradiction: Returns why a step that begins at one sample cannot have consumed those
+                up to another; None: it can.
+
+        Raises:
+            RefusedError: Steps draw in another order already; or as of ``know``.
+        """
+        if self.order not in (None, order):
+            raise RefusedError(
+                f"steps draw from {_names(self.order)} already, and would now from "
+                f"{_names(order)}. Say is_training=False of the OrderedBatches that are not "
+                "trained on, as those of an evaluation; put data sets that are into one Blend."
+            )
+        self.order, self.contradiction = order, contradiction
+        self.know(order.facts())
+
     def _compare(self) -> None:
         """Compare data sets with what the ledger, if there is one yet, knows of them."""
         if self.ledger is None:
@@ -153,6 +172,10 @@ class Consumption:
         """Return what a generation keeps of it."""
         is_known = self.ledger is not None and not self._is_silent
         return {LEDGER: self.ledger.to_json()} if is_known and self.ledger is not None else {}
+
+
+def _names(order: GlobalOrder) -> str:
+    return ", ".join(map(repr, order.facts()))
 
 
 def _fitting(saved: Json, step: int, samples: int | None) -> Ledger:

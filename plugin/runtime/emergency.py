@@ -64,6 +64,22 @@ class Between:
     scalars: JsonText
     rank_state: JsonText
 
+    def written(
+        self, rank: int, round: int, fingerprints: tuple[int, ...], seconds: Mapping[str, float]
+    ) -> RankWritten:
+        """Return the report of a rank that has written its rows of this step."""
+        return RankWritten(
+            rank=rank,
+            round=round,
+            step=self.step,
+            fingerprints=fingerprints,
+            coordinate=self.coordinate,
+            scalars=self.scalars,
+            rank_state=self.rank_state,
+            consumed_samples=self.consumed_samples,
+            seconds=seconds,
+        )
+
 
 class Gate:
     """Whether the memory of this process is the state of a step. An update begins where any
@@ -335,20 +351,9 @@ class EmergencyWriter:
         placed = time.monotonic()
         # Of the file: arithmetic on a device that hangs may wait for room, or for its turn.
         fingerprints = file_fingerprints(self._copies.rows, order, mapped)
-        return RankWritten(
-            rank=self._rank,
-            round=self._round,
-            step=between.step,
-            fingerprints=fingerprints,
-            coordinate=between.coordinate,
-            scalars=between.scalars,
-            rank_state=between.rank_state,
-            consumed_samples=between.consumed_samples,
-            seconds={
-                "snapshot": time.monotonic() - began,
-                "snapshot_proof": time.monotonic() - placed,
-            },
-        )
+        now = time.monotonic()
+        seconds = {"snapshot": now - began, "snapshot_proof": now - placed}
+        return between.written(self._rank, self._round, fingerprints, seconds)
 
 
 def collective_failure() -> str:

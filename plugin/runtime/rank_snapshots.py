@@ -16,7 +16,6 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
-    RankWritten,
     Samples,
     WriteOrder,
 )
@@ -213,24 +212,13 @@ class Snapshots:
             fingerprints = ordered_fingerprints(self._rows, order)
         hashed, between = time.monotonic(), self._between(step, samples)
         reached("written")
-        return self._agent.call(
-            RankWritten(
-                rank=self._rank,
-                round=self._round,
-                step=step,
-                fingerprints=fingerprints,
-                coordinate=between.coordinate,
-                scalars=between.scalars,
-                rank_state=between.rank_state,
-                consumed_samples=between.consumed_samples,
-                seconds={
-                    "snapshot": time.monotonic() - began,
-                    "snapshot_proof": hashed - placed,
-                    "stall": time.monotonic() - stands_since,
-                    **self._measured(),
-                },
-            )
-        )
+        seconds = {
+            "snapshot": time.monotonic() - began,
+            "snapshot_proof": hashed - placed,
+            "stall": time.monotonic() - stands_since,
+            **self._measured(),
+        }
+        return self._agent.call(between.written(self._rank, self._round, fingerprints, seconds))
 
     def _measured(self) -> dict[str, float]:
         """Return how long a usual step takes, and how much longer those beside the last snapshot

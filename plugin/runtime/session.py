@@ -22,6 +22,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,8 @@ from typing import Any, cast
 
 import torch
 
+from scalai.core.dataset.drawn import Draw
+from scalai.core.dataset.order import GlobalOrder
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
 from scalai.core.job.function_proof import MOST_STEPS, Numbers
 from scalai.core.job.spacing import Schedule
@@ -42,13 +45,13 @@ from scalai.core.messages.worker_messages import (
     RankStepped,
     Source,
     Stand,
+    Welcome,
 )
 from scalai.core.tensors.region import Piece
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number, tell_agent
 from scalai.runtime.calls import Channel
-from scalai.runtime.consumption import LEDGER, Consumption
+from scalai.runtime.consumption import LEDGER, Consumption, Contradiction
 from scalai.runtime.control import ControlPage, control_path
-from scalai.runtime.drawing import Drawing
 from scalai.runtime.emergency import watch_collectives
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.live import (
@@ -128,7 +131,60 @@ def elastic(**defaults: int) -> "Session":
     return _current
 
 
-class Session(Drawing):
+@dataclass(eq=False, slots=True)
+class _Link:
+    """A worker's connection to its agent: calls, the control page, and losses of newest steps."""
+
+    agent: Channel
+    page: ControlPage
+    made: MadeSteps
+    round: int
+    local_rank: int
+
+    def report(self, step: int) -> None:
+        self.page.report(self.local_rank, step)
+
+    def report_within(self, *, is_within: bool) -> None:
+        self.page.report_within(self.local_rank, is_within=is_within)
+
+
+@dataclass(eq=False, slots=True)
+class _Attached:
+    """The live state, its rows that this rank vouches for, and their pinned buffers by device."""
+
+    state: LiveState
+    held: list[Row] = field(default_factory=list)
+    rings: Mapping[torch.device, StagingRing] = field(default_factory=dict)
+    snapshots: Snapshots | None = None
+    restored_step: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Progress:
+    """How far this worker is in its round.
+
+    Attributes:
+        is_stopped: ``boundary`` has said to leave, or the training has ended.
+        has_stepped: A step of this round has ended.
+        is_compared: The workers have to prove the change at the first step.
+        is_own_loop: The state itself notes the numbers of steps: no framework's hooks do.
+        numbers: Numbers of the step under way, before its update.
+        schedule: Steps with snapshots.
+        process: Number of the process that trains; a fork has another one.
+        save_in_flight: Iteration of the framework's oldest save under way.
+    """
+
+    is_stopped: bool = False
+    has_stepped: bool = False
+    is_compared: bool = False
+    is_own_loop: bool = False
+    numbers: Numbers | None = None
+    schedule: Schedule = field(default_factory=lambda: Schedule(0))
+    process: int = field(default_factory=os.getpid)
+    save_in_flight: int | None = None
+
+
+class Session:
     """One worker's part in one round of an elastic job.
 
     Attributes:
@@ -157,104 +213,128 @@ class Session(Drawing):
         self.facts: Mapping[str, Json] = {}
         self.settings: Mapping[str, Json] = {}
         self.replaying: Callable[[], bool] = lambda: False
+        self.is_measured = False
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
-        self._round, self._process = round_number(), os.getpid()
-        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.run = "-"
         self._registered = Registered()
         self._reported: dict[str, Json] = {}
-        self._state: LiveState | None = None
-        self._held: list[Row] = []
-        self._rings: Mapping[torch.device, StagingRing] = {}
-        self._restored_step: int | None = None
-        self._is_stopped = False
-        self._has_stepped = False
-        self._is_compared = False
-        self._numbers: Numbers | None = None
-        self.is_measured = False
-        self._is_own_loop = False
-        self._save_in_flight: int | None = None
-        self._schedule, self._is_async, self._has_emergency = Schedule(0), False, False
-        self._snapshots: Snapshots | None = None
-        self._agent: Channel | None = None
+        self._attached: _Attached | None = None
+        self._progress = _Progress()
+        self._link: _Link | None = None
+        self._welcome: Welcome | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
-        self.run = "-"
         directory = os.environ.get(AGENT_DIRECTORY)
         if directory is not None:
-            self._agent = call_agent(directory)
-            self._page = ControlPage(control_path(Path(directory), self._round))
-            self._made = MadeSteps(self._page.report_made)
-            host, agent = Path(directory).parent.name, int(os.environ["SCALAI_AGENT_PID"])
-            here({str(self.rank): os.getpid(), host: agent})
-            welcome = self._agent.call(Hello(self.rank, self._round))
-            degrees.update(welcome.degrees)
-            self.micro_batch_size = welcome.micro_batch_size
-            self._schedule, self._is_async = Schedule(welcome.snapshot_every), welcome.is_async
-            self._has_emergency = welcome.has_emergency
-            self.restorable_step = welcome.restorable_step
-            self.is_standby = welcome.is_standby
-            self.facts, self.settings = welcome.facts.value(), welcome.settings.value()
-            self.run = welcome.run
+            degrees.update(self._join(Path(directory)))
         self.tp, self.pp, self.vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
         self.cp, self.ep = degrees["cp"], degrees["ep"]
         self.dp = self.world_size // (self.tp * self.pp * self.cp)
         shares = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
-        of = f"{self.run}-{self._round}"
+        of = f"{self.run}-{round_number()}"
         self._consumption = Consumption(of, shares, is_telling=self.rank == 0)
+
+    def _join(self, directory: Path) -> Mapping[str, int]:
+        """Say hello to this host's agent. Returns the degrees of the round."""
+        agent, round = call_agent(str(directory)), round_number()
+        page = ControlPage(control_path(directory, round))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._link = _Link(agent, page, MadeSteps(page.report_made), round, local_rank)
+        here(
+            {
+                str(self.rank): os.getpid(),
+                directory.parent.name: int(os.environ["SCALAI_AGENT_PID"]),
+            }
+        )
+        welcome = self._welcome = agent.call(Hello(self.rank, round))
+        self.micro_batch_size = welcome.micro_batch_size
+        self.restorable_step = welcome.restorable_step
+        self.is_standby = welcome.is_standby
+        self.facts, self.settings = welcome.facts.value(), welcome.settings.value()
+        self.run = welcome.run
+        self._progress.schedule = Schedule(welcome.snapshot_every)
+        return welcome.degrees
 
     @property
     def is_elastic(self) -> bool:
         """Whether an agent stands behind this worker."""
-        return self._agent is not None
+        return self._link is not None
 
     @property
     def is_attached(self) -> bool:
         """Whether ``attach`` was called: the job's state is known."""
-        return self._state is not None
+        return self._attached is not None
 
     @property
     def is_stopped(self) -> bool:
         """Whether ``boundary`` has said to leave."""
-        return self._is_stopped
+        return self._progress.is_stopped
 
     @property
     def is_proving(self) -> bool:
         """Whether ``note_numbers`` of this step is wanted: it is the round's first one, or one
         behind its stop."""
-        return self._agent is not None and (not self._has_stepped or self._is_stopped)
+        return self._link is not None and (
+            not self._progress.has_stepped or self._progress.is_stopped
+        )
 
     @property
     def is_compared(self) -> bool:
         """Whether this step is compared with another layout's, in which random numbers differ: the
         round's first one where its workers have to prove the change, or one behind its stop."""
-        return self.is_proving and (self._is_compared or self.is_to_prove)
+        return self.is_proving and (self._progress.is_compared or self.is_to_prove)
 
     @property
     def is_to_prove(self) -> bool:
         """Whether this worker, whose state is written, is to make its next step up to the door of
         the update, say ``note_numbers``, and leave. Of that step nothing is kept: where the script
         evaluates, saves or ends before it, the worker leaves there."""
-        return self._agent is not None and self._is_stopped and self._page.must_prove(self.step)
+        return (
+            self._link is not None
+            and self._progress.is_stopped
+            and self._link.page.must_prove(self.step)
+        )
 
     def note_numbers(self, numbers: Numbers) -> None:
         """Say what a step has computed before its update. Call before ``boundary``; behind a stop,
         where there is none, the agent hears of it now."""
-        self._numbers = numbers
-        if self._agent is not None and self._is_stopped:
-            stepped = RankStepped(self.rank, self._round, self.step + 1, None, numbers)
-            self._agent.call(stepped)
+        self._progress.numbers = numbers
+        if self._link is not None and self._progress.is_stopped:
+            stepped = RankStepped(self.rank, self._link.round, self.step + 1, None, numbers)
+            self._link.agent.call(stepped)
 
     def note_made(self, loss: Any, norm: Any) -> None:
         """Say what the step that ends has computed, on one rank of the job: if it is lost and made
         again, that is compared. Numbers, or tensors of one; no device is waited for."""
-        if self._agent is not None:
-            self._made.note(self.step + 1, loss, norm)
+        if self._link is not None:
+            self._link.made.note(self.step + 1, loss, norm)
+
+    def note_draws(self, *draws: Draw) -> None:
+        """Say which samples the step under way has drawn, before ``boundary``: else the job's
+        ledger counts how many samples a step has. No draws at all: this rank draws no samples in
+        this round, others say."""
+        self._consumption.note(draws)
+
+    def note_sources(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
+        """Say from what the order of each data set follows, such as size and seed: on every rank
+        that draws alike, once a round or more often. Other facts are not compared.
+
+        Raises:
+            RefusedError: A data set was another one before.
+        """
+        self._consumption.know(sources)
+
+    def draw_from(self, order: GlobalOrder, contradiction: Contradiction = lambda *_: None) -> None:
+        """Say, on every rank alike, that steps draw in an order of Scalai's own: the ledger has its
+        samples data set by data set. Arguments and errors are those of ``Consumption.draw_from``.
+        """
+        self._consumption.draw_from(order, contradiction)
 
     @property
     def stop_urgency(self) -> int:
         """How much a change waits until no save is in flight, as this host knows it: 0: none does;
         1: one does; 2: one was put off before, because another save began on the way to it."""
-        return 0 if self._agent is None else self._page.stop_urgency()
+        return 0 if self._link is None else self._link.page.stop_urgency()
 
     def note_save(self, iteration: int | None) -> None:
         """Say which save of the framework's own is in flight; it would end with this process.
@@ -265,9 +345,9 @@ class Session(Drawing):
         Args:
             iteration: Of the oldest one; None: none is.
         """
-        self._save_in_flight = iteration
-        if self._agent is not None and self._local_rank == 0:
-            self._page.report_save(iteration)
+        self._progress.save_in_flight = iteration
+        if self._link is not None and self._link.local_rank == 0:
+            self._link.page.report_save(iteration)
 
     @property
     def is_replaying(self) -> bool:
@@ -305,7 +385,7 @@ class Session(Drawing):
         Raises:
             UsageError: The name is taken, or ``attach`` was called already.
         """
-        if self._state is not None or name in self._registered.names:
+        if self._attached is not None or name in self._registered.names:
             raise UsageError(
                 f"register_state({name!r}): the name is taken, or attach() was called already. "
                 "Register each name once, before attach()."
@@ -338,49 +418,50 @@ class Session(Drawing):
         Raises:
             UsageError: The job takes part already: a process has one state.
         """
-        if self._state is not None:
+        if self._attached is not None:
             raise UsageError(
                 "attach() was called already. deepspeed.initialize and Megatron-LM's own training "
                 "call it; remove the script's call."
             )
-        self._state = state
+        attached = self._attached = _Attached(state)
         self.step, self.consumed_samples = step, samples
-        if self._agent is None:
+        if self._link is None or self._welcome is None:
             return False
         slots = [*state.slots(), *self._registered.slots()]
-        self._held, wanted = held_rows(slots), wanted_rows(slots)
+        attached.held, wanted = held_rows(slots), wanted_rows(slots)
         if not self.is_measured and (watch := getattr(state, "watch_steps", None)) is not None:
-            self._is_own_loop = True
+            self._progress.is_own_loop = True
             watch(self)
         # Before the first step, because pinning memory is slow and may wait for the device.
-        self._rings = rings_for({slot.buffer.device for slot in slots})
-        if self._rings:
-            watch_collectives(lambda: not self._is_stopped, self._end_by_collective)
+        attached.rings = rings_for({slot.buffer.device for slot in slots})
+        if attached.rings:
+            watch_collectives(lambda: not self._progress.is_stopped, self._end_by_collective)
         reached("build" if self.is_standby else "relaunch")
-        source = self._agent.call(
+        source = self._link.agent.call(
             Publish(
                 rank=self.rank,
-                round=self._round,
+                round=self._link.round,
                 is_restoring=restore,
-                held=collection_of(self._held),
+                held=collection_of(attached.held),
                 wanted=collection_of(wanted),
-                coordinate=self._state.coordinate,
+                coordinate=state.coordinate,
                 facts=JsonText.of({**self.facts, **self._reported}),
                 uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
             )
         )
-        self._snapshots = Snapshots(
-            self._agent, self.rank, self._round, state, self._held, self._rings, self._registered,
-            self._consumption, partial(self._page.between_steps, self._local_rank),
+        attached.snapshots = Snapshots(
+            self._link.agent, self.rank, self._link.round, state, attached.held, attached.rings,
+            self._registered, self._consumption,
+            partial(self._link.page.between_steps, self._link.local_rank),
         )  # fmt: skip
-        if self._schedule.every and self._is_async:
-            self._snapshots.write_beside_training()
+        if self._progress.schedule.every and self._welcome.is_async:
+            attached.snapshots.write_beside_training()
         if source is None:
             self._consumption.begin(step, samples, "the state is a checkpoint of the framework's")
             self._snapshot("start")
         else:
             self._restore(wanted, source)
-        self._page.report(self._local_rank, self.step)
+        self._link.report(self.step)
         return source is not None
 
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
@@ -394,20 +475,23 @@ class Session(Drawing):
             LayoutError: They are other tensors, or other parts of them.
         """
         self.step, self.consumed_samples = step, samples
-        self._state = state
-        if self._agent is None:
+        attached = self._attached
+        if attached is None:
+            return
+        attached.state = state
+        if self._link is None:
             return
         self._consumption.begin(step, samples, "the framework has loaded a checkpoint")
         held = held_rows([*state.slots(), *self._registered.slots()])
-        if collection_of(held).to_json() != collection_of(self._held).to_json():
+        if collection_of(held).to_json() != collection_of(attached.held).to_json():
             raise LayoutError(
                 "the checkpoint has brought other tensors than the model and the optimizer had. "
                 "Load it before the job becomes elastic, or run without --elastic."
             )
-        self._held = held
-        if self._snapshots is not None:
-            self._snapshots.renew(state, held)
-        self._page.report(self._local_rank, self.step)
+        attached.held = held
+        if attached.snapshots is not None:
+            attached.snapshots.renew(state, held)
+        self._link.report(self.step)
 
     def begin_update(self) -> None:
         """Say that memory of the state is about to change, until ``boundary``.
@@ -416,20 +500,20 @@ class Session(Drawing):
         calls it before each update; else what a worker holds is not believed where others fail,
         and the job goes on from its newest generation.
         """
-        if self._snapshots is not None:
-            self._snapshots.begin_update()
+        if self._attached is not None and self._attached.snapshots is not None:
+            self._attached.snapshots.begin_update()
 
     def begin_step(self) -> None:
         """Say that a step begins; optional. What is between two steps (evaluations, saves) may
         take as long as ``resize.hang_s`` says; within a step a hang is noticed sooner, once the
         usual step is known."""
-        if self._agent is not None:
-            self._page.report_within(self._local_rank, is_within=True)
+        if self._link is not None:
+            self._link.report_within(is_within=True)
 
     def end_step(self) -> None:
         """Say that it has ended, where ``boundary`` is called later, behind an evaluation."""
-        if self._agent is not None:
-            self._page.report_within(self._local_rank, is_within=False)
+        if self._link is not None:
+            self._link.report_within(is_within=False)
 
     def boundary(
         self, step: int | None = None, consumed_samples: int | None = None, *, samples: int = 0
@@ -451,42 +535,44 @@ class Session(Drawing):
         Raises:
             RefusedError: The samples are others than those that ``OrderedBatches`` has given.
         """
-        if self._is_stopped:
+        if self._progress.is_stopped:
             return True  # a loop of one's own, that has come by no update behind its stop
         self.step = self.step + 1 if step is None else step
         before = self.consumed_samples
         self.consumed_samples = before + samples if consumed_samples is None else consumed_samples
         self._consumption.check(self.step, before, self.consumed_samples)
         self.end_step()
-        if self._agent is None or self._snapshots is None:
+        link, snapshots = self._link, self._attached.snapshots if self._attached else None
+        if link is None or snapshots is None:
             return False
         self._consumption.step_ended(self.step, self.consumed_samples)
-        if not self._has_stepped:
-            self._has_stepped = True
-            imports = imported(self._local_rank)
-            stepped = RankStepped(self.rank, self._round, self.step, imports, self._numbers)
-            self._agent.call(stepped)
-            self._snapshots.map_next()
-            if self._has_emergency:
-                self._snapshots.watch_for_failures()
-        self._snapshots.step_ended(self.step, self.consumed_samples)
-        self._page.report(self._local_rank, self.step)
-        self._schedule = self._schedule.at(self.step, self._page.spaced())
+        if not self._progress.has_stepped:
+            self._progress.has_stepped = True
+            imports = imported(link.local_rank)
+            stepped = RankStepped(self.rank, link.round, self.step, imports, self._progress.numbers)
+            link.agent.call(stepped)
+            snapshots.map_next()
+            if self._welcome is not None and self._welcome.has_emergency:
+                snapshots.watch_for_failures()
+        snapshots.step_ended(self.step, self.consumed_samples)
+        link.report(self.step)
+        self._progress.schedule = self._progress.schedule.at(self.step, link.page.spaced())
         reached("step")
-        if self._page.must_stop(self.step) and self._come_to_stop():
-            self._is_stopped = True
+        if link.page.must_stop(self.step) and self._come_to_stop():
+            self._progress.is_stopped = True
             # Behind a stop the loop makes its next step, and leaves at the door of the update.
-            return not (self._is_own_loop and self.is_to_prove)
-        if self._schedule.is_due(self.step):
-            self._snapshots.take_on_the_way(self.step, self.consumed_samples)
-        return self._is_stopped
+            return not (self._progress.is_own_loop and self.is_to_prove)
+        if self._progress.schedule.is_due(self.step):
+            snapshots.take_on_the_way(self.step, self.consumed_samples)
+        return self._progress.is_stopped
 
     @property
     def can_be_rescued(self) -> bool:
         """Whether what this process holds is written if the round fails now."""
-        is_fork = os.getpid() != self._process
-        is_watched = self._snapshots is not None and self._snapshots.are_watched
-        return is_watched and not self._is_stopped and not is_fork
+        is_fork = os.getpid() != self._progress.process
+        snapshots = self._attached.snapshots if self._attached is not None else None
+        is_watched = snapshots is not None and snapshots.are_watched
+        return is_watched and not self._progress.is_stopped and not is_fork
 
     def _end_by_collective(self, reason: str) -> None:
         """A collective between devices has failed, which raises nothing: have the agent end this
@@ -505,10 +591,12 @@ class Session(Drawing):
     def _come_to_stop(self) -> bool:
         """Snapshot, and return True to leave. Not with a save in flight, which began on the way to
         the stop and is there on all ranks alike: that is told, and the stop comes later."""
-        if self._save_in_flight is None:
+        if self._progress.save_in_flight is None:
             return self._snapshot("stop")
-        assert self._agent is not None
-        self._agent.call(Stand(self.rank, self._round, self.step, self._save_in_flight))
+        assert self._link is not None
+        self._link.agent.call(
+            Stand(self.rank, self._link.round, self.step, self._progress.save_in_flight)
+        )
         return False
 
     def finish(self) -> None:
@@ -518,14 +606,14 @@ class Session(Drawing):
             RefusedError: By ``check_end``.
         """
         self.check_end()
-        is_fork = os.getpid() != self._process  # its end is not that of the training
-        if self._agent is not None and not self._is_stopped and not is_fork:
-            if self._snapshots is not None:
-                self._snapshots.settle()
+        is_fork = os.getpid() != self._progress.process  # its end is not that of the training
+        if self._link is not None and not self._progress.is_stopped and not is_fork:
+            if self._attached is not None and self._attached.snapshots is not None:
+                self._attached.snapshots.settle()
             ledger = self._consumption.scalars().get(LEDGER)
             told = None if ledger is None else JsonText.of(ledger)
-            self._agent.call(RankFinished(self.rank, self._round, self.step, told))
-            self._is_stopped = True
+            self._link.agent.call(RankFinished(self.rank, self._link.round, self.step, told))
+            self._progress.is_stopped = True
 
     def check_end(self) -> None:
         """Check, where the script ends, that it has come to where the training is.
@@ -533,7 +621,8 @@ class Session(Drawing):
         Raises:
             RefusedError: It has ended in an epoch of an earlier round.
         """
-        has_stepped = self.step != self._restored_step or self._is_stopped
+        restored_step = self._attached.restored_step if self._attached is not None else None
+        has_stepped = self.step != restored_step or self._progress.is_stopped
         if not has_stepped and self.is_replaying:
             raise RefusedError(
                 f"the script has ended in an epoch of an earlier round; the training is at step "
@@ -545,16 +634,16 @@ class Session(Drawing):
     def _snapshot(self, reason: str) -> bool:
         """Write what the agent orders. Returns False where the stop was taken back instead: at a
         stop the order comes once the workers of every host have come to it, if they do."""
-        assert self._snapshots is not None
-        return self._snapshots.take(reason, self.step, self.consumed_samples)
+        assert self._attached is not None and self._attached.snapshots is not None
+        return self._attached.snapshots.take(reason, self.step, self.consumed_samples)
 
     def _restore(self, wanted: Sequence[Row], source: Source) -> None:
-        assert self._agent is not None and self._state is not None
-        filled = fill_state(self._state, wanted, source, self._rings)
-        self.step, self._is_compared = source.step, source.proves
+        assert self._link is not None and self._attached is not None
+        filled = fill_state(self._attached.state, wanted, source, self._attached.rings)
+        self.step, self._progress.is_compared = source.step, source.proves
         self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
-        self._restored_step = self.step
+        self._attached.restored_step = self.step
         ledger = filled.scalars.get(LEDGER)
         self._consumption.restore(ledger, self.step, self.consumed_samples, source.lost)
         self._registered.put(filled.scalars["user"])
-        self._agent.call(filled.proven(self.rank, self._round, wanted))
+        self._link.agent.call(filled.proven(self.rank, self._link.round, wanted))

@@ -14,7 +14,7 @@ from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.consumption import Consumption
 from scalai.runtime.live import Registered
 from scalai.runtime.rank_snapshots import Snapshots
-from scalai.runtime.session import Session
+from scalai.runtime.session import MadeSteps, Session, _Link
 from support.tiny_job import TinyState
 
 
@@ -63,7 +63,8 @@ def test_the_end_of_a_fork_is_not_that_of_the_training() -> None:
     session = Session()
     asked: list[object] = []
     agent: Any = type("Agent", (), {"call": lambda self, request: asked.append(request)})()
-    session._agent = agent
+    page: Any = None  # a session that ends reads no page
+    session._link = _Link(agent, page, MadeSteps(lambda *made: None), 1, 0)
     pid = os.fork()
     if not pid:
         session.finish()

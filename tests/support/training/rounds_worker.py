@@ -121,7 +121,7 @@ class RoundSession(Session):
         super().__init__(pp=stages[given.number] if stages else 1)
         self.given = given
         self.facts, self.settings = given.facts, given.settings
-        self._is_compared = given.number > 0 and bool(given.settings.get("compares"))
+        self._progress.is_compared = given.number > 0 and bool(given.settings.get("compares"))
         self._folder = Path(given.folder)
 
     def attach(
@@ -141,7 +141,8 @@ class RoundSession(Session):
         state.load_scalars(unite(part["state"] for part in reported))
         ranks = {part["coordinate"]: part["rank_state"] for part in reported}
         self.step, self.consumed_samples = reported[0]["step"], reported[0]["samples"]
-        self._restored_step = self.step
+        assert self._attached is not None
+        self._attached.restored_step = self.step
         state.load_rank_state(ranks.get(state.coordinate), self.step)
         ledger = next((part[LEDGER] for part in reported if part.get(LEDGER)), None)
         self._consumption.restore(ledger, self.step, self.consumed_samples)
@@ -162,31 +163,32 @@ class RoundSession(Session):
     ) -> bool:
         super().boundary(step, consumed_samples, samples=samples)
         self._consumption.step_ended(self.step, self.consumed_samples)
-        self._has_stepped = True
+        self._progress.has_stepped = True
         if self.step == self.given.stop_at:
             self._keep()
-            self._is_stopped = True
-        return self._is_stopped
+            self._progress.is_stopped = True
+        return self._progress.is_stopped
 
     @property
     def is_proving(self) -> bool:
-        return not self._has_stepped or self._is_stopped
+        return not self._progress.has_stepped or self._progress.is_stopped
 
     @property
     def is_to_prove(self) -> bool:
-        return self._is_stopped and bool(self.given.settings.get("probes"))
+        return self._progress.is_stopped and bool(self.given.settings.get("probes"))
 
     def note_numbers(self, numbers: Numbers) -> None:
         seen.numbers.append(numbers)
 
     def _keep(self) -> None:
-        assert self._state is not None
+        assert self._attached is not None
+        state = self._attached.state
         self._registered.refresh()
         scalars = {
-            "state": self._state.scalars(),
+            "state": state.scalars(),
             "user": self._values(),
-            "coordinate": self._state.coordinate,
-            "rank_state": self._state.rank_state(),
+            "coordinate": state.coordinate,
+            "rank_state": state.rank_state(),
             "step": self.step,
             "samples": self.consumed_samples,
             **self._consumption.scalars(),
