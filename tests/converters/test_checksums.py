@@ -39,6 +39,8 @@ from support.command import run
 from support.rot import ROTS, flip, held, rot, stamp_checksums
 from support.training.deepspeed_jobs import Job, Saver
 
+pytestmark = pytest.mark.fault
+
 
 def test_the_storages_of_every_archive_in_a_file_are_found(tmp_path: Path) -> None:
     import torch

@@ -49,6 +49,7 @@ def test_a_block_is_found_wherever_the_file_is_named(flags: list[str], write: Wr
     assert found.name == path
 
 
+@pytest.mark.fault
 def test_without_a_block_only_deepspeeds_flags_name_a_configuration(write: Write) -> None:
     path = write({"train_batch_size": 8})
     found = find_config(["--deepspeed_config", path])
@@ -113,6 +114,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 ENABLED = {"enabled": True}
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("config", "named"),
     [

@@ -10,6 +10,8 @@ from scalai.launch import cli
 from support.rot import rename_archive
 from support.training.deepspeed_jobs import Job, Saver
 
+pytestmark = pytest.mark.fault
+
 STAGES = {1: Job(stage=1, world=2, precision="bf16"), 3: Job(stage=3, world=2)}
 
 

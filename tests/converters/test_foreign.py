@@ -23,6 +23,8 @@ from support.command import run
 from support.damage import merge
 from support.legacy_checkpoints import convert, gpt
 
+pytestmark = pytest.mark.fault
+
 
 def with_keys(*keys: str) -> Callable[[Path], None]:
     """Return what makes a directory of torch.distributed.checkpoint with these keys."""

@@ -244,6 +244,7 @@ def test_micro_batch_experts_and_chunk_groups_are_derived() -> None:
     assert group.replace("3", "4") in derive(group, Degrees(1, 4, 1, vpp=2))
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("flags", "dp", "batch", "derived"),
     [

@@ -18,6 +18,8 @@ from scalai.converters.megatron.rules import (
 from scalai.core.degrees.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 
+pytestmark = pytest.mark.fault
+
 GPT = "--num-layers 8 --num-attention-heads 8 --micro-batch-size 2 --global-batch-size 24"
 PARSED = {"global_batch_size": 24, "optimizer": "adam", "dataloader_type": "single"}
 

@@ -14,6 +14,8 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
 
+pytestmark = pytest.mark.fault
+
 ROPE = {"position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False}
 NEOX = {"position_embedding_type": "rope", "swiglu": False, "add_bias_linear": True}
 GPT = {**NEOX, "position_embedding_type": "learned_absolute"}

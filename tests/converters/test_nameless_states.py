@@ -19,6 +19,8 @@ from scalai.patches.deepspeed.checkpoint.saved_checkpoint import read_saved
 from scalai.patches.deepspeed.engine.masters import order_of
 from support.checkpoints import LIMITS
 
+pytestmark = pytest.mark.fault
+
 FILE = "mp_rank_00_model_states.pt"
 SORTED = ["l.0.weight", "l.1.weight", "l.10.weight", "l.2.weight"]
 """As `sorted(dict(model.named_parameters()))` has them; the module has 10 behind 2."""

@@ -218,6 +218,7 @@ def test_each_part_reads_its_share_of_the_bytes(tmp_path: Path, source: Checkpoi
     assert all(0.2 < share < 0.3 for share in shares), shares
 
 
+@pytest.mark.fault
 def test_a_wait_for_another_process_is_told_of_and_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,8 @@ from scalai.converters.torch_archive import (
 )
 from scalai.core.errors import RefusedError
 
+pytestmark = pytest.mark.fault
+
 PLAIN = {
     "set": {1, 2}, "range": range(3), "complex": 1j, "bytes": b"\x00\xff", "none": None,
     "ordered": OrderedDict(a=1), "default": defaultdict(list, {1: [2]}),

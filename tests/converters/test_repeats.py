@@ -11,6 +11,8 @@ from support.command import run
 from support.rot import held, stamp_checksums
 from support.training.deepspeed_jobs import Job, Saver
 
+pytestmark = pytest.mark.fault
+
 
 def repeat(older: Path, newer: Path, kind: str) -> str:
     """Give a tensor of a save the bytes that it has in an older one; return its name."""

@@ -217,6 +217,7 @@ def test_a_source_without_hyperparameters_is_refused_with_the_way_out(tmp_path: 
     assert any("betas" in note and "--args-from" in note for note in target.notes)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("place", ["/proc/nothing-goes-here", "{}/file/new"])
 def test_a_destination_that_cannot_be_written_is_refused_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
@@ -228,6 +229,7 @@ def test_a_destination_that_cannot_be_written_is_refused_in_words(
     assert "cannot be written" in logged and "Name a destination that this user can write" in logged
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_destination_that_is_a_link_is_filled_where_it_leads(
     tmp_path: Path, is_there: bool

@@ -30,6 +30,8 @@ from scalai.launch import cli
 from scalai.runtime.at_once import THREADS, at_once
 from support.checkpoints import LIMITS, deepspeed_state, state, write
 
+pytestmark = pytest.mark.fault
+
 ENDS_S = 120
 """Where the tool waits for ever, a test ends after this."""
 

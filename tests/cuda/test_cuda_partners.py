@@ -14,6 +14,7 @@ from scalai.launch.agent.worker_group import NCCL_ERRORS
 from support.ports import free_port
 
 pytestmark = [
+    pytest.mark.fault,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(200),
 ]

@@ -129,6 +129,7 @@ def test_one_snapshot_after_another_is_of_its_own_step(training: Training) -> No
     assert len(training.agent.told()) == 5
 
 
+@pytest.mark.fault
 def test_an_emergency_is_written_while_the_device_waits_for_a_partner(training: Training) -> None:
     """What hangs is queued on the stream of the training, and other work behind it; nothing of it
     is waited for, and nothing of it reaches what is written."""
@@ -160,6 +161,7 @@ def test_an_emergency_is_written_while_the_device_waits_for_a_partner(training: 
     assert found == [int(each) for each in live_fingerprints(training.rows)]
 
 
+@pytest.mark.fault
 def test_an_update_that_the_device_has_not_made_is_not_believed(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from scalai.launch.agent.durable import look
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 SHARDS = '3 = "tp3"\n2 = "tp2"\n1 = "tp1"'
 STORE = "snapshot_every = 7\nreplicas = 0\ndurable_dir = '{disk}'\ndurable_every_s = 1"
 

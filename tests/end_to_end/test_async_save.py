@@ -28,6 +28,7 @@ if STRATEGY:
     ASYNC += ["--async-strategy", STRATEGY]
 
 pytestmark = [
+    pytest.mark.fault,
     pytest.mark.skipif(
         megatron_lm_job.skip_reason() is not None, reason=str(megatron_lm_job.skip_reason())
     ),

@@ -11,6 +11,8 @@ import pytest
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 SHARDS, REPLICAS = '2 = "tp2"\n1 = "tp1"', '2 = "tp1"\n1 = "tp1"'
 RESTARTS = ("--max-restarts", "2")
 

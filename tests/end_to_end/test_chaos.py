@@ -83,6 +83,7 @@ def states(agents: Agents) -> list[str]:
     return [processes.state(pid) for pid in agents.workers()]
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_few_faults_of_each_part_are_seen_and_survived(tmp_path: Path) -> None:
@@ -96,6 +97,7 @@ def test_few_faults_of_each_part_are_seen_and_survived(tmp_path: Path) -> None:
     assert "event=exit code=1" not in logs, "the coordinator has waited for the killed agents"
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 @pytest.mark.turns
 @pytest.mark.timeout(500)

@@ -24,7 +24,7 @@ def obstacle() -> str | None:
     return "this machine lets nobody make PID namespaces" if tried.returncode else None
 
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+pytestmark = [pytest.mark.fault, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 
 
 class PodAgents(Agents):

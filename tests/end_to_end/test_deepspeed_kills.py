@@ -81,6 +81,7 @@ def test_a_worker_may_die_at_every_place_of_a_change(
             assert lost == 0 or may_lose, f"{place}: {lost}\n{agents.logs()}"
 
 
+@pytest.mark.fault
 @pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_failure_in_training_costs_no_step_where_the_state_lives_on(

@@ -12,6 +12,8 @@ from scalai.core.errors import PeerError
 from support.agents import Agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 FAULTY_JOB = Path(__file__).parents[1] / "support" / "faulty_job.py"
 
 

@@ -48,6 +48,7 @@ def scenario(folder: Path, memory: Path) -> None:
         assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 @pytest.mark.skipif(not can_mount(), reason="needs root, unshare and mount")
 def test_a_full_memory_neither_ends_the_agent_nor_loses_a_step(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 from support.agents import tiny_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 DEGREES = '4 = "tp1"\n2 = "tp1"'
 
 

@@ -9,6 +9,7 @@ from support.agents import tiny_agents
 from support.passthrough_disk import HAS_FUSE, passthrough_disk
 
 pytestmark = [
+    pytest.mark.fault,
     pytest.mark.turns,
     pytest.mark.skipif(not HAS_FUSE, reason="no /dev/fuse here, or no fuse3"),
 ]

@@ -10,6 +10,8 @@ from support.agents import tiny_agents
 from support.network_namespaces import NetworkHosts, network_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 obstacle = NetworkHosts.obstacle()
 
 

@@ -13,6 +13,7 @@ from support.tiny_job import check_steps
 
 obstacle = NetworkHosts.obstacle()
 pytestmark = [
+    pytest.mark.fault,
     pytest.mark.campaign,
     pytest.mark.skipif(obstacle is not None, reason=str(obstacle)),
 ]

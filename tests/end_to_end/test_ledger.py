@@ -21,6 +21,8 @@ from scalai.vfs.tree import Tree
 from support.agents import Agents, tiny_agents
 from support.tiny_order import ORDER, RAMP
 
+pytestmark = pytest.mark.fault
+
 SCALAI = Path(sys.executable).with_name("scalai")
 
 

@@ -7,6 +7,8 @@ import pytest
 from support.network_namespaces import NetworkHosts, network_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 obstacle = NetworkHosts.obstacle()
 NAMES = ("h1", "h2", "h3")
 

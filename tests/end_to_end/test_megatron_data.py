@@ -21,6 +21,7 @@ from support.megatron_lm_job import Job, make_dataset
 from support.stopping import stop
 
 pytestmark = [
+    pytest.mark.fault,
     pytest.mark.campaign,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(

@@ -15,6 +15,8 @@ from scalai.runtime.calls import Channel
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 NEVER_STANDBY = "standby = 'never'\n"
 FLAGS = ("--max-restarts", "5")
 

@@ -10,6 +10,8 @@ import pytest
 
 from support.agents import SCALAI_RUN, Agents
 
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 120.0
 REFUSING = """
 import time

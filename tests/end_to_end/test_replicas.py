@@ -13,6 +13,8 @@ import pytest
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 SHARDS = '3 = "tp3"\n2 = "tp2"\n1 = "tp1"'
 EVERY_7 = {"store": "snapshot_every = 7"}
 

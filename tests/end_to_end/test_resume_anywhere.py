@@ -42,6 +42,7 @@ def goes_on(agents: Agents, made: int) -> None:
     assert steps == list(range(1, len(steps) + 1)), agents.logs()
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 def test_a_job_resumes_from_disk_whoever_starts_the_coordinator_and_whoever_is_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -114,6 +114,7 @@ def test_a_worker_may_die_at_any_place_of_a_resize(agents: Agents, rank: str) ->
         goes_on(agents, changes)
 
 
+@pytest.mark.fault
 def test_a_worker_that_is_killed_costs_no_step_where_another_has_its_state(agents: Agents) -> None:
     changes = len(agents.resizes())
     os.kill(agents.workers("b")[1], signal.SIGKILL)
@@ -124,6 +125,7 @@ def test_a_worker_that_is_killed_costs_no_step_where_another_has_its_state(agent
     assert failure["kind"] == "killed by SIGKILL", report
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 def test_a_worker_that_hangs_in_its_snapshot_is_given_up(tmp_path: Path) -> None:
     """The other host has written all: what hangs is not waited for longer than told."""
@@ -178,6 +180,7 @@ def test_hosts_may_die_at_every_place(agents: Agents, with_its_memory: bool, hos
     )
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_coordinator_lost", [False, True])
 def test_a_host_that_dies_with_its_memory_costs_no_step_where_another_has_its_state(
     agents: Agents, is_coordinator_lost: bool
@@ -192,6 +195,7 @@ def test_a_host_that_dies_with_its_memory_costs_no_step_where_another_has_its_st
     agents.start("b")
 
 
+@pytest.mark.fault
 def test_an_agent_whose_host_was_lost_joins_again(agents: Agents) -> None:
     """It was paused for so long that the others went on without it."""
     paused = [psutil.Process(pid) for pid in (agents.agent_pid("b"), *agents.workers("b"))]
@@ -282,6 +286,7 @@ def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
 # ------------------------------------------------------------------ everything
 
 
+@pytest.mark.fault
 def test_a_job_that_grew_and_was_killed_goes_on_at_the_committed_step(
     shared_job: SharedJob,
 ) -> None:

@@ -11,6 +11,8 @@ import pytest
 from support.agents import Agents, command_of, one_worker, tiny_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 DEGREES = '2 = "tp2"\n1 = "tp1"'
 
 

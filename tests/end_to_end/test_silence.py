@@ -13,6 +13,8 @@ import pytest
 
 from support.agents import command_of, one_worker, tiny_agents
 
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 60.0
 
 

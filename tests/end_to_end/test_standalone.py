@@ -13,6 +13,8 @@ import pytest
 from support.agents import SCALAI_RUN
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 TINY_JOB = Path(__file__).parents[1] / "support" / "tiny_job.py"
 DEADLINE_S = 120.0
 

@@ -13,6 +13,8 @@ from scalai.core.dataset.ledger import Ledger
 from support.agents import Agents, one_worker, tiny_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 FLAGS = ("--max-restarts", "5")
 
 

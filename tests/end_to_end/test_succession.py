@@ -12,6 +12,8 @@ from scalai.launch.chaos import processes
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
 
+pytestmark = pytest.mark.fault
+
 DEGREES = '2 = "tp2"\n1 = "tp1"'
 REPLICAS = '2 = "tp1"\n1 = "tp1"'
 

@@ -69,6 +69,7 @@ def replicas(folder: Path, **settings: Any) -> Iterator[Agents]:
         yield agents
 
 
+@pytest.mark.fault
 def test_a_script_that_raises_costs_no_step_though_nobody_else_has_its_state(
     shards: Agents,
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_script_that_raises_costs_no_step_though_nobody_else_has_its_state(
     assert "Traceback" in shards.text(), "the script's own words are in the log"
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 def test_shards_of_two_steps_are_no_state(shards: Agents) -> None:
     """A rank fails between the last collective and its own update, which the other has made."""
@@ -95,6 +97,7 @@ def test_shards_of_two_steps_are_no_state(shards: Agents) -> None:
     assert all(each["why"] for each in passed_over), report
 
 
+@pytest.mark.fault
 def test_a_worker_in_the_middle_of_an_update_is_not_believed(shards: Agents) -> None:
     changes, torn = train(shards), shards.text().count("event=torn rank=0")
     (shards.folder / "tear-0").touch()
@@ -106,6 +109,7 @@ def test_a_worker_in_the_middle_of_an_update_is_not_believed(shards: Agents) -> 
     assert report["step"] % 7 == 0 and report["steps_lost"] >= 1, report
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 @pytest.mark.turns
 def test_a_state_that_nobody_holds_is_lost_since_the_newest_generation(shards: Agents) -> None:
@@ -116,6 +120,7 @@ def test_a_state_that_nobody_holds_is_lost_since_the_newest_generation(shards: A
     assert "event=not_rescued" in shards.text(), shards.logs()
 
 
+@pytest.mark.fault
 def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path) -> None:
     """A worker stands still, and the other waits for it in a collective."""
     given: dict[str, Any] = {
@@ -156,6 +161,7 @@ def test_a_replica_on_the_same_host_writes_for_a_worker_that_dies(tmp_path: Path
         assert not any(report.get("steps_lost") for report in agents.resizes()), agents.logs()
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 def test_an_agent_that_comes_back_brings_what_it_had_sealed(tmp_path: Path) -> None:
     """Its worker's pieces are nowhere else: the job waits for them, and loses no step."""

@@ -83,6 +83,7 @@ def wait_for_change(agents: Agents, count: int) -> None:
     )
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 def test_a_host_that_dies_in_training_costs_no_step(tmp_path: Path) -> None:
     """The other host has all of the state, in memory that no snapshot was made of."""

@@ -17,7 +17,7 @@ import torch
 
 from support.agents import Agents
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]
 
 SCALAI = Path(sys.executable).with_name("scalai")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_slabs.py"

@@ -97,6 +97,7 @@ def view(tmp_path: Path) -> Iterator[View]:
         run("unmount", "--lazy", made.point)
 
 
+@pytest.mark.fault
 def test_a_job_whose_mount_is_killed_stops_with_the_reason_and_goes_on_when_it_is_there_again(
     view: View,
 ) -> None:

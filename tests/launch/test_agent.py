@@ -161,6 +161,7 @@ def participant(made: Made, **served: Any) -> Participant:
     return Participant(spec, made.agent, given, progress)
 
 
+@pytest.mark.fault
 def test_an_agent_that_cannot_hear_how_the_job_ended_says_where_to_look() -> None:
     made = Made()
     participant(made).lost(PeerError("the process at h:1 cannot be reached."))

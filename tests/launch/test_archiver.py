@@ -4,6 +4,8 @@ import queue
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from scalai.core.messages import commands, reports
 from scalai.core.messages.reports import Archived
 from scalai.launch.agent.holdings import Holdings
@@ -43,6 +45,7 @@ def damaged(open_store: Opener) -> HostStore:
     return store
 
 
+@pytest.mark.fault
 def test_what_is_damaged_in_memory_is_examined_when_it_is_archived(
     open_store: Opener, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from scalai.launch.agent import awaited_ends
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("ends_s", "is_over"),
     [(0.3, False), (60.0, False), (60.0, True)],

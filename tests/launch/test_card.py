@@ -58,6 +58,7 @@ def test_a_coordinator_whose_connections_break_is_an_error(
         read_card(tmp_path, pause_s=0.0)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("command", "code"),
     [(["status"], 1), (["scale", "--nproc", "1"], 1), (["clean"], 0)],  # others may be cleaned
@@ -83,6 +84,7 @@ def test_commands_end_at_a_silent_coordinator(
     assert folder.is_dir()
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("endpoint", "address"),
     [
@@ -97,6 +99,7 @@ def test_an_endpoint_may_be_an_address_of_either_kind(
     assert join_endpoint(*address) == endpoint
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "endpoint",
     ["29400", ":29400", "[]:29400", "[::1]", "node-1:port", "fe80::1", "::1:29500", "[::1:29500"],

@@ -93,6 +93,7 @@ def test_a_coordinators_files_go_with_the_job(open_store: Opener) -> None:
     assert not job.exists()
 
 
+@pytest.mark.fault
 def test_what_could_be_resumed_is_named_and_left_without_force(
     open_store: Opener, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +115,7 @@ def test_what_could_be_resumed_is_named_and_left_without_force(
     assert not job.exists()
 
 
+@pytest.mark.fault
 def test_a_damaged_generation_is_not_removed_without_force(open_store: Opener) -> None:
     job = leave(open_store, "dead", "a")
     (job / "a" / "generation-1" / "manifest.json").write_text("{}")
@@ -123,6 +125,7 @@ def test_a_damaged_generation_is_not_removed_without_force(open_store: Opener) -
     assert not job.exists()
 
 
+@pytest.mark.fault
 def test_torn_leftovers_and_untrained_states_go_without_force(open_store: Opener) -> None:
     store = open_store("dead", "a")
     generation(store, 1, step=0)
@@ -141,6 +144,7 @@ def save(open_store: Opener, durable: Path, *, keep: bool) -> Path:
     return store.directory.parent
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("keep", [True, False])
 def test_what_a_job_has_saved_goes_by_force_and_its_name_begins_anew(
     open_store: Opener, tmp_path: Path, keep: bool
@@ -158,6 +162,7 @@ def test_what_a_job_has_saved_goes_by_force_and_its_name_begins_anew(
     assert [path.name for path in durable.iterdir()] == ["other"] and not job.exists()
 
 
+@pytest.mark.fault
 def test_what_a_living_run_has_saved_is_left(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +185,7 @@ def test_the_mark_of_a_finished_job_alone_needs_no_force(tmp_path: Path) -> None
     assert not (durable / "done").exists()
 
 
+@pytest.mark.fault
 def test_a_durable_directory_with_something_else_is_left(
     open_store: Opener, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from scalai.runtime.calls import Server
 TOKEN = b"a secret of this job"
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("command", [["status"], ["scale", "--nproc", "1"]])
 def test_a_name_that_is_no_folder_is_refused(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -22,6 +23,7 @@ def test_a_name_that_is_no_folder_is_refused(
     assert "job name '../x' cannot name a directory" in capsys.readouterr().err
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("command", [["status"], ["scale", "--nproc", "1"], ["clean"]])
 def test_a_store_that_others_may_write_to_is_refused(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

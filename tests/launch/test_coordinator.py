@@ -33,6 +33,7 @@ def test_a_second_agent_of_a_host_and_another_job_are_refused(line: Line, tmp_pa
         line.join("b", spec=other)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("host", ["../../etc", "", "a b"])
 def test_a_host_name_that_is_no_folder_is_refused(line: Line, host: str) -> None:
     with pytest.raises(PeerError, match="cannot name a directory"):
@@ -81,6 +82,7 @@ def test_a_sealed_part_whose_snapshot_was_committed_elsewhere_joins_it(
     assert second.wait_for("start")["generation"] == 3
 
 
+@pytest.mark.fault
 def test_sealed_parts_that_make_nothing_whole_are_given_up(line: Line, tmp_path: Path) -> None:
     old = part(tmp_path, "a", 3, 20, "r-1-20")
     sealed = half(part(tmp_path, "a", -1, 25, "r-1-25"), "a", 0)
@@ -106,6 +108,7 @@ def running(line: Line) -> None:
     wait_until(lambda: line.coordinator._live.state.phase is Phase.RUNNING, "it runs")
 
 
+@pytest.mark.fault
 def test_nobody_waits_for_where_the_next_workers_will_meet(line: Line) -> None:
     """What opens it imports torch first (behind a change of the coordinator, say), or is stopped;
     agents and persons are answered meanwhile, and none takes the coordinator for one that hangs."""
@@ -124,6 +127,7 @@ def test_nobody_waits_for_where_the_next_workers_will_meet(line: Line) -> None:
     person.close()
 
 
+@pytest.mark.fault
 def test_what_was_given_up_before_its_workers_could_meet_is_not_begun(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +176,7 @@ def test_workers_that_can_meet_nowhere_at_all_end_the_job_with_the_reason(line: 
     assert "cannot be opened" in agent.wait_for("exit")["reason"]
 
 
+@pytest.mark.fault
 def test_workers_that_can_meet_nowhere_are_not_on_standby_and_the_job_goes_on(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:

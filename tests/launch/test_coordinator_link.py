@@ -24,6 +24,8 @@ from scalai.runtime.calls import Server
 from support.coordinator_line import QUICK, TOKEN, Line, Relay, wait_until
 from support.stranger import HTTP, Stranger, other_release
 
+pytestmark = pytest.mark.fault
+
 BYE = Bye("j", "a", "i")
 IMPATIENT = Waits(connect_s=1.0, poll_s=0.5, dead_s=0.5)
 

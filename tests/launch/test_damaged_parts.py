@@ -13,6 +13,8 @@ from scalai.store.parts import without_rows
 from support.committed_parts import part
 from support.coordinator_line import DEADLINE_S, FakeAgent, Line
 
+pytestmark = pytest.mark.fault
+
 LINE = "'param/w' in /d/x differs"
 FLAGS = ("--nnodes", "1:3", "--settle-s", "0.2", "--max-restarts", "9")
 

@@ -66,6 +66,7 @@ def test_all_pieces_arrive_and_what_they_are(store: HostStore, peer: Peer, tmp_p
         assert found == values_of(tensor, 1)[slices(box)].tobytes()
 
 
+@pytest.mark.fault
 def test_bytes_are_told_of_as_they_arrive(
     store: HostStore, peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_parts_outside_of_a_piece_are_refused(store: HostStore, peer: Peer, tmp_
         fetch_into(tmp_path, peer, 99, collection.select(np.array([0])))
 
 
+@pytest.mark.fault
 def test_another_host_than_is_meant_hands_out_nothing(server: DataPlaneServer) -> None:
     """Its port may be that of one which is gone."""
     with pytest.raises(UnprovenError, match="not the host that is meant"):

@@ -9,6 +9,8 @@ from torch.utils.file_baton import FileBaton
 
 from scalai.launch.cli import main
 
+pytestmark = pytest.mark.fault
+
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str]:
     with pytest.raises(SystemExit) as ended:

@@ -10,6 +10,8 @@ import pytest
 from scalai.launch.config.driver import Commands, NoAnswerError, driver_device
 from support.driver_script import Install, install_into
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:

@@ -28,6 +28,8 @@ from scalai.store.moves import FetchList
 from scalai.store.parts import piece_keys, pieces_of
 from support.store_states import Opener, generation, two_ranks
 
+pytestmark = pytest.mark.fault
+
 MOMENTS = ["before it is read", "while it is read", "before it is attached"]
 
 

@@ -31,6 +31,8 @@ from scalai.launch.agent.extension_locks import (
 from scalai.vfs.fuse import NAMES_S
 from support.stopping import stop
 
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 60.0
 HOLD = """
 import os, sys, time

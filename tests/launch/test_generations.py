@@ -80,6 +80,7 @@ FETCHED = [Box((39, 4), (1, 4)), Box((40, 0), (24, 8))]
 """What a second host fetches where the boundary of two ranks falls inside a row."""
 
 
+@pytest.mark.fault
 def test_fetched_pieces_that_overlap_written_ones_do_not_change_the_proof() -> None:
     _, own = committed()
     fetched = replace(
@@ -131,6 +132,7 @@ def test_what_is_committed_is_stated_with_its_hosts() -> None:
     assert own.committed == Committed(("a",), {MATRIX.name: fingerprint(WRITTEN)})
 
 
+@pytest.mark.fault
 def test_what_was_sealed_before_the_newest_generation_is_no_newer_state() -> None:
     """A host that was away brings it: under a new number it would be taken for the newest."""
     generations = HeldStates()
@@ -143,6 +145,7 @@ def test_what_was_sealed_before_the_newest_generation_is_no_newer_state() -> Non
     assert generations.whole_snapshot() == "r-2-15"
 
 
+@pytest.mark.fault
 def test_another_state_of_a_number_whose_holder_has_gone_is_proven_by_what_it_states() -> None:
     _, own = committed()
     first = HeldStates()

@@ -12,6 +12,8 @@ from scalai.launch.agent import health
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.config.elastic_config import ProbeConfig
 
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 60.0
 
 

@@ -5,6 +5,8 @@ import pytest
 from scalai.core.errors import UsageError
 from scalai.launch.agent.interfaces import address_towards, interface_environment, interface_of
 
+pytestmark = pytest.mark.fault
+
 
 def test_the_way_to_this_machine_is_the_loopback_interface() -> None:
     assert address_towards(("127.0.0.1", 29400)) == "127.0.0.1"

@@ -12,6 +12,8 @@ from scalai.launch.agent.knocking import knock, unheard
 from support.network_namespaces import NetworkHosts
 from support.ports import free_port
 
+pytestmark = pytest.mark.fault
+
 obstacle = NetworkHosts.obstacle()
 
 

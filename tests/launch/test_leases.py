@@ -56,6 +56,7 @@ def entry(term: int = 1, beat: int = 0) -> LeaseEntry:
     return LeaseEntry(term, "127.0.0.1", 29400, beat)
 
 
+@pytest.mark.fault
 def test_one_of_many_has_a_term(register: Register) -> None:
     assert register.newest() is None
     has_it, mutex = list[int](), threading.Lock()
@@ -113,6 +114,7 @@ def test_a_lease_that_is_renewed_changes_and_one_that_is_not_does_not(
     assert watch.look()[1] == 7.0
 
 
+@pytest.mark.fault
 def test_a_holder_whose_register_hangs_knows_it_before_anybody_may_claim(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +155,7 @@ def test_time_in_which_a_register_hangs_counts_for_nobody(register: Register) ->
     assert watch.look()[1] == 0.0
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("torn", ["", '{"term": 3', "[3]", None])
 def test_an_entry_that_is_torn_or_removed_is_written_anew_by_its_holder(
     kept: Kept, monkeypatch: pytest.MonkeyPatch, torn: str | None
@@ -170,6 +173,7 @@ def test_an_entry_that_is_torn_or_removed_is_written_anew_by_its_holder(
     lease.end(is_over=False)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("torn", ["", "[3]"])
 def test_a_torn_entry_of_a_dead_holder_has_its_term_and_the_next_one_is_claimed(
     kept: Kept, torn: str
@@ -217,6 +221,7 @@ def test_one_file_stays_and_a_late_claim_of_an_earlier_term_fails(tmp_path: Path
     assert [path.name for path in (tmp_path / "j").iterdir()] == ["owner-000000000008.json"]
 
 
+@pytest.mark.fault
 def test_on_a_full_disk_a_holder_renews_and_nobody_else_can_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +248,7 @@ def owned(folder: Path) -> FolderRegister:
     return FolderRegister(folder, "j")
 
 
+@pytest.mark.fault
 def test_a_second_living_run_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +261,7 @@ def test_a_second_living_run_is_refused_by_name(
     assert term_of(await_ownership(owned(tmp_path), tmp_path)) == 4, "it has left"
 
 
+@pytest.mark.fault
 def test_a_run_that_died_is_followed_at_once_on_its_machine_and_later_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +280,7 @@ def test_a_run_that_died_is_followed_at_once_on_its_machine_and_later_elsewhere(
     assert time.monotonic() - began >= 1.0
 
 
+@pytest.mark.fault
 def test_who_takes_a_dead_coordinators_place_waits_for_no_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +335,7 @@ def test_a_run_that_has_no_name_yet_is_not_taken_for_the_successors_own(
     other.end(is_over=False)
 
 
+@pytest.mark.fault
 def test_no_later_successor_takes_the_directory_from_another_run_that_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,6 +391,7 @@ def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     line.end()
 
 
+@pytest.mark.fault
 def test_a_register_that_hangs_takes_nobodys_place_while_all_hosts_are_heard(
     line: Line, tmp_path: Path
 ) -> None:
@@ -448,6 +458,7 @@ def test_a_run_that_a_further_one_has_superseded_ends_as_refused(
     later.end(is_over=False)
 
 
+@pytest.mark.fault
 def test_a_coordinator_that_another_one_of_its_run_has_followed_stands_down(
     line: Line, tmp_path: Path
 ) -> None:
@@ -459,6 +470,7 @@ def test_a_coordinator_that_another_one_of_its_run_has_followed_stands_down(
     later.end(is_over=False)
 
 
+@pytest.mark.fault
 def test_nothing_is_retired_that_another_run_may_read(line: Line, tmp_path: Path) -> None:
     agent, live = line.join("a"), line.coordinator._live
     (tmp_path / "disk").write_text("a disk that does not answer")
@@ -473,6 +485,7 @@ def test_nothing_is_retired_that_another_run_may_read(line: Line, tmp_path: Path
     assert any("event=not_retired" in text for text in line.log)
 
 
+@pytest.mark.fault
 def test_the_coordinator_of_a_second_run_is_refused_before_it_listens(
     line: Line, tmp_path: Path
 ) -> None:

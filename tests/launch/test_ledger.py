@@ -144,6 +144,7 @@ def test_verify_ends_with_what_a_ledger_proves_and_show_with_0(
     assert Ledger.from_json(report["ledger"]) == ledger
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("value", "error", "why"),
     [
@@ -162,6 +163,7 @@ def test_a_generation_without_a_whole_ledger_proves_nothing(
         command.run(arguments("verify", part))
 
 
+@pytest.mark.fault
 def test_two_hosts_with_different_ledgers_are_a_difference(
     open_store: Opener, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from support.ports import free_port
+
+pytestmark = pytest.mark.fault
 
 SCALAI = Path(sys.executable).with_name("scalai")
 

@@ -8,6 +8,8 @@ import pytest
 from scalai.launch.slow_files import said
 from support.coordinator_line import wait_until
 
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 60.0
 
 

@@ -59,6 +59,7 @@ def test_what_a_coordinator_had_measured_is_computed_beside_its_successor(
     assert after.sizing.recalibrated() is None
 
 
+@pytest.mark.fault
 def test_a_slip_of_what_is_computed_beside_the_job_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

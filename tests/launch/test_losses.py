@@ -39,6 +39,8 @@ from scalai.runtime.handshake import DATA_PLANE, service_key
 from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
 from support.wire_words import call_raw
 
+pytestmark = pytest.mark.fault
+
 SHORT_S = 1.5
 """Many times what a living agent is silent for here."""
 SHORT = replace(QUICK, lost_after_s=SHORT_S)

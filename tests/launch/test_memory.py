@@ -12,6 +12,8 @@ from scalai.launch.coordinator.person_calls import Scale
 from scalai.runtime.calls import Channel
 from support.coordinator_line import TOKEN, Line, wait_until
 
+pytestmark = pytest.mark.fault
+
 FLAGS = ("--nnodes", "1:3", "--settle-s", "0.2", "--max-restarts", "9")
 
 

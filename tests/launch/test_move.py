@@ -34,6 +34,8 @@ from support.wire import travelled
 from support.wire_words import start
 from support.written_rows import write_rows
 
+pytestmark = pytest.mark.fault
+
 TOKEN = b"token"
 ABOUT = {"consumed_samples": 12, "world_size": 2}
 SHAPES = {"param/w": (12, 10), "main/w": (12, 10), "param/b": (9,), "step/w": ()}

@@ -93,6 +93,7 @@ def test_a_rebalance_recommendation_has_no_deadline(server: Server) -> None:
     assert only(question.read()) == ("aws rebalance recommendation", None)
 
 
+@pytest.mark.fault
 def test_the_servers_own_clock_counts(server: Server) -> None:
     """A host whose clock is an hour ahead has its two minutes all the same."""
     answer = metadata.Answer(200, "", (at := in_future(3600)).timestamp())
@@ -100,6 +101,7 @@ def test_the_servers_own_clock_counts(server: Server) -> None:
     assert left_s == pytest.approx(120.0)
 
 
+@pytest.mark.fault
 def test_a_time_that_has_passed_leaves_a_moment(server: Server) -> None:
     question = aws(server)
     server.says[ACTION] = Said(text='{"action": "stop", "time": "2017-09-18T08:22:00Z"}')
@@ -128,6 +130,7 @@ def test_azure_says_what_is_scheduled_for_this_host(server: Server, kind: str) -
     assert all(headers["Metadata"] == "true" for _, _, headers in server.asked)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "other", [event("Freeze"), event(host="other"), event(Resources="mine"), {}, event("New")]
 )
@@ -158,6 +161,7 @@ def test_a_file_that_appears_is_a_notice_and_says_when(tmp_path: Path, content: 
     assert question.read() == {}
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("content", [" 45.5 s", "nan", "-3", "2030-01-01T00:00:00", "x" * 9999])
 def test_a_file_that_says_no_time_is_a_notice_all_the_same(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notice"
@@ -167,6 +171,7 @@ def test_a_file_that_says_no_time_is_a_notice_all_the_same(tmp_path: Path, conte
     assert left_s is not None and 60 < left_s <= 120 and "expected seconds" in question.problem
 
 
+@pytest.mark.fault
 def test_what_is_no_file_is_a_notice_too_and_nobody_waits_at_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
@@ -202,6 +207,7 @@ def cut(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("misbehave", [slow_headers, no_answer, endless, garbage, cut])
 @pytest.mark.parametrize("kind", [AwsNotice, GcpNotice, AzureNotice])
 def test_a_server_that_misbehaves_is_left_within_the_time(
@@ -223,6 +229,7 @@ def test_a_server_that_misbehaves_is_left_within_the_time(
             kind(f"http://127.0.0.1:{listener.getsockname()[1]}").read()
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "said",
     [
@@ -252,6 +259,7 @@ def test_nobody_listens() -> None:
         GcpNotice(f"http://127.0.0.1:{port}").read()
 
 
+@pytest.mark.fault
 def test_no_proxy_of_the_environment_is_asked(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +293,7 @@ def test_an_event_that_is_there_no_more_is_withdrawn_once(server: Server) -> Non
     assert heard.told == ["gcp preempted", "not gcp preempted"]
 
 
+@pytest.mark.fault
 def test_no_answer_withdraws_nothing_is_said_once_and_is_asked_for_more_rarely(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -301,6 +310,7 @@ def test_no_answer_withdraws_nothing_is_said_once_and_is_asked_for_more_rarely(
     assert heard.watch.look() == 2.0 and "answers again" in caplog.text
 
 
+@pytest.mark.fault
 def test_a_source_that_hangs_is_said_once_and_held_up_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -327,6 +337,7 @@ def test_a_source_that_hangs_is_said_once_and_held_up_nobody(
     assert caplog.text.count("hangs: no answer") == 1
 
 
+@pytest.mark.fault
 def test_a_time_that_is_over_is_put_off_by_no_later_look(server: Server) -> None:
     question = aws(server)
     server.says[ACTION] = Said(text='{"action": "stop", "time": "2017-09-18T08:22:00Z"}')

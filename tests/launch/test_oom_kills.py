@@ -6,6 +6,8 @@ import pytest
 
 from scalai.launch.agent.oom_kills import describe_rise, oom_kills
 
+pytestmark = pytest.mark.fault
+
 
 def made(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
     for name, text in files.items():

@@ -41,6 +41,7 @@ def test_restarts_that_are_not_given_are_told_from_none(monkeypatch: pytest.Monk
     assert parse("t.py").max_restarts == 0
 
 
+@pytest.mark.fault
 def test_each_standalone_job_has_a_name_of_its_own_unless_it_is_given_one() -> None:
     first, second = (parse(*with_own_name(["--standalone", "t.py", "--job", "x"])) for _ in "ab")
     assert first.job != second.job
@@ -145,6 +146,7 @@ def test_a_coordinator_is_told_what_was_read() -> None:
             Options.from_json(reported | wrong)
 
 
+@pytest.mark.fault
 def test_where_the_coordinator_is() -> None:
     assert parse("train.py").coordinator is None
     assert parse("--nnodes", "2", "--master-addr", "h", "t.py").coordinator == "h:29500"
@@ -196,6 +198,7 @@ def test_a_malformed_flag_ends_with_the_code_for_wrong_usage(
     assert flag.split("=")[0] in capsys.readouterr().err
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["../x", "a b", "", ".hidden", "x" * 201])
 @pytest.mark.parametrize("flag", ["--job", "--rdzv-id", "--host-id"])
 def test_a_name_that_is_no_folder_is_refused(flag: str, name: str) -> None:
@@ -223,6 +226,7 @@ def test_a_torchrun_of_an_older_torch_is_read_as_one_of_todays(
     assert parse("--master-port", "29500", "t.py").coordinator == "127.0.0.1:29500"
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("names", ["SIGTERM,SIGNOTHING", "SIGTERM,SIGKILL"])
 def test_signals_that_no_process_can_handle_are_refused(names: str) -> None:
     with pytest.raises(UsageError, match="no signal that a process can handle"):

@@ -16,6 +16,8 @@ from scalai.launch.logs import PatientHandler, say
 from scalai.launch.slow_files import PatientWriter
 from support.coordinator_line import wait_until
 
+pytestmark = pytest.mark.fault
+
 PATIENCE_S = 60.0
 
 

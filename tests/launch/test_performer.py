@@ -121,6 +121,7 @@ def full(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.fault
 def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
     store: HostStore, made: Set, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,6 +141,7 @@ def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
     assert is_whole(store, 3, step=3) and made.performer.generations() == {3}
 
 
+@pytest.mark.fault
 def test_what_waits_for_its_commit_is_let_go_of_with_its_number(
     store: HostStore, made: Set, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +207,7 @@ def test_files_are_made_beside_the_loop_or_there_is_no_room(
     assert made.later(actions.Reserve(1, held)) == events.NoRoom(1, "no room.")
 
 
+@pytest.mark.fault
 def test_a_snapshot_that_cannot_be_sealed_gives_its_room_back(
     store: HostStore, made: Set, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +242,7 @@ def test_what_is_not_what_was_promised_fails_no_round(
         assert made.later(actions.FetchWanted(start(7), {})) == expected
 
 
+@pytest.mark.fault
 def test_bytes_that_come_are_told_of_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """While they do, the coordinator does not take the start for one that hangs."""
     monkeypatch.setattr("scalai.launch.agent.moving.TELL_EVERY_S", 0.0)
@@ -254,6 +258,7 @@ def test_bytes_that_come_are_told_of_now_and_then(monkeypatch: pytest.MonkeyPatc
     assert moving.news() == (8 << 20) + 1
 
 
+@pytest.mark.fault
 def test_no_bytes_are_told_of_behind_what_was_restored(
     made: Set, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +353,7 @@ def test_calls_are_answered_refused_and_welcomed(made: Set) -> None:
         answers[3].result()
 
 
+@pytest.mark.fault
 def test_a_host_that_cannot_join_again_says_why(made: Set) -> None:
     assert made.perform(actions.Rejoin()) == []
     made.rejoin_error = StoreError("/durable cannot be read.")

@@ -26,6 +26,8 @@ from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Server
 from support.coordinator_line import wait_until
 
+pytestmark = pytest.mark.fault
+
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -56,6 +56,7 @@ def test_only_visible_devices_count_in_their_order(
     assert list(visible_devices(HEALTHY, visible)) == found
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_broken_at_first", [False, True])
 def test_workers_are_to_take_the_devices_that_work(
     nvidia_smi: Install, is_broken_at_first: bool

@@ -8,6 +8,8 @@ import pytest
 
 from scalai.launch.program import exit_code_of
 
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 120.0
 RUN = ["scalai.launch.run", "--standalone"]
 WITHOUT_TORCH = """

@@ -8,6 +8,8 @@ import pytest
 from scalai.launch.agent import progress
 from scalai.launch.agent.progress import KNOWN, Progress, ProgressWatch
 
+pytestmark = pytest.mark.fault
+
 STALL_S = 60.0
 
 

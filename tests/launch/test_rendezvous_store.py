@@ -17,6 +17,8 @@ from scalai.core.errors import PeerError
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores, _Stores, connections
 from support.stopping import stop
 
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 120.0
 LINGER_S = 1.0
 STOPPED_S = 5.0

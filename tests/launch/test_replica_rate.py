@@ -59,6 +59,7 @@ def test_urgent_ones_and_those_of_who_wants_no_limit_are_not_held_back(
     assert clock.now == 100
 
 
+@pytest.mark.fault
 def test_the_next_snapshot_ends_the_waiting_and_that_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -55,6 +55,7 @@ def test_what_replicas_take_is_said_for_each_host_before_the_first_step(
     assert not job.logged("event=no_replica_room") and job.line.coordinator._live.exit_code == 0
 
 
+@pytest.mark.fault
 def test_too_little_room_for_replicas_that_were_asked_for_ends_the_job(
     made: list[Job], tmp_path: Path
 ) -> None:
@@ -66,6 +67,7 @@ def test_too_little_room_for_replicas_that_were_asked_for_ends_the_job(
         assert not agent.heard("expect"), "no worker is let go on"
 
 
+@pytest.mark.fault
 def test_too_little_room_for_those_of_the_default_is_said_and_the_job_goes_on(
     made: list[Job], tmp_path: Path
 ) -> None:
@@ -87,6 +89,7 @@ def test_what_generations_take_is_said_without_replicas_too(
     assert "needed_bytes=64 replica_bytes=0 room_bytes=63 lacks_bytes=1" in line
 
 
+@pytest.mark.fault
 def test_a_job_that_runs_is_not_ended_for_want_of_room(made: list[Job], tmp_path: Path) -> None:
     made.append(job := Job(tmp_path, "--replicas", "1", "--max-restarts", "3"))
     job.publish()

@@ -144,6 +144,7 @@ def change(store: HostStore, begin: int, *, is_cut: bool = False) -> None:
     path.write_bytes(data[:-begin] if is_cut else data)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_what_a_host_has_not_committed_is_not_kept_and_it_is_named(job: Job, is_cut: bool) -> None:
     change(job.stores["a"], 97, is_cut=is_cut)  # the weight is the last 96 bytes
@@ -158,6 +159,7 @@ def test_what_a_host_has_not_committed_is_not_kept_and_it_is_named(job: Job, is_
     assert isinstance(again, Replicated) and again.reason == "", "there is nothing to keep of it"
 
 
+@pytest.mark.fault
 def test_parts_of_a_damaged_piece_are_refused_by_who_has_it(job: Job, tmp_path: Path) -> None:
     """They have no fingerprints of their own."""
     row = int(np.flatnonzero(job.parts["a"].collection.tensor == 0)[0])
@@ -182,6 +184,7 @@ def test_a_host_that_gives_nothing_is_named(job: Job) -> None:
     assert kept.grown is None and kept.reason.startswith("a: ")
 
 
+@pytest.mark.fault
 def test_the_next_snapshot_keeps_its_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     store = job.stores["b"]
     monkeypatch.setattr(store, "_budget_bytes", store.manifest(1).size_bytes)

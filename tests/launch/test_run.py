@@ -17,6 +17,8 @@ from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.host_signals import HeardSignals
 from support.driver_script import install_into
 
+pytestmark = pytest.mark.fault
+
 
 def test_a_loop_that_stands_still_does_not_outlive_a_second_signal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

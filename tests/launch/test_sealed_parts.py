@@ -20,6 +20,8 @@ from support.committed_parts import half, part
 from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, wait_until
 from support.law_jobs import but
 
+pytestmark = pytest.mark.fault
+
 STORE = ["machine", 1]
 
 

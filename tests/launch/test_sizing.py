@@ -211,6 +211,7 @@ def test_what_nobody_has_asked_for_is_not_taken_over(gpu: str, wrong: object) ->
     assert sizing.request == was
 
 
+@pytest.mark.fault
 def test_a_slip_of_the_planner_is_told_and_leaves_what_runs(
     gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +353,7 @@ def ratchet(config: str) -> Sizing:
     return sizing
 
 
+@pytest.mark.fault
 def test_a_job_that_has_stepped_at_a_smaller_cut_goes_back_to_it(gpu: str) -> None:
     sizing = ratchet(gpu)
     sizing.rescale(None, None, "tp2 pp1")
@@ -359,6 +361,7 @@ def test_a_job_that_has_stepped_at_a_smaller_cut_goes_back_to_it(gpu: str) -> No
     assert found is not None and found.degrees == Degrees(1, 1, 1)
 
 
+@pytest.mark.fault
 def test_what_has_run_is_known_after_a_takeover_and_after_all_processes_are_gone(gpu: str) -> None:
     before = ratchet(gpu)
     heir, restarted = of_file(gpu), of_file(gpu)
@@ -370,6 +373,7 @@ def test_what_has_run_is_known_after_a_takeover_and_after_all_processes_are_gone
         assert found is not None and found.degrees == Degrees(1, 1, 1)
 
 
+@pytest.mark.fault
 def test_a_start_of_the_same_job_takes_up_what_persons_asked_for_last(gpu: str) -> None:
     said: list[str] = []
     before, other, after = of_file(gpu), of_file(gpu), of_file(gpu, say=said.append)
@@ -385,6 +389,7 @@ def test_a_start_of_the_same_job_takes_up_what_persons_asked_for_last(gpu: str) 
     assert found is not None and found.degrees.world_size == 4
 
 
+@pytest.mark.fault
 def test_why_nothing_fits_is_said_with_the_way_out(gpu: str) -> None:
     sizing = of_file(gpu, script=f"{MEGATRON} --tensor-model-parallel-size 4")
     why = sizing.why_not(TWO, None)
@@ -407,6 +412,7 @@ def test_data_parallelism_that_a_model_sums_over_stays_that_of_the_first_round(g
     assert sizing.scaled(None, None, "tp1 pp1 dp4", print)(FOUR, ran(Degrees(1, 1, 2))) is None
 
 
+@pytest.mark.fault
 def test_a_layout_that_the_framework_refuses_is_not_offered(gpu: str) -> None:
     sizing, why = of_file(gpu), list[str]()
     sizing.learn({"facts": {"refused_layouts": [[2, 1, 1, "its reason"]]}})

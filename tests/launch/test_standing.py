@@ -19,6 +19,8 @@ from scalai.store.manifest import HostManifest, manifest_bytes
 from support.committed_parts import half, part
 from support.coordinator_line import TOKEN, FakeAgent, Line, wait_until
 
+pytestmark = pytest.mark.fault
+
 FLAGS = ("--nnodes", "1:3", "--settle-s", "0.2", "--max-restarts", "9")
 
 

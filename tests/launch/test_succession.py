@@ -36,6 +36,7 @@ def gone() -> Place:
     return Place(("127.0.0.1", free_port("127.0.0.1")), TOKEN, is_here=True)
 
 
+@pytest.mark.fault
 def test_where_the_job_has_ended_nobody_follows(tmp_path: Path) -> None:
     """A coordinator that has ended with its job has taken its card away."""
     found = Succession(spec_of(tmp_path), "127.0.0.1")
@@ -55,6 +56,7 @@ def test_who_has_taken_over_on_this_machine_is_followed(tmp_path: Path) -> None:
         server.close()
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("answer", [other_release(), HTTP, b""], ids=["v9", "http", "silent"])
 def test_a_stranger_on_the_port_of_a_dead_coordinator_holds_up_nobody_of_this_machine(
     tmp_path: Path, answer: bytes, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +122,7 @@ def test_who_holds_the_lease_on_another_host_is_followed(tmp_path: Path) -> None
         server.close()
 
 
+@pytest.mark.fault
 def test_a_holder_that_answers_is_followed_though_its_register_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +327,7 @@ def both_here(folder: Path) -> tuple[JobSpec, FolderRegister]:
     return spec_of(folder, *flags), FolderRegister(root, "j")
 
 
+@pytest.mark.fault
 def test_who_loses_the_first_claim_of_the_lease_joins_the_winner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +342,7 @@ def test_who_loses_the_first_claim_of_the_lease_joins_the_winner(
         server.close()
 
 
+@pytest.mark.fault
 def test_where_the_winner_of_the_first_claim_dies_the_loser_starts_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_the_relaunch_counts_from_the_first_commit() -> None:
     assert timeline.since("never") == 0.0
 
 
+@pytest.mark.fault
 def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     logged: list[str] = []
     folder = tmp_path / "reports"
@@ -80,6 +81,7 @@ def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     assert "there will be no reports" in logged[-1]
 
 
+@pytest.mark.fault
 def test_reports_of_an_earlier_run_stay(tmp_path: Path) -> None:
     for reason in ("first run", "second run"):
         timeline = Timeline(tmp_path, lambda line: None)
@@ -117,6 +119,7 @@ def test_a_checkpoint_of_the_scripts_own_costs_only_the_steps_behind_it() -> Non
     assert timeline.correct(20) == 2 and timeline.close()["steps_lost"] == 2
 
 
+@pytest.mark.fault
 def test_a_folder_that_answers_nobody_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ from scalai.launch.config.endpoint import TOKEN_VARIABLE, take_token
 from scalai.launch.coordinator.discovery import Place
 from scalai.runtime.handshake import job_key
 
+pytestmark = pytest.mark.fault
+
 TOKEN = "0123456789abcdef"
 
 

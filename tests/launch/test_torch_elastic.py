@@ -149,6 +149,7 @@ def warm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield order.parent
 
 
+@pytest.mark.fault
 def test_a_server_whose_forks_cannot_use_devices_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +254,7 @@ def test_a_worker_that_is_killed_when_it_has_finished_holds_up_nobody(
     killing.join(DEADLINE_S)
 
 
+@pytest.mark.fault
 def test_a_forked_worker_runs_nothing_of_its_agents_main_module(
     workers: WorkerSet,
     script: Path,
@@ -282,6 +284,7 @@ def test_a_worker_that_fails_leaves_the_others_what_they_hold(
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.fault
 @both
 def test_workers_that_outlive_signals_are_ended_by_the_agents_own_means(
     workers: WorkerSet,
@@ -305,6 +308,7 @@ def test_workers_that_outlive_signals_are_ended_by_the_agents_own_means(
     assert "via SIGTERM" not in caplog.text  # for whose effect torch waits half a minute
 
 
+@pytest.mark.fault
 def test_compilers_that_a_worker_has_started_end_with_it(
     workers: WorkerSet, tmp_path: Path
 ) -> None:
@@ -328,6 +332,7 @@ def test_compilers_that_a_worker_has_started_end_with_it(
     assert not psutil.wait_procs(compilers, 30)[1]
 
 
+@pytest.mark.fault
 @both
 def test_what_a_script_has_raised_is_in_the_reason_of_its_failure(
     workers: WorkerSet, tmp_path: Path, warm_server: Path, warm: bool
@@ -370,6 +375,7 @@ def test_stopping_ends_workers_that_do_not_listen_and_others_may_follow(
     assert outcome(workers) == Outcome(())
 
 
+@pytest.mark.fault
 @both
 def test_a_worker_that_cannot_be_started_leaves_none_of_the_others(
     workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool,

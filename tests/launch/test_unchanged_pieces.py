@@ -12,6 +12,8 @@ from scalai.store.host import HostStore
 from support.keeping_hosts import KeepingHosts
 from support.store_states import Opener
 
+pytestmark = pytest.mark.fault
+
 TRAINED, FROZEN = Tensor("main/w", (6, 4), "F32"), Tensor("main/f", (12, 4), "F32")
 EACH = {TRAINED: 2 * 4 * 4, FROZEN: 4 * 4 * 4}
 """Bytes of a third of each."""

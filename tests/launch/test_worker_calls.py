@@ -25,6 +25,7 @@ def answer(future: "Future[Any]", request: WorkerRequest) -> None:
         future.set_result(WELCOME)
 
 
+@pytest.mark.fault
 def test_names_of_any_length_leave_a_socket_that_is_found(tmp_path: Path) -> None:
     folder = tmp_path / ("job-" * 40) / ("host-" * 40) / "agent"
     folder.mkdir(mode=0o700, parents=True)

@@ -42,6 +42,7 @@ def job(*flags: str, script: str = "script.py") -> JobSpec:
     return JobSpec.read(parse_options(["--nproc-per-node", "1", *flags, *script.split()]))
 
 
+@pytest.mark.fault
 def test_nobody_waits_for_a_fork_server_that_still_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_workers_of_an_elastic_job_outlive_a_collective_that_fails(
     assert NCCL_ERRORS[0] not in plain, "nobody writes the state of a plain job"
 
 
+@pytest.mark.fault
 def test_forks_see_the_devices_that_their_agent_sees_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

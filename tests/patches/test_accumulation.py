@@ -107,6 +107,7 @@ def test_a_number_that_is_stored_follows_what_the_round_has_drawn() -> None:
     assert type(pickle.loads(pickle.dumps(stored))) is int
 
 
+@pytest.mark.fault
 def test_a_script_is_told_the_accumulation_that_belongs_to_the_length_of_its_loaders() -> None:
     engine, feed = engine_of(6), Feed()
     feed.first = FirstBatches(24, 2, 4)

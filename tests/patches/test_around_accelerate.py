@@ -20,6 +20,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("samples", "micro_batch"), [(17, 4), pytest.param(45, 2, marks=pytest.mark.campaign)]
 )
@@ -56,6 +57,7 @@ def test_ranks_that_shuffle_by_different_seeds_are_refused_at_once(
             assert seen.ending == "finished"
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "kind",
     [
@@ -114,6 +116,7 @@ def test_a_schedule_of_the_engine_ends_as_the_first_round_planned_it(
     assert len({rate for rate in expected.values()}) > 5
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 @pytest.mark.parametrize("names", ["epochs", "automatic"])
 def test_a_saved_state_of_an_epoch_that_is_over_stays(

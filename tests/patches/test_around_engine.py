@@ -20,6 +20,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("kind", "is_before", "is_each_step"), SCHEDULES)
 def test_a_schedule_that_the_script_steps_itself_goes_on_where_it_was(
     rounds_pool: WorkerPool, tmp_path: Path, kind: str, is_before: bool, is_each_step: bool
@@ -42,6 +43,7 @@ def test_a_schedule_that_the_script_steps_itself_goes_on_where_it_was(
     assert notes(made) == expected
 
 
+@pytest.mark.fault
 def test_a_checkpoint_that_is_loaded_behind_steps_is_loaded_in_any_round(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_each_load_at_the_beginning_is_told_what_it_was_told_in_the_first_round(
     assert [line["step"] for line in reported if "step" in line] == [1, 2, 3, 4]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("rounds", "best_at", "back_at"),
     [([(2, 2), (1, None)], 1, 2), pytest.param([(2, 4), (1, 8), (2, None)], 3, 6, marks=CAMPAIGN)],
@@ -174,6 +177,7 @@ def test_a_schedule_that_cannot_be_carried_is_refused_before_the_first_step(
     assert not seen.notes
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 def test_another_batch_on_the_way_is_refused(rounds_pool: WorkerPool, tmp_path: Path) -> None:
     ((seen,),) = play(rounds_pool, tmp_path, "trains", [(1, None)], resized_to=12)
@@ -196,6 +200,7 @@ def warned(made: Sequence[Sequence[Seen]], event: str) -> list[str]:
     return [text for text in log(made) if text.startswith(f"event={event} ")]
 
 
+@pytest.mark.fault
 def test_what_changes_with_every_step_beside_the_engine_is_named_once(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -251,6 +256,7 @@ def test_a_loop_that_counts_its_own_steps_hears_that_it_goes_beyond_its_plan(
     assert "made for 10 steps" in beyond and "engine.global_steps" in beyond
 
 
+@pytest.mark.fault
 @pytest.mark.campaign
 def test_a_script_that_stops_early_in_epochs_that_are_over_has_not_finished(
     rounds_pool: WorkerPool, tmp_path: Path

@@ -9,6 +9,8 @@ from support.training.deepspeed_jobs import Job as DeepSpeedJob
 from support.training.jobs import Job
 from support.training.worker_pool import WorkerPool
 
+pytestmark = pytest.mark.fault
+
 MEGATRON: dict[str, dict[str, Any]] = {
     "distributed-overlapped-bf16": {
         "world": 2, "distributed": True, "overlap": True, "precision": "bf16",

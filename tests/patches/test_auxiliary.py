@@ -115,6 +115,7 @@ def test_what_only_checkpoints_keep_is_told_of(
     assert all("(Ema)" in detail and "register_state" in detail for _, detail in logged)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_restarted", [True, False], ids=["other arguments", "as before"])
 def test_what_trains_otherwise_than_before_is_refused_unless_a_person_has_changed_arguments(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_restarted: bool
@@ -167,6 +168,7 @@ def test_of_a_pipelines_losses_the_newest_go_to_the_next_round(
     assert float(then_engine.train_batch()) == -1
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_pipeline", [True, False])
 def test_a_step_of_a_pipeline_begins_behind_its_evaluation_too(is_pipeline: bool) -> None:
     """``eval_batch`` leaves the model in ``eval()``; a stop would never be come to."""

@@ -456,6 +456,7 @@ def test_the_ledger_has_each_place_once_over_changes_in_mid_epoch(workers: int) 
     assert whole.is_dealt and (whole.size, whole.length) == (50, 60)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("samples", "seed"), [(51, 0), (50, 3)])
 def test_data_that_became_another_one_between_rounds_is_refused_before_it_is_drawn(
     samples: int, seed: int
@@ -499,6 +500,7 @@ class Ends(PassObserver):
         self.ends.append(clock.until if clock.ends_as_one else clock.ends[-2:])
 
 
+@pytest.mark.fault
 def test_a_pass_that_was_always_broken_off_at_one_place_ends_there_when_it_is_taken_up() -> None:
     """A count of the script's own begins anew within it, and the loader knows better."""
     first, batch = (
@@ -528,6 +530,7 @@ def test_a_pass_that_was_always_broken_off_at_one_place_ends_there_when_it_is_ta
     assert len(made + then) == 23 and ends == [[(None, 1), (15, 1)]]
 
 
+@pytest.mark.fault
 def test_a_script_that_begins_behind_the_pass_under_way_is_refused() -> None:
     """By an epoch that it has noted itself, of a run that went on further than the state."""
     with hooked(1) as feed:
@@ -554,6 +557,7 @@ def test_a_script_that_begins_behind_the_pass_under_way_is_refused() -> None:
         assert len(train(feed, loader, 2, epochs=2)) == 2
 
 
+@pytest.mark.fault
 def test_what_the_engine_only_evaluates_is_drawn_by_no_step() -> None:
     """By a script that turns gradients off within its loop, and does not say eval()."""
     with hooked(1) as feed:

@@ -47,6 +47,7 @@ def test_megatron_reads_a_data_set_without_a_mount(indexed: Any, tmp_path: Path)
         assert np.array_equal(each.get(2, offset=2, length=3), local[2][2:5])
 
 
+@pytest.mark.fault
 def test_megatron_reads_nothing_of_a_data_set_that_was_cut_or_changed(
     indexed: Any, tmp_path: Path
 ) -> None:

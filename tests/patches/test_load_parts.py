@@ -144,6 +144,7 @@ def refuse(*_: object) -> int:
     raise RuntimeError("can't start new thread")
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("start", [refuse, lambda *_: 0], ids=["refused", "never begins"])
 def test_all_are_checked_though_no_thread_can_begin(
     start: object, monkeypatch: pytest.MonkeyPatch
@@ -162,6 +163,7 @@ def test_all_are_checked_though_no_thread_can_begin(
     assert checked == [(stored, threading.get_ident()) for stored in STORAGES]
 
 
+@pytest.mark.fault
 def test_memory_that_runs_out_in_a_check_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(directory: Path, stored: FileStorage) -> bool:
         raise MemoryError

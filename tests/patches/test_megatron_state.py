@@ -76,6 +76,7 @@ SET = {"betas": (0.9, 0.99), "eps": 1e-6}
 """What a script has set."""
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("wins", ["", "use_checkpoint", "override"])
 def test_groups_go_on_with_every_value_that_a_checkpoint_or_the_script_gave_them(
@@ -93,6 +94,7 @@ FLAGS = {"max_lr": 5e-2, "lr_decay_steps": 160}
 """What a person has changed before a restart."""
 
 
+@pytest.mark.fault
 def test_flags_that_a_person_has_changed_are_refused_by_name_where_nothing_says_whether_they_count(
     pool: WorkerPool,
 ) -> None:
@@ -101,6 +103,7 @@ def test_flags_that_a_person_has_changed_are_refused_by_name_where_nothing_says_
         assert text in message
 
 
+@pytest.mark.fault
 def test_flags_that_a_person_has_changed_count_where_they_override(pool: WorkerPool) -> None:
     (found,) = pool.run("state_checks:moved_groups", [(Job(), SET, FLAGS, "override")])
     before, _, moved, _ = found

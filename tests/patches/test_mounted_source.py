@@ -132,6 +132,7 @@ def test_megatron_draws_the_same_samples_in_all_three_ways_and_the_ledger_lets_i
     assert "samples" not in difference(facts[0], changed)
 
 
+@pytest.mark.fault
 def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
     assert f"path={prefix}.bin" in caplog.text and "kill -CONT" in caplog.text
 
 
+@pytest.mark.fault
 def test_a_mount_that_ends_gives_an_error_with_the_reason_and_the_way_out(corpus: Corpus) -> None:
     data = module.IndexedDataset(corpus.mounted)
     assert np.array_equal(data[7], corpus.sequences[7])

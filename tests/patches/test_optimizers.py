@@ -14,6 +14,8 @@ from scalai.core.errors import RefusedError
 from scalai.patches.optimizers import Group, check_schedule, differences, put_groups, take_groups
 from scalai.patches.plain import live, plain
 
+pytestmark = pytest.mark.fault
+
 
 def group(names: str, **values: Any) -> Group:
     return {"params": [object() for _ in names.split()], **values}, names.split()

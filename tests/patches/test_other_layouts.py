@@ -13,6 +13,8 @@ from scalai.converters.megatron import arguments
 from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 from scalai.patches.megatron.other_layouts import refused_layouts
 
+pytestmark = pytest.mark.fault
+
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--micro-batch-size 1 --global-batch-size 12 --pipeline-model-parallel-size 2 "

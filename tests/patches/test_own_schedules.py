@@ -11,6 +11,8 @@ from torch.optim import lr_scheduler as torchs
 
 from scalai.patches.deepspeed.own_schedules import MAKERS, OwnSchedules, curve_of
 
+pytestmark = pytest.mark.fault
+
 
 class WarmupThen(torchs.LRScheduler):
     """A warm-up that keeps the schedule that comes after it, as people write it."""

@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from support.agents import worker_home
+
+pytestmark = pytest.mark.fault
 
 DEADLINE_S = 60.0
 AGENT = """

@@ -144,6 +144,7 @@ def test_a_learning_rate_that_is_a_tensor_keeps_its_place_and_is_carried() -> No
     assert rates[1] == rates[0]
 
 
+@pytest.mark.fault
 def test_groups_come_back_by_their_parameters_whatever_their_order_and_the_scheduler_says() -> None:
     """A scheduler that sets the rates while it is loaded has not the last word."""
     states, optimizers = [], []

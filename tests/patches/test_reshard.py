@@ -245,6 +245,7 @@ def test_buckets_whose_masters_are_not_the_weights_are_not_converted(
         convert(tmp_path / "saved", tmp_path / "converted", job)
 
 
+@pytest.mark.fault
 @pytest.mark.turns
 @pytest.mark.parametrize("sharding", [FLAT, WHOLE])
 def test_bytes_that_changed_after_the_save_are_found_by_the_conversion(

@@ -27,6 +27,8 @@ from scalai.patches.megatron.samplers import (
 )
 from scalai.runtime.consumption import Consumption
 
+pytestmark = pytest.mark.fault
+
 
 def samplers() -> Any:
     """Return a module of samplers, as of megatron/training/datasets/data_samplers.py (0.16)."""

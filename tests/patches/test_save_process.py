@@ -71,6 +71,7 @@ def wait_until(is_so: "Iterator[bool]", what: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "kind", ["persistent", pytest.param("temporal", marks=pytest.mark.campaign)]
 )

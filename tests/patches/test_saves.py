@@ -157,6 +157,7 @@ def test_of_several_saves_the_oldest_is_named_and_a_save_may_have_several_calls(
     assert session.noted[-1] == 16
 
 
+@pytest.mark.fault
 def test_the_training_waits_for_saves_that_overlap_only_where_a_change_does(
     training: FakeTraining, queue: FakeQueue, session: FakeSession
 ) -> None:
@@ -191,6 +192,7 @@ def test_the_same_iteration_in_flight_is_not_written_by_two(
     assert training.saved == [8] and len(queue.async_calls) == 1
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_dead_writer_ends_the_worker_instead_of_being_waited_for(
     training: FakeTraining, queue: FakeQueue, blocking: bool
@@ -248,6 +250,7 @@ def test_a_new_place_is_recorded_and_left_alone(places: SavedPlaces, tmp_path: P
     assert noted == {"run": places.run, "iterations": [8]}
 
 
+@pytest.mark.fault
 def test_what_this_training_has_saved_wholly_is_not_written_again(
     places: SavedPlaces, tmp_path: Path
 ) -> None:
@@ -260,6 +263,7 @@ def test_what_this_training_has_saved_wholly_is_not_written_again(
     assert len(list(folder.iterdir())) == 5
 
 
+@pytest.mark.fault
 def test_what_another_training_has_left_is_never_named_while_it_is_written_over(
     places: SavedPlaces, tmp_path: Path
 ) -> None:
@@ -274,6 +278,7 @@ def test_what_another_training_has_left_is_never_named_while_it_is_written_over(
     assert not (tmp_path / TRACKER).exists(), "no other is whole"
 
 
+@pytest.mark.fault
 def test_what_a_kill_has_left_goes_before_it_is_saved_again(
     places: SavedPlaces, tmp_path: Path
 ) -> None:

@@ -1,5 +1,7 @@
 """Pieces of a parameter are what megatron's own checkpoints would cut out of it."""
 
+import pytest
+
 from support.training.worker_pool import WorkerPool
 
 ALONE = [()]
@@ -37,6 +39,7 @@ def test_names_do_not_depend_on_how_megatron_counts_layers(pool: WorkerPool) -> 
     ]
 
 
+@pytest.mark.fault
 def test_a_parameter_that_ranks_have_cut_and_that_is_said_to_be_whole_is_refused_by_name(
     pool: WorkerPool,
 ) -> None:

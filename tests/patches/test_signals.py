@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 120.0
 PROLOGUE = """
 import multiprocessing, os, signal, subprocess, sys, time

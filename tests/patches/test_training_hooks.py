@@ -237,6 +237,7 @@ def test_the_boundary_comes_after_the_decision_of_the_framework() -> None:
     assert session.boundaries == [(1, 4)]
 
 
+@pytest.mark.fault
 def test_a_step_is_under_way_while_megatron_makes_it_and_not_behind_it() -> None:
     session = FakeSession()
     framework = hooked(session)
@@ -303,6 +304,7 @@ def test_a_script_that_saves_or_evaluates_before_that_step_leaves_without_it(wha
     assert end.value.code == 0 and not session.numbers
 
 
+@pytest.mark.fault
 def test_a_step_behind_the_stop_that_raises_is_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -123,6 +123,7 @@ def ends(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
+@pytest.mark.fault
 def test_what_is_written_is_the_state_of_its_step_though_the_training_goes_on(
     training: Training,
 ) -> None:
@@ -180,6 +181,7 @@ def test_any_optimizer_of_torchs_waits(training: Training) -> None:
     training.snapshots.settle()
 
 
+@pytest.mark.fault
 def test_what_the_thread_cannot_write_the_training_writes_before_it_updates(
     training: Training,
 ) -> None:
@@ -194,6 +196,7 @@ def test_what_the_thread_cannot_write_the_training_writes_before_it_updates(
     assert [told.step for told in training.told()] == [7]
 
 
+@pytest.mark.fault
 def test_what_nobody_can_write_is_told_and_the_training_goes_on(training: Training) -> None:
     training.agent.path.unlink()
     assert training.begin(7)
@@ -208,6 +211,7 @@ def test_what_nobody_can_write_is_told_and_the_training_goes_on(training: Traini
     assert training.file() == training.state(), "the next one is written"
 
 
+@pytest.mark.fault
 def test_memory_that_ends_in_the_proof_is_told_and_the_training_goes_on(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +245,7 @@ def test_a_host_without_files_holds_up_no_update(training: Training) -> None:
     assert not training.told()
 
 
+@pytest.mark.fault
 def test_where_no_thread_can_begin_the_snapshot_is_not_begun(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +257,7 @@ def test_where_no_thread_can_begin_the_snapshot_is_not_begun(
     training.update()
 
 
+@pytest.mark.fault
 def test_where_there_is_no_room_for_copies_the_snapshot_is_not_begun(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +273,7 @@ def test_where_there_is_no_room_for_copies_the_snapshot_is_not_begun(
     assert [told.step for told in training.told()] == [8]
 
 
+@pytest.mark.fault
 def test_a_snapshot_is_given_up_when_workers_fail(training: Training) -> None:
     """What this worker holds may be written at once, into the same files."""
     with training.turn:

@@ -240,6 +240,7 @@ def test_a_server_that_dies_during_a_call_is_an_error(tmp_path: Path) -> None:
     assert len(failed) == 1 and "went away during Wait" in failed[0]
 
 
+@pytest.mark.fault
 def test_a_silent_listener_is_an_error_in_time() -> None:
     """It takes the connection and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -247,6 +248,7 @@ def test_a_silent_listener_is_an_error_in_time() -> None:
             Channel(listener.getsockname(), TOKEN, connect_s=0.3)
 
 
+@pytest.mark.fault
 def test_a_call_that_is_not_answered_in_time_is_an_error(echo: Echo) -> None:
     channel = Channel(echo.server.address, TOKEN, call_s=0.3)
     with pytest.raises(SilentError, match=r"silent for 0\.3 s.*asked to Wait"):
@@ -255,6 +257,7 @@ def test_a_call_that_is_not_answered_in_time_is_an_error(echo: Echo) -> None:
         channel.call(Say())
 
 
+@pytest.mark.fault
 def test_a_client_that_proves_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HANDSHAKE_S", 0.3)
     echo = Echo(("127.0.0.1", 0))
@@ -275,6 +278,7 @@ NO_REQUESTS = {
 }
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("sent", NO_REQUESTS.values(), ids=list(NO_REQUESTS))
 def test_what_is_no_request_is_refused(
     echo: Echo, sent: bytes, caplog: pytest.LogCaptureFixture
@@ -308,6 +312,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.fault
 def test_more_idle_connections_than_files_may_be_open_deafen_nobody() -> None:
     """Neither while they are there nor afterwards."""
     token = "a secret of this job"
@@ -336,6 +341,7 @@ def _serve_forever(path: str) -> None:
     threading.Event().wait(120)
 
 
+@pytest.mark.fault
 def test_a_path_that_no_socket_takes_is_refused_with_the_way_out(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 120)
     with pytest.raises(UsageError, match=r"the kernel takes 107. Use a shorter --store-dir"):

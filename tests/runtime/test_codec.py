@@ -268,6 +268,7 @@ for message in PARTS:
 """
 
 
+@pytest.mark.fault
 def test_threads_may_read_the_first_message_of_a_kind_all_at_once() -> None:
     # A message that nobody has read before, in a process of its own: it may end by a signal.
     tests = Path(__file__).parents[1]

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from scalai.core.job.endings import PEER_GONE, kind_of
 from scalai.runtime import emergency
 
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 20.0
 
 

@@ -31,12 +31,14 @@ def test_the_next_round_goes_on_with_it_and_knows_what_was_lost() -> None:
     assert [each.round for each in found.ledger.stretches] == ["run-1", "run-3"]
 
 
+@pytest.mark.fault
 def test_a_state_without_one_begins_one_at_its_step() -> None:
     found = Consumption("run-2", {})
     found.restore(None, 7, 21)
     assert found.ledger is not None and found.ledger.since == (7, 21)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("step", "samples"), [(5, 15), (3, 9), (4, 13), (4, None)])
 def test_a_state_at_another_place_than_its_ledger_is_refused_with_the_way_out(
     step: int, samples: int | None
@@ -62,6 +64,7 @@ def test_a_data_set_that_changed_is_refused_and_the_same_one_goes_on() -> None:
     assert same.ledger is not None and same.ledger.since == (0, 0)
 
 
+@pytest.mark.fault
 def test_a_torn_ledger_is_refused() -> None:
     torn = saved()
     torn["passes"][0]["taken"] = [0, 9]
@@ -69,6 +72,7 @@ def test_a_torn_ledger_is_refused() -> None:
         Consumption("run-2", {}).restore(torn, 4, 12)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("start", [9, 15])
 def test_a_step_that_would_break_the_order_is_refused(start: int) -> None:
     draw = Draw("train", Number(0), start, start + 3)

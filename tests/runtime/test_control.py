@@ -95,6 +95,7 @@ def test_the_steps_with_snapshots_are_read_as_they_were_written(begin: int, ever
         assert found == (Schedule(every, begin) if begin or every else None)
 
 
+@pytest.mark.fault
 def test_workers_are_within_steps_where_each_of_them_says_so(
     agent: ControlPage, worker: ControlPage
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_new_round_knows_nothing_of_the_old_one(agent: ControlPage, worker: Co
     assert agent.newest_step(1) == -1 and not worker.must_stop(5)
 
 
+@pytest.mark.fault
 def test_a_page_that_there_is_no_room_for_is_refused_and_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +197,7 @@ def test_a_page_that_there_is_no_room_for_is_refused_and_not_touched(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.fault
 def test_a_page_replaces_what_lies_there(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "control").symlink_to(tmp_path / "precious")

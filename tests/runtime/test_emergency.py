@@ -142,6 +142,7 @@ class Update:
         return self.ends and self.asked > 2
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("ends", "found"),
     [

@@ -13,6 +13,8 @@ from scalai.core.errors import PeerError, SilentError
 from scalai.runtime import framing
 from scalai.runtime.framing import FramedSocket, tune
 
+pytestmark = pytest.mark.fault
+
 MEGABYTES = 64
 """More than the kernel's buffers take."""
 

@@ -13,6 +13,8 @@ from scalai.core.errors import PeerError, UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import accept, offer, service_key
 
+pytestmark = pytest.mark.fault
+
 TOKEN = b"a secret of this job"
 Side = Callable[[FramedSocket], object]
 

@@ -11,6 +11,8 @@ from scalai.core.errors import StoreError
 from scalai.runtime import lanes
 from scalai.runtime.lanes import Lanes
 
+pytestmark = pytest.mark.fault
+
 WAIT_S = 60.0
 
 

@@ -164,6 +164,7 @@ CHANGED = [
 ]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("order", "what"), CHANGED)
 def test_a_data_set_that_changed_between_rounds_is_refused_at_the_start(
     order: Any, what: str
@@ -191,6 +192,7 @@ def test_samples_are_those_of_one_run_without_scalai() -> None:
     assert step_of(1, 0) == (BLEND.samples_at(np.arange(4)).tolist(), 4)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("samples", [32, 4, 0])
 def test_a_step_that_consumes_other_samples_than_its_batch_has_is_refused_at_once(
     samples: int,
@@ -202,6 +204,7 @@ def test_a_step_that_consumes_other_samples_than_its_batch_has_is_refused_at_onc
         job.boundary(samples=samples)
 
 
+@pytest.mark.fault
 def test_a_step_is_refused_before_all_of_its_micro_batches_were_given() -> None:
     job = session()
     drawn = iter(scalai.OrderedBatches(job, WIKI, 8, micro_batch_size=4))

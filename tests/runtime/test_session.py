@@ -40,6 +40,7 @@ def test_a_process_has_one_state() -> None:
         session.attach(TinyState(0, 1, 0))
 
 
+@pytest.mark.fault
 def test_where_no_thread_can_begin_the_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread only maps a file ahead of time, the other waits for a failure of others."""
 

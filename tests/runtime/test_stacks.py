@@ -15,6 +15,8 @@ import pytest
 from scalai.launch.agent.progress import Progress
 from scalai.launch.agent.stacks import Stacks, describe, main_thread
 
+pytestmark = pytest.mark.fault
+
 WAITS = """
 import threading
 from scalai.runtime.agent_folder import offer_stacks

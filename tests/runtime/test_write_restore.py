@@ -280,6 +280,7 @@ def test_a_slot_whose_buffer_is_not_what_its_tensor_says_is_refused() -> None:
             piece_view(slot, piece)
 
 
+@pytest.mark.fault
 def test_a_device_without_room_for_a_proof_has_its_file_proven(
     store: HostStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,6 +33,7 @@ def test_wrong_calls_are_refused_on_every_rank(folder: Path) -> None:
         assert f"rank {rank} has [2, 2] of the sample [8, 2], and was given" in texts[2]
 
 
+@pytest.mark.fault
 def test_a_rank_that_dies_in_an_exchange_is_told_to_the_others(folder: Path) -> None:
     told = {rank: folder / f"death-{rank}" for rank in (0, 2, 3)}
     assert {path.read_text() for path in told.values()} <= {"RuntimeError", "DistBackendError"}

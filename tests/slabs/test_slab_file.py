@@ -68,6 +68,7 @@ def test_a_slab_beyond_the_shape_of_other_axes_or_with_steps_is_refused(
             scalai.read_slab(path, key, wrong)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("key", ["volumes", "group", "group/volume/none", None, ""])
 @pytest.mark.parametrize("make", [safe, hdf5])
 def test_an_unknown_key_is_refused_with_those_that_there_are(
@@ -104,6 +105,7 @@ def cut_short(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+@pytest.mark.fault
 @every_kind
 @pytest.mark.parametrize("change", [grown, touched, replaced, cut_short])
 def test_a_file_that_changed_since_it_was_opened_is_not_read(
@@ -117,6 +119,7 @@ def test_a_file_that_changed_since_it_was_opened_is_not_read(
             file.read(np.s_[2:3, :, :, :])
 
 
+@pytest.mark.fault
 @every_kind
 def test_a_file_that_is_gone_is_not_read(make: Make, tmp_path: Path) -> None:
     path, key = make(tmp_path)
@@ -130,6 +133,7 @@ def test_a_file_that_is_gone_is_not_read(make: Make, tmp_path: Path) -> None:
         scalai.read_slab(tmp_path, key, SLAB)
 
 
+@pytest.mark.fault
 @every_kind
 def test_a_truncated_file_is_refused_wherever_it_ends(make: Make, tmp_path: Path) -> None:
     path, key = make(tmp_path)
@@ -140,6 +144,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(make: Make, tmp_path: Path
             scalai.read_slab(path, key, SLAB)
 
 
+@pytest.mark.fault
 @every_kind
 def test_a_damaged_header_ends_in_no_other_error(make: Make, tmp_path: Path) -> None:
     path, key = make(tmp_path)

@@ -45,6 +45,7 @@ def test_a_part_is_hidden_until_it_is_shown_and_is_the_same_then(
             assert list(rows.damage()) == []
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_what_is_damaged_in_memory_does_not_come_to_the_disk(
     open_store: Opener, tmp_path: Path, is_cut: bool
@@ -73,6 +74,7 @@ def test_of_another_snapshot_nothing_is_shown(open_store: Opener, tmp_path: Path
     assert names(disk / "generation-3") == [".a.archived"]
 
 
+@pytest.mark.fault
 def test_a_host_lets_the_part_of_another_appear_that_died(
     open_store: Opener, tmp_path: Path
 ) -> None:
@@ -98,6 +100,7 @@ def archive_half(open_store: Opener, disk: Path, host: str, rank: int) -> str:
         return snapshot_name(store.manifest(3))
 
 
+@pytest.mark.fault
 def test_a_generation_that_all_had_written_when_all_died_appears(
     open_store: Opener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,6 +114,7 @@ def test_a_generation_that_all_had_written_when_all_died_appears(
     assert names(disk / "generation-3") == ["a", "b"]
 
 
+@pytest.mark.fault
 def test_hidden_parts_of_two_snapshots_are_no_state(open_store: Opener, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     for rank, host in enumerate("ab"):
@@ -132,6 +136,7 @@ def test_what_is_saved_at_the_end_meanwhile_is_the_same(open_store: Opener, tmp_
     assert names(disk / "generation-3") == ["a"]
 
 
+@pytest.mark.fault
 def test_several_hosts_show_the_same_parts_at_once(open_store: Opener, tmp_path: Path) -> None:
     """Each looks at parts that another one renames meanwhile."""
     written, hosts, problems = tmp_path / "written", "abcdef", list[BaseException]()
@@ -191,6 +196,7 @@ def test_several_hosts_retire_at_once(open_store: Opener, tmp_path: Path) -> Non
     assert sorted(removed) == list(range(1, 8)) and names(disk) == ["generation-8"]
 
 
+@pytest.mark.fault
 def test_a_disk_that_cannot_be_written_is_said_and_leaves_nothing(
     open_store: Opener, tmp_path: Path
 ) -> None:
@@ -240,6 +246,7 @@ def test_a_copy_may_be_given_up_and_leaves_nothing(
         assert store.archive(3, disk, own_only=True) == size_of(store.manifest(3))
 
 
+@pytest.mark.fault
 def test_a_snapshot_that_needs_its_room_does_not_wait_for_a_copy(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

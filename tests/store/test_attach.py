@@ -29,6 +29,8 @@ from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.parts import attachment
 from support.store_states import HALF, WEIGHT, Opener, generation, is_whole, snapshot
 
+pytestmark = pytest.mark.fault
+
 STATED = Committed(("a", "b"), {"param/w": 7})
 
 

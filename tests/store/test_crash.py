@@ -124,6 +124,7 @@ def test_a_damaged_generation_is_named_and_left_alone(open_store: Opener, tmp_pa
     assert is_whole(again, 1, step=1)
 
 
+@pytest.mark.fault
 def test_a_folder_that_was_renamed_is_not_taken_for_this_hosts_own(open_store: Opener) -> None:
     store = open_store("job", "a")
     generation(store, 3, step=3)
@@ -142,6 +143,7 @@ def test_a_folder_that_was_renamed_is_not_taken_for_this_hosts_own(open_store: O
     assert back.generations() == [3] and len(back.sealed()) == 1
 
 
+@pytest.mark.fault
 def test_a_generation_under_another_number_is_not_used(open_store: Opener) -> None:
     store = open_store()
     generation(store, 3, step=3)
@@ -150,6 +152,7 @@ def test_a_generation_under_another_number_is_not_used(open_store: Opener) -> No
     assert "holds generation 3" in open_store().damaged[5]
 
 
+@pytest.mark.fault
 def test_a_damaged_snapshot_is_told_and_left(open_store: Opener) -> None:
     store = open_store()
     slot, _ = snapshot(store, 2)
@@ -170,6 +173,7 @@ def test_a_damaged_snapshot_is_told_and_left(open_store: Opener) -> None:
         later.directory)] == [True]  # fmt: skip
 
 
+@pytest.mark.fault
 def test_the_number_of_a_damaged_generation_is_not_used_again(open_store: Opener) -> None:
     store = open_store()
     generation(store, 2, step=2)

@@ -16,6 +16,8 @@ from scalai.store.parts import StoredRows
 from scalai.store.places import MANIFEST
 from support.store_states import WEIGHT, Opener, generation, values_of
 
+pytestmark = pytest.mark.fault
+
 
 def rot(path: Path) -> None:
     data = bytearray(path.read_bytes())

@@ -308,6 +308,7 @@ def test_room_for_manifests_takes_none_from_snapshots_and_replicas(tmp_path: Pat
         store.check_spare(1)
 
 
+@pytest.mark.fault
 def test_manifests_need_no_more_room_than_was_made_for_the_snapshot(store: HostStore) -> None:
     held = two_ranks()
     slot = store.reserve(held)

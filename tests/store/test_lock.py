@@ -131,6 +131,7 @@ def test_opening_a_locked_store_changes_nothing(open_store: Opener) -> None:
     assert slot.exists()
 
 
+@pytest.mark.fault
 def test_a_process_that_stands_still_while_it_looks_at_a_lock_is_named_and_not_waited_for(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def test_a_damaged_manifest_is_refused_by_name(store: HostStore, damage: Any) ->
         read_manifest(path.parent)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("unfit", UNFIT.values(), ids=list(UNFIT))
 def test_a_value_of_another_kind_is_refused_and_not_converted(store: HostStore, unfit: Any) -> None:
     generation(store, 1, step=1)
@@ -91,6 +92,7 @@ def rewritten(store: HostStore, **changes: Any) -> Path:
     return path.parent
 
 
+@pytest.mark.fault
 def test_a_folder_that_was_renamed_is_refused_by_both_numbers(open_store: Opener) -> None:
     first, second = two_hosts(open_store)
     places = [first.generation_directory(1), second.generation_directory(1)]
@@ -102,6 +104,7 @@ def test_a_folder_that_was_renamed_is_refused_by_both_numbers(open_store: Opener
         load_generation(places, 1)
 
 
+@pytest.mark.fault
 def test_parts_of_two_snapshots_are_never_one_state(open_store: Opener) -> None:
     first, second = two_hosts(open_store)
     about = first.manifest(1).about
@@ -120,6 +123,7 @@ def test_parts_of_two_snapshots_are_never_one_state(open_store: Opener) -> None:
         load_generation(places)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("missing", NEEDED)
 def test_a_saved_part_that_says_too_little_is_refused(store: HostStore, missing: str) -> None:
     about = dict(generation(store, 1, step=1).about)

@@ -23,6 +23,8 @@ from scalai.store.files import prefault
 from scalai.store.host import HostStore
 from support.store_states import Opener, generation, is_whole, snapshot, two_ranks
 
+pytestmark = pytest.mark.fault
+
 DEADLINE_S = 60.0
 
 

@@ -23,6 +23,8 @@ from scalai.store.host import HostStore
 from scalai.store.secure import Folder, open_below
 from support.store_states import generation
 
+pytestmark = pytest.mark.fault
+
 STRANGER = 23456
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 

@@ -161,6 +161,7 @@ def test_what_is_no_table_is_refused(options: dict[str, Any]) -> None:
         ScalaiFileSystem(**options)
 
 
+@pytest.mark.fault
 def test_pins_expire_without_a_mount_too(
     files: Any, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ print(len(file.read()))
 """
 
 
+@pytest.mark.fault
 def test_a_reader_that_ends_leaves_no_pin(files: Any, store: HostStore) -> None:
     root = store.directory.parent.parent
     done = subprocess.run(

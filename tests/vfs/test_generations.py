@@ -183,6 +183,7 @@ def test_the_ledger_is_a_file_where_there_is_one(tree: Tree, store: HostStore) -
     assert json.loads(read(tree, "generations/1/ledger.json")) == {"x": 1}
 
 
+@pytest.mark.fault
 def test_an_open_file_stays_what_it_was_while_its_generation_goes(
     tree: Tree, store: HostStore
 ) -> None:
@@ -200,6 +201,7 @@ def test_an_open_file_stays_what_it_was_while_its_generation_goes(
     assert np.array_equal(loaded(tree, "model/w.npy").view(np.uint32), newest)
 
 
+@pytest.mark.fault
 def test_a_pin_takes_no_memory_that_the_store_needs(tmp_path: Path) -> None:
     with HostStore("job", "a", tmp_path, budget_bytes=1 << 40) as store:
         manifest = generation(store, 1, STEP)
@@ -221,6 +223,7 @@ def test_a_pin_takes_no_memory_that_the_store_needs(tmp_path: Path) -> None:
         assert not list(store.directory.glob("pinned-*"))
 
 
+@pytest.mark.fault
 def test_a_pin_of_a_dropped_generation_expires_after_a_while(
     tree: Tree, store: HostStore, clock: Clock
 ) -> None:
@@ -260,6 +263,7 @@ def pinned(tree: Tree, store: HostStore) -> Iterator[Content]:
     content.close()
 
 
+@pytest.mark.fault
 def test_a_pin_takes_no_room_that_replicas_need(
     pinned: Content, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +275,7 @@ def test_a_pin_takes_no_room_that_replicas_need(
         store.check_spare(1 << 20)
 
 
+@pytest.mark.fault
 def test_a_pin_takes_no_room_that_a_fetch_needs(
     pinned: Content, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +311,7 @@ def test_the_store_counts_its_room_while_pins_come_and_go(tree: Tree, store: Hos
         reader.result(20)
 
 
+@pytest.mark.fault
 def test_a_number_that_is_used_again_keeps_no_pin_of_the_generation_before(
     tree: Tree, store: HostStore, clock: Clock
 ) -> None:
@@ -336,6 +342,7 @@ def test_a_pin_of_a_number_that_is_used_again_stays(store: HostStore) -> None:
         tree.close()
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("who", ["reader", "store"])
 def test_pins_of_a_process_that_is_gone_are_removed(tree: Tree, store: HostStore, who: str) -> None:
     stale = store.directory / "pinned-1-dead"

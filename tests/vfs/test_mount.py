@@ -263,6 +263,7 @@ def test_the_model_is_that_of_the_newest_generation_and_an_open_file_stays(place
         assert np.array_equal(np.load(opened).view(np.uint32), values_of(WEIGHT, 3))
 
 
+@pytest.mark.fault
 def test_a_source_that_changes_gives_an_error_and_its_reason_is_in_the_log(place: Place) -> None:
     path = place.point / "dataset" / "lines" / "source" / "x.jsonl"
     own = place.folder / "lines" / "x.jsonl"
@@ -280,6 +281,7 @@ def test_a_source_that_changes_gives_an_error_and_its_reason_is_in_the_log(place
     assert "x.jsonl is not what was opened" in place.log.read_text()
 
 
+@pytest.mark.fault
 def test_a_killed_mount_hangs_nobody_and_is_mounted_anew(place: Place) -> None:
     scalai("unmount", "--lazy", str(place.point))
     done = place.mount()
@@ -306,6 +308,7 @@ def test_a_killed_mount_hangs_nobody_and_is_mounted_anew(place: Place) -> None:
     assert find_mount(place.point) is None
 
 
+@pytest.mark.fault
 def test_a_stopped_mount_is_told_of_in_words_and_frees_its_name(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

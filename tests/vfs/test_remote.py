@@ -31,6 +31,8 @@ from support.at_last import at_last
 from support.data_files import write_tokens
 from support.web_server import Page, Site, WebServer
 
+pytestmark = pytest.mark.fault
+
 BIN, NPY = "/set/corpus.bin", "/a.npy"
 VALUES = np.arange(600, dtype=np.float32).reshape(6, 10, 10)
 SLAB = np.s_[1:3, 2:5, :]

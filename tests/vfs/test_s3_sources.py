@@ -27,7 +27,7 @@ from support.at_last import at_last
 from support.data_files import write_tokens
 from support.ports import free_port
 
-pytestmark = pytest.mark.campaign
+pytestmark = [pytest.mark.fault, pytest.mark.campaign]
 
 BRIEF_S = 4.0
 

@@ -11,6 +11,8 @@ from scalai.core.errors import UsageError
 from scalai.vfs import sample_sources
 from scalai.vfs.sample_sources import LocalSource, open_files
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:

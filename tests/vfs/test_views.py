@@ -106,6 +106,7 @@ def test_a_damaged_index_or_one_of_another_file_is_an_error(
         walk(folder(tmp_path / "c", tokens=tokens), "dp-0-of-2")
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("lengths", "pointers"),
     [([4, -3, 2], [0, 8, 2]), ([4, 3], [0, -8]), ([4, 1], [0, (1 << 63) - 1]), ([4, 3], [0, 8])],
@@ -118,6 +119,7 @@ def test_an_index_with_impossible_sequences_is_an_error(
         sequences(index, 12)
 
 
+@pytest.mark.fault
 def test_an_order_of_no_samples_is_an_error_of_reading(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b"")
 

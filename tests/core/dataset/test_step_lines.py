@@ -48,6 +48,7 @@ def test_a_job_that_was_started_again_counts_its_rounds_anew() -> None:
     assert united([again])[2].samples_hash == 9, "of the later run"
 
 
+@pytest.mark.fault
 def test_lines_survive_being_written_and_a_torn_one_is_left_out() -> None:
     text = line_text(line(1, rate=0.5)) + line_text(line(2, loss=1.5))
     assert read_lines(text, "f") == ((line(1, rate=0.5), line(2, loss=1.5)), False)
@@ -69,12 +70,14 @@ def test_steps_that_were_lost_and_done_again_with_the_same_samples_are_told() ->
     assert found.is_kept and found.notes == ("steps 3 to 4 of round 0 were lost and done again",)
 
 
+@pytest.mark.fault
 def test_a_worker_that_was_killed_before_it_wrote_proves_nothing_against_the_others() -> None:
     full, killed = [hashed(s) for s in (1, 2, 3)], [hashed(s) for s in (1, 2)]
     again = [hashed(s, 1, 2 * s) for s in (3, 4)]
     assert judge_lines(files([*full, *again], killed)).is_kept
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("lines", "text"),
     [

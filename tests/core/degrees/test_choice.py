@@ -189,6 +189,7 @@ def test_a_job_goes_back_to_what_it_has_once_stepped_in_on_fewer_ranks() -> None
         choose(1, TINY, policy, Degrees(2, 1, 1), excluded=failed)
 
 
+@pytest.mark.fault
 def test_a_smaller_cut_is_known_to_fit_where_it_needs_no_more_bytes_than_one_that_ran() -> None:
     def cut_alone(layouts: Sequence[tuple[Degrees, Passes]]) -> list[float]:
         return [1 / degrees.model_parallel for degrees, _ in layouts]
@@ -206,6 +207,7 @@ def test_a_smaller_cut_is_known_to_fit_where_it_needs_no_more_bytes_than_one_tha
         choose(3, TINY, stated, present)
 
 
+@pytest.mark.fault
 def test_degrees_that_a_script_asks_for_are_had_or_refused_and_never_replaced() -> None:
     policy = DegreePolicy(initial=parse_request("tp1 pp3"))
     with pytest.raises(RefusedError, match=r"ask for TP1·PP3, .*pp=3 does not divide num_layers=4"):

@@ -11,6 +11,8 @@ from scalai.core.job.membership import Phase
 from support.simulated_workers import use_real_time, use_virtual_time
 from support.two_laws import World
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.fixture(autouse=True)
 def virtual_time() -> Iterator[None]:

@@ -114,6 +114,7 @@ def examine_unheard(world: World, name: str, number: int) -> None:
     assert world.is_training() and logged(world, "event=adopted"), world.log[-30:]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("what", KINDS)
 def test_what_was_found_damaged_is_known_to_the_next_coordinator(tmp_path: Path, what: str) -> None:
     flags = ("--nnodes", "1:4", "--max-restarts", "9", "--replicas", "0")
@@ -127,6 +128,7 @@ def test_what_was_found_damaged_is_known_to_the_next_coordinator(tmp_path: Path,
     assert "nothing else is whole" in end and f"is {what}" in end and "host 'a'" in end
 
 
+@pytest.mark.fault
 def test_the_next_coordinator_has_what_is_not_whole_any_more_make_room(tmp_path: Path) -> None:
     """As the one before would have, had it lived to hear of it."""
     world = training(tmp_path, is_replicated=False, snapshot_every=4)
@@ -152,6 +154,7 @@ def test_what_has_come_whole_again_is_told_to_no_other_coordinator(tmp_path: Pat
     assert not logged(world, "event=damage "), world.log
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("later", range(5))
 def test_whenever_the_coordinator_dies_behind_its_examination_an_older_state_is_gone_on_from(
     tmp_path: Path, later: int

@@ -16,6 +16,8 @@ from support.histories import NAMES, Histories
 from support.simulated_workers import Clock, use_real_time, use_virtual_time
 from support.two_laws import World
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.fixture(autouse=True, scope="module")
 def real_time() -> Iterator[None]:

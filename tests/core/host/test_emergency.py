@@ -106,6 +106,7 @@ def test_a_worker_in_the_middle_of_an_update_is_not_believed(tmp_path: Path) -> 
     assert logged(world, "event=went_back"), world.log
 
 
+@pytest.mark.fault
 def test_the_furthest_step_is_written_that_is_whole(tmp_path: Path) -> None:
     world, step = trained(tmp_path, "abc")
     world.kill_worker("a", 0)
@@ -126,6 +127,7 @@ def test_shards_of_two_steps_are_no_state(tmp_path: Path) -> None:
     assert world.is_training() and begun_at(world) < step, world.log
 
 
+@pytest.mark.fault
 def test_a_worker_that_is_stopped_is_done_without(tmp_path: Path) -> None:
     world, step = trained(tmp_path)
     workers(world, "b")[0].is_stopped = True
@@ -134,6 +136,7 @@ def test_a_worker_that_is_stopped_is_done_without(tmp_path: Path) -> None:
     assert world.is_training() and begun_at(world) == step, world.log
 
 
+@pytest.mark.fault
 def test_a_host_that_is_silent_meanwhile_is_done_without(tmp_path: Path) -> None:
     world, step = trained(tmp_path, "abc")
     world.hosts["c"].is_silent = True
@@ -154,6 +157,7 @@ def test_a_failure_on_the_way_to_a_stop_costs_no_step(tmp_path: Path) -> None:
     assert world.is_training() and begun_at(world) == step, world.log
 
 
+@pytest.mark.fault
 def test_the_loss_that_was_the_failure_costs_no_restart(tmp_path: Path) -> None:
     world, step = trained(tmp_path)
     left = world.live.state.budget.left
@@ -238,6 +242,7 @@ def test_workers_are_asked_at_once_and_written_when_it_is_wanted() -> None:
     assert done == reports.Rescued(1, 9)
 
 
+@pytest.mark.fault
 def test_another_rank_writes_what_a_torn_one_should_have_written() -> None:
     host = frozen_host({0: 9, 1: None})
     host.obey(commands.Rescue(1, 9))
@@ -292,6 +297,7 @@ def rescued_behind_a_snapshot() -> tuple[LawHost, Any]:
     return host, slot
 
 
+@pytest.mark.fault
 def test_a_store_without_room_writes_nothing_and_says_so() -> None:
     host, _ = rescued_behind_a_snapshot()
     host.feed(NoRoom(1, "full"))
@@ -306,6 +312,7 @@ def test_files_are_made_where_there_are_none() -> None:
     assert orders(host)[before:] == [0, 1]
 
 
+@pytest.mark.fault
 def test_a_snapshot_in_the_middle_of_which_workers_fail_is_written_again() -> None:
     host = LawHost()
     host.train()
@@ -323,6 +330,7 @@ def test_a_snapshot_in_the_middle_of_which_workers_fail_is_written_again() -> No
     assert len(host.all(actions.Seal)) == 1
 
 
+@pytest.mark.fault
 def test_a_worker_that_hangs_while_it_writes_is_ended() -> None:
     host = frozen_host({0: 9, 1: 9})
     host.obey(commands.Rescue(1, 9))

@@ -50,6 +50,7 @@ def test_who_fails_its_check_is_not_used_until_it_passes(tmp_path: Path) -> None
     assert world.is_training() and runs(world) == {"a", "b", "c"}, world.log[-8:]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("phase", [Phase.FREEZING, Phase.STOPPING, Phase.STARTING, Phase.RUNNING])
 def test_nor_is_it_by_another_coordinator(tmp_path: Path, phase: Phase) -> None:
     world = training(tmp_path)

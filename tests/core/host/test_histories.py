@@ -111,6 +111,7 @@ def test_a_job_chooses_how_often_by_the_slowest_host_and_all_workers_agree(tmp_p
     assert {worker.schedule.every for worker in workers} == {34}
 
 
+@pytest.mark.fault
 def test_a_host_without_room_leaves_snapshots_out_and_holds_up_nobody(tmp_path: Path) -> None:
     """Each host alone has some of the state: what the other one has written of it goes."""
     world = two_hosts(tmp_path, snapshot_every=4, is_async=True, is_replicated=False)
@@ -144,6 +145,7 @@ def without_coordinator(world: World, seconds: float) -> Iterator[None]:
         yield
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_async", [True, False])
 def test_while_the_coordinator_is_silent_memory_stays_bounded_and_one_snapshot_is_of_all(
     tmp_path: Path, is_async: bool
@@ -165,6 +167,7 @@ def test_while_the_coordinator_is_silent_memory_stays_bounded_and_one_snapshot_i
     assert any("event=snapshot committed=" in line for line in world.log[before:])
 
 
+@pytest.mark.fault
 def test_after_a_silent_coordinator_and_the_death_of_all_the_newest_common_snapshot_counts(
     tmp_path: Path,
 ) -> None:
@@ -197,6 +200,7 @@ def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path
     assert world.is_training() and world.furthest() > (number + 1, step), world.log
 
 
+@pytest.mark.fault
 def test_two_hosts_that_do_not_hear_each_other_do_not_stop_the_others(tmp_path: Path) -> None:
     """Each hears the coordinator; the round that ran cannot be made again."""
     world = two_hosts(tmp_path)
@@ -241,6 +245,7 @@ def test_without_replicas_such_a_job_waits_for_its_host(tmp_path: Path) -> None:
     assert world.phase is Phase.WAITING, world.log
 
 
+@pytest.mark.fault
 def test_two_may_be_lost_at_once_where_there_are_two_replicas(tmp_path: Path) -> None:
     flags = ("--nnodes", "1:4", "--max-restarts", "9", "--replicas", "2")
     world = three_with_shards(tmp_path, flags=flags)
@@ -259,6 +264,7 @@ def test_one_host_after_the_other_may_be_lost(tmp_path: Path) -> None:
         assert world.is_training() and len(world.live.state.current.active) == left, world.log
 
 
+@pytest.mark.fault
 def test_an_older_generation_stays_until_the_newer_one_has_replicas(tmp_path: Path) -> None:
     world = three_with_shards(tmp_path, snapshot_every=4)
     world.go_on(60.0)
@@ -280,6 +286,7 @@ def test_an_older_generation_stays_until_the_newer_one_has_replicas(tmp_path: Pa
 AT_ANY_TIME = [*range(4), *(pytest.param(n, marks=pytest.mark.campaign) for n in range(4, 60))]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("seed", AT_ANY_TIME)
 def test_a_host_may_be_lost_with_its_store_at_any_time(tmp_path: Path, seed: int) -> None:
     """Snapshots and replicas are made all the time; workers may fail before the loss is noticed."""
@@ -390,6 +397,7 @@ def test_a_coordinator_that_fails_as_it_loses_its_hosts_leaves_the_state(tmp_pat
     assert world.is_training() and (world.started[-1][1] or 0) >= newest, world.log
 
 
+@pytest.mark.fault
 def test_a_commit_that_found_no_room_in_time_takes_none_for_ever(tmp_path: Path) -> None:
     """A host has no room for a manifest while the job goes on to later generations: once it has
     room, it keeps nothing of what the job has left behind."""

@@ -1,5 +1,7 @@
 """The law of a host: it is told to leave, by a signal or by whoever will take it away."""
 
+import pytest
+
 from scalai.core.host.events import (
     Expelled,
     GroupSeen,
@@ -12,6 +14,7 @@ from scalai.core.messages import reports
 from support.law_host import LawHost
 
 
+@pytest.mark.fault
 def test_a_notice_is_told_with_what_is_left_and_twice_the_same_counts_once() -> None:
     host = LawHost()
     host.feed(Noticed("file:/n", 30.0))
@@ -31,6 +34,7 @@ def test_a_notice_that_comes_nearer_or_is_put_off_is_told_anew() -> None:
     ]
 
 
+@pytest.mark.fault
 def test_the_soonest_of_several_sources_counts() -> None:
     host = LawHost()
     host.feed(Noticed("aws rebalance", None))
@@ -51,6 +55,7 @@ def test_a_signal_after_a_notice_leaves_its_deadline_where_that_is_sooner() -> N
     assert host.state.exit == 1 and "event=notice_over" in host.log()
 
 
+@pytest.mark.fault
 def test_the_time_of_a_save_is_not_the_hosts_own_where_it_is_taken_away() -> None:
     host = LawHost()
     host.feed(Noticed("gcp", 30.0))
@@ -59,6 +64,7 @@ def test_the_time_of_a_save_is_not_the_hosts_own_where_it_is_taken_away() -> Non
     assert host.state.exit == 1
 
 
+@pytest.mark.fault
 def test_a_recommendation_never_ends_an_agent() -> None:
     host = LawHost(drain_timeout_s=9.0)
     host.feed(Noticed("aws rebalance", None))
@@ -77,6 +83,7 @@ def test_a_notice_that_is_withdrawn_is_told_and_ends_nothing() -> None:
     assert host.state.exit is None
 
 
+@pytest.mark.fault
 def test_what_others_have_said_holds_when_one_is_withdrawn() -> None:
     host = LawHost(drain_timeout_s=50.0)
     host.feed(Noticed("azure", 30.0))

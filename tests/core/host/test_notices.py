@@ -10,6 +10,8 @@ from scalai.core.job.spacing import Pace
 from support.simulated_workers import use_real_time, use_virtual_time
 from support.two_laws import World
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.fixture(autouse=True, scope="module")
 def virtual_time() -> Iterator[None]:

@@ -11,6 +11,8 @@ from scalai.core.messages.worker_messages import BeginSnapshot, RankStepped, Ran
 from support.law_host import LawHost
 from support.wire_words import start, workers
 
+pytestmark = pytest.mark.fault
+
 NONE = JsonText.of(None)
 NUMBERS = Numbers(5.0, 2.0, framework="f")
 

@@ -38,6 +38,7 @@ def all_hear(world: World) -> None:
         world.act(name, "net")
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.DRAINING, Phase.SNAPSHOTTING])
 def test_a_request_for_which_nothing_is_built_yet_outlives_the_coordinator(
     tmp_path: Path, phase: Phase
@@ -113,6 +114,7 @@ def test_a_coordinator_with_the_term_of_the_one_before_it_goes_by_what_hosts_hav
     assert world.live.members.term == 2  # so that what it says is later than what they had
 
 
+@pytest.mark.fault
 def test_a_crash_loop_gets_no_restarts_from_new_coordinators(tmp_path: Path) -> None:
     flags = ("--nnodes", "2", "--max-restarts", "2")
     world = training(tmp_path, flags=flags)
@@ -129,6 +131,7 @@ def test_a_crash_loop_gets_no_restarts_from_new_coordinators(tmp_path: Path) -> 
     assert any("restart budget" in line for line in world.log)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("phase", [Phase.FREEZING, Phase.RESCUING, Phase.STOPPING, Phase.STARTING])
 def test_a_failure_counts_once_though_two_coordinators_hear_of_it(
     tmp_path: Path, phase: Phase
@@ -154,6 +157,7 @@ def failed_change(folder: Path) -> World:
     return world
 
 
+@pytest.mark.fault
 def test_a_change_that_has_failed_is_not_tried_again_under_a_new_coordinator(
     tmp_path: Path,
 ) -> None:
@@ -202,6 +206,7 @@ def test_what_has_failed_is_known_though_its_host_comes_to_the_second_coordinato
     assert world.is_training() and world.started == started, world.log[-8:]
 
 
+@pytest.mark.fault
 def test_a_change_that_fails_under_a_new_coordinator_goes_back_to_what_ran(tmp_path: Path) -> None:
     world = training(tmp_path)
     left = world.live.state.budget.left
@@ -228,6 +233,7 @@ def test_what_the_job_has_brought_to_the_disk_is_known_to_the_next_coordinator(
     assert world.live.state.copies.archived[: len(archived)] == archived, world.log
 
 
+@pytest.mark.fault
 def test_steps_that_were_lost_are_told_to_workers_of_later_coordinators_rounds(
     tmp_path: Path,
 ) -> None:

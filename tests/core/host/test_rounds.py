@@ -162,6 +162,7 @@ def test_what_was_on_standby_and_is_gone_fails_the_round_that_counts_on_it() -> 
     assert host.reported()[-1] == "stopped" and host.refused()[call] == ENDED
 
 
+@pytest.mark.fault
 def test_workers_that_cannot_be_started_end_no_agent() -> None:
     host = LawHost()
     host.obey(commands.Build(workers(3)))
@@ -324,6 +325,7 @@ def test_what_there_is_no_room_for_goes_where_the_job_has_left_it_behind() -> No
     assert host.done[-1] == commands.Drop(2)
 
 
+@pytest.mark.fault
 def test_nothing_to_commit_fails_the_round() -> None:
     host = LawHost()
     host.train()
@@ -363,6 +365,7 @@ def test_a_host_that_was_expelled_ends_its_workers_and_joins_again() -> None:
     assert host.reported()[-2:] == ["slots", "leaving"]
 
 
+@pytest.mark.fault
 def test_a_host_without_workers_joins_again_at_once_and_ends_where_it_cannot() -> None:
     host = LawHost()
     host.feed(Expelled("host 'a' is not in the job."))

@@ -49,6 +49,7 @@ def snapshot(host: LawHost, step: int = 7) -> actions.Seal:
     return host.all(actions.Seal)[-1]
 
 
+@pytest.mark.fault
 def test_a_state_says_what_persons_have_asked_of_its_job() -> None:
     host = LawHost()
     host.train()
@@ -74,6 +75,7 @@ def test_a_snapshot_is_sealed_once_all_have_written_and_the_next_one_has_room() 
     assert len(host.all(actions.Reserve)) == 2
 
 
+@pytest.mark.fault
 def test_while_nobody_commits_the_two_newest_snapshots_stay_and_older_ones_go() -> None:
     """The coordinator is silent: memory would fill up with the job's states."""
     host = LawHost()
@@ -153,6 +155,7 @@ def test_no_files_are_made_while_the_store_holds_two_generations() -> None:
     assert len(host.all(actions.Reserve)) == 2
 
 
+@pytest.mark.fault
 def test_a_round_that_trains_goes_on_without_room_and_takes_it_when_it_is_there() -> None:
     host = LawHost()
     host.begin()
@@ -191,6 +194,7 @@ def without_files(hang_s: float = 0.0) -> LawHost:
     return host
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_restoring", [False, True])
 def test_a_host_without_room_refuses_a_job_that_begins_and_fails_a_round_of_one_that_goes_on(
     is_restoring: bool,
@@ -205,6 +209,7 @@ def test_a_host_without_room_refuses_a_job_that_begins_and_fails_a_round_of_one_
     assert failure.is_refusal is not is_restoring and "no room." in failure.reason
 
 
+@pytest.mark.fault
 def test_a_snapshot_that_is_wanted_at_a_stop_and_finds_no_room_fails_the_round() -> None:
     host = without_files()
     host.agree(9)
@@ -216,6 +221,7 @@ def test_a_snapshot_that_is_wanted_at_a_stop_and_finds_no_room_fails_the_round()
     assert failed.reason == "making room for a snapshot: no room."
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("is_expelled", [False, True])
 def test_what_is_sealed_after_its_round_is_kept_where_the_host_joins_again(
     is_expelled: bool,
@@ -246,6 +252,7 @@ def test_files_that_come_when_their_round_has_ended_are_used_again() -> None:
     assert host.discarded() == [slot]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("how", ["no room", "never"])
 def test_a_snapshot_on_the_way_that_has_no_files_is_done_without(how: str) -> None:
     host = without_files()
@@ -282,6 +289,7 @@ def test_nobody_waits_for_files_until_that_counts_as_a_hang() -> None:
     assert host.answers()[first] is None and "event=snapshot_skipped step=9" in host.log()
 
 
+@pytest.mark.fault
 def test_a_stop_waits_for_no_snapshot_on_the_way_that_has_no_files() -> None:
     """Its own is newer, and needs the room and the time."""
     host = without_files()
@@ -302,6 +310,7 @@ def test_a_stop_waits_for_no_snapshot_on_the_way_that_has_no_files() -> None:
     assert [seal.step for seal in host.all(actions.Seal)] == [7, 10]
 
 
+@pytest.mark.fault
 def test_a_rank_that_cannot_write_is_left_out_and_trains_on() -> None:
     """What others hold of it may make the snapshot whole all the same."""
     host = LawHost()
@@ -328,6 +337,7 @@ def test_where_no_rank_can_write_the_files_are_kept_for_the_next_snapshot() -> N
     assert snapshot(host, 9).slot is slot
 
 
+@pytest.mark.fault
 def test_what_is_written_of_another_step_does_not_count() -> None:
     """It comes late, of a snapshot that was given up when workers failed."""
     host = LawHost()
@@ -341,6 +351,7 @@ def test_what_is_written_of_another_step_does_not_count() -> None:
     assert len(host.all(actions.Seal)) == 1
 
 
+@pytest.mark.fault
 def test_who_dies_at_the_stop_with_a_snapshot_under_way_does_not_hold_up_the_stop() -> None:
     """It has made the steps to the stop while the agent has yet to hear what it wrote."""
     host = LawHost()
@@ -357,6 +368,7 @@ def test_who_dies_at_the_stop_with_a_snapshot_under_way_does_not_hold_up_the_sto
     assert host.reported()[-2:] == ["sealed", "arrived"]
 
 
+@pytest.mark.fault
 def test_a_snapshot_on_the_way_that_cannot_be_sealed_is_done_without() -> None:
     host = LawHost()
     host.train()
@@ -369,6 +381,7 @@ def test_a_snapshot_on_the_way_that_cannot_be_sealed_is_done_without() -> None:
     assert snapshot(host, 9).step == 9 and "workers_failed" not in host.reported()
 
 
+@pytest.mark.fault
 def test_a_snapshot_at_a_stop_that_cannot_be_sealed_fails_the_round() -> None:
     host = LawHost()
     host.train()
@@ -407,6 +420,7 @@ def test_a_worker_that_is_ahead_by_a_snapshot_waits_for_the_others() -> None:
     assert host.answers()[early] is not None
 
 
+@pytest.mark.fault
 def test_who_comes_to_a_later_snapshot_writes_nothing_of_an_earlier_one() -> None:
     """It has learned too late at which steps they are. The other has written, and counts."""
     host = LawHost()
@@ -427,6 +441,7 @@ def test_who_comes_to_a_later_snapshot_writes_nothing_of_an_earlier_one() -> Non
     assert set(host.all(actions.Seal)[-1].parts) == {0, 1}
 
 
+@pytest.mark.fault
 def test_a_snapshot_that_others_have_passed_over_holds_up_nobody() -> None:
     host = LawHost()
     host.train()

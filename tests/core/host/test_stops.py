@@ -51,6 +51,7 @@ def test_a_stop_is_proposed_and_reported_as_far_as_the_workers_are(host: LawHost
     assert (prepared.stop, prepared.newest, prepared.round) == (8, 7, 1)  # type: ignore[union-attr]
 
 
+@pytest.mark.fault
 def test_a_stop_is_proposed_once_no_save_is_in_flight(
     host: LawHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_held_stop_that_is_taken_back_or_whose_round_has_ended_is_not_proposed
     assert host.reported() == ["held", "held"] and not host.all(commands.Prepare)
 
 
+@pytest.mark.fault
 def test_workers_that_come_to_a_stop_with_a_save_are_sent_on_and_that_is_told_once(
     host: LawHost,
 ) -> None:
@@ -106,6 +108,7 @@ def test_workers_that_stood_when_their_round_ended_keep_no_later_stop_from_being
     assert host.reported() == ["held", "held"]
 
 
+@pytest.mark.fault
 def test_of_a_save_that_nobody_looks_for_any_more_that_is_said(host: LawHost) -> None:
     """The training hangs, and the change waits with it."""
     host.obey(commands.Prepare(1, 8), SAVING)
@@ -115,6 +118,7 @@ def test_of_a_save_that_nobody_looks_for_any_more_that_is_said(host: LawHost) ->
     assert "no worker has looked for its end for" in str(host.reports()[-1])
 
 
+@pytest.mark.fault
 def test_a_leaving_host_waits_for_a_save_as_long_as_somebody_looks_for_it(host: LawHost) -> None:
     from scalai.core.host.events import LeaveAsked
 
@@ -147,6 +151,7 @@ def test_a_stop_that_is_taken_back_sends_on_whoever_waits_at_it() -> None:
     assert host.answers()[late] is None
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("other", "named"), [(5, ""), (6, "'param/w' on ranks [0, 1]")])
 def test_replicas_that_differ_at_a_stop_are_named_before_anybody_writes(
     other: int, named: str
@@ -233,6 +238,7 @@ def test_workers_that_have_finished_on_the_way_to_a_stop_are_told_of_once() -> N
     assert host.reported().count("finished") == 1
 
 
+@pytest.mark.fault
 def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again() -> None:
     """A process that it has forked holds the connection."""
     host = LawHost(drain_timeout_s=5.0)

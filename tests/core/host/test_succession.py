@@ -15,6 +15,8 @@ from scalai.launch.coordinator.person_calls import Scale
 from support.simulated_workers import Clock, use_real_time, use_virtual_time
 from support.two_laws import World, training
 
+pytestmark = pytest.mark.fault
+
 MOST_ACTS = 400
 
 

@@ -5,6 +5,8 @@ import pytest
 from scalai.core.job.overdue import behind
 from scalai.core.messages.reports import SILENT, Stalled
 
+pytestmark = pytest.mark.fault
+
 BACKWARD = '"torch/autograd/graph.py", line 829 in _engine_run_backward < "t.py", line 9 in main'
 REDUCE = '"/x/torch/distributed/c10d.py", line 2 in all_reduce < "train.py", line 11 in main'
 SLEEP = '"train.py", line 7 in load'

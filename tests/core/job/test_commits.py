@@ -1,5 +1,7 @@
 """The rules of membership: when what hosts have sealed beside the training is judged."""
 
+import pytest
+
 from scalai.core.job import membership as m
 from scalai.core.job.resize import advance
 from scalai.core.messages import actions, commands, events, reports
@@ -24,6 +26,7 @@ def test_a_snapshot_is_judged_once_every_host_with_workers_has_sealed_it() -> No
     assert due == (actions.JudgeSnapshot("snapshot", NAME),) and not job.states.sealed
 
 
+@pytest.mark.fault
 def test_a_snapshot_is_judged_though_a_host_has_nothing_of_it() -> None:
     """What the others have written may be the whole state."""
     job = two_hosts().job
@@ -42,6 +45,7 @@ def test_parts_of_two_snapshots_or_rounds_make_none() -> None:
         assert not due
 
 
+@pytest.mark.fault
 def test_who_comes_to_a_later_snapshot_has_nothing_of_an_earlier_one() -> None:
     """It learned too late at which steps they are; the part of the other may be the whole state."""
     job, due = advance(two_hosts().job, sealed("a", 1))

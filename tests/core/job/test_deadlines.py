@@ -14,6 +14,8 @@ from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
 from support.membership_simulation import Simulation, job
 
+pytestmark = pytest.mark.fault
+
 EXIT_GRACE_S = Settings("a", is_elastic=True, drain_timeout_s=120.0).exit_grace_s
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 

@@ -10,6 +10,8 @@ from scalai.core.job.endings import (
     rank_of,
 )
 
+pytestmark = pytest.mark.fault
+
 NCCL = "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2074, unhandled cuda error"
 
 

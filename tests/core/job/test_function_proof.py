@@ -102,6 +102,7 @@ def test_repeated_steps_of_half_precision_say_how_far_layouts_may_differ() -> No
     assert remade(known, 4, "tp2", "bfloat16", [(1, 5.0, 2.0)])[1]
 
 
+@pytest.mark.fault
 def test_the_coordinator_warns_of_steps_that_a_recovery_makes_otherwise() -> None:
     simulation = training()
     job, text = probing.made(simulation.job, [(6, 5.0, 2.0), (7, 4.9, 2.0)])
@@ -187,6 +188,7 @@ def test_a_change_that_computes_the_same_stands_and_is_not_proven_again() -> Non
     assert [each.proves for each in rounds(simulation)] == [False, True, False, False]
 
 
+@pytest.mark.fault
 def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_and_stays_there(
 ) -> None:  # fmt: skip
     simulation = training(left=0)
@@ -258,6 +260,7 @@ def test_a_recovery_behind_a_proven_change_is_not_reported_as_proven() -> None:
     assert simulation.job.phase is m.Phase.RUNNING and not simulation.job.function.found
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("before", "after"), [(None, HERE), (HERE, None)])
 def test_a_change_whose_numbers_are_missing_stands_and_it_is_said_once(
     before: Numbers | None, after: Numbers | None

@@ -66,6 +66,7 @@ def test_one_may_pause_three_times_as_long_as_ever_before() -> None:
     assert is_frozen(look(simulation, a=at(40, 310, 100), b=at(40, 310)))
 
 
+@pytest.mark.fault
 def test_a_job_that_hangs_again_without_a_step_waits_twice_as_long() -> None:
     """It may be an evaluation that is longer than any pause before."""
     simulation = trained()
@@ -100,6 +101,7 @@ def within(for_s: float, usual_s: float, longest_s: float = 0.0) -> Stalled:
     return Stalled((0,), 40, for_s, longest_s, usual_s, True)
 
 
+@pytest.mark.fault
 def test_within_a_step_the_usual_one_says_what_is_too_long() -> None:
     """Never less than five minutes, nor than three pauses; a person's limit is the highest."""
     simulation = trained()
@@ -115,6 +117,7 @@ def test_within_a_step_the_usual_one_says_what_is_too_long() -> None:
     assert is_frozen(look(simulation, a=within(51, 1.0), b=within(51, 1.0)))
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("one", [{"is_within": False}, {"usual_s": 0.0}])
 def test_an_evaluation_a_save_or_the_first_steps_may_take_as_long_as_a_person_said(
     one: dict[str, Any],
@@ -126,6 +129,7 @@ def test_an_evaluation_a_save_or_the_first_steps_may_take_as_long_as_a_person_sa
     assert is_frozen(look(simulation, a=within(1801, 1.0), b=replace(other, for_s=1801.0)))
 
 
+@pytest.mark.fault
 def test_a_second_hang_on_a_host_leaves_it_out_at_the_price_of_a_lost_host() -> None:
     simulation = trained(is_loss_free=True)
     stalls = {"a": at(40, 200), "b": Stalled((2,), 39, 200)}
@@ -144,6 +148,7 @@ def test_where_none_can_go_on_without_it_it_is_a_failure_as_any() -> None:
     assert is_frozen((after, due)) and after.budget.left == 8
 
 
+@pytest.mark.fault
 def test_what_hung_is_forgotten_when_the_agent_of_the_host_is_started_anew() -> None:
     simulation = trained(is_loss_free=True)
     simulation.job = but(simulation.job, hangs={"b": 2}, barred={"b": 1e6, "c": 1e6})
@@ -152,6 +157,7 @@ def test_what_hung_is_forgotten_when_the_agent_of_the_host_is_started_anew() -> 
     assert simulation.job.health.hangs == {} and simulation.job.health.barred == {"c": 1e6}
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
 def test_a_host_that_hangs_in_every_round_never_keeps_the_job_from_stepping(hosts: str) -> None:
     """For a day; each time it is taken again it is left out for longer."""

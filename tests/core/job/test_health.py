@@ -1,10 +1,14 @@
 """A host with a health check runs workers once it has passed it, and the others do not wait."""
 
+import pytest
+
 from scalai.core.job import membership as m
 from scalai.core.job.membership import active
 from scalai.core.messages import actions, commands, events, reports
 from support.membership_jobs import rounds
 from support.membership_simulation import Simulation, job
+
+pytestmark = pytest.mark.fault
 
 
 def checked(*healthy: str, **settings: object) -> Simulation:

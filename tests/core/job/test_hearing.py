@@ -14,6 +14,8 @@ from support.membership_choice import assign_all
 from support.membership_jobs import rounds
 from support.membership_simulation import Simulation, job
 
+pytestmark = pytest.mark.fault
+
 
 def pairs(text: str) -> frozenset[frozenset[str]]:
     return frozenset(frozenset(pair) for pair in text.split())

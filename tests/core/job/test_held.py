@@ -27,6 +27,7 @@ def saving(silent: str = "") -> Simulation:
     return simulation
 
 
+@pytest.mark.fault
 def test_a_change_waits_for_a_save_however_long_it_takes_and_loses_nobody() -> None:
     simulation = saving()
     for _ in range(40):
@@ -41,12 +42,14 @@ def test_a_change_waits_for_a_save_however_long_it_takes_and_loses_nobody() -> N
     assert not simulation.job.stop.held and simulation.job.budget.left == 3
 
 
+@pytest.mark.fault
 def test_a_host_that_does_not_answer_is_lost_all_the_same() -> None:
     simulation = saving(silent="b")
     simulation.pass_time(4 * ANSWER_S, ANSWER_S / 2)
     assert set(simulation.hosts) == {"a"}
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_a_save_that_begins_on_the_way_to_a_stop_puts_it_off(first: str) -> None:
     simulation = two_hosts(build_timeout_s=0.0)

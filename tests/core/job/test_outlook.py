@@ -162,6 +162,7 @@ OUTLOOKS: dict[str, tuple[Sequence[Has], dict[str, Any], list[int], str, bool]] 
 }  # fmt: skip
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("case", OUTLOOKS, ids=str)
 def test_a_job_goes_on_from_the_newest_whole_state_or_waits_and_says_why(case: str) -> None:
     parts, course, whole, words, is_held_back = OUTLOOKS[case]
@@ -172,6 +173,7 @@ def test_a_job_goes_on_from_the_newest_whole_state_or_waits_and_says_why(case: s
     assert found.is_held_back is is_held_back and found.loss == ""
 
 
+@pytest.mark.fault
 def test_what_was_sealed_is_waited_for_though_its_holder_has_gone() -> None:
     known = Known().brings(SEALED_A)
     known.parts.clear()
@@ -181,6 +183,7 @@ def test_what_was_sealed_is_waited_for_though_its_holder_has_gone() -> None:
     assert not known.outlook("c", **NEW).obstacle, "it was given up"
 
 
+@pytest.mark.fault
 def test_all_that_are_to_hold_it_are_there_and_it_is_not_whole() -> None:
     assert not Known().brings(SEALED_A).outlook("ab", **NEW).obstacle, "nobody may bring the rest"
 
@@ -192,6 +195,7 @@ def test_a_host_that_was_released_is_not_waited_for() -> None:
     assert "those of" not in known.brings(HALF_B).outlook("ab", **NEW).obstacle
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("older", [(), (OLD,)], ids=["nothing older", "an older one"])
 def test_replicas_that_differ_are_no_state_and_a_person_decides(older: tuple[Has, ...]) -> None:
     known = Known().brings(*older, SEALED_A, SEALED_B)
@@ -208,6 +212,7 @@ def test_replicas_that_differ_are_no_state_and_a_person_decides(older: tuple[Has
     assert not known.outlook("ab", **NEW).obstacle, "something as far is committed"
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("parts", "is_named"),
     [((), True), ((OLD,), True), ((Has("b", 3, 20, wrote="ab"),), False)],
@@ -228,6 +233,7 @@ def test_a_sealed_part_that_cannot_be_read_is_named(parts: tuple[Has, ...], is_n
 # ---------------------------------------------------------------------- damage
 
 
+@pytest.mark.fault
 def test_nothing_but_damage_is_a_state_too() -> None:
     found = Known(Catalogue().with_damage("a", 1, "its manifest is torn")).outlook("a", **NEW)
     assert "generation 1 is not whole (host 'a': its manifest is torn)" in found.obstacle
@@ -322,6 +328,7 @@ ADMITTED: dict[str, tuple[Sequence[Has], Has, int, Admittance, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("case", ADMITTED, ids=str)
 def test_a_part_of_a_generation_is_taken_goes_or_is_refused_by_name(case: str) -> None:
     there, brought, round, expected, words = ADMITTED[case]
@@ -386,6 +393,7 @@ SEALED_SOMEWHERE: dict[
 }  # fmt: skip
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("case", SEALED_SOMEWHERE, ids=str)
 def test_a_sealed_part_counts_is_given_up_or_is_refused_by_name(case: str) -> None:
     there, held, part, round, is_whole, expected, words = SEALED_SOMEWHERE[case]
@@ -400,6 +408,7 @@ def test_a_fresh_job_gives_up_whole_states_of_other_runs() -> None:
     assert admit_sealed(OTHER.facts, (), now, lambda: True)[0] is OBSOLETE
 
 
+@pytest.mark.fault
 def test_a_sealed_state_is_not_left_for_a_committed_one_of_another_run_that_is_less_far() -> None:
     sealed = Has("a", SEALED, 500)
     known = Known().brings(sealed).commits(1, sealed)
@@ -417,6 +426,7 @@ def test_a_sealed_state_is_not_left_for_a_committed_one_of_another_run_that_is_l
 # ---------------------------------------------------------------------- what is left behind
 
 
+@pytest.mark.fault
 def test_what_a_person_gave_up_is_dropped_at_the_next_start_and_never_comes_back() -> None:
     known = Known().brings(OLD, HALF_A, OURS)
     known.catalogue = known.catalogue.gave_up_after(3, known.survey)

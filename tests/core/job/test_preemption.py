@@ -62,6 +62,7 @@ def said(due: tuple[Action, ...]) -> str:
     return "\n".join(a.text for a in due if isinstance(a, actions.Say))
 
 
+@pytest.mark.fault
 def test_a_notice_that_leaves_time_is_a_drain_and_says_the_estimate() -> None:
     job, due = notice(training(), 120.0)
     assert kinds(due) == [commands.Prepare]
@@ -84,6 +85,7 @@ def test_where_a_drain_takes_too_long_what_only_that_host_holds_leaves_first() -
     assert kinds(due) == [], "once"
 
 
+@pytest.mark.fault
 def test_a_newer_generation_leaves_too() -> None:
     job, due = notice(training(), 30.0)
     for host in "ab":
@@ -97,6 +99,7 @@ def test_a_newer_generation_leaves_too() -> None:
     assert actions.MakeReplicas(("a", "b"), 2, 3, 1, ("c",)) in due
 
 
+@pytest.mark.fault
 def test_what_could_not_come_is_asked_for_again_soon_and_what_has_no_room_is_not() -> None:
     job, _ = notice(training(), 30.0)
     job, _ = advance(job, events.Reported("a", reports.Replicated(1, 0, "c does not answer")))
@@ -145,6 +148,7 @@ def test_no_new_round_has_a_host_that_was_told_to_go() -> None:
     assert rounds(simulation)[-1].steps_lost == 0 and set(simulation.hosts) == {"a"}
 
 
+@pytest.mark.fault
 def test_the_others_go_on_without_a_host_whose_time_is_over() -> None:
     job, _ = notice(training(), 30.0)
     job, due = ticked(job, 30.0 + LATE_S - 0.5)
@@ -177,6 +181,7 @@ def test_a_host_that_is_killed_after_it_gave_what_it_held_costs_the_steps_since_
     assert rounds(simulation)[-1].generation == newest
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("phase", [m.Phase.PREPARING, m.Phase.DRAINING, m.Phase.RUNNING])
 def test_a_notice_that_is_withdrawn_before_anybody_has_written_leaves_the_job_as_it_was(
     phase: m.Phase,
@@ -194,6 +199,7 @@ def test_a_notice_that_is_withdrawn_before_anybody_has_written_leaves_the_job_as
     assert len({host.step for host in simulation.hosts.values()}) == 1
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("phase", [m.Phase.SNAPSHOTTING, m.Phase.STOPPING, m.Phase.STARTING])
 def test_a_notice_that_is_withdrawn_later_brings_the_host_back_with_no_step_lost(
     phase: m.Phase,
@@ -239,6 +245,7 @@ def test_an_estimate_counts_a_step_that_takes_long_and_bytes_that_were_never_wri
     assert "assumed" in str(found)
 
 
+@pytest.mark.fault
 def test_where_nothing_runs_what_only_that_host_holds_leaves_all_the_same() -> None:
     waiting = but(training(), phase=m.Phase.WAITING, current=None, assign=lambda *_: None)
     _, due = notice(waiting, 600.0)

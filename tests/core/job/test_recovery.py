@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +69,7 @@ def left(held: dict[str, Collection], lost: set[str]) -> dict[str, Collection]:
     return {host: pieces for host, pieces in held.items() if host not in lost}
 
 
+@pytest.mark.fault
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_the_newest_whole_state_is_found_after_any_losses(data: st.DataObject) -> None:
@@ -164,6 +166,7 @@ def made(run: str, number: int, source: tuple[Descent, dict[str, Any]] | None = 
     return Descent.of(number, about), about
 
 
+@pytest.mark.fault
 def test_a_state_contains_what_it_comes_from_and_nothing_that_was_made_apart() -> None:
     first = made("r", 3)
     later, last = made("r", 5, first), made("r", 9, made("r", 5, first))

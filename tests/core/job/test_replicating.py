@@ -3,6 +3,8 @@ yet, whoever comes and goes meanwhile."""
 
 from dataclasses import replace
 
+import pytest
+
 from scalai.core.job import membership as m
 from scalai.core.job.resize import advance
 from scalai.core.messages import actions, events, reports
@@ -89,6 +91,7 @@ def with_a_newer_one(job: m.Job) -> m.Job:
     return but(job, generations=(*job.states.generations, newer), committing=newer.number)
 
 
+@pytest.mark.fault
 def test_replicas_that_are_late_are_skipped_for_those_of_a_newer_generation_once() -> None:
     """They do not queue up, and there are some in the end."""
     job, due = ticked(training("ab", ""))

@@ -117,6 +117,7 @@ def test_a_part_that_is_not_saved_is_no_resumable_end(what: str) -> None:
     assert [e.code for e in simulation.exits] == [1]
 
 
+@pytest.mark.fault
 def test_a_host_may_leave_a_job_that_has_not_begun() -> None:
     simulation = Simulation(job(assign=assign_all(minimum=3)))
     simulation.join("a", 2)

@@ -58,6 +58,7 @@ def test_without_replicas_a_host_lost_at_the_commit_costs_the_steps_since_the_ge
     assert last.steps_lost == reached - simulation.steps[last.generation or 0] > 0
 
 
+@pytest.mark.fault
 def test_a_host_without_a_part_of_the_snapshot_is_not_awaited_at_the_commit() -> None:
     """All of its workers died before they wrote, or it has just come back."""
     simulation = two_hosts(max_hosts=3)
@@ -132,6 +133,7 @@ def test_a_snapshot_during_a_drain_makes_room_for_the_snapshot_after_it(phase: m
     assert simulation.job.phase is m.Phase.RUNNING and set(simulation.hosts) == {"a"}
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("is_replicated", "phase"), [(True, m.Phase.RUNNING), (False, m.Phase.WAITING)]
 )
@@ -185,6 +187,7 @@ def test_a_host_that_comes_back_brings_the_state_that_the_job_waits_for() -> Non
     assert rounds(simulation)[-1].generation == max(lost.parts)
 
 
+@pytest.mark.fault
 def test_the_last_host_that_is_lost_is_waited_for_with_its_state_and_the_restarts() -> None:
     simulation = two_hosts(left=2, is_loss_free=True, has_durable_dir=True)
     simulation.train(5)
@@ -201,6 +204,7 @@ def test_the_last_host_that_is_lost_is_waited_for_with_its_state_and_the_restart
     assert simulation.job.budget.left == 2
 
 
+@pytest.mark.fault
 def test_the_last_host_that_is_lost_while_it_drains_is_waited_for_too() -> None:
     simulation = two_hosts(has_durable_dir=True)
     simulation.feed(events.HostLeaving("a", simulation.now))
@@ -211,6 +215,7 @@ def test_the_last_host_that_is_lost_while_it_drains_is_waited_for_too() -> None:
     assert simulation.job.phase is m.Phase.WAITING and not simulation.exits
 
 
+@pytest.mark.fault
 def test_a_last_host_that_leaves_before_any_step_begins_anew_by_the_same_command() -> None:
     simulation = Simulation(job())
     simulation.join("a", 2)
@@ -248,6 +253,7 @@ def fail_start(simulation: Simulation, reason: str, *, is_chance: bool = False) 
         simulation.answer(simulation.waiting()[0])
 
 
+@pytest.mark.fault
 def test_a_script_that_raises_the_same_before_its_first_step_again_ends_the_job() -> None:
     simulation = starting()
     fail_start(simulation, "rank 0 exited with 1: FileNotFoundError: no data (pid 17)")
@@ -257,6 +263,7 @@ def test_a_script_that_raises_the_same_before_its_first_step_again_ends_the_job(
     assert "no step was ever made" in simulation.exits[0].reason
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -89,6 +89,7 @@ def test_who_said_a_number_keeps_it() -> None:
     assert not said and not ticked(found, 10.0, 60)[1] and found.spacing.every == FIRST_STEPS
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("bad", [nan, inf, -1.0, None])
 def test_what_is_no_number_is_not_believed(bad: float | None) -> None:
     found, _ = made(trained().job, SnapshotCost(2.0, 3.0, 1.0))
@@ -99,6 +100,7 @@ def test_what_is_no_number_is_not_believed(bad: float | None) -> None:
     assert not said and first.spacing.every == FIRST_STEPS
 
 
+@pytest.mark.fault
 def test_a_cost_of_nothing_leaves_time_between_snapshots() -> None:
     found, _ = made(trained().job, SnapshotCost(0.0, 0.5, 0.1))
     assert found.spacing.every == 20, "10 s"
@@ -110,6 +112,7 @@ def test_a_snapshot_has_time_for_its_replicas() -> None:
     assert found.spacing.every == 4 * 32
 
 
+@pytest.mark.fault
 def test_one_that_is_far_off_changes_nothing_and_a_lasting_change_does() -> None:
     found, _ = made(trained().job, SnapshotCost(2.0, 3.0, 1.0))
     for number in (8, 9):
@@ -121,6 +124,7 @@ def test_one_that_is_far_off_changes_nothing_and_a_lasting_change_does() -> None
     assert found.spacing.every == 63
 
 
+@pytest.mark.fault
 def test_a_round_that_starts_again_keeps_what_was_learned_and_counts_the_failure() -> None:
     simulation = trained()
     learned, _ = respacing.measured(simulation.job, SnapshotCost(2.0, 3.0, 1.0))

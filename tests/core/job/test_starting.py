@@ -284,6 +284,7 @@ def test_an_examination_that_takes_too_long_is_done_without_those_that_are_await
     assert after.phase is m.Phase.STOPPING, "the agent of b hangs in a read, say"
 
 
+@pytest.mark.fault
 def test_damage_that_is_found_in_the_training_makes_room_for_an_older_generation() -> None:
     job = but(
         starting().job, phase=m.Phase.RUNNING, generations=(m.Generation(3, 20, frozenset("ab")),)

@@ -63,6 +63,7 @@ def does_fit(choice: Choice) -> bool:
     return bool(step_memory(columns_of([case])).total[0] <= USABLE * PLANNER.device.memory)
 
 
+@pytest.mark.fault
 def test_fewer_devices_have_it_recompute_where_nothing_fits_without_and_more_have_it_stop() -> None:
     many = chosen(64)
     assert many.passes == Passes(MICRO) and does_fit(many)
@@ -149,6 +150,7 @@ def test_what_ran_out_of_memory_says_that_nothing_as_large_fits() -> None:
     assert needed[1] < needed[0]
 
 
+@pytest.mark.fault
 def test_without_a_planner_an_out_of_memory_leads_to_recomputation_before_the_job_is_given_up() -> (
     None
 ):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,8 @@ from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.holders import held_together
 from scalai.core.tensors.region import Box, whole
 from scalai.core.tensors.replicas import ReplicaMemory, memory_of, ring_of, shortage, to_keep
+
+pytestmark = pytest.mark.fault
 
 SHAPE = (5, 4)
 BOXES = st.tuples(

@@ -24,6 +24,8 @@ from scalai.core.tensors.replica_pace import (
     take,
 )
 
+pytestmark = pytest.mark.fault
+
 TICK_S = 0.1
 
 

@@ -41,6 +41,7 @@ def holders_of(held: Mapping[str, Collection]) -> dict[tuple[str, int, int], set
     return found
 
 
+@pytest.mark.fault
 @settings(deadline=None, max_examples=300)
 @given(
     st.dictionaries(

@@ -8,6 +8,8 @@ from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.fingerprint import NOT_COMPARED, differing_replicas
 from scalai.core.tensors.region import Box, whole
 
+pytestmark = pytest.mark.fault
+
 WEIGHT, CUT = Tensor("param/w", (4, 2), "F32"), Tensor("param/b", (4, 2), "F32")
 
 

@@ -17,6 +17,7 @@ from scalai.core.tensors.slabs import Slabs, cut, runs, zig_zag
 # ------------------------------------------------------------------ what is refused
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("shape", "parts", "message"),
     [
@@ -40,6 +41,7 @@ def test_parts_that_do_not_go_with_the_sample_are_refused() -> None:
         Slabs((8,), (2,)).slab(2)
 
 
+@pytest.mark.fault
 def test_a_halo_wider_than_a_neighbours_slab_is_refused_on_all_ranks_alike() -> None:
     slabs = Slabs((4, 11), (1, 4))
     for rank in range(4):
