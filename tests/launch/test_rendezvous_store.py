@@ -46,7 +46,7 @@ def is_open(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=DEADLINE_S).close()
         return True
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it closes at this moment
         return False
 
 

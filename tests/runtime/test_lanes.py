@@ -31,7 +31,7 @@ class Loop:
 
     def _wait(self) -> None:
         self.hangs.set()
-        self.hang.wait()
+        self.hang.wait(WAIT_S)
 
     def done(self, lane: str) -> None:
         """Wait until a lane has done a piece of work."""
