@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 
 def pytest_configure(config: pytest.Config) -> None:
     from support.last_resort import LastResort
-    from support.time_left import TimeLeft
     from support.turns import TakingTurns
 
     config.pluginmanager.register(TakingTurns(config), "turns")
-    config.pluginmanager.register(TimeLeft(), "time left")
     config.pluginmanager.register(LastResort(), "last resort")
     if config.pluginmanager.has_plugin("xdist"):
         from support.spread import Spreading

@@ -2,26 +2,23 @@
 
 import subprocess
 import sys
-import time
+from datetime import date, timedelta
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from support.spread import ALONE, TOGETHER, unit_of
-from support.time_left import REASON, UNTIL, read_until
-from support.turns import TURNS, Turn, deal, whose_turn
+from support.turns import TURNS, deal, whose_turn
 
 CONFTEST = """
 import pytest
 from support.spread import Spreading
-from support.time_left import TimeLeft
 from support.turns import TakingTurns
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "turns")
     config.pluginmanager.register(TakingTurns(config))
-    config.pluginmanager.register(TimeLeft())
     config.pluginmanager.register(Spreading())
 """
 TESTS = """
@@ -52,50 +49,30 @@ def test_every_case_has_a_turn_and_no_turn_is_much_longer(cases: int) -> None:
     assert sum(counts) == cases and max(counts) - min(counts) <= 1
 
 
-def git(directory: Path, *command: str) -> None:
-    who = ["-c", "user.name=x", "-c", "user.email=x@localhost", "-c", "commit.gpgsign=false"]
-    subprocess.run(
-        ["git", "-C", str(directory), *who, *command], check=True, capture_output=True, timeout=60
-    )
+TODAY = date(2026, 2, 27)
 
 
-def test_the_commits_say_whose_turn_it_is(tmp_path: Path) -> None:
-    git(tmp_path, "init", "--quiet")
-    for number in range(1, TURNS + 2):
-        git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", str(number))
-        turn = whose_turn(tmp_path, None, is_whole_run=True)
-        assert turn == Turn(number % TURNS, f"{number} commits")
-    assert whose_turn(tmp_path, None, is_whole_run=False).number is None
+def test_the_date_says_whose_turn_it_is() -> None:
+    days = [TODAY + timedelta(number) for number in range(TURNS)]
+    turns = [whose_turn(None, day, is_whole_run=True) for day in days]
+    assert {turn.number for turn in turns} == set(range(TURNS))
+    assert turns[0].reason == "2026-02-27"
+    assert whose_turn(None, TODAY, is_whole_run=False).number is None
 
 
-def test_a_shallow_clone_says_that_it_does_not_know(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    git(tmp_path / "whole", "init", "--quiet")
-    for number in range(3):
-        git(tmp_path / "whole", "commit", "--quiet", "--allow-empty", "--message", str(number))
-    source = (tmp_path / "whole").as_uri()
-    git(tmp_path, "clone", "--quiet", "--depth", "1", source, "shallow")
-    assert "shallow clone" in whose_turn(tmp_path / "shallow", None, is_whole_run=True).reason
-
-
-def test_without_a_history_it_is_the_first_turn(tmp_path: Path) -> None:
-    turn = whose_turn(tmp_path / "nowhere", None, is_whole_run=True)
-    assert turn.number == 0 and "no history" in turn.reason
-
-
-def test_the_environment_overrides(tmp_path: Path) -> None:
-    assert whose_turn(tmp_path, "2", is_whole_run=False).number == 2
-    assert whose_turn(tmp_path, "all", is_whole_run=True).number is None
+def test_the_environment_overrides() -> None:
+    assert whose_turn("2", TODAY, is_whole_run=False).number == 2
+    assert whose_turn("all", TODAY, is_whole_run=True).number is None
     for wrong in ("4", "-1", "each"):
         with pytest.raises(pytest.UsageError, match=r"is no turn\. Use 0 to 3, or all"):
-            whose_turn(tmp_path, wrong, is_whole_run=True)
+            whose_turn(wrong, TODAY, is_whole_run=True)
 
 
-def run_pytest(directory: Path, turn: str, *arguments: str, until: str = "") -> str:
+def run_pytest(directory: Path, turn: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *arguments],
         cwd=directory, capture_output=True, text=True, timeout=120,
-        env={"PYTHONPATH": str(Path(__file__).parent), "TURN": turn, UNTIL: until},
+        env={"PYTHONPATH": str(Path(__file__).parent), "TURN": turn},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -122,26 +99,6 @@ def test_processes_that_share_a_run_take_the_same_turn(tmp_path: Path) -> None:
     assert "crosses: turn 1 of 0 to 3 (TURN=1)" in output
     assert "crosses: 6 cases wait for other turns" in output and "3 passed" in output
     assert "9 passed" in run_pytest(tmp_path, "", "-n", "2", "test_it.py")
-
-
-@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["one", "two"])
-def test_a_run_whose_time_is_over_begins_no_test_and_says_so(
-    processes: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_it.py").write_text(TESTS)
-    output = run_pytest(tmp_path, "all", *processes, until="1")
-    assert "9 skipped" in output and f"{REASON}: 9 tests wait for another one" in output
-    output = run_pytest(tmp_path, "all", *processes, until=str(time.time() + 3600))
-    assert "9 passed" in output and REASON not in output
-    if not processes:
-        assert output.index("test_refusal") < output.index("test_cross")
-
-
-def test_a_time_that_is_none_is_refused() -> None:
-    assert read_until({}) is None and read_until({UNTIL: "12.5"}) == 12.5
-    with pytest.raises(pytest.UsageError, match="TESTS_UNTIL=noon is no time"):
-        read_until({UNTIL: "noon"})
 
 
 def test_what_a_process_makes_once_stays_in_one_process() -> None:

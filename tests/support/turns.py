@@ -1,23 +1,21 @@
 """Crosses take turns: of the cases of a test that is marked ``turns``, a run takes every fourth.
 
-The number of commits modulo 4 says whose turn it is, so that four commits in a row run all cases.
-``TURN=0`` to ``3`` in the environment takes another turn, ``TURN=all`` every case. A run that names
-files or tests takes every case of them. ``docs/testing.md`` tells which tests are marked.
+The date (UTC) names the turn, so that four days in a row run all cases. ``TURN=0`` to ``3`` in the
+environment takes another turn, ``TURN=all`` every case. A run of named files or tests takes every
+case of them.
 """
 
 import os
-import subprocess
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import UTC, date, datetime
 from typing import Any
 
 import pytest
 
 TURNS = 4
-GIT_TIMEOUT_S = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +44,11 @@ def deal(names: Sequence[str]) -> list[int]:
     return dealt
 
 
-def whose_turn(root: Path, value: str | None, *, is_whole_run: bool) -> Turn:
-    """Return whose turn it is in a checkout, by ``TURN`` and the number of its commits.
+def whose_turn(value: str | None, today: date, *, is_whole_run: bool) -> Turn:
+    """Return the turn of a run, by ``TURN`` (``value``) and the date.
 
     Raises:
-        pytest.UsageError: ``value``, which is that of ``TURN``, is none.
+        pytest.UsageError: ``value`` is no turn.
     """
     if value == "all":
         return Turn(None, "TURN=all")
@@ -60,24 +58,7 @@ def whose_turn(root: Path, value: str | None, *, is_whole_run: bool) -> Turn:
         return Turn(int(value), f"TURN={value}")
     if not is_whole_run:
         return Turn(None, "tests are named")
-    commits = _git(root, "rev-list", "--count", "HEAD")
-    if commits is None:
-        return Turn(0, "no history of git was found; TURN= takes another one")
-    turn = int(commits) % TURNS
-    if _git(root, "rev-parse", "--is-shallow-repository") == "true":
-        return Turn(turn, f"a shallow clone: {commits} is not the number of commits; set TURN=")
-    return Turn(turn, f"{commits} commits")
-
-
-def _git(root: Path, *command: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *command],
-            capture_output=True, text=True, check=True, timeout=GIT_TIMEOUT_S,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    return Turn((today - date(1970, 1, 1)).days % TURNS, f"{today}")
 
 
 class TakingTurns:
@@ -94,9 +75,8 @@ class TakingTurns:
     def _whose(self, config: pytest.Config) -> Turn:
         names_tests = config.args_source is config.ArgsSource.ARGS
         selects = config.option.keyword or config.getoption("lf", False)
-        return whose_turn(
-            config.rootpath, os.environ.get("TURN"), is_whole_run=not (names_tests or selects)
-        )
+        today, is_whole_run = datetime.now(UTC).date(), not (names_tests or selects)
+        return whose_turn(os.environ.get("TURN"), today, is_whole_run=is_whole_run)
 
     def pytest_report_header(self) -> str:
         number, reason = self._turn.number, self._turn.reason
