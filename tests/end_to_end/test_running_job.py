@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scalai.core.errors import AnswerError
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
 
@@ -281,7 +282,14 @@ def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
     agents.wait_until(lambda: agents.text().count(started) > before, "another one is there")
     # It adopts the round, which then may have no report, or begins one from the state of the stop.
     agents.wait_for_step(agents.wait_for_world(2) + 5, world=2)
-    agents.scale(nproc=4)
+
+    def takes_requests() -> bool:
+        with contextlib.suppress(AnswerError):  # it waits for hosts of the job
+            agents.scale(nproc=4)
+            return True
+        return False
+
+    agents.wait_until(takes_requests, "it takes requests")
     agents.wait_for_all(4)
 
 
