@@ -19,7 +19,8 @@ def test_every_prior_has_its_row_and_a_source_in_the_code() -> None:
 def test_every_device_has_its_row_and_sources_in_the_code() -> None:
     rows = {
         f"| `{d.name}` | {d.peak('fp16') / 1e12:g} | {d.memory / 2**20:.0f} | "
-        f"{d.memory_bandwidth / 1e9:g} | {d.link / 1e9:g} | {d.network * 8 / 1e9:g} | {d.per_host} |"
+        f"{d.memory_bandwidth / 1e9:g} | {d.link / 1e9:g} | {d.network * 8 / 1e9:g} | "
+        f"{d.per_host} |"
         for d in DEVICES.values()
     }
     assert rows <= set(PAGE.splitlines())
