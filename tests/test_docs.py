@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from support.cli_page import PAGE
+from support.cli_page import page as page_of_commands
 from support.faults import matrix
 
 ROOT = Path(__file__).parents[1]
@@ -32,3 +34,7 @@ def test_every_file_that_contributing_names_exists() -> None:
     named = {inside or linked for inside, linked in found}
     assert len(named) > 50
     assert not {name for name in named if not (ROOT / name).exists()}
+
+
+def test_the_page_of_commands_is_made_from_the_parsers() -> None:
+    assert PAGE.read_text() == page_of_commands(), "Run: python tests/support/cli_page.py"

@@ -37,26 +37,26 @@ def add_parser(commands: Any) -> None:
         "it could not be done, 130 interrupted.",
     )  # fmt: skip
     parser.add_argument("job", nargs="?", default="default", help="name of the job")
-    parser.add_argument("--store-dir", type=Path, help="where its stores are, if not in /dev/shm")
+    parser.add_argument("--store-dir", type=Path, help="folder of the stores (default: in /dev/shm)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the schedule (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of the schedule (default: %(default)s)"
     )
     parser.add_argument(
         "--faults", default="kill-worker", metavar="KIND[@step=N|@s=S|@station=PLACE],...",
-        help="which kinds; --list shows them (default: %(default)s)",
+        help="kinds of faults; see --list (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--every", type=int, default=20, metavar="STEPS",
         help="steps between the recovery from one fault and the next (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=int, default=1, help="how often each kind comes (default: %(default)s)"
+        "--rounds", type=int, default=1, help="repetitions of each kind (default: %(default)s)"
     )
     parser.add_argument(
         "--hosts", default="", metavar="HOST,...", help="strike these hosts only, all of them here"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("scalai-chaos"), help="default: %(default)s"
+        "--out", type=Path, default=Path("scalai-chaos"), help="folder of the results (default: %(default)s)"
     )
     parser.add_argument(
         "--wait-s", type=float, default=120.0, metavar="S",
@@ -64,11 +64,11 @@ def add_parser(commands: Any) -> None:
         "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--no-restart", action="store_true", help="leave agents that have ended alone"
+        "--no-restart", action="store_true", help="start no ended agent again"
     )
     parser.add_argument(
         "--log", type=Path, action="append", default=[], metavar="FILE",
-        help="an agent's log, where it is not the file that an agent here writes to",
+        help="an agent's log, if not the file behind an agent's output on this machine",
     )  # fmt: skip
     _add_judging(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the schedule alone")
@@ -79,24 +79,24 @@ def add_parser(commands: Any) -> None:
 def _add_judging(parser: argparse.ArgumentParser) -> None:
     """Add the flags that compare a run with one that nobody interrupted."""
     parser.add_argument(
-        "--losses", type=Path, metavar="FILE", help="what the job writes: JSON lines with its steps"
+        "--losses", type=Path, metavar="FILE", help="the job's losses: JSON lines with steps"
     )
     parser.add_argument(
-        "--reference", type=Path, metavar="FILE", help="the same of a run that nobody interrupted"
+        "--reference", type=Path, metavar="FILE", help="losses of an uninterrupted run"
     )
     parser.add_argument(
-        "--loss-key", default="loss", metavar="KEY", help="in these lines (default: %(default)s)"
+        "--loss-key", default="loss", metavar="KEY", help="key of the loss in these lines (default: %(default)s)"
     )
     parser.add_argument(
         "--final", type=Path, metavar="DIR",
-        help="with --judge: where the job has left its state (<durable-dir>/<job>)",
+        help="with --judge: folder of the job's final state (<durable-dir>/<job>)",
     )  # fmt: skip
     parser.add_argument(
-        "--reference-final", type=Path, metavar="DIR", help="the same of the other run"
+        "--reference-final", type=Path, metavar="DIR", help="final state of the other run"
     )
     parser.add_argument(
         "--judge", action="store_true",
-        help="inject nothing: compare losses and final states with what --out has of a schedule",
+        help="inject nothing: compare losses and final states for the schedule in --out",
     )  # fmt: skip
 
 

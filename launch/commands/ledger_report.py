@@ -150,9 +150,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         )  # fmt: skip
         action.add_argument("--generation", type=int, metavar="N", help="this one, not the newest")
         action.add_argument(
-            "--store-dir", type=Path, help="where the job's stores are, if not in /dev/shm"
+            "--store-dir", type=Path, help="folder of the job's stores (default: in /dev/shm)"
         )
-        action.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw it, too")
+        action.add_argument("--picture", type=Path, metavar="FILE.svg", help="also draw a picture")
         action.add_argument("--json", action="store_true", help="one JSON object")
         action.set_defaults(run=run, is_verifying=name == "verify")
 

@@ -60,14 +60,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="file with a [dataset] (sources, record_tokens, rampup_batch_size, ...), such as that "
         "of a job without a state",
     )  # fmt: skip
-    mount.add_argument("--store-dir", type=Path, help="where stores are, if not in /dev/shm")
-    mount.add_argument("--log", type=Path, metavar="FILE", help="where the process writes its log")
+    mount.add_argument("--store-dir", type=Path, help="folder of the stores (default: in /dev/shm)")
+    mount.add_argument("--log", type=Path, metavar="FILE", help="log of the process")
     mount.add_argument("--foreground", action="store_true", help="serve in this process")
     mount.set_defaults(run=_mount)
     add_removed_flags(mount)
     gone = subparsers.add_parser("unmount", help="end a mount", description="End a mount.")
-    gone.add_argument("point", type=Path, metavar="POINT", help="where it is mounted")
-    gone.add_argument("--lazy", action="store_true", help="also where files are open")
+    gone.add_argument("point", type=Path, metavar="POINT", help="folder of the mount")
+    gone.add_argument("--lazy", action="store_true", help="end it in spite of open files")
     gone.set_defaults(run=_unmount)
 
 

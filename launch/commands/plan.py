@@ -38,25 +38,25 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH",
         help="a checkpoint, config.json, or TOML with a table [model]")  # fmt: skip
-    add("--gpus", type=_count, metavar="N", help="how many devices there are")
-    add("--range", type=_range, metavar="A:B", help="a table for all numbers of devices in between")
-    add("--gpu", default="h100", metavar="NAME", help="which device (default: h100)")
+    add("--gpus", type=_count, metavar="N", help="number of devices")
+    add("--range", type=_range, metavar="A:B", help="a table for each number of devices from A to B")
+    add("--gpu", default="h100", metavar="NAME", help="device (default: h100)")
     for flag, what in FIGURES.items():
         add(f"--{flag}", type=float, metavar="X", help=f"instead of the table's: {what}")
     add("--global-batch-size", type=_count, metavar="N", help="samples of a step; it stays exact")
-    add("--micro-batch-size", type=_counts, metavar="N,..", help="only these")
+    add("--micro-batch-size", type=_counts, metavar="N,..", help="allowed micro-batch sizes")
     add("--seq-length", type=_count, metavar="N", help="tokens of a sample")
     add("--vocab", type=_count, metavar="N", help="rows of the embedding")
     add("--precision", metavar="NAME", help="bf16 (default), fp16, fp8 or fp32")
-    add("--sharding", type=_stages, metavar="N,..", help="ZeRO stages that may be taken: 0 to 3")
+    add("--sharding", type=_stages, metavar="N,..", help="allowed ZeRO stages, 0 to 3")
     add(
-        "--recompute", type=_recomputes, metavar="KIND,..", help="none, selective, full: only these"
+        "--recompute", type=_recomputes, metavar="KIND,..", help="none, selective, full: allowed kinds"
     )
-    add("--context-parallel", type=_counts, metavar="N,..", help="degrees that may be taken")
-    add("--expert-parallel", type=_counts, metavar="N,..", help="degrees that may be taken")
+    add("--context-parallel", type=_counts, metavar="N,..", help="allowed degrees")
+    add("--expert-parallel", type=_counts, metavar="N,..", help="allowed degrees")
     add("--max-tensor-parallel", type=_count, metavar="N", help="default: the devices of a host")
     add("--calibrate", type=Path, metavar="FIT.csv", help="measured steps (docs/degrees.md)")
-    add("--source", metavar="NAME", help="whose of these, where several measured the device")
+    add("--source", metavar="NAME", help="source of the measured steps, if the device has several")
     add("--score", type=Path, metavar="ROWS.csv", help="compare predictions with these steps")
     add("--json", action="store_true", help="one JSON object")
     plan_change.add_arguments(parser)

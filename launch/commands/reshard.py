@@ -41,7 +41,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--to", metavar="LAYOUT", help=f"{names} (default: that of SRC)")
     parser.add_argument(
         "--optimizer", choices=("distributed", "whole"),
-        help="whether ranks will share the optimizer's state (default: as in SRC)",
+        help="distributed: ranks share the optimizer's state; whole: each has all (default: as in SRC)",
     )  # fmt: skip
     parser.add_argument("--iteration", type=int, metavar="N", help="this one, not the newest")
     parser.add_argument(
@@ -61,17 +61,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--repad", type=int, nargs="?", const=0, metavar="ROWS",
         help="pad the vocabulary anew: to ROWS, or as the target's framework does",
     )  # fmt: skip
-    parser.add_argument("--memory", metavar="SIZE", help="at most (default: a quarter of the free)")
+    parser.add_argument("--memory", metavar="SIZE", help="most memory (default: a quarter of the free)")
     parser.add_argument(
         "--workers", type=worker_number, default=min(os.cpu_count() or 1, 8), metavar="N",
-        help="processes (default: %(default)s)",
+        help="processes (default: one for each CPU, 8 at most)",
     )  # fmt: skip
     parser.add_argument(
         "--part", metavar="I/N", default="1/1",
-        help="do one of N parts, on a host of its own; the last one to end finishes DST",
+        help="part I of N, each on its own host; the last one to end finishes DST",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan only")
     parser.add_argument(
         "--trust-pickle", action="store_true",
         help="let pickles name classes of unknown packages; each is named in the log",

@@ -1,7 +1,7 @@
 """The flags of ``scalai-run``: those of torchrun, read by torchrun's own parser, and ours beside
 them.
 
-docs/launcher.md lists what differs from torchrun. What was read is ``Options``, which needs no
+docs/cli.md lists the differences from torchrun. What was read is ``Options``, which needs no
 torch.
 """
 
@@ -123,71 +123,70 @@ def _add_job(add: Callable[..., None]) -> None:
     add("--coordinator", dest="rdzv_endpoint", metavar="HOST:PORT", default=argparse.SUPPRESS,
         help="where the coordinator is; the same as --rdzv-endpoint")  # fmt: skip
     add("--coordinator-lease", metavar="file:/FOLDER|etcd:URL|kubernetes:|none",
-        help="register that all hosts reach and that says which coordinator a job has; where its "
-        "host is gone, another host takes over (default: the job's folder in --durable-dir); "
-        "none: nobody takes over")  # fmt: skip
+        help="register of the job's coordinator, within reach of all hosts; after the loss of its host "
+        "another host takes over (default: the job's folder in --durable-dir); none: nobody "
+        "takes over")  # fmt: skip
     add("--job", dest="rdzv_id", metavar="NAME", default=argparse.SUPPRESS,
         help="name of the job; the same as --rdzv-id")  # fmt: skip
     add("--hostfile", metavar="FILE",
         help="DeepSpeed's host file: the hosts, and the workers of this one")  # fmt: skip
     add("--include", metavar="HOST[:SLOT,...]@...", help="hosts and slots of the host file to use")
-    add("--exclude", metavar="HOST[:SLOT,...]@...", help="those not to use")
+    add("--exclude", metavar="HOST[:SLOT,...]@...", help="hosts and slots of the host file to leave out")
     add("--host-id", metavar="NAME", help="name of this host in the job (default: its host name)")
 
 
 def _add_state(add: Callable[..., None]) -> None:
     """Where the job's state lies, and what it outlives."""
     add("--store-dir", metavar="DIR", help="folder of the Tensor Store (default: in /dev/shm)")
-    add("--store-budget-gb", type=float, metavar="GB", help="how much the store may take")
+    add("--store-budget-gb", type=float, metavar="GB", help="most memory of the store, present use included")
     add("--durable-dir", metavar="DIR",
-        help="directory for states that outlive all hosts: what the last host leaves when it is "
-        "drained, and newer ones on the way")  # fmt: skip
+        help="folder on a disk for states that outlive all hosts: the last host's at its drain, and "
+        "newer ones on the way; only this user may write to it")  # fmt: skip
     add("--durable-every", dest="durable_every_s", type=float, metavar="S",
-        help="bring a generation there after so many seconds (default: 1800); 0: only at the "
-        "end")  # fmt: skip
+        help="seconds between two generations in --durable-dir (default: 1800); 0: only the last "
+        "host's")  # fmt: skip
     add("--snapshot-every", type=_every, metavar="STEPS|auto",
-        help="make a generation every so many steps; auto: as often as loses the least "
-        "time")  # fmt: skip
+        help="steps between two generations; auto (the default): the interval of least lost time; 0: "
+        "only at the start and at changes")  # fmt: skip
     add("--replicas", type=int, metavar="N",
-        help="how many other hosts keep what would be lost with a host (default: 1)")  # fmt: skip
+        help="other hosts with a copy of this host's own shards (default: 1); as many hosts may be "
+        "lost with their memory")  # fmt: skip
     add("--domain", metavar="NAME",
-        help="what this host may fail with, such as rack=7: its replicas go elsewhere")  # fmt: skip
+        help="failure domain of this host, such as rack=7: its replicas go to other domains")  # fmt: skip
 
 
 def _add_changes(add: Callable[..., None]) -> None:
     """When resources change, and to what."""
     add("--settle-s", type=float, metavar="S",
-        help="wait so long after a host joins, so that several joins are one "
-        "change")  # fmt: skip
+        help="seconds of waiting after a host joins, to make several joins one change")  # fmt: skip
     add("--drain-timeout", "--drain-timeout-s", dest="drain_timeout", type=float, metavar="S",
         help="most seconds between SIGTERM and exit")  # fmt: skip
     add("--drained-exit-code", type=_exit_code, default=0, metavar="N",
         help="exit code of a host that drains while the others go on (default: 0)")  # fmt: skip
     add("--silent-s", type=float, metavar="S",
-        help="a host whose agent is silent for so long counts as lost (default: 15)")  # fmt: skip
+        help="seconds of an agent's silence before its host counts as lost (default: 15, at least 3)")  # fmt: skip
     add("--allowed-sizes", type=_sizes, metavar="N,N,...",
         help="world sizes that may be used, such as 2,4,8-12")  # fmt: skip
     add("--min-model-parallel", type=int, metavar="N", help="smallest TP*PP that fits in memory")
     add("--planner", choices=PLANNERS,
-        help="who chooses degrees where no person does: keep: those that run stay; cost: the "
-        "fastest by what is computed; auto (the default): cost, once the job has measured "
-        "two")  # fmt: skip
+        help="choice of degrees without a request: keep: the present ones; cost: the fastest by the "
+        "model of time; auto (the default): cost, after the job has measured two layouts")  # fmt: skip
     add("--probe", type=_probe, metavar="nvidia-smi|command:CMD|file:PATH|none",
-        help="how to ask for the number of working devices of this host")  # fmt: skip
+        help="source of the number of working devices of this host")  # fmt: skip
     add("--preemption", type=_notice_sources, metavar="SOURCE,...",
-        help="who tells this host that it will be taken away: signal (SIGUSR1; the default), "
+        help="sources of notice before this host is taken away: signal (SIGUSR1; the default), "
         "file:PATH, aws, gcp, azure; or none")  # fmt: skip
     add("--health-check", metavar="CMD",
-        help="command (no shell) that ends with 0 where this host may run workers: asked before "
-        "it does, and after a failure on it")  # fmt: skip
-    add("--report-dir", metavar="DIR", help="where the JSON report of each resize goes")
+        help="command (no shell) with exit code 0 if this host may run workers; run before the first "
+        "worker and after a failure on this host")  # fmt: skip
+    add("--report-dir", metavar="DIR", help="folder for the JSON report of each resize")
     add("--fresh", dest="is_fresh", action="store_true",
-        help="begin anew although the job has a state, which is given up")  # fmt: skip
+        help="begin anew and give up the job's state; on every host")  # fmt: skip
     add("--check-elastic", action="store_true",
-        help="print what may change and the degrees for every allowed world, and exit")  # fmt: skip
+        help="print the axes free to change and the degrees for every allowed world, and exit")  # fmt: skip
 
 
-_DOTTED = {
+CONFIG_KEYS = {
     "store_dir": "store.dir",
     "store_budget_gb": "store.budget_gb",
     "durable_dir": "store.durable_dir",
@@ -208,7 +207,7 @@ _DOTTED = {
 def _overrides(flags: argparse.Namespace) -> dict[str, object]:
     given = {
         dotted: getattr(flags, name)
-        for name, dotted in _DOTTED.items()
+        for name, dotted in CONFIG_KEYS.items()
         if getattr(flags, name) is not None
     }
     return {**given, **(flags.probe or {})}

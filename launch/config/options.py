@@ -15,7 +15,7 @@ DEFAULT_MASTER_PORT = 29500
 class Options:
     """The command line of one agent.
 
-    Fields named like a torchrun flag mean what torchrun means, unless docs/launcher.md says
+    Fields named like a torchrun flag mean what torchrun means, unless docs/cli.md says
     otherwise. None: not given.
     """
 
