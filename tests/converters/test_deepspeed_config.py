@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,5 +147,5 @@ def test_what_is_the_same_at_any_layout_is_taken() -> None:
 
 
 def test_the_page_shows_every_key() -> None:
-    rows = re.findall(r"^\| `(\S+(?: = \S+)?)` \| (.*) \| `(\S+/.*)` \|$", PAGE.read_text(), re.M)
-    assert rows == [(each.named, each.why, each.source) for each in SUMS]
+    table = PAGE.read_text().partition("| key | reason |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert table.splitlines() == [f"| `{each.named}` | {each.why} |" for each in SUMS]
