@@ -37,7 +37,9 @@ def add_parser(commands: Any) -> None:
         "it could not be done, 130 interrupted.",
     )  # fmt: skip
     parser.add_argument("job", nargs="?", default="default", help="name of the job")
-    parser.add_argument("--store-dir", type=Path, help="folder of the stores (default: in /dev/shm)")
+    parser.add_argument(
+        "--store-dir", type=Path, help="folder of the stores (default: in /dev/shm)"
+    )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the schedule (default: %(default)s)"
     )
@@ -56,16 +58,17 @@ def add_parser(commands: Any) -> None:
         "--hosts", default="", metavar="HOST,...", help="strike these hosts only, all of them here"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("scalai-chaos"), help="folder of the results (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("scalai-chaos"),
+        help="folder of the results (default: %(default)s)",
     )
     parser.add_argument(
         "--wait-s", type=float, default=120.0, metavar="S",
         help="a fault that is not seen, or a job that is not back, for so long has failed "
         "(default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--no-restart", action="store_true", help="start no ended agent again"
-    )
+    parser.add_argument("--no-restart", action="store_true", help="start no ended agent again")
     parser.add_argument(
         "--log", type=Path, action="append", default=[], metavar="FILE",
         help="an agent's log, if not the file behind an agent's output on this machine",
@@ -85,7 +88,10 @@ def _add_judging(parser: argparse.ArgumentParser) -> None:
         "--reference", type=Path, metavar="FILE", help="losses of an uninterrupted run"
     )
     parser.add_argument(
-        "--loss-key", default="loss", metavar="KEY", help="key of the loss in these lines (default: %(default)s)"
+        "--loss-key",
+        default="loss",
+        metavar="KEY",
+        help="key of the loss in these lines (default: %(default)s)",
     )
     parser.add_argument(
         "--final", type=Path, metavar="DIR",

@@ -28,15 +28,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Remove the directories of jobs whose agents are gone. A job with a live agent "
         "is left alone, and one that could still be resumed as well, without --force.",
     )
-    parser.add_argument("--store-dir", type=Path, help="folder of the stores (default: in /dev/shm)")
+    parser.add_argument(
+        "--store-dir", type=Path, help="folder of the stores (default: in /dev/shm)"
+    )
     parser.add_argument("--job", help="this job only; an error if an agent of it is alive")
     parser.add_argument(
         "--durable-dir", type=Path, metavar="DIR",
         help="remove the job's durable states and its mark of completion too; needs --job",
     )  # fmt: skip
-    parser.add_argument(
-        "--force", action="store_true", help="remove states of resumable jobs too"
-    )
+    parser.add_argument("--force", action="store_true", help="remove states of resumable jobs too")
     parser.add_argument("--dry-run", action="store_true", help="print the removals only")
     parser.set_defaults(run=run)
 

@@ -39,7 +39,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--model", type=Path, metavar="PATH",
         help="a checkpoint, config.json, or TOML with a table [model]")  # fmt: skip
     add("--gpus", type=_count, metavar="N", help="number of devices")
-    add("--range", type=_range, metavar="A:B", help="a table for each number of devices from A to B")
+    add(
+        "--range", type=_range, metavar="A:B", help="a table for each number of devices from A to B"
+    )
     add("--gpu", default="h100", metavar="NAME", help="device (default: h100)")
     for flag, what in FIGURES.items():
         add(f"--{flag}", type=float, metavar="X", help=f"instead of the table's: {what}")
@@ -50,7 +52,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--precision", metavar="NAME", help="bf16 (default), fp16, fp8 or fp32")
     add("--sharding", type=_stages, metavar="N,..", help="allowed ZeRO stages, 0 to 3")
     add(
-        "--recompute", type=_recomputes, metavar="KIND,..", help="none, selective, full: allowed kinds"
+        "--recompute",
+        type=_recomputes,
+        metavar="KIND,..",
+        help="none, selective, full: allowed kinds",
     )
     add("--context-parallel", type=_counts, metavar="N,..", help="allowed degrees")
     add("--expert-parallel", type=_counts, metavar="N,..", help="allowed degrees")

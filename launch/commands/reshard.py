@@ -41,7 +41,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--to", metavar="LAYOUT", help=f"{names} (default: that of SRC)")
     parser.add_argument(
         "--optimizer", choices=("distributed", "whole"),
-        help="distributed: ranks share the optimizer's state; whole: each has all (default: as in SRC)",
+        help="distributed: ranks share the optimizer's state; whole: each has all "
+        "(default: as in SRC)",
     )  # fmt: skip
     parser.add_argument("--iteration", type=int, metavar="N", help="this one, not the newest")
     parser.add_argument(
@@ -61,7 +62,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--repad", type=int, nargs="?", const=0, metavar="ROWS",
         help="pad the vocabulary anew: to ROWS, or as the target's framework does",
     )  # fmt: skip
-    parser.add_argument("--memory", metavar="SIZE", help="most memory (default: a quarter of the free)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="most memory (default: a quarter of the free)"
+    )
     parser.add_argument(
         "--workers", type=worker_number, default=min(os.cpu_count() or 1, 8), metavar="N",
         help="processes (default: one for each CPU, 8 at most)",

@@ -40,7 +40,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("one", type=Path, metavar="A")
     parser.add_argument("two", type=Path, metavar="B", nargs="?")
     parser.add_argument(
-        "--workers", type=worker_number, default=min(os.cpu_count() or 1, 8), metavar="N",
+        "--workers",
+        type=worker_number,
+        default=min(os.cpu_count() or 1, 8),
+        metavar="N",
         help="processes (default: one for each CPU, 8 at most)",
     )
     parser.add_argument("--mapping", metavar="NAME|TOML", help="names of another framework")

@@ -123,7 +123,8 @@ def _add_job(add: Callable[..., None]) -> None:
     add("--coordinator", dest="rdzv_endpoint", metavar="HOST:PORT", default=argparse.SUPPRESS,
         help="where the coordinator is; the same as --rdzv-endpoint")  # fmt: skip
     add("--coordinator-lease", metavar="file:/FOLDER|etcd:URL|kubernetes:|none",
-        help="register of the job's coordinator, within reach of all hosts; after the loss of its host "
+        help="register of the job's coordinator, within reach of all hosts; after "
+        "the loss of its host "
         "another host takes over (default: the job's folder in --durable-dir); none: nobody "
         "takes over")  # fmt: skip
     add("--job", dest="rdzv_id", metavar="NAME", default=argparse.SUPPRESS,
@@ -131,28 +132,40 @@ def _add_job(add: Callable[..., None]) -> None:
     add("--hostfile", metavar="FILE",
         help="DeepSpeed's host file: the hosts, and the workers of this one")  # fmt: skip
     add("--include", metavar="HOST[:SLOT,...]@...", help="hosts and slots of the host file to use")
-    add("--exclude", metavar="HOST[:SLOT,...]@...", help="hosts and slots of the host file to leave out")
+    add(
+        "--exclude",
+        metavar="HOST[:SLOT,...]@...",
+        help="hosts and slots of the host file to leave out",
+    )
     add("--host-id", metavar="NAME", help="name of this host in the job (default: its host name)")
 
 
 def _add_state(add: Callable[..., None]) -> None:
     """Where the job's state lies, and what it outlives."""
     add("--store-dir", metavar="DIR", help="folder of the Tensor Store (default: in /dev/shm)")
-    add("--store-budget-gb", type=float, metavar="GB", help="most memory of the store, present use included")
+    add(
+        "--store-budget-gb",
+        type=float,
+        metavar="GB",
+        help="most memory of the store, present use included",
+    )
     add("--durable-dir", metavar="DIR",
-        help="folder on a disk for states that outlive all hosts: the last host's at its drain, and "
+        help="folder on a disk for states that outlive all hosts: the last host's "
+        "at its drain, and "
         "newer ones on the way; only this user may write to it")  # fmt: skip
     add("--durable-every", dest="durable_every_s", type=float, metavar="S",
         help="seconds between two generations in --durable-dir (default: 1800); 0: only the last "
         "host's")  # fmt: skip
     add("--snapshot-every", type=_every, metavar="STEPS|auto",
-        help="steps between two generations; auto (the default): the interval of least lost time; 0: "
+        help="steps between two generations; auto (the default): the interval of "
+        "least lost time; 0: "
         "only at the start and at changes")  # fmt: skip
     add("--replicas", type=int, metavar="N",
         help="other hosts with a copy of this host's own shards (default: 1); as many hosts may be "
         "lost with their memory")  # fmt: skip
     add("--domain", metavar="NAME",
-        help="failure domain of this host, such as rack=7: its replicas go to other domains")  # fmt: skip
+        help="failure domain of this host, such as rack=7: its replicas go to other "
+        "domains")  # fmt: skip
 
 
 def _add_changes(add: Callable[..., None]) -> None:
@@ -164,26 +177,30 @@ def _add_changes(add: Callable[..., None]) -> None:
     add("--drained-exit-code", type=_exit_code, default=0, metavar="N",
         help="exit code of a host that drains while the others go on (default: 0)")  # fmt: skip
     add("--silent-s", type=float, metavar="S",
-        help="seconds of an agent's silence before its host counts as lost (default: 15, at least 3)")  # fmt: skip
+        help="seconds of an agent's silence before its host counts as lost "
+        "(default: 15, at least 3)")  # fmt: skip
     add("--allowed-sizes", type=_sizes, metavar="N,N,...",
         help="world sizes that may be used, such as 2,4,8-12")  # fmt: skip
     add("--min-model-parallel", type=int, metavar="N", help="smallest TP*PP that fits in memory")
     add("--planner", choices=PLANNERS,
-        help="choice of degrees without a request: keep: the present ones; cost: the fastest by the "
-        "model of time; auto (the default): cost, after the job has measured two layouts")  # fmt: skip
+        help="choice of degrees without a request: keep: the present ones; cost: "
+        "the fastest by the "
+        "model of time; auto (the default): cost, after the job has measured two "
+        "layouts")  # fmt: skip
     add("--probe", type=_probe, metavar="nvidia-smi|command:CMD|file:PATH|none",
         help="source of the number of working devices of this host")  # fmt: skip
     add("--preemption", type=_notice_sources, metavar="SOURCE,...",
         help="sources of notice before this host is taken away: signal (SIGUSR1; the default), "
         "file:PATH, aws, gcp, azure; or none")  # fmt: skip
     add("--health-check", metavar="CMD",
-        help="command (no shell) with exit code 0 if this host may run workers; run before the first "
+        help="command (no shell) with exit code 0 if this host may run workers; run "
+        "before the first "
         "worker and after a failure on this host")  # fmt: skip
     add("--report-dir", metavar="DIR", help="folder for the JSON report of each resize")
     add("--fresh", dest="is_fresh", action="store_true",
         help="begin anew and give up the job's state; on every host")  # fmt: skip
     add("--check-elastic", action="store_true",
-        help="print the axes free to change and the degrees for every allowed world, and exit")  # fmt: skip
+        help="print the axes free to change and the degrees for every world, and exit")  # fmt: skip
 
 
 CONFIG_KEYS = {

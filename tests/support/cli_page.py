@@ -56,7 +56,9 @@ def _table(
         for group in parser._action_groups
         if groups is None or group.title in groups
         for action in group._group_actions
-        if action.help and action.help != argparse.SUPPRESS and action.dest not in ("help", "version")
+        if action.help
+        and action.help != argparse.SUPPRESS
+        and action.dest not in ("help", "version")
     ]
     if shown:
         yield f"\n| flag |{' key |' if keys else ''} meaning |\n|---|{'---|' if keys else ''}---|"
