@@ -1,10 +1,10 @@
-"""Copies of committed parts on a durable disk, at the end of a job or while it trains.
+"""Copies of committed parts on a durable disk, at the end of a job or during training.
 
-While a job trains, a part is written under a hidden name and shown once all hosts have written
-theirs: a directory shows whole generations only, whoever died meanwhile. A later look at the
-directory repairs what a death has left between.
+During training, a part is written under a hidden name and shown once all hosts have written theirs:
+a directory shows whole generations only, even after a host's death. A later repair finishes an
+interrupted one.
 
-``<durable_dir>/<job>/generation-<n>/.<host>.archived`` has yet to appear;
+``<durable_dir>/<job>/generation-<n>/.<host>.archived`` is not shown yet;
 ``<durable_dir>/<job>/.retired-<n>-<token>`` is being removed.
 """
 
@@ -33,8 +33,8 @@ from scalai.store.places import NUMBERED, generation_name
 from scalai.store.pool import free_bytes
 
 STEP_BYTES = 64 << 20
-"""So much is written before it is brought to disk: the page cache is left to the training, and a
-copy can be given up in between."""
+"""Bytes between two syncs: the page cache is left to the training, and a copy can be given up in
+between."""
 HIDDEN = ".archived"
 RETIRED = ".retired-"
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class HiddenCopy:
-    """A copy of this generation that is being made. Any thread may give it up."""
+    """A running copy of this generation. Any thread may give it up."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
@@ -52,7 +52,7 @@ class HiddenCopy:
         self._reason = self._reason or reason
 
     def check(self) -> None:
-        """Raise ``StoreError`` where it was given up."""
+        """Raise ``StoreError`` if it was given up."""
         if self._reason is not None:
             raise StoreError(f"generation {self.generation} is not archived: {self._reason}")
 
@@ -60,16 +60,16 @@ class HiddenCopy:
 def write_hidden(
     rows: StoredRows, directory: Path, *, own_only: bool, check: Callable[[], None]
 ) -> int:
-    """Write what of a part is not on the disk yet, so that ``show`` can let it appear as
+    """Write a part's files missing on the disk, so that ``show`` can let it appear as
     ``<directory>/generation-<n>/<host>``.
 
     Args:
-        rows: The part.
-        own_only: Without the files whose pieces came from other hosts: those write them.
-        check: Called between blocks of ``STEP_BYTES``; raises where the copy is to end.
+        rows: Pieces of the part.
+        own_only: Leave out files with pieces of other hosts: those hosts write them.
+        check: Called between blocks of ``STEP_BYTES``; raises to end the copy.
 
     Returns:
-        How many bytes were written.
+        Bytes written.
 
     Raises:
         StoreError: No room; or another state is there under this number.
@@ -85,7 +85,7 @@ def write_hidden(
             wanted = [number for number in wanted if not is_fetched(manifest.files[number])]
         name = free_name(folder, manifest.host).name
         place = folder / f".{name}{HIDDEN}"
-        shutil.rmtree(place, ignore_errors=True)  # of an attempt that came to nothing
+        shutil.rmtree(place, ignore_errors=True)  # of a failed attempt
         write_part(rows, wanted, name, place, lambda path, data: _write(path, data, check))
     except OSError as error:
         raise no_disk(directory, manifest, error) from error
@@ -103,8 +103,8 @@ def _write(path: Path, content: memoryview, check: Callable[[], None]) -> None:
 
 
 def show(directory: Path, generation: int, snapshot: str) -> None:
-    """Let all parts of a generation appear that can be seen and are of this snapshot: also those of
-    a host that was lost after it had written. Several hosts may do so at once.
+    """Let all readable hidden parts of this snapshot appear, also of a host lost after its write.
+    Several hosts may do so at once.
 
     Raises:
         StoreError: The disk refuses.
@@ -122,9 +122,12 @@ def show(directory: Path, generation: int, snapshot: str) -> None:
 
 
 def repair(directory: Path, host: str) -> None:
-    """See to what a death has left below ``<durable_dir>/<job>``: parts appear whose generation is
-    shown already, for it was written as a whole, or that are the whole of it; a generation of which
-    nothing is shown, and that is not whole, is named. What this host had begun to write goes."""
+    """Finish interrupted archives below ``<durable_dir>/<job>``.
+
+    Hidden parts appear if their generation is already shown (so it was written as a whole), or if
+    they are the whole of it. An incomplete generation without shown parts gets a warning. This
+    host's partial writes are removed.
+    """
     for folder in sorted(directory.glob("generation-*")) if directory.is_dir() else ():
         if NUMBERED.fullmatch(folder.name) is None:
             continue
@@ -136,7 +139,7 @@ def repair(directory: Path, host: str) -> None:
                 if snapshot_name(part) in shown or not (shown or lacks):
                     log.warning("event=repaired directory=%s", path)
                     _appear(path, part)
-            if lacks:  # it goes with later generations, by ``retire``
+            if lacks:  # ``retire`` removes it with later generations
                 log.warning("event=not_shown directory=%s is not whole: %s", folder, lacks)
             shutil.rmtree(folder / f".{host}.partial", ignore_errors=True)
         except OSError as error:
@@ -145,8 +148,13 @@ def repair(directory: Path, host: str) -> None:
 
 
 def retire(directory: Path, before: int) -> list[int]:
-    """Remove the generations below ``<durable_dir>/<job>`` that are older than ``before``; each
-    disappears by one rename. Several hosts may do so at once. Returns those that this one removed.
+    """Remove the generations older than ``before`` below ``<durable_dir>/<job>``, each by one
+    rename.
+
+    Several hosts may do so at once.
+
+    Returns:
+        Generations removed by this call.
 
     Raises:
         StoreError: The disk refuses.
@@ -177,7 +185,7 @@ def _remove_retired(directory: Path) -> None:
 
 
 def _lacks(parts: Iterable[HostManifest]) -> str:
-    """Say what hidden parts lack to be the whole of one state; empty where they are."""
+    """Return the reason why hidden parts are not a whole state; empty if they are."""
     try:
         generation = unite_hosts(list(parts))
         if len({snapshot_name(part) for part in generation.hosts}) > 1:
@@ -202,7 +210,9 @@ def _shown(folder: Path) -> Iterator[HostManifest]:
 
 
 def _appear(path: Path, part: HostManifest) -> None:
-    """Rename a hidden part. One of that name is the same state, saved at the end of a job."""
+    """Rename a hidden part. A part already of its name is the same state, saved at the end of a
+    job.
+    """
     target = path.parent / part.host
     with suppress(FileNotFoundError):  # another host was faster
         if target.exists():
@@ -213,10 +223,10 @@ def _appear(path: Path, part: HostManifest) -> None:
 
 
 def copy_part(rows: StoredRows, directory: Path) -> Path:
-    """Copy a part to ``<directory>/generation-<n>/<host>`` and bring it to disk; returns that.
+    """Copy a part to ``<directory>/generation-<n>/<host>`` and bring it to disk; returns its path.
 
-    Streams, and appears under its name only when it is whole. An attached generation is found
-    saved. What this host has got since it saved or attached it lies beside, as ``<host>.<k>``.
+    Streams, and appears under its name only once it is whole. An attached generation counts as
+    saved. Pieces added to a saved or attached part go beside it, as ``<host>.<k>``.
 
     Raises:
         StoreError: No room, or another state is there under this number.
@@ -236,7 +246,7 @@ def copy_part(rows: StoredRows, directory: Path) -> Path:
 
 
 def no_disk(directory: Path, part: HostManifest, error: OSError) -> StoreError:
-    """Return the error for a part that cannot be written below a durable directory."""
+    """Return the error for an unwritable part below a durable directory."""
     room = f", {free_bytes(directory)} are free" if directory.is_dir() else ""
     return StoreError(
         f"{directory / generation_name(part.generation) / part.host} cannot be written "
@@ -246,8 +256,11 @@ def no_disk(directory: Path, part: HostManifest, error: OSError) -> StoreError:
 
 
 def parts_there(folder: Path, manifest: HostManifest) -> dict[Path, HostManifest]:
-    """Return the parts of this generation that are on the disk. Raises ``StoreError`` where they
-    are of another state; damaged ones count as absent."""
+    """Return the parts of this generation on the disk; damaged ones count as absent.
+
+    Raises:
+        StoreError: They are of another state.
+    """
     found = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith("."):
@@ -268,8 +281,10 @@ def parts_there(folder: Path, manifest: HostManifest) -> dict[Path, HostManifest
 
 
 def missing_files(manifest: HostManifest, there: dict[Path, HostManifest]) -> list[int]:
-    """Return the files of a part that have to be written: all, or where it came from the disk or
-    lies there already, those with pieces that no part there has."""
+    """Return the files of a part to be written.
+
+    All files; for a part from the disk or partly there, only files with pieces missing there.
+    """
     if not attached_hosts(manifest) and not any(p.host == manifest.host for p in there.values()):
         return list(range(len(manifest.files)))
     held = {
@@ -283,7 +298,7 @@ def missing_files(manifest: HostManifest, there: dict[Path, HostManifest]) -> li
 
 
 def free_name(folder: Path, host: str) -> Path:
-    """Return where one more part of a host appears: ``<host>``, or ``<host>.<k>``."""
+    """Return the path of a host's next part: ``<host>``, or ``<host>.<k>``."""
     target, number = folder / host, 2
     while target.exists():
         target, number = folder / f"{host}.{number}", number + 1
@@ -297,8 +312,9 @@ def write_part(
     place: Path,
     write: Callable[[Path, memoryview], None],
 ) -> None:
-    """Write these files of a part, and the manifest of what lies in them, so that it is the part
-    ``name``; it appears at ``place`` when it is whole. What an attempt leaves is removed.
+    """Write these files of a part with a manifest of their pieces, as the part ``name``.
+
+    It appears at ``place`` once it is whole. A failed attempt is removed.
 
     Args:
         write: Writes one file and brings its bytes to disk.

@@ -1,8 +1,8 @@
-"""Files and folders that a crash leaves as they were or as they shall be, never in between.
+"""Files and folders with the old or the new content after a crash, never in between.
 
-A file is written aside, in the same folder, and renamed into place. *Durable* means that it also
-survives a power cut: its bytes are brought to disk before the rename, and the folder's names after
-it. ``Folder.write`` of ``secure.py`` does the same by descriptor, where others may write too.
+A file is written aside, in the same folder, and renamed into place. *Durable* also survives a power
+cut: its bytes are brought to disk before the rename, and the folder's names after it.
+``Folder.write`` of ``secure.py`` does the same by descriptor, in places writable by others.
 """
 
 import os
@@ -22,14 +22,14 @@ def replace_file(
     """Give the file ``path`` this content. A reader finds the old content or the new, whole.
 
     A crash or an ``OSError`` leaves the old content, and beside it the file ``partial_of(path)``:
-    the next call writes over that one, without giving its room back first.
+    the next call overwrites it without giving its room back first.
 
     Args:
         mode: Permissions of the new file, less the umask.
         is_durable: Return once content and name are on disk. Otherwise a power cut may leave the
             file empty.
-        is_shared: Several processes may write this file at once, the last one wins. What is written
-            aside has another name in each, and is removed where it cannot be written.
+        is_shared: Several processes may write this file at once, the last one wins. Each writes
+            aside under another name, removed on failure.
 
     Raises:
         OSError: There is no room, or the folder cannot be written to.
@@ -55,13 +55,14 @@ def replace_file(
 
 
 def partial_of(path: Path) -> Path:
-    """Return where ``replace_file`` writes aside. Room that is made there beforehand is used."""
+    """Return the file aside of ``replace_file``. It uses room reserved there."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_new(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that is not there yet, for this user alone, and bring its bytes to disk; its
-    name is not, before ``sync_directory``. Raises ``OSError``; what was written until then stays.
+    """Write a new file for this user alone, and bring its bytes to disk.
+
+    Its name is on disk only after ``sync_directory``. Raises ``OSError``; a partial file stays.
     """
     with open_new(path) as file:
         file.write(content)
@@ -70,14 +71,13 @@ def write_new(path: Path, content: bytes | memoryview) -> None:
 
 
 def open_new(path: Path) -> BinaryIO:
-    """Make a file that is not there yet, for this user alone. Raises ``OSError``."""
+    """Make a new file for this user alone. Raises ``OSError``."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     return open(os.open(path, flags, 0o600), "wb")
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it where they are not there, for this user alone, and bring
-    their names to disk. Raises ``OSError``."""
+    """Make a folder and its missing parents durably, for this user alone. Raises ``OSError``."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -86,8 +86,7 @@ def make_folder(folder: Path) -> None:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename a file or folder within its file system, and bring the new name to disk. Raises
-    ``OSError``."""
+    """Rename a file or folder within its file system, durably. Raises ``OSError``."""
     os.rename(source, target)
     sync_directory(target.parent)
 
@@ -102,7 +101,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring what a file holds to disk."""
+    """Bring a file's content to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

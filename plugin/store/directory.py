@@ -21,17 +21,18 @@ from scalai.store.secure import open_below
 RECYCLED = "recycled"
 REMOVALS = 5
 PAUSE_S = 0.05
-"""Between two of them."""
+"""Pause between two removals."""
 GIVEN_BACK_S = 10.0
-"""How long a snapshot waits for room that is just being given back."""
+"""Longest wait of a snapshot for room already being given back."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes of a host's directory: in use by generations and snapshots, in files that wait for
-    reuse, and free on the file system."""
+    """Bytes of a host's directory: in use by generations and snapshots, in reusable files, and free
+    on the file system.
+    """
 
     in_use: int
     reusable: int
@@ -39,14 +40,14 @@ class Room:
 
 
 def check_budget(needed: int, room: Room, limit: int | None, host: str, directory: Path) -> int:
-    """Return how many bytes may wait for reuse beside a snapshot of ``needed`` bytes.
+    """Return the bytes of files to keep for reuse beside a snapshot of ``needed`` bytes.
 
     Args:
-        limit: What the store may take, in bytes; None: what there is.
-        host, directory: Whose store it is, for the error.
+        limit: Limit of the store in bytes; None: the file system's.
+        host, directory: Owner and place of the store, for the error.
 
     Raises:
-        StoreError: There is no room for two generations of that size, beside what others use.
+        StoreError: There is no room for two generations of this size, beside the bytes in use.
     """
     budget = 2 * needed
     if limit is not None and max(budget, room.in_use + needed) > limit:
@@ -72,15 +73,14 @@ def _gibibytes(size_bytes: int) -> int:
 
 
 class HostDirectory:
-    """An open directory. Methods may be called from several threads; closing ends the lock.
+    """An open directory. Thread-safe; closing releases the lock.
 
-    ``changed`` is notified of folders that come and go. Its mutex is the only one of a store: who
-    holds it sees the names and sizes of all its folders and files as they are. Pages are made
-    without it.
+    ``changed`` is notified of folders made and removed. Its mutex is the only one of a store: names
+    and sizes of folders and files change under it alone. Pages are made without it.
 
     Raises:
         StoreError: Another live process has it open, or it is not this user's alone.
-        UsageError: A name of a job or a host that cannot be one.
+        UsageError: The name of a job or host is invalid.
     """
 
     def __init__(self, store_dir: Path, job: str, host: str) -> None:
@@ -95,12 +95,14 @@ class HostDirectory:
         self._next_number = 0
 
     def close(self) -> None:
-        """Give the lock up. What is there stays for the next owner."""
+        """Release the lock. The content stays for the next owner."""
         self._lock.release()
 
     def remove(self) -> None:
-        """Remove all that is there, and close; the job's directory too if it is the last host's.
-        Ends what is being made. What cannot be removed is left, with a warning."""
+        """Remove all content, and close; the job's directory too after the last host.
+
+        Ends the making of files. Leaves unremovable folders, with a warning.
+        """
         try:
             self.makings.close()
             with self.mutex:
@@ -114,8 +116,7 @@ class HostDirectory:
             pass  # Other hosts of the job are still there.
 
     def adopt(self) -> Iterator[tuple[str, int, Path]]:
-        """Yield kind, number and path of the folders that an earlier owner left. New ones get
-        higher numbers."""
+        """Yield kind, number and path of an earlier owner's folders. New numbers are higher."""
         for entry in sorted(os.listdir(self.path)):
             match = NUMBERED.fullmatch(entry)
             if match is not None:
@@ -124,7 +125,7 @@ class HostDirectory:
                 yield match[1], number, self.path / entry
 
     def new(self, kind: str) -> Path:
-        """Make a folder of this kind, with a number that none has had."""
+        """Make a folder of this kind, with a new number."""
         with self.mutex:
             path = self.path / f"{kind}-{self._next_number}"
             self._next_number += 1
@@ -132,9 +133,12 @@ class HostDirectory:
         return path
 
     def make_file(self, path: Path, layout: FileLayout, making: Making) -> None:
-        """Make a file with this header, its pages faulted in. Blocks for seconds a GB where pages
-        are new. Ends pins of dropped generations where there is no room. Raises ``StoreError``
-        where there is none without them either, or it was given up."""
+        """Make a file with this header, its pages faulted in. Blocks for seconds a GB for new
+        pages.
+
+        Ends pins of dropped generations if there is no room. Raises ``StoreError`` if there is
+        still none, or it was given up.
+        """
         try:
             self._pool.take(path, layout.size_bytes, making)
         except StoreError:
@@ -152,7 +156,7 @@ class HostDirectory:
     def recycle(self, folder: Path) -> None:
         """Keep the files of a folder for ``make_file``, and remove it."""
         with self.changed:
-            # Without its manifest it is torn, whatever happens next.
+            # Without its manifest it is torn, even after a crash here.
             (folder / MANIFEST).unlink(missing_ok=True)
             for entry in list(os.scandir(folder)):
                 if entry.is_dir(follow_symlinks=False):
@@ -165,17 +169,19 @@ class HostDirectory:
             self.changed.notify_all()
 
     def trim(self, keep_bytes: int) -> None:
-        """Remove files that wait for reuse, until at most so many bytes are left."""
+        """Remove reusable files until at most so many bytes are left."""
         self._pool.trim(keep_bytes)
 
     def expire_dropped(self) -> bool:
-        """End the pins of dropped generations: their room is needed. Tell whether any was."""
+        """End the pins of dropped generations: their room is needed. True if any ended."""
         with self.mutex:
             return expire_dropped(self.path)
 
     def room(self) -> Room:
-        """Return what is in use, what waits for reuse, and what is free. Room that is kept for a
-        manifest is none of these: it is small, and given back once the manifest is written."""
+        """Return the bytes in use, reusable and free.
+
+        Room reserved for manifests counts as none of these: it is small, and soon given back.
+        """
         with self.mutex:
             held = [
                 entry.lstat()  # a link leads to bytes on a disk
@@ -188,14 +194,16 @@ class HostDirectory:
             return Room(sum(sizes.values()), self._pool.size_bytes(), free_bytes(self.path))
 
     def make_room(self, needed: int, limit: int | None, is_temporary: Callable[[], bool]) -> None:
-        """See that a snapshot of ``needed`` bytes fits. Ends pins of dropped generations that are
-        in the way, and waits a little where what is in the way ``is_temporary``.
+        """Make a snapshot of ``needed`` bytes fit.
+
+        Ends pins of dropped generations in the way. Waits up to ``GIVEN_BACK_S`` if the obstacle
+        ``is_temporary``.
 
         Args:
-            limit: What the store may take, in bytes; None: what there is.
+            limit: Limit of the store in bytes; None: the file system's.
 
         Raises:
-            StoreError: Two generations of that size do not fit, beside what others have in use.
+            StoreError: Two generations of this size do not fit, beside the bytes in use.
         """
         end = time.monotonic() + GIVEN_BACK_S
         with self.changed:
@@ -218,8 +226,11 @@ class HostDirectory:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder in which readers may still make and remove their pins: once the manifests
-    are gone, they find nothing more to open. Raises ``OSError`` where it cannot be removed."""
+    """Remove a folder while readers may still make and remove pins in it.
+
+    Once the manifests are gone, readers find nothing to open. Raises ``OSError`` if it cannot be
+    removed.
+    """
     for _ in range(REMOVALS - 1):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

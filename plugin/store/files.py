@@ -1,10 +1,9 @@
-"""Bytes of stored pieces: one safetensors file a writing rank, and views of what lies in it.
+"""Bytes of stored pieces: one safetensors file a writing rank, and views of its content.
 
-A file holds boxes of tensors, each row-major and contiguous, so the whole of it can be read with
-the safetensors library too; an entry is named ``<tensor>[<low>:<high>,...]``.
+A file holds boxes of tensors, each row-major and contiguous, so the safetensors library can read
+all of it; an entry is named ``<tensor>[<low>:<high>,...]``.
 
-``prefault`` touches pages before they are needed: the first touch is what is slow about memory, not
-the copy.
+``prefault`` touches pages before they are needed: the first touch of memory is slow, not the copy.
 """
 
 import ctypes
@@ -37,19 +36,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 CHUNK_BYTES = 4 << 20
-"""What is copied, sent or checksummed at once: fits a core's cache, amortises a system call."""
+"""Bytes copied, sent or checksummed at once: fits a core's cache, amortises a system call."""
 HEADER_ALIGNMENT = 64
 LENGTH_BYTES = 8
-"""What comes first in a safetensors file: how long the header behind it is."""
+"""First bytes of a safetensors file: the length of the header behind them."""
 _ITEM_BYTES = {**ITEM_BYTES, "C64": 8}
-"""Also of a dtype that no training has."""
+"""With a dtype outside of training."""
 
 
 def advise(buffer: mmap.mmap, low: int, high: int, advice: int) -> bool:
-    """Apply ``advice`` to bytes ``[low, high)`` of a writable mapping, widened to whole pages;
-    False if the kernel refuses.
+    """Apply ``advice`` to bytes ``[low, high)`` of a writable mapping, widened to whole pages.
 
-    Through ctypes because, unlike ``mmap.madvise``, that lets other threads run meanwhile.
+    False if the kernel refuses. Through ctypes: unlike ``mmap.madvise``, it lets other threads run.
     """
     low -= low % mmap.PAGESIZE
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -62,7 +60,7 @@ def advise(buffer: mmap.mmap, low: int, high: int, advice: int) -> bool:
 
 
 def prefault(descriptor: int, low: int, high: int) -> None:
-    """Touch bytes ``[low, high)`` of a file whose room is already allocated, for writing."""
+    """Touch bytes ``[low, high)`` of a file with allocated room, for writing."""
     if low >= high:
         return
     mapping = mmap.mmap(descriptor, high)
@@ -82,10 +80,11 @@ def entry_name(tensor: Tensor, box: Box) -> str:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FileLayout:
-    """Where the rows of a collection lie in one safetensors file.
+    """Place of a collection's rows in one safetensors file.
 
-    ``header`` is what the file starts with; ``begin`` [rows] are absolute byte offsets;
-    ``size_bytes`` is the whole file."""
+    ``header`` are the first bytes; ``begin`` [rows] are absolute byte offsets; ``size_bytes`` is
+    the whole file.
+    """
 
     header: bytes
     begin: Columns
@@ -95,8 +94,9 @@ class FileLayout:
 def lay_out(collection: Collection, metadata: Mapping[str, str]) -> FileLayout:
     """Lay the rows of ``collection`` out in one file, each aligned to its own element size.
 
-    The format allows no gaps, so wide elements come first; within a width the order of the rows
-    stays."""
+    The format allows no gaps, so wide elements come first; rows of one width keep their order.
+    Raises ``LayoutError`` for a piece given twice.
+    """
     sizes = collection.size_bytes()
     width = np.array([ITEM_BYTES[t.dtype] for t in collection.tensors], dtype=np.int64)
     order = np.argsort(-width[collection.tensor] if len(collection) else sizes, kind="stable")
@@ -122,8 +122,7 @@ def lay_out(collection: Collection, metadata: Mapping[str, str]) -> FileLayout:
 
 
 def header_of(entries: Mapping[str, Any], alignment: int) -> bytes:
-    """Return what a safetensors file with these entries starts with: a multiple of ``alignment``
-    bytes.
+    """Return the first bytes of a safetensors file with these entries: a multiple of ``alignment``.
 
     Source: https://github.com/huggingface/safetensors, "Format".
     """
@@ -141,7 +140,7 @@ def map_file(path: str | Path) -> memoryview:
 
 
 def read_at(descriptor: int, data: memoryview, begin: int) -> None:
-    """Fill bytes from a file, from byte ``begin`` on. Raises ``OSError``, also where it ends."""
+    """Fill bytes from a file, from byte ``begin`` on. Raises ``OSError``, also at its end."""
     while data:
         count = os.preadv(descriptor, [data], begin)
         if not count:
@@ -157,7 +156,7 @@ def write_at(descriptor: int, data: memoryview, begin: int) -> None:
 
 
 def box_view(data: memoryview, begin: int, shape: Sequence[int], dtype: type) -> Bits:
-    """Return [shape] elements that lie row-major at byte ``begin`` of ``data``, without a copy."""
+    """Return [shape] row-major elements at byte ``begin`` of ``data``, without a copy."""
     flat: Bits = np.frombuffer(data, dtype=dtype, count=prod(shape), offset=begin)
     return flat.reshape(tuple(shape))
 
@@ -202,13 +201,13 @@ def blocks(shape: Sequence[int], limit: int) -> Iterator[Box]:
 
 
 def slices(box: Box) -> tuple[Any, ...]:
-    """Return the index that selects ``box`` of an array; keeps a 0-d array an array."""
+    """Return the index of ``box`` in an array; keeps a 0-d array an array."""
     ranges = (slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
     return (*ranges, Ellipsis)
 
 
 def decode(bits: Bits, dtype: str) -> npt.NDArray[Any]:
-    """Return bits [...] as numbers [...]; 16- and 8-bit floats that numpy lacks become float32."""
+    """Return bits [...] as numbers [...]; 16- and 8-bit floats unknown to numpy become float32."""
     if dtype in NUMPY_DTYPES:
         return bits.view(NUMPY_DTYPES[dtype])
     if dtype == "BF16":
@@ -222,7 +221,6 @@ def decode(bits: Bits, dtype: str) -> npt.NDArray[Any]:
 
 
 def number_of(content: bytes, dtype: str) -> float:
-    """Return the first element of a tensor's bytes."""
     item = ITEM_BYTES[dtype]
     return float(decode(np.frombuffer(content[:item], BITS[item]), dtype)[0])
 
@@ -238,7 +236,7 @@ def _e4m3() -> npt.NDArray[np.float32]:
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor of a file: its name, dtype, shape, and the byte of the file at which it begins."""
+    """A tensor of a file: name, dtype, shape, and first byte in the file."""
 
     name: str
     dtype: str
@@ -247,7 +245,7 @@ class HeaderEntry(NamedTuple):
 
 
 def header_bytes(start: bytes, size: int) -> int:
-    """Return how long the header is, from the first ``LENGTH_BYTES`` of a file of ``size`` bytes.
+    """Return the header's length, from the first ``LENGTH_BYTES`` of a file of ``size`` bytes.
 
     Raises:
         ValueError: The file has no room for it.
@@ -261,11 +259,11 @@ def header_bytes(start: bytes, size: int) -> int:
 def entries_of(text: bytes, size: int) -> Iterator[HeaderEntry]:
     """Yield the tensors of a file of ``size`` bytes with this header, in the order of their bytes.
 
-    Of a dtype that is not known here the bytes need only lie between those of its neighbours.
+    Bytes of an unknown dtype need only lie between their neighbours.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: The header is damaged, or the file is not
-            as long as it says.
+        ValueError, KeyError, TypeError, AttributeError: The header is damaged, or does not fit the
+            file's length.
     """
     header = parse_json(text)
     first = LENGTH_BYTES + len(text)

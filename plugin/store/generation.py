@@ -1,4 +1,4 @@
-"""A generation as a whole: the parts of all its hosts that are at hand, put together."""
+"""A generation as a whole: the available parts of its hosts, put together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ from scalai.store.manifest import HostManifest, read_saved_manifest
 
 
 def unite(parts: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """Unite nested mappings. Where two differ the earlier part's value stays: give the lowest rank
-    first."""
+    """Unite nested mappings. Of two values the earlier stays: give the lowest rank first."""
     united: dict[str, Json] = {}
     for part in parts:
         for key, value in part.items():
@@ -27,9 +26,9 @@ def unite(parts: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Generation:
-    """A generation with all hosts' parts that are at hand, ordered by their lowest rank.
+    """A generation with all available parts, ordered by their lowest rank.
 
-    ``directories`` [hosts] is where each part lies, None for a part that lies on another machine.
+    ``directories`` [hosts] is each part's directory, None for a part on another machine.
     """
 
     generation: int
@@ -43,8 +42,7 @@ class Generation:
 
     @property
     def stated(self) -> Mapping[str, int]:
-        """The fingerprints of all tensors by name, as they were committed; none of one that
-        was converted."""
+        """Committed fingerprints of all tensors by name; none in a converted generation."""
         united = unite_committed(part.committed for part in self.hosts)
         return {} if united is None else united.fingerprints
 
@@ -67,9 +65,8 @@ def unite_hosts(
     """Unite the parts of one generation.
 
     Raises:
-        StoreError: None is given, or they are not parts of one generation at one step, or a
-        host comes twice. LayoutError: Two hosts hold tensors of one name that differ
-        in shape or dtype.
+        StoreError: None is given, they are not parts of one generation at one step, or a host comes
+            twice. LayoutError: Two hosts hold tensors of one name that differ in shape or dtype.
     """
     places = list(directories) if directories is not None else [None] * len(manifests)
     if not manifests:
@@ -113,8 +110,8 @@ def load_generation(directories: Sequence[Path], number: int | None = None) -> G
     """Read the parts of one generation, one directory a host; ``number``: of this one.
 
     Raises:
-        StoreError: As ``read_saved_manifest`` and ``unite_hosts``; or the parts are of two states
-            that have one number. LayoutError: As ``unite_hosts``.
+        StoreError: As ``read_saved_manifest`` and ``unite_hosts``; or the parts are two states of
+            one number. LayoutError: As ``unite_hosts``.
     """
     parts = [read_saved_manifest(directory, number) for directory in directories]
     generation = unite_hosts(parts, directories)
@@ -132,8 +129,9 @@ def load_generation(directories: Sequence[Path], number: int | None = None) -> G
 
 
 def contradiction(parts: Iterable[HostManifest]) -> str | None:
-    """Say which two of these parts of one generation were committed with other fingerprints, and of
-    which tensors; None: they agree."""
+    """Return a line about two parts of one generation with different committed fingerprints; None:
+    they agree.
+    """
     committed_by: dict[str, tuple[str, int]] = {}
     for part in parts:
         prints = {} if part.committed is None else part.committed.fingerprints
@@ -154,8 +152,7 @@ def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
     """Raise ``LayoutError`` unless the parts hold every element of every tensor of the job, all
     from one step.
 
-    ``exact`` False: pieces that hosts fetched from each other may overlap with those that were
-    written.
+    ``exact`` False: fetched pieces may overlap with written ones.
     """
     parts = list(parts)
     steps = sorted({part.step for part in parts})

@@ -1,5 +1,6 @@
-"""A host's parts of committed generations: how one is read, how it grows by what was fetched or
-lies on a disk, what a proof makes of it, and how it ends."""
+"""A host's parts of committed generations: reading, growth by fetched or attached pieces, proof,
+end.
+"""
 
 import logging
 import os
@@ -45,12 +46,12 @@ log = logging.getLogger(__name__)
 
 
 class HeldGenerations:
-    """A host's parts of committed generations. Methods may be called from several threads.
+    """A host's parts of committed generations. Thread-safe.
 
     Args:
-        job: The job's name.
-        host: The host's.
-        folders: Its directory, which this process owns.
+        job: Name of the job.
+        host: Name of the host.
+        folders: Directory of the host, owned by this process.
     """
 
     def __init__(self, job: str, host: str, folders: HostDirectory) -> None:
@@ -62,12 +63,12 @@ class HeldGenerations:
         self._readers: dict[int, int] = {}
         self._archive: HiddenCopy | None = None
         self._spoilt: set[Path] = set()
-        """Files of a disk in which damage was found: they are not attached again."""
+        """Files on another disk with damage. They are not attached again."""
         self.damaged: dict[int, str] = {}
-        """Committed generations that cannot be used, with the reason. They are left as they are,
-        and their numbers are never used again."""
+        """Reason of damage by committed generation. The files stay; the numbers are never used
+        again."""
         self._found: dict[int, tuple[DamagedPiece, ...]] = {}
-        """By generation the damage that ``examine`` has found."""
+        """Damage found by ``examine``, by generation."""
 
     def generations(self) -> list[int]:
         """Return the committed generations, oldest first."""
@@ -75,21 +76,20 @@ class HeldGenerations:
             return sorted(self._committed)
 
     def manifest(self, generation: int) -> HostManifest:
-        """Return the manifest of a committed generation. Raises ``StoreError`` where there is
-        none."""
+        """Return the manifest of a committed generation. Raises ``StoreError`` if there is none."""
         with self._mutex:
             if generation not in self._committed:
                 raise self._unknown(generation)
             return self._committed[generation]
 
     def is_attached(self, generation: int) -> bool:
-        """Whether files of a generation lie on another disk."""
+        """Return True if files of a generation lie on another disk."""
         with self._mutex:
             own = self._committed.get(generation)
             return own is not None and bool(attached_hosts(own))
 
     def generation_directory(self, generation: int) -> Path:
-        """Return where a committed generation lies. Raises ``StoreError`` where there is none."""
+        """Return a committed generation's directory. Raises ``StoreError`` if there is none."""
         with self._mutex:
             if generation not in self._committed:
                 raise self._unknown(generation)
@@ -105,9 +105,10 @@ class HeldGenerations:
 
     @contextmanager
     def open_rows(self, generation: int, *, is_examined: bool = False) -> Iterator[StoredRows]:
-        """Give the pieces of a committed generation; their files stay as they are while the block
-        runs, also if the generation is dropped meanwhile. ``is_examined``: also where some cannot
-        be read.
+        """Give the pieces of a committed generation.
+
+        Their files stay unchanged during the block, even after a drop. ``is_examined`` accepts
+        unreadable files.
 
         Raises:
             StoreError: It is not committed here. DamageError: A file cannot be read.
@@ -130,15 +131,16 @@ class HeldGenerations:
                     self._folders.recycle(dropped)
 
     def examine(self, generation: int) -> list[str]:
-        """Compare a committed generation with its manifest. What is damaged counts no more as held
-        by this host, until another process reads the manifest anew: the files stay, and it.
-        ``damage_found`` tells it again.
+        """Compare a committed generation with its manifest.
+
+        This process no longer counts damaged pieces as held; files and manifest stay on disk, so
+        the next owner counts them again. ``damage_found`` repeats the lines.
 
         Returns:
             A line for each damaged piece.
 
         Raises:
-            StoreError: It is not committed here, or not any more.
+            StoreError: It is not committed here, or no longer.
         """
         with self.open_rows(generation, is_examined=True) as rows:
             found = dict(rows.damage())
@@ -165,8 +167,9 @@ class HeldGenerations:
         return list(found.values())
 
     def damage_found(self) -> dict[int, list[str]]:
-        """Return by generation a line for each piece that was found damaged, and that this host
-        does not hold whole since."""
+        """Return a line by generation for each damaged piece, unless this host holds it whole
+        again.
+        """
         with self._mutex:
             left = {
                 number: still_damaged(found, self._committed[number].collection)
@@ -175,9 +178,9 @@ class HeldGenerations:
         return {n: [piece.reason for piece in pieces] for n, pieces in left.items() if pieces}
 
     def drop(self, generation: int) -> None:
-        """End a committed generation; its files are reused once nobody reads them.
+        """End a committed generation. Its files are reused after the last reader.
 
-        Processes that still map the files would see them change: tell workers to let go first.
+        Processes with mapped files would see them change: make workers let go first.
         """
         with self._mutex:
             self._end(generation)
@@ -194,8 +197,9 @@ class HeldGenerations:
             self._folders.recycle(dropped)
 
     def stage(self, pieces: Collection) -> Staged:
-        """Make a file for pieces of other hosts, its pages faulted in. Raises ``StoreError`` where
-        there is no room."""
+        """Make a file for pieces of other hosts, its pages faulted in. Raises ``StoreError`` if
+        there is no room.
+        """
         layout = lay_out(pieces, {"format": "scalai"})
         with self._folders.makings.begin(is_snapshot=False) as making:
             path = self._folders.new(FETCHED) / "pieces.safetensors"
@@ -211,10 +215,9 @@ class HeldGenerations:
         self._folders.recycle(staged.path.parent)
 
     def adopt_empty(self, like: HostManifest) -> None:
-        """Take part in a generation of which this host has nothing yet, so that it can be extended.
+        """Take an empty part of a generation, so that ``extend`` can fill it.
 
-        ``like`` is any part of it, or one that has nothing. Does nothing where this host has a part
-        already.
+        ``like`` is any part of it, possibly empty. Does nothing if this host has a part.
         """
         with self._mutex:
             if like.generation in self._committed:
@@ -224,18 +227,17 @@ class HeldGenerations:
     def attach(self, parts: Sequence[tuple[Path, HostManifest]]) -> HostManifest:
         """Make a generation on a disk this host's part of it, by links: nothing is copied.
 
-        The directories are only read, now and later. Where this host has a part already, it gets
-        the pieces that it lacks.
+        The directories are only read, now and later. An existing part gets only its missing pieces.
 
         Args:
-            parts: Directory and manifest of all parts that can be seen, of one generation.
+            parts: Directory and manifest of all visible parts of one generation.
 
         Raises:
-            StoreError: They are of different states, or of another one than this host's; or there
-            is no room for links and manifest. LayoutError: Their tensors differ.
+            StoreError: They are of different states, or differ from this host's state; or there is
+                no room for links and manifest. LayoutError: Their tensors differ.
         """
         try:
-            # Before the mutex is held: that file system may answer nobody.
+            # Before the mutex is held: that file system may hang.
             return self._attach([(path.resolve(), part) for path, part in parts])
         except OSError as error:
             raise StoreError(
@@ -259,7 +261,7 @@ class HeldGenerations:
             for name, target in attached.links.items():
                 link = directory / name
                 if link.is_symlink():
-                    link.unlink()  # left by one that died, or had no room, before the manifest
+                    link.unlink()  # left by an earlier owner without a manifest
                 os.symlink(target, link)
             if is_new:
                 self._take_part(directory, manifest)
@@ -273,14 +275,17 @@ class HeldGenerations:
         return manifest
 
     def _unspoilt(self, directory: Path, part: HostManifest) -> tuple[Path, HostManifest]:
-        """Return a part on a disk without the files in which damage was found."""
+        """Return a part on a disk without its damaged files."""
         files = [directory / stored.name for stored in part.files]
         kept = [number for number, path in enumerate(files) if path not in self._spoilt]
         return directory, part if len(kept) == len(files) else with_files(part, kept)
 
     def detach(self) -> None:
-        """Give up generations that are attached and nothing else: they stay where they lie. What
-        was damaged and made way for one is put back: a person may still repair it."""
+        """Give up generations with attached files only; the files stay on their disk.
+
+        A damaged generation set aside for an attached one is put back: a person may still repair
+        it.
+        """
         with self._mutex:
             for number, manifest in list(self._committed.items()):
                 folder = self.generation_directory(number)
@@ -295,8 +300,7 @@ class HeldGenerations:
                         self.damaged[number] = "it was damaged when the job began"
 
     def _take_part(self, directory: Path, manifest: HostManifest) -> None:
-        """Make a folder this host's part of a generation; a damaged one of that number makes way
-        for it."""
+        """Make a folder this host's part of a generation; set a damaged one of its number aside."""
         number = manifest.generation
         target = self.directory / generation_name(number)
         if self.damaged.pop(number, None) is not None and target.is_dir():
@@ -312,16 +316,16 @@ class HeldGenerations:
         extras: Extras | None = None,
         fingerprints: npt.NDArray[np.uint64] | None = None,
     ) -> HostManifest:
-        """Make what was fetched into a file of ``stage`` more of a committed part of this host.
+        """Add a filled file of ``stage`` to a committed part, so that its pieces outlive their
+        source hosts.
 
-        So it outlives the hosts that it came from. The file is moved in under a new name, then the
-        manifest is replaced by one rename.
+        The file is moved in under a new name; then one rename replaces the manifest.
 
         Args:
-            generation: It is committed here, or ``adopt_empty`` was called.
-            staged: The file, filled. It becomes the last of the manifest's files.
-            extras: What goes with the pieces, where they come from other hosts.
-            fingerprints: Of each piece, [rows], where they were computed already.
+            generation: Number, committed here or passed to ``adopt_empty``.
+            staged: Filled file. It becomes the last of the manifest's files.
+            extras: Values for pieces of other hosts.
+            fingerprints: Fingerprint of each piece, [rows]; None: computed here.
 
         Raises:
             StoreError: The generation is not committed here.
@@ -334,7 +338,7 @@ class HeldGenerations:
             name = _free_name(directory, path.parent.name)
             file = StoredFile(name, path.stat().st_size)
             grown = extended(own, file, pieces, staged.begins, fingerprints, extras)
-            # A file that no manifest names yet does no harm if this ends here.
+            # A file without a manifest does no harm if this process ends here.
             os.rename(path, directory / file.name)
             try:
                 write_manifest(directory, grown)
@@ -346,7 +350,7 @@ class HeldGenerations:
         return grown
 
     def add_states(self, generation: int, states: Mapping[str, Json]) -> HostManifest:
-        """Keep these states of ranks, by coordinate, with this host's part of a generation.
+        """Keep states of ranks, by coordinate, with this host's part of a generation.
 
         Raises:
             StoreError: The generation is not committed here, or there is no room.
@@ -364,17 +368,19 @@ class HeldGenerations:
         return grown
 
     def prove(self, generation: int) -> None:
-        """A proof of the whole state has passed: what was fetched of it is as good as the rest."""
+        """Mark fetched pieces as proven, after a proof of the whole state."""
         with self._mutex:
             own = self._committed.get(generation)
             if own is not None and own.unproven:
                 self._replace(generation, replace(own, unproven=()))
 
     def forget_unproven(self, generation: int) -> HostManifest | None:
-        """Take what was fetched and never proven out of this host's part again; drop the part where
-        nothing else is in it. Returns what is left, None for nothing.
+        """Take unproven files out of this host's part; drop a part without other files.
 
-        The files are removed and not used again, because somebody may still read them.
+        The files are removed, not reused: somebody may still read them.
+
+        Returns:
+            The manifest left, or None.
         """
         with self._mutex:
             own = self._committed.get(generation)
@@ -394,17 +400,20 @@ class HeldGenerations:
         self._committed[generation] = manifest
 
     def copy_to(self, generation: int, directory: Path) -> Path:
-        """Copy what a committed generation has that is not there yet to
-        ``<directory>/generation-<n>/<host>``; see ``copy_part``."""
+        """Copy the missing files of a committed generation to ``<directory>/generation-<n>/<host>``
+        (``copy_part``).
+        """
         with self.open_rows(generation) as rows:
             return copy_part(rows, directory)
 
     def archive(self, generation: int, directory: Path, *, own_only: bool) -> int:
-        """Copy a committed generation as ``write_hidden`` does, one at a time, once its pieces are
-        what was committed. It may be dropped meanwhile. Returns how many bytes were written.
+        """Check all pieces of a committed generation, then copy it by ``write_hidden``; one copy at
+        a time.
+
+        A drop may happen meanwhile. Returns the bytes written.
 
         Raises:
-            StoreError: It was given up. DamageError: A piece is not what was committed.
+            StoreError: It was given up. DamageError: A piece differs from its fingerprint.
         """
         with self.open_rows(generation) as rows:
             with self._mutex:
@@ -419,13 +428,13 @@ class HeldGenerations:
                     self._archive = None
 
     def give_up_archive(self, reason: str) -> None:
-        """End the copy that is being made, if any."""
+        """End the running copy, if any."""
         with self._mutex:
             if self._archive is not None:
                 self._archive.give_up(reason)
 
     def _give_up_dropped_archive(self) -> None:
-        """A snapshot needs the room of what was dropped and is still read."""
+        """A snapshot needs the room of a dropped generation still being copied."""
         with self._mutex:
             if self._archive is not None and self._archive.generation not in self._committed:
                 self.give_up_archive(
@@ -435,7 +444,6 @@ class HeldGenerations:
                 )
 
     def _adopt_generation(self, number: int, path: Path) -> None:
-        """Take over a generation that an earlier owner has left."""
         try:
             self._committed[number] = read_own_manifest(path, self.host, number)
         except StoreError as error:
@@ -444,8 +452,10 @@ class HeldGenerations:
 
 
 def _free_name(directory: Path, stem: str) -> str:
-    """Return a name for a file of pieces that none in ``directory`` has: numbers of folders begin
-    again with each owner of a store."""
+    """Return an unused file name in ``directory``.
+
+    Numbers of folders begin again with each owner of a store.
+    """
     name, number = f"{stem}.safetensors", 2
     while os.path.lexists(directory / name):
         name, number = f"{stem}.{number}.safetensors", number + 1

@@ -1,9 +1,10 @@
-"""The Tensor Store of one host: generations of one job in a directory that one agent owns.
+"""The Tensor Store of one host: generations of one job in a directory owned by one agent.
 
-``<store_dir>/<job>/<host>/`` holds ``generation-<n>`` (committed), ``snapshot-<k>`` (being written,
-or sealed when it has a manifest), ``dropped-<n>`` (still read by someone), ``fetched-<k>`` (bytes
-of other hosts), ``recycled`` and the lock. A rename of one directory commits; nothing committed is
-written to again. What is committed is in ``held.py``; here it is written."""
+``<store_dir>/<job>/<host>/`` holds ``generation-<n>`` (committed), ``snapshot-<k>`` (being written;
+sealed once it has a manifest), ``dropped-<n>`` (still being read), ``fetched-<k>`` (bytes of other
+hosts), ``recycled`` and the lock. A rename of one directory commits; committed files are never
+written again. ``held.py`` has the committed part; this module writes.
+"""
 
 import logging
 import os
@@ -37,11 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class HostStore(HeldGenerations):
-    """The open store of one host. Methods may be called from several threads; closing ends the
-    lock.
+    """The open store of one host. Thread-safe; closing releases the lock.
 
-    Opening adopts what an earlier owner left: committed generations, sealed snapshots; it removes
-    torn ones.
+    Opening adopts an earlier owner's committed generations and sealed snapshots, and removes torn
+    snapshots.
 
     Raises:
         StoreError: Another live process has it open, or the directory belongs to another user.
@@ -62,11 +62,11 @@ class HostStore(HeldGenerations):
         self._needed = 0
         """Bytes of this host's last snapshot."""
         self.damaged_snapshots: dict[str, str] = {}
-        """Sealed snapshots that cannot be used, by the names of their folders. They are left."""
+        """Errors of unusable sealed snapshots, by folder name. The folders stay."""
         self._adopt()
 
     def close(self) -> None:
-        """Give the lock up. What is committed or sealed stays for the next owner."""
+        """Release the lock. Committed and sealed states stay for the next owner."""
         self._folders.close()
 
     def __enter__(self) -> "HostStore":
@@ -76,24 +76,24 @@ class HostStore(HeldGenerations):
         self.close()
 
     def sealed(self) -> list[tuple[Snapshot, HostManifest]]:
-        """Return the snapshots that are sealed and not committed, lowest step first."""
+        """Return the sealed, uncommitted snapshots, lowest step first."""
         with self._mutex:
             found = sorted(self._sealed.items(), key=lambda item: (item[1].step, item[0].name))
         return [(Snapshot.sealed(directory, manifest), manifest) for directory, manifest in found]
 
     def reserve(self, held: Mapping[int, Collection]) -> Snapshot:
-        """Make the files for the next snapshot: distinct pieces once, replicas sharing the work,
+        """Make the files for the next snapshot: distinct pieces once, replicas share the work,
         pages faulted in.
 
-        Blocks for seconds a GB where pages are new; meant for a thread beside the training. One
-        that is still being made for an earlier round is given up, and waited for.
+        Blocks for seconds a GB for new pages; call it in a thread beside the training. Gives up an
+        earlier round's unfinished snapshot and waits for its end.
 
         Args:
-            held: What each rank of this host vouches for, by global rank.
+            held: Collection of each rank of this host, by global rank.
 
         Raises:
-            StoreError: There is no room for two generations of these pieces; names the sizes. Or it
-                was given up.
+            StoreError: There is no room for two generations of these pieces (the message has the
+                sizes), or it was given up.
         """
         shares = share_out(held)
         needed = self._needed = sum(share.layout.size_bytes for share in shares)
@@ -114,17 +114,22 @@ class HostStore(HeldGenerations):
         return snapshot
 
     def most_bytes(self) -> int:
-        """Return how many bytes of generations this store can hold, those that it has included."""
+        """Return this store's capacity for generations in bytes, present ones included."""
         with self._mutex:
             room, limit = self._folders.room(), self._budget_bytes
         most = room.in_use + room.reusable + room.free
         return most if limit is None else min(most, limit)
 
     def check_spare(self, size_bytes: int) -> None:
-        """Raise ``RoomError`` where so many bytes for other hosts would take the room that this
-        host's own next snapshot needs. Ends pins of dropped generations that are in the way."""
+        """Raise ``RoomError`` if so many bytes for other hosts would take the room of this host's
+        next snapshot.
+
+        Ends pins of dropped generations to make room.
+        """
         with self._mutex:
-            has_room = bool(self._unsealed) or len(self._committed) > 1  # of which one will go
+            has_room = (
+                bool(self._unsealed) or len(self._committed) > 1
+            )  # one of them will be dropped
             own = 0 if has_room else self._needed
             left = self._left()
             if size_bytes + own > left and self._folders.expire_dropped():
@@ -137,7 +142,7 @@ class HostStore(HeldGenerations):
             )
 
     def _left(self) -> int:
-        """Return how many bytes this store may still take, those that wait for reuse included."""
+        """Return the bytes still available to this store, reusable ones included."""
         room, limit = self._folders.room(), self._budget_bytes
         left = room.free + room.reusable
         return left if limit is None else min(left, limit - room.in_use)
@@ -149,22 +154,20 @@ class HostStore(HeldGenerations):
         stated: Mapping[int, int],
         check: Callable[[], None],
     ) -> dict[int, int]:
-        """Copy pieces of a generation that another one of this host has with the same content, so
-        that they do not cross again. Blocks.
+        """Copy pieces with the same content from this host's other generations, to avoid a
+        transfer. Blocks.
 
-        A copy has bytes of its own, so neither generation depends on the other's files, and its
-        fingerprint is computed of these bytes as that of a piece that has come: what differs is
-        fetched.
+        A copy has bytes of its own, so neither generation depends on the other's files.
+        Fingerprints are computed from the copied bytes; pieces with other fingerprints are fetched.
 
         Args:
-            generation: Of which the pieces are.
-            staged: What is wanted, and where it goes.
-            stated: What their hosts say is the fingerprint of each, by row, of those that they have
-                as they are wanted.
-            check: Raises where it is not needed any more.
+            generation: Number of the generation of the pieces.
+            staged: Wanted pieces and their file.
+            stated: Fingerprint by row, stated by a host with exactly this piece.
+            check: Raises if the copy is no longer needed.
 
         Returns:
-            The fingerprints of the rows that lie there now, by row: each is the stated one.
+            Fingerprints by row of the copied rows, each equal to the stated one.
 
         Raises:
             OSError: The file cannot be written.
@@ -175,7 +178,7 @@ class HostStore(HeldGenerations):
             if older != generation and left:
                 try:
                     found |= self._copy_from(older, staged, left, check)
-                except StoreError as error:  # it was dropped, or a file of it has gone
+                except StoreError as error:  # it was dropped, or one of its files has gone
                     check()
                     log.warning("event=not_copied generation=%d: %s", older, error)
         return found
@@ -188,7 +191,7 @@ class HostStore(HeldGenerations):
         check: Callable[[], None],
     ) -> dict[int, int]:
         manifest = self.manifest(older)
-        # Files that are attached lie on a disk, which may be slow or hang.
+        # Attached files lie on a disk: it may be slow or hang.
         if attached_hosts(manifest):
             return {}
         with self.open_rows(older) as rows:
@@ -218,12 +221,13 @@ class HostStore(HeldGenerations):
         return {row: value for row, value in found.items() if value == stated[row]}
 
     def stop_reserving(self) -> None:
-        """The round has ended for which files of a snapshot may still be made."""
+        """Give up the files still being made: their round has ended."""
         self._folders.makings.give_up()
 
     def _is_giving_back(self) -> bool:
-        """Whether room is taken by what will soon be given back: a snapshot of a round that has
-        ended, or what was dropped and is still read."""
+        """Return True if room will soon be given back: by an ended round's snapshot or a dropped
+        generation still being read.
+        """
         with self._mutex:
             self._give_up_dropped_archive()
             return bool(self._unsealed) or bool(set(self._readers) - set(self._committed))
@@ -237,19 +241,20 @@ class HostStore(HeldGenerations):
         parts: Mapping[int, RankSnapshot],
         taken_over: Sequence[tuple[WriteOrder, Sequence[int]]] = (),
     ) -> HostManifest:
-        """State what was written and bring it to disk. It can be committed from now on.
+        """Write the manifest of a written snapshot and bring its files to disk. It can be committed
+        from now on.
 
         Args:
-            snapshot: What ``reserve`` returned.
+            snapshot: Result of ``reserve``.
             step: Optimizer steps done.
             about: consumed_samples, degrees, world_size, framework, versions, time.
-            parts: The reports of the ranks that wrote all their rows, by global rank. The rows of
-                ranks that are missing here are left out.
-            taken_over: Orders of ``Snapshot.take_over`` that were carried out, with the
-                fingerprints of their rows.
+            parts: Reports of the ranks with all rows written, by global rank. The rows of other
+                ranks are left out.
+            taken_over: Completed orders of ``Snapshot.take_over`` with the fingerprints of their
+                rows.
 
         Returns:
-            The manifest; its generation is ``UNNUMBERED`` until it is committed.
+            The manifest; its generation is ``UNNUMBERED`` until the commit.
 
         Raises:
             StoreError: A report does not fit its order.
@@ -274,11 +279,11 @@ class HostStore(HeldGenerations):
         """Make a sealed snapshot the generation of this number; one rename decides.
 
         Args:
-            committed: What the coordinator states of the whole generation.
+            committed: Coordinator's statement about the whole generation.
 
         Raises:
             StoreError: The snapshot is not sealed, the number is taken, or there is no room for the
-                manifest: then it stays sealed, and can be committed later.
+                manifest; in the last case it stays sealed for a later commit.
         """
         with self._mutex:
             directory, target = snapshot.directory, self.directory / generation_name(generation)
@@ -319,8 +324,9 @@ class HostStore(HeldGenerations):
             self._folders.recycle(snapshot.directory)
 
     def set_damaged_aside(self) -> None:
-        """The job goes on without the sealed snapshots that cannot be used: they are left, under a
-        name that no later owner asks about."""
+        """Rename unusable sealed snapshots, so that later owners skip them. The job goes on without
+        them.
+        """
         with self._mutex:
             for name in self.damaged_snapshots:
                 if (self.directory / name).is_dir():
@@ -330,8 +336,7 @@ class HostStore(HeldGenerations):
                         log.warning("event=left snapshot=%s: %s", name, error)
 
     def remove(self) -> None:
-        """Close the store and remove all that it holds; the job's directory too if it is the last
-        host's."""
+        """Close the store and remove its content, and the job's directory after the last host."""
         self._folders.remove()
         with self._mutex:
             self._committed.clear()
@@ -339,7 +344,6 @@ class HostStore(HeldGenerations):
             self._sealed.clear()
 
     def _adopt(self) -> None:
-        """Take over what an earlier owner left."""
         for kind, number, path in self._folders.adopt():
             if kind == "generation":
                 self._adopt_generation(number, path)
@@ -347,7 +351,7 @@ class HostStore(HeldGenerations):
                 self._folders.recycle(path)
 
     def _adopt_sealed(self, directory: Path) -> bool:
-        """Take a snapshot over if it was sealed; False for one that never was."""
+        """Take a sealed snapshot over; False for an unsealed one."""
         if not (directory / MANIFEST).exists():
             return False
         try:

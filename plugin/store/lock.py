@@ -1,8 +1,9 @@
-"""One owner for a host's directory: a lock file that says which process holds it.
+"""One owner for a host's directory: a lock file with the process of its holder.
 
-The kernel's lock (flock) ends with the process, yet a child that inherited the descriptor may keep
-it after its parent's death; then the process id, its start time and the boot id tell that the owner
-is gone."""
+The kernel's lock (flock) ends with the process, yet a child with the inherited descriptor may keep
+it after its parent's death; then the process id, its start time and the boot id prove the owner's
+death.
+"""
 
 import fcntl
 import json
@@ -19,13 +20,14 @@ from scalai.store.secure import Folder
 LOCK = "lock"
 GUARD = "lock.guard"
 GUARD_S = 30.0
-"""How long another process may look at a lock, which takes it a moment."""
+"""Longest hold of the guard by another process; normally a moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
     """A process: id and start time (clock ticks since boot) in a pid namespace, on one boot of a
-    machine."""
+    machine.
+    """
 
     pid: int
     started: int
@@ -39,7 +41,7 @@ class Owner:
         return cls(pid, _start_time(pid) or 0, _namespace(), _boot_id())
 
     def is_gone(self) -> bool:
-        """Is this process surely dead? False as well where that cannot be told from here."""
+        """Return True if this process is surely dead. False if unknown here."""
         if self.boot != _boot_id():
             return True
         if self.namespace != _namespace():
@@ -47,7 +49,7 @@ class Owner:
         return _start_time(self.pid) != self.started
 
     def has_died_here(self) -> bool:
-        """Was this a process of this machine, since it was booted, and is it surely dead?"""
+        """Return True for a surely dead process of this machine's present boot."""
         return self.boot == _boot_id() and self.is_gone()
 
 
@@ -60,8 +62,7 @@ def _namespace() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return the start time of a process, None where there is none or it is dead and not yet
-    reaped."""
+    """Return the start time of a process, None if there is none or it is an unreaped zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -79,7 +80,7 @@ def _read_owner(folder: Folder) -> Owner | None:
     try:
         return Owner(**json.loads(text))
     except (ValueError, TypeError):
-        # An owner that died between creating and writing the file left it empty.
+        # An owner died between creating and writing the file.
         return None
 
 
@@ -96,7 +97,7 @@ def _guard(folder: Folder) -> Iterator[None]:
     """Let one process at a time look at the lock and replace it. Held for moments only.
 
     Raises:
-        StoreError: Another one does for ``GUARD_S``: it stands still.
+        StoreError: Another process holds it for ``GUARD_S``: it stands still.
     """
     descriptor = folder.open_file(GUARD, os.O_RDWR | os.O_CREAT)
     try:
@@ -115,14 +116,14 @@ def _guard(folder: Folder) -> Iterator[None]:
 
 
 class StoreLock:
-    """A held lock of one directory; ``release`` ends it, and so does the end of the process."""
+    """A held lock of one directory. ``release`` or the end of the process ends it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
 
     @classmethod
     def acquire(cls, folder: Folder) -> "StoreLock":
-        """Take the lock of a folder. Does not wait for who holds it.
+        """Take the lock of a folder without waiting.
 
         Raises:
             StoreError: A live process holds it; names the process. Or it cannot be signed.
@@ -135,7 +136,7 @@ class StoreLock:
                 if owner is None or not owner.is_gone():
                     raise StoreError(_in_use(folder.path, owner))
                 # An orphan of the dead owner still has the old file open: leave it that one, lock a
-                #     new one.
+                # new one.
                 folder.remove(LOCK)
                 descriptor = folder.open_file(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,15 +144,16 @@ class StoreLock:
         return cls(descriptor)
 
     def release(self) -> None:
-        """Give the lock up; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def _sign(descriptor: int, directory: Path) -> None:
-    """Write into a lock that is held who holds it. Raises ``StoreError``, and gives the lock up,
-    where there is no room for that."""
+    """Write this process into a held lock. Raises ``StoreError`` and releases the lock if there is
+    no room.
+    """
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(Owner.of_this_process())).encode(), 0)
@@ -172,8 +174,7 @@ def _in_use(directory: Path, owner: Owner | None) -> str:
 
 
 def find_owner(folder: Folder) -> Owner | None:
-    """Return the live process that holds the lock of a folder, None where nobody does. Changes
-    nothing."""
+    """Return the live holder of a folder's lock, or None. Changes nothing."""
     try:
         descriptor = folder.open_file(LOCK, os.O_RDWR)
     except FileNotFoundError:
@@ -185,6 +186,6 @@ def find_owner(folder: Folder) -> Owner | None:
         os.close(descriptor)
     owner = _read_owner(folder)
     if owner is None:
-        # Locked just now and not yet signed; the pid is unknown, that it lives is certain.
+        # Locked but not yet signed: a live process with an unknown pid.
         return Owner(0, 0, "", _boot_id())
     return None if owner.is_gone() else owner

@@ -1,8 +1,8 @@
-"""What a host's part of a generation states about itself: which boxes lie where, at which step,
-with which content.
+"""The manifest of a host's part of a generation: place of each box, step, fingerprints.
 
-The manifest lies beside the files as ``manifest.json``. It carries its own digest, so that damage
-is found before any number in it is believed."""
+``manifest.json`` lies beside the files. It carries its own digest, so that damage is found before
+any of its numbers is used.
+"""
 
 import hashlib
 import json
@@ -31,10 +31,10 @@ from scalai.store.places import MANIFEST
 FORMAT = "scalai-generation"
 VERSION = 3
 UNNUMBERED = -1
-"""The generation of a manifest that is sealed and not yet committed."""
+"""The generation of a sealed, uncommitted manifest."""
 MAX_BYTES = 1 << 60
-"""Of a tensor, empty dims counted as one: more than any disk holds, and sums of places stay below
-2^63."""
+"""Largest tensor, empty dims counted as one: more than any disk holds, and sums of places stay
+below 2^63."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,13 @@ class HostManifest:
     """One host's part of one generation.
 
     ``collection`` has a row for each stored piece; ``file`` [rows] indexes ``files``, ``begin``
-    [rows] is the absolute byte offset of the piece, ``fingerprint`` [rows] its content. ``about``
-    says how the state came to be (consumed_samples, degrees, world_size, framework, versions,
-    time). ``ranks`` wrote here. ``scalars`` are united over those ranks; ``rank_state`` has an
-    entry for each coordinate. ``committed`` is what the coordinator stated of the whole generation,
-    None before it did. ``unproven`` indexes the files that were fetched and that no proof has
-    passed yet. ``fingerprint_version`` is that of all its fingerprints: they stay as they were
-    made, and what is compared with them is computed alike. ``summarizes`` names the pieces of the
-    part that this one stands for (``store.summary``); None: it stands for itself."""
+    [rows] is the absolute byte offset, ``fingerprint`` [rows] the content. ``about`` describes the
+    state's origin (consumed_samples, degrees, world_size, framework, versions, time). ``ranks``
+    wrote here. ``scalars`` are united over those ranks; ``rank_state`` has an entry for each
+    coordinate. ``committed`` is the coordinator's statement about the whole generation, None before
+    it. ``unproven`` indexes fetched files without a proof. ``summarizes`` refers to the pieces of
+    the summarized part (``parts.summary``); None: this is no summary.
+    """
 
     generation: int
     step: int
@@ -81,7 +80,7 @@ class HostManifest:
         return int(self.collection.size_bytes().sum())
 
     def to_json(self) -> dict[str, Json]:
-        """Return plain values that ``json`` writes; ``from_json`` reads them back."""
+        """Return plain values for ``json``; ``from_json`` reads them back."""
         stated: dict[str, Json] = {}
         if self.committed is not None:
             stated["committed"] = self.committed.to_json()
@@ -102,7 +101,7 @@ class HostManifest:
             "file": self.file.tolist(),
             "begin": self.begin.tolist(),
             "fingerprint_version": FINGERPRINT_VERSION,
-            # Text, because readers that hold numbers as doubles would round them.
+            # Text: readers with numbers as doubles would round them.
             "fingerprint": [f"{value:016x}" for value in self.fingerprint.tolist()],
             **stated,
             **({"unproven": list(self.unproven)} if self.unproven else {}),
@@ -114,11 +113,10 @@ class HostManifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json], where: str) -> "HostManifest":
-        """Read what ``to_json`` wrote.
+        """Read the values of ``to_json``.
 
         Raises:
-            StoreError: Something is missing, of the wrong kind, or does not fit together; names
-                ``where``.
+            StoreError: A value is missing, of the wrong kind or inconsistent; names ``where``.
         """
         try:
             manifest = _read(data, where)
@@ -138,8 +136,11 @@ class HostManifest:
 
 
 def _read(data: Mapping[str, Json], where: str) -> HostManifest:
-    """Return the manifest that these values are, each of its own kind. Raises ``StoreError`` where
-    they are of another release, ``KeyError`` or ``ValueError`` where they are not a manifest."""
+    """Return the manifest with these values.
+
+    Raises:
+        StoreError: They are of another release. KeyError, ValueError: They are no manifest.
+    """
     _check_versions(data, where)
     files = [fields.listed(entry, "an entry of files") for entry in data["files"]]
     return HostManifest(
@@ -175,7 +176,7 @@ def _reference(value: Json) -> Reference:
 
 
 def _check_versions(data: Mapping[str, Json], where: str) -> None:
-    """Raise ``StoreError`` where this release does not read such a manifest."""
+    """Raise ``StoreError`` if this release does not read such a manifest."""
     version = data["version"]
     if (data["format"], version) != (FORMAT, VERSION) or type(version) is not int:
         raise StoreError(
@@ -196,10 +197,10 @@ def _digest(data: Mapping[str, Json]) -> str:
 
 
 def write_manifest(directory: Path, manifest: HostManifest) -> None:
-    """Give a host's part this ``manifest.json``; it is on disk when this returns.
+    """Write ``manifest.json`` of a host's part durably.
 
-    It takes the room that ``reserve_manifests`` made, if any. Where that is too small and there is
-    no other (``OSError``), it stays for another try.
+    Uses the room of ``reserve_manifests``, if any. If it is too small and there is no other
+    (``OSError``), it stays for another try.
     """
     aside = partial_of(directory / MANIFEST)
     if not aside.exists():
@@ -212,8 +213,8 @@ _SPARE = f".{MANIFEST}.spare-*"
 
 
 def reserve_manifests(directory: Path, size_bytes: int) -> None:
-    """Make room for the manifests of a snapshot that will be sealed and committed, so that a file
-    system that fills up meanwhile does not keep them from being written.
+    """Reserve room for the manifests of a snapshot's seal and commit, in case the file system fills
+    up meanwhile.
 
     Raises:
         StoreError: There is no room.
@@ -233,18 +234,18 @@ def reserve_manifests(directory: Path, size_bytes: int) -> None:
 
 
 def is_spare(path: Path) -> bool:
-    """Whether a file is room that ``reserve_manifests`` made."""
+    """Return True for a file of ``reserve_manifests``."""
     return path.match(_SPARE)
 
 
 def release_manifests(directory: Path) -> None:
-    """Give back the room that was not used."""
+    """Give the unused room back."""
     for spare in directory.glob(_SPARE):
         spare.unlink()
 
 
 def read_manifest(directory: Path) -> HostManifest:
-    """Read and check the manifest of a host's part, and that its files have their sizes.
+    """Read and check the manifest of a host's part and the sizes of its files.
 
     Raises:
         StoreError: There is none, it is damaged, or a file is missing or has another size; names
@@ -276,7 +277,7 @@ def read_manifest(directory: Path) -> HostManifest:
 
 
 def read_own_manifest(directory: Path, host: str, generation: int | None = None) -> HostManifest:
-    """Read the manifest in a folder of a host; None: of a sealed snapshot.
+    """Read the manifest in a host's folder of this generation; None: of a sealed snapshot.
 
     Raises:
         StoreError: It is damaged, or of another host or generation: somebody has moved it there.
@@ -295,16 +296,14 @@ def read_own_manifest(directory: Path, host: str, generation: int | None = None)
 
 
 NEEDED = ("consumed_samples", "degrees", "tensors", "world_size")
-"""What ``about`` of a saved part says: without it nobody can tell whether the state is whole, or go
-on from it."""
+"""Keys of a saved part's ``about``: needed to check completeness and to continue from the state."""
 
 
 def read_saved_manifest(directory: Path, generation: int | None = None) -> HostManifest:
-    """Read the manifest of a part that some job has left, in a folder of this generation (None: of
-    any).
+    """Read the manifest of any job's saved part, in a folder of this generation (None: of any).
 
     Raises:
-        StoreError: It is damaged, of another generation, or says too little to go on from.
+        StoreError: It is damaged, of another generation, or lacks a key of ``NEEDED``.
     """
     manifest = read_manifest(directory)
     if generation not in (None, manifest.generation):
@@ -322,9 +321,11 @@ def read_saved_manifest(directory: Path, generation: int | None = None) -> HostM
 
 
 def manifest_of_bytes(data: bytes, where: str) -> HostManifest:
-    """Read what ``manifest_bytes`` wrote and a sealed connection brought, which vouches for every
-    byte: the digest is not computed again, which takes as long as all the rest. Raises
-    ``StoreError`` naming ``where``."""
+    """Read the bytes of ``manifest_bytes`` from a sealed connection.
+
+    The connection vouches for every byte. So the digest is not computed again: it would take as
+    long as all the rest. Raises ``StoreError`` naming ``where``.
+    """
     try:
         content = _object(parse_json(data), where)
     except ValueError as error:
@@ -356,7 +357,7 @@ def manifest_bytes(manifest: HostManifest) -> bytes:
 
 
 def find_inconsistency(manifest: HostManifest) -> str | None:
-    """Say what does not fit together in a manifest, or None. Reads no file but it."""
+    """Return the first inconsistency of a manifest, or None. Reads no files."""
     rows, collection = len(manifest.collection), manifest.collection
     for name in ("file", "begin", "fingerprint"):
         if len(getattr(manifest, name)) != rows:
@@ -376,7 +377,7 @@ def find_inconsistency(manifest: HostManifest) -> str | None:
 
 
 def _unfit(tensor: Tensor) -> str | None:
-    """Say why no tensor is this one, or None."""
+    """Return the reason against a tensor, or None."""
     found = f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}"
     if not tensor.is_possible:
         return found
@@ -386,7 +387,7 @@ def _unfit(tensor: Tensor) -> str | None:
 
 
 def _misplaced(manifest: HostManifest) -> str | None:
-    """Say which piece lies outside of its tensor or its file, or None."""
+    """Return a line about a piece outside its tensor or file, or None."""
     collection = manifest.collection
     ndim = np.array([len(tensor.shape) for tensor in collection.tensors], dtype=np.int64)
     is_filled_up = np.arange(MAX_NDIM) < (MAX_NDIM - ndim)[collection.tensor, None]

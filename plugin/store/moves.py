@@ -1,4 +1,4 @@
-"""From a plan to who reads what: fetches by source host, and each new rank's order to read.
+"""From a plan to files: fetches by source host, and each new rank's order to read.
 
 The planner counts holders and rows; here they become files and byte offsets.
 """
@@ -18,11 +18,11 @@ from scalai.store.manifest import HostManifest
 
 
 class HeldPart(Protocol):
-    """What some host holds of a generation."""
+    """One host's part of a generation."""
 
     @property
     def host(self) -> str:
-        """Its name."""
+        """Name of the host."""
 
     @property
     def collection(self) -> Collection:
@@ -34,8 +34,9 @@ def holders_of(
 ) -> list[Holder]:
     """Return the source side of a plan: one holder a host, its rows those of the manifest.
 
-    Parts of the hosts in ``readable``, whose files ``host`` can open (a durable directory), count
-    as its own."""
+    ``host`` can open the files of the hosts in ``readable`` (a durable directory): their parts
+    count as its own.
+    """
     return [
         Holder(host if part.host in readable else part.host, part.collection) for part in manifests
     ]
@@ -43,10 +44,10 @@ def holders_of(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FetchList:
-    """What one host fetches from another: parts of pieces that the other has committed.
+    """One host's fetches from another: parts of pieces committed there.
 
-    ``row`` [parts] is the piece's row in the other's manifest, ``pieces`` [parts] the boxes, and
-    ``fetch`` [parts] the rows of ``Plan.fetches`` that they are.
+    ``row`` [parts] is the piece's row in the other's manifest, ``pieces`` [parts] the boxes,
+    ``fetch`` [parts] the row of ``Plan.fetches``.
     """
 
     host: str
@@ -56,12 +57,12 @@ class FetchList:
 
 
 def fetch_lists(plan: Plan, manifests: Sequence[HeldPart], host: str) -> list[FetchList]:
-    """Return what ``host`` fetches, one list a source host, in the order of ``manifests``.
+    """Return the fetches of ``host``, one list a source host, in the order of ``manifests``.
 
     Args:
-        plan: Made from ``holders_of(manifests)``.
+        plan: Plan of ``holders_of(manifests)``.
         manifests: One host's part each, of one generation.
-        host: The host that fetches; one of ``plan.hosts``, else it fetches nothing.
+        host: Fetching host. One outside of ``plan.hosts`` fetches nothing.
     """
     fetches, lists = plan.fetches, []
     if host not in plan.hosts:
@@ -94,15 +95,14 @@ def read_orders(
     directories: Mapping[str, Path],
     fetched: Sequence[Fetched] = (),
 ) -> dict[int, ReadOrder]:
-    """Return for each target of the plan (its index) what it reads from files of this host.
+    """Return the order to read files of this host for each target of the plan, by its index.
 
     Args:
-        plan: Made from ``holders_of(manifests)`` for targets of this host.
-        manifests: The sources, in the order of the plan; those that can be read directly as
-            ``HostManifest``.
-        directories: Where the parts of hosts lie that can be read directly, by host: this host's
-            own, and on a durable directory all.
-        fetched: What has come from the others; together all fetches of the plan.
+        plan: Plan of ``holders_of(manifests)`` for targets of this host.
+        manifests: Sources in the order of the plan; directly readable ones are ``HostManifest``.
+        directories: Directory of each directly readable part by host: this host's own, and on a
+            durable directory all.
+        fetched: Arrived parts of other hosts; together all fetches of the plan.
     """
     files: list[str] = []
     first_file = np.full(len(manifests), -1, dtype=np.int64)
@@ -143,7 +143,7 @@ def read_orders(
 
 
 def _sources(plan: Plan, manifests: Sequence[HeldPart], first_file: Columns) -> dict[str, Columns]:
-    """Return where the stored piece of each copy lies: columns [copies] of a ``ReadOrder``."""
+    """Return the place of each copy's stored piece: columns [copies] of a ``ReadOrder``."""
     copies = plan.copies
     columns = {
         "file": np.full(len(copies), -1, dtype=np.int64),

@@ -1,10 +1,10 @@
 """Values made of a host's part of a generation: its pieces as arrays, its summary, the part with
-pieces of other hosts, without some, or attached from a disk.
+fetched, removed or attached pieces.
 
-A summary is for the coordinator and for plans of other hosts. Rows of fetched pieces and states of
-ranks grow with the number of hosts: they stay on the host. Fetched pieces outlive the hosts that
-they came from; they count as unproven until a proof of the whole state has passed. A part on a disk
-is attached by links: nothing is copied.
+The coordinator and other hosts' plans use summaries. Rows of fetched pieces and states of ranks
+grow with the number of hosts: they stay on the host. Fetched pieces outlive their source hosts;
+they count as unproven until a proof of the whole state. A part on a disk is attached by links:
+nothing is copied.
 """
 
 import os
@@ -27,9 +27,9 @@ from scalai.store.generation import unite_hosts
 from scalai.store.manifest import HostManifest, StoredFile, manifest_bytes
 
 ATTACHED = "attached"
-"""In ``about`` of a manifest: hosts whose parts were attached, and the directory they lie in."""
+"""Key in ``about`` of a manifest: hosts of the attached parts, and their directory."""
 FETCHED = "fetched"
-"""In the names of files whose pieces came from other hosts."""
+"""Mark in the names of files with pieces of other hosts."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,18 +41,19 @@ class Staged:
     begins: Columns
 
     def fingerprints(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return the fingerprints of these rows, which lie there, [rows]."""
+        """Return the fingerprints of these written rows, [rows]."""
         return fingerprints_of(self.path, self.pieces.select(rows), self.begins[rows])
 
 
 class StoredRows:
-    """Read-only views of the pieces of one host's part. The files are mapped once, when it is made;
-    those that lie elsewhere, by ``map_attached``.
+    """Read-only views of the pieces of one host's part.
+
+    The constructor maps the part's own files once; ``map_attached`` maps linked ones.
 
     Args:
-        directory: Where the files lie.
-        manifest: Of the part.
-        is_examined: A file that cannot be mapped counts as empty.
+        directory: Directory of the files.
+        manifest: Manifest of the part.
+        is_examined: Treat an unmappable file as empty.
 
     Raises:
         DamageError: A file cannot be mapped.
@@ -74,8 +75,10 @@ class StoredRows:
                 self.files.append(self._map(path))
 
     def map_attached(self) -> None:
-        """Map what lies on another disk, which may answer nobody: whoever calls holds no mutex.
-        Raises ``DamageError``."""
+        """Map the files on another disk. It may hang: call without a mutex.
+
+        Raises ``DamageError``.
+        """
         for number, path in self._attached.items():
             self.files[number] = self._map(path)
 
@@ -106,13 +109,13 @@ class StoredRows:
             ) from error
 
     def _name(self, row: int) -> str:
-        """Say which piece a row is, and in which file it lies."""
+        """Return the tensor, box and file of a row, for messages."""
         tensor, box = self.manifest.collection.box(row)
         path = self.directory / self.manifest.files[self.manifest.file[row]].name
         return f"{tensor.name!r} {list(box.offset)}+{list(box.shape)} in {path.resolve()}"
 
     def part(self, row: int, part: Box) -> Bits:
-        """Return the part of piece ``row`` that covers the box ``part`` of the tensor, no copy.
+        """Return the box ``part`` of piece ``row``, without a copy; offsets are the tensor's.
 
         Raises:
             StoreError: ``part`` does not lie inside the piece.
@@ -130,7 +133,7 @@ class StoredRows:
         """Compute the fingerprint of piece ``row`` again.
 
         Raises:
-            DamageError: It is another one, or the file is too short.
+            DamageError: It differs, or the file is too short.
         """
         tensor, box = self.manifest.collection.box(row)
         expected = int(self.manifest.fingerprint[row])
@@ -141,8 +144,7 @@ class StoredRows:
             )
 
     def damage(self) -> Iterator[tuple[int, str]]:
-        """Compute all fingerprints again, and yield row and line for each piece that has another
-        one or cannot be read."""
+        """Compute all fingerprints again; yield row and line of each damaged piece."""
         for row in range(len(self.manifest.collection)):
             try:
                 self.check(row)
@@ -151,8 +153,7 @@ class StoredRows:
 
 
 def snapshot_name(part: HostManifest) -> str:
-    """Return what the parts of one snapshot have in common: the run of the coordinator, the round
-    and the step, which a host's part says about itself."""
+    """Return the common name of one snapshot's parts: coordinator's run, round and step."""
     return str(part.about.get("snapshot", f"generation-{part.generation}"))
 
 
@@ -168,21 +169,23 @@ def pieces_of(part: HostManifest, rows: int | None = None) -> Pieces:
 
 
 def reference_of(part: HostManifest) -> Reference:
-    """Return by what others know the pieces of a part, or of that which ``part`` summarizes."""
+    """Return the reference of a part's pieces; for a summary, of the summarized part."""
     if part.summarizes is not None:
         return part.summarizes
     return Reference(len(part.collection), pieces_of(part).digest().hex())
 
 
 def summary_bytes(part: HostManifest) -> bytes:
-    """Return the summary of a part as it travels."""
+    """Return the summary of a part for sending."""
     return manifest_bytes(summary(part))
 
 
 def summary(part: HostManifest) -> HostManifest:
-    """Return a part without the states of its ranks, of which only the coordinates stay; of a
-    committed one also with fewer rows, of the same elements, and without their fingerprints: those
-    of the tensors are stated."""
+    """Return a part with only the coordinates of its ranks' states.
+
+    A committed part with all its tensors' fingerprints stated also has fewer rows (the same
+    elements) and no fingerprints of rows.
+    """
     states = dict.fromkeys(part.rank_state)
     short = replace(part, rank_state=states, summarizes=reference_of(part))
     stated = part.committed.fingerprints if part.committed is not None else {}
@@ -210,8 +213,9 @@ def summary(part: HostManifest) -> HostManifest:
 
 
 def fingerprints_of(path: Path, pieces: Collection, begins: Columns) -> npt.NDArray[np.uint64]:
-    """Return the fingerprint of each piece, [rows], that lies row-major in a file at byte
-    ``begins`` [rows]."""
+    """Return the fingerprint of each piece [rows], stored row-major in a file at byte ``begins``
+    [rows].
+    """
     data, values = map_file(path), []
     for row, begin in enumerate(begins.tolist()):
         tensor, box = pieces.box(row)
@@ -221,7 +225,7 @@ def fingerprints_of(path: Path, pieces: Collection, begins: Columns) -> npt.NDAr
 
 
 def piece_keys(collection: Collection) -> list[tuple[str, bytes, bytes]]:
-    """Return what tells the pieces of a state apart: tensor and box of each row, [rows]."""
+    """Return the identity of each piece in a state: tensor and box, [rows]."""
     names = [collection.tensors[number].name for number in collection.tensor.tolist()]
     boxes = zip(collection.offset, collection.shape, strict=True)
     return [
@@ -233,8 +237,11 @@ def piece_keys(collection: Collection) -> list[tuple[str, bytes, bytes]]:
 def unchanged(
     manifest: HostManifest, pieces: Collection, stated: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return in which row of a manifest each of these pieces is with the fingerprint that is
-    ``stated`` of it, by its own row; rows that are nowhere are not in it."""
+    """Return the manifest's row of each piece with an equal box, tensor and ``stated`` fingerprint,
+    by the piece's row.
+
+    Pieces without such a row are left out.
+    """
     held = {
         (*key, value): row
         for row, (key, value) in enumerate(
@@ -254,9 +261,9 @@ def unchanged(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Extras:
-    """What goes with pieces that are fetched: the scalars of all hosts; the states of the ranks
-    that run here now (``rank_state`` by coordinate, of ``ranks``); and what is stated of the
-    tensors."""
+    """Values beside fetched pieces: scalars of all hosts, ``rank_state`` by coordinate of the
+    ``ranks`` on this host, and the coordinator's statement.
+    """
 
     scalars: Mapping[str, Json]
     rank_state: Mapping[str, Json]
@@ -265,7 +272,7 @@ class Extras:
 
 
 def empty_part(like: HostManifest, host: str) -> HostManifest:
-    """Return a part of the same generation for a host that wrote nothing."""
+    """Return a part of the same generation for a host without pieces."""
     none = np.zeros(0, dtype=np.int64)
     return replace(
         like,
@@ -290,8 +297,7 @@ def extended(
     fingerprints: npt.NDArray[np.uint64],
     extras: Extras | None = None,
 ) -> HostManifest:
-    """Return ``own`` with the pieces of one more file, behind those that it has, and with what goes
-    with them."""
+    """Return ``own`` with one more file of pieces behind its own, and their ``extras``."""
     grown = replace(
         own,
         collection=concatenate([own.collection, used_only(pieces)]),
@@ -314,18 +320,17 @@ def extended(
 
 
 def is_fetched(file: StoredFile) -> bool:
-    """Whether the pieces in a file of a part came from other hosts: ``HeldGenerations.stage`` makes
-    such files, and gives them their names."""
+    """Return True for a file of ``HeldGenerations.stage``: its pieces came from other hosts."""
     return f"{FETCHED}-" in file.name
 
 
 def attached_hosts(part: HostManifest) -> list[str]:
-    """Return the hosts whose durable parts this one has the rows of."""
+    """Return the source hosts of this part's attached pieces."""
     return [str(host) for host in part.about.get(ATTACHED, {}).get("hosts", ())]
 
 
 def proven_only(own: HostManifest) -> HostManifest:
-    """Return ``own`` without the files that no proof has passed, and what lies in them."""
+    """Return ``own`` without unproven files and their pieces."""
     return with_files(own, [n for n in range(len(own.files)) if n not in own.unproven])
 
 
@@ -342,7 +347,7 @@ def without_rows(own: HostManifest, rows: Iterable[int]) -> HostManifest:
 
 
 def with_files(own: HostManifest, kept: Sequence[int]) -> HostManifest:
-    """Return ``own`` with only these of its files, and what lies in them."""
+    """Return ``own`` with these files and their pieces only."""
     place = np.full(len(own.files), -1, dtype=np.int64)
     place[list(kept)] = np.arange(len(kept))
     rows = np.flatnonzero(place[own.file] >= 0) if len(own.file) else own.file
@@ -359,8 +364,7 @@ def with_files(own: HostManifest, kept: Sequence[int]) -> HostManifest:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Attachment:
-    """A host's part with what was attached to it: its manifest, and the target of each link by the
-    name of the link."""
+    """A host's part with attached pieces: its manifest, and the target of each link by name."""
 
     manifest: HostManifest
     links: dict[str, Path]
@@ -369,14 +373,14 @@ class Attachment:
 def attachment(
     host: str, parts: Sequence[tuple[Path, HostManifest]], own: HostManifest | None
 ) -> Attachment:
-    """Return ``host``'s part of a generation with all pieces of these ``parts`` that it has not.
+    """Return ``host``'s part of a generation with all its missing pieces of ``parts``.
 
     Args:
         parts: Directory, without links in its path, and manifest of parts of one generation.
-        own: What the host has of it already, None for nothing.
+        own: The host's present part, or None.
 
     Raises:
-        StoreError: They are not parts of one generation, or ``own`` is of another one of the same
+        StoreError: They are not parts of one generation, or ``own`` is another state under its
             number. LayoutError: Their tensors differ.
     """
     generation = unite_hosts([part for _, part in parts], [path for path, _ in parts])
@@ -420,7 +424,6 @@ def attachment(
 
 
 def _state(part: HostManifest) -> tuple[object, int]:
-    """Return what parts of one state have in common."""
     return part.about.get("snapshot"), part.step
 
 
@@ -428,7 +431,7 @@ def _with_rows(
     own: HostManifest, part: HostManifest, rows: np.ndarray[tuple[int], np.dtype[np.int64]],
     directory: Path, links: dict[str, Path],
 ) -> HostManifest:  # fmt: skip
-    """Return ``own`` with rows of a part, and note the links to their files."""
+    """Return ``own`` with rows of a part; add the links to their files to ``links``."""
     used, places = np.unique(part.file[rows], return_inverse=True)
     files: list[StoredFile] = []
     for number in used.tolist():

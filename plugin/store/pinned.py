@@ -1,9 +1,9 @@
-"""Files of a generation that somebody outside of the store still reads: kept by hard links.
+"""Files of a generation still read outside of the store: kept by hard links.
 
-A store writes the next snapshot into the files of a generation that it dropped, unless they have
-another name as well (``FilePool.give``). So who reads a generation gives its files one, in a folder
-of its own beside it: ``pinned-<process>-<n>/generation-<n>/``. What only a pin keeps counts as in
-use (``HostDirectory.room``), and ends where the store needs the room: the training goes first.
+A store writes the next snapshot into the files of a dropped generation, unless they have another
+name (``FilePool.give``). So a reader gives them one, in a folder of its own:
+``pinned-<process>-<n>/generation-<n>/``. Pinned files count as in use (``HostDirectory.room``),
+until the store needs the room: the training goes first.
 """
 
 import glob
@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class PinFolder:
-    """One process's pins in a host's directory. Opens nothing of the store itself. They end at the
-    latest with the last reference to it, or the process.
+    """One process's pins in a host's directory, without access to the store itself.
+
+    They end at the latest with the last reference to it, or the process.
 
     Raises:
         StoreError: The folder cannot be made: it is not this user's, or there is no room.
@@ -45,7 +46,7 @@ class PinFolder:
         self._numbers = itertools.count()
 
     def pin(self, directory: Path, generation: int, name: str) -> Path:
-        """Keep a file of a generation; return the name by which it is read from now on.
+        """Keep a file of a generation; return its name for reading.
 
         Raises:
             FileNotFoundError: The generation went meanwhile. OSError: There is no room for a link.
@@ -54,7 +55,7 @@ class PinFolder:
         folder.mkdir(mode=0o700, exist_ok=True)
         link = folder / f"{next(self._numbers)}-{name}"
         os.link(directory / name, link)
-        # Only while it has its old name is it sure that nothing else was written into it.
+        # Only the old name proves the old content: a reused file has lost it.
         if not is_same_file(link.lstat(), directory / name):
             link.unlink(missing_ok=True)
             raise FileNotFoundError(f"generation {generation} went while it was opened")
@@ -66,18 +67,18 @@ class PinFolder:
 
 
 def _let_go(path: Path, lock: StoreLock, pid: int) -> None:
-    """Remove a folder of pins; one that a fork has inherited stays its parent's."""
+    """Remove a folder of pins; one inherited by a fork stays its parent's."""
     if os.getpid() == pid:
         shutil.rmtree(path, ignore_errors=True)
     lock.release()
 
 
 def remove_stale(host_directory: Path) -> None:
-    """Remove the pins of processes that are gone."""
+    """Remove the pins of dead processes."""
     for path in _matching(host_directory, _FOLDERS):
         try:
             with Folder.open(path) as folder:
-                # Without a lock it is being made just now.
+                # Without a lock it is just being made.
                 is_stale = (path / LOCK).exists() and find_owner(folder) is None
         except (FileNotFoundError, StoreError):
             continue
@@ -87,13 +88,12 @@ def remove_stale(host_directory: Path) -> None:
 
 
 def _matching(directory: Path, pattern: str) -> list[Path]:
-    """Return what matches, in order; ``Path.glob`` raises where a folder goes meanwhile."""
+    """Return the sorted matches; ``Path.glob`` raises if a folder goes meanwhile."""
     return [directory / name for name in sorted(glob.glob(pattern, root_dir=directory))]
 
 
 def pinned_files(host_directory: Path) -> list[os.stat_result]:
-    """Return what the pins in a host's directory keep, a file for each link. Their processes may
-    end them meanwhile."""
+    """Return the status of each pinned file of a host's directory. Pins may end meanwhile."""
     found = []
     for path in _matching(host_directory, f"{_FOLDERS}/generation-*/*"):
         with suppress(FileNotFoundError):
@@ -102,10 +102,10 @@ def pinned_files(host_directory: Path) -> list[os.stat_result]:
 
 
 def expire_dropped(host_directory: Path) -> bool:
-    """End the pins of files that no generation has any more; tell whether there were any. A number
-    may have been used again since, so the files tell, and not the name.
+    """End the pins of files outside any present generation; True if there were any.
 
-    Who reads them gets an error from then on (``scalai.vfs.pins``).
+    Their readers get an error from then on (``scalai.vfs.pins``). Files are compared, not names: a
+    number may have been used again.
     """
     ended = set()
     for link in _matching(host_directory, f"{_FOLDERS}/generation-*/*"):
@@ -124,16 +124,17 @@ def expire_dropped(host_directory: Path) -> bool:
 
 
 def _is_there(link: Path, generation: Path) -> bool:
-    """Whether a pinned file is still one of a generation's. Raises ``FileNotFoundError`` where the
-    link has gone."""
+    """True if a pinned file still belongs to a generation. Raises ``FileNotFoundError`` if the link
+    has gone.
+    """
     path = generation / link.name.partition("-")[2]
-    if path.is_symlink():  # it lies on a disk, which may answer nobody, and takes no room here
+    if path.is_symlink():  # it lies on a disk (which may hang) and takes no room here
         return True
     return is_same_file(link.lstat(), path)
 
 
 def is_same_file(status: os.stat_result, path: Path) -> bool:
-    """Whether a path leads to the file that has this status."""
+    """Return True if a path leads to the file with this status."""
     try:
         return os.path.samestat(status, path.stat())
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Names in a store: where a job's hosts and their generations lie."""
+"""Names in a store: places of a job's hosts and their generations."""
 
 import os
 import re
@@ -9,8 +9,8 @@ from scalai.core.errors import UsageError
 MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 NUMBERED = re.compile(r"(generation|snapshot|dropped|fetched)-(\d+)")
-"""Directories of a host that hold bytes: committed, being written or sealed, still read, of other
-hosts."""
+"""Directories of a host with bytes: committed, being written or sealed, still read, of other hosts.
+"""
 
 
 def default_store_dir() -> Path:
@@ -24,19 +24,19 @@ def generation_name(generation: int) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
+    """Return the name of a rank's file."""
     return f"rank-{rank}.safetensors"
 
 
 def check_name(what: str, name: str, flag: str) -> str:
-    """Return the name of a job or a host; its folder in a store has this name.
+    """Return the name of a job or a host, if it can name a folder.
 
     Args:
-        what: What it names, for the error.
-        flag: How a person gives another one.
+        what: Kind of the name, for the error.
+        flag: Flag for the choice of another name.
 
     Raises:
-        UsageError: A name that is no single, plain path component.
+        UsageError: The name is no single, plain path component.
     """
     if not NAME.fullmatch(name):
         raise UsageError(
@@ -47,12 +47,12 @@ def check_name(what: str, name: str, flag: str) -> str:
 
 
 def check_job(name: str) -> str:
-    """Return a job's name. Raises ``UsageError`` where it cannot be one."""
+    """Return a job's name. Raises ``UsageError`` if it is invalid."""
     return check_name("job", name, "--job")
 
 
 def check_host(name: str) -> str:
-    """Return a host's name. Raises ``UsageError`` where it cannot be one."""
+    """Return a host's name. Raises ``UsageError`` if it is invalid."""
     if name.endswith((".json", ".lock")):
         raise UsageError(
             f"host name {name!r} ends as the job's own files beside the folders of its hosts do. "
@@ -66,7 +66,7 @@ def find_generations(path: Path) -> dict[int, list[Path]]:
 
     ``path`` is one part (a host's ``generation-<n>``), a host's directory, a job's directory of
     several hosts, a durable directory, or a durable ``generation-<n>`` with its hosts below. Empty
-    where it is none of these. Nothing is read but names.
+    for other paths. Reads only names.
     """
     found: dict[int, list[Path]] = {}
     for depth in range(3):

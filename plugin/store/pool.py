@@ -1,6 +1,6 @@
-"""Files that are being made, and files of dropped generations kept for the next one.
+"""The making of files, and files of dropped generations kept for the next one.
 
-Writing into pages that exist is ten times as fast as into new ones. Faulting new pages in takes
+Writing into existing pages is ten times as fast as into new ones. Faulting new pages in takes
 seconds a GB: it ends early once nobody needs the file.
 """
 
@@ -15,21 +15,21 @@ from scalai.core.errors import StoreError
 from scalai.store.files import prefault
 
 END_S = 60.0
-"""How long one that was given up may take to end; between two steps it takes milliseconds."""
+"""Longest wait for the end of a given-up making; a step takes milliseconds."""
 
 STEP_BYTES = 256 << 20
-"""Pages are made in steps of so many bytes, between which it can be given up."""
+"""Bytes of pages made in one step; it can be given up between steps."""
 
 
 class Making:
-    """One of them. Only ``Makings`` makes it."""
+    """A running making of files. Made by ``Makings`` alone."""
 
     def __init__(self, *, is_snapshot: bool) -> None:
         self.is_snapshot = is_snapshot
         self.is_given_up = False
 
     def check(self) -> None:
-        """Raise ``StoreError`` where it was given up. Called between steps, without the mutex."""
+        """Raise ``StoreError`` if it was given up. Called between steps, without the mutex."""
         if self.is_given_up:
             raise StoreError(
                 "the files of a snapshot or a fetch are not needed any more: the round they were "
@@ -38,10 +38,10 @@ class Making:
 
 
 class Makings:
-    """All that run in one store.
+    """All makings of one store.
 
     Args:
-        changed: The condition of the store's mutex.
+        changed: Condition of the store's mutex.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -51,8 +51,10 @@ class Makings:
 
     @contextmanager
     def begin(self, *, is_snapshot: bool) -> Iterator[Making]:
-        """Run one. A snapshot begins after earlier ones have ended, and gives them up: the files of
-        two would not fit. Holds no mutex while it runs.
+        """Run one, without the mutex.
+
+        A snapshot gives earlier snapshots up and waits for their end: the files of two would not
+        fit.
 
         Raises:
             StoreError: The store is closed, or an earlier one does not end.
@@ -73,13 +75,13 @@ class Makings:
                 self._changed.notify_all()
 
     def give_up(self) -> None:
-        """End the snapshot that is being made, if any: the round that it is for has ended."""
+        """End the running snapshot, if any: its round has ended."""
         with self._changed:
             for making in self._running:
                 making.is_given_up |= making.is_snapshot
 
     def close(self) -> None:
-        """End all, wait until they have ended, and let none begin."""
+        """End all, wait for their end, and let none begin."""
         with self._changed:
             self._is_closed = True
             for making in self._running:
@@ -96,11 +98,10 @@ class Makings:
 
 
 class FilePool:
-    """The directory of files that wait for reuse. For one process (the store's lock sees to that),
-    any thread.
+    """The directory of reusable files. For one process (by the store's lock), any thread.
 
     Args:
-        mutex: The store's: what it protects are the names and sizes of all files of a store.
+        mutex: Mutex of the store: protects names and sizes of all its files.
     """
 
     def __init__(self, directory: Path, mutex: "threading.RLock") -> None:
@@ -115,8 +116,10 @@ class FilePool:
         return sum(size for size, _ in self._files())
 
     def give(self, path: Path) -> None:
-        """Take a file in, moving it. One that has another name as well (a hard link) is only
-        unlinked: its bytes are someone else's."""
+        """Take a file in by a move.
+
+        A file with another hard link is only unlinked: its bytes belong to another reader.
+        """
         with self._mutex:
             status = path.lstat()
             is_own = stat.S_ISREG(status.st_mode) and status.st_nlink == 1  # no link to a disk
@@ -127,14 +130,14 @@ class FilePool:
             self._next += 1
 
     def take(self, path: Path, size_bytes: int, making: Making) -> None:
-        """Make a file of ``size_bytes`` at ``path``, of old pages as far as they go, the rest
+        """Make a file of ``size_bytes`` at ``path``, of old pages if there are any, the rest
         allocated and faulted in.
 
-        The content is undefined. Blocks while pages are made, without the mutex: seconds a GB.
+        The content is undefined. Blocks for seconds a GB of new pages, without the mutex.
 
         Raises:
-            StoreError: The file system is full, or it was given up; then the file is there and has
-                the pages that were made.
+            StoreError: The file system is full, or it was given up; then the file stays with the
+                pages made so far.
         """
         kept = 0
         with self._mutex:
@@ -181,8 +184,7 @@ class FilePool:
             )
 
     def _choose(self, size_bytes: int) -> Path | None:
-        """Return the smallest file that is large enough, else the largest, None where there is
-        none."""
+        """Return the smallest file of at least this size, else the largest, else None."""
         files = [path for _, path in self._files() if path.lstat().st_nlink == 1]
         enough = [path for path in files if path.stat().st_size >= size_bytes]
         best = enough[:1] or files[-1:]
@@ -190,15 +192,15 @@ class FilePool:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return how many bytes may still be written below ``directory``: of a file system in memory,
-    no more than there is."""
+    """Return the bytes still writable below ``directory``; at most the available memory on
+    tmpfs.
+    """
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     return min(free, available_memory()) if _is_in_memory(directory) else free
 
 
 def _is_in_memory(directory: Path) -> bool:
-    """Does ``directory`` lie on a file system that lives in memory?"""
     path = str(directory.resolve())
     kind, longest = "", -1
     for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -210,8 +212,10 @@ def _is_in_memory(directory: Path) -> bool:
 
 
 def available_memory(unknown: int = 1 << 62) -> int:
-    """Return the bytes that new processes and files of this host can take before it swaps;
-    ``unknown`` where the kernel does not say."""
+    """Return the bytes available to new processes and files of this host before it swaps.
+
+    ``unknown`` if the kernel does not say.
+    """
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

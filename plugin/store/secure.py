@@ -1,16 +1,16 @@
-"""Folders and files that nobody but this user can have put where they are.
+"""Folders and files with a check of their owner.
 
-A store lies where others may write too (``/dev/shm``), under a name that they can guess. So each
-level of it, from its root down, is opened by the descriptor of the level above, without following
-links, and must belong to this user and be closed to writing by others, before anything in it is
-read, made, cut or locked. A root may also be a shared folder with the sticky bit, such as
-``/dev/shm`` itself; then the level below it is the first that must be this user's.
+A store lies in a place writable by others (``/dev/shm``), under a guessable name. So each level
+from the root down is opened by the descriptor of the level above, without following links, and must
+belong to this user and be closed to writing by others, before anything in it is read, made, cut or
+locked. A root may also be a shared folder with the sticky bit, such as ``/dev/shm`` itself; then
+the level below it is the first one owned by this user.
 
-What lies above a root is not checked: who may write there can take a store away, but can put
-nothing in its place that belongs to this user.
+Levels above a root are not checked: a writer there can take a store away, but cannot put files of
+this user in its place.
 
-A durable directory is looked at alike. A file server may know this user by another number (NFS with
-``root_squash``): what counts is the number that a file of this process gets there.
+A durable directory gets the same checks. A file server may map this user to another number (NFS
+with ``root_squash``): the owner of a new file of this process counts as this user.
 """
 
 import errno
@@ -26,14 +26,14 @@ from scalai.core.errors import StoreError
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 STORE, DURABLE = "--store-dir", "--durable-dir"
-"""Flags by which a person chooses another root."""
+"""Flags for the choice of another root."""
 
 
 class Folder:
-    """An open folder that belongs to this user, and that no other user may write to.
+    """An open folder owned by this user and closed to writing by others.
 
-    ``descriptor`` stays valid until it is closed, whatever is renamed meanwhile. ``flag`` is the
-    one by which a person chooses another root.
+    ``descriptor`` stays valid until it is closed, despite renames. ``flag`` is the flag for the
+    choice of another root.
     """
 
     def __init__(self, path: Path, descriptor: int, flag: str = STORE) -> None:
@@ -48,13 +48,13 @@ class Folder:
         """Open a folder by its path.
 
         Args:
-            make: Make it where it is not there, and its parents, for this user alone.
+            make: Make it and its parents if missing, for this user alone.
             may_be_shared: Others may own it or write to it, if it has the sticky bit.
-            flag: By which a person chooses another one.
+            flag: Flag for the choice of another root, for errors.
 
         Raises:
             FileNotFoundError: It is not there.
-            StoreError: It is not this user's, or cannot be opened or made; says why.
+            StoreError: It is not this user's, or cannot be opened or made; has the reason.
         """
         with _refusing(path, flag):
             if make:
@@ -71,7 +71,7 @@ class Folder:
                 try:
                     os.mkdir(name, 0o700, dir_fd=above)
                 except FileExistsError:
-                    pass  # whose it is, is looked at below
+                    pass  # its owner is checked below
             descriptor = os.open(name, _FOLDER, dir_fd=above)
         try:
             _check_folder(path, descriptor, flag, may_be_shared=may_be_shared)
@@ -90,8 +90,7 @@ class Folder:
         """Return a descriptor of a file in this folder; a new one is for this user alone.
 
         Args:
-            flags: As of ``os.open``, without ``O_TRUNC``: whose it is must be known before it is
-                cut.
+            flags: As of ``os.open``, without ``O_TRUNC``: the owner is checked first.
 
         Raises:
             FileNotFoundError: It is not there.
@@ -100,7 +99,7 @@ class Folder:
         assert not flags & os.O_TRUNC, "cut it once it is open"
         path = self.path / name
         with _refusing(path, self.flag):
-            # Without O_NONBLOCK a pipe would be waited for.
+            # Without O_NONBLOCK the open of a pipe would wait.
             flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(name, flags, 0o600, dir_fd=self.descriptor)
         try:
@@ -111,8 +110,9 @@ class Folder:
         return descriptor
 
     def check_files(self) -> None:
-        """Raise ``StoreError`` unless each entry is a plain file of this user that nobody else may
-        write to."""
+        """Raise ``StoreError`` unless each entry is a plain file of this user, closed to writing by
+        others.
+        """
         for name in os.listdir(self.descriptor):
             with suppress(FileNotFoundError):  # it was removed meanwhile
                 status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
@@ -132,15 +132,17 @@ class Folder:
             )
 
     def read(self, name: str) -> bytes:
-        """Return what a file in this folder holds. Raises as ``open_file`` does."""
+        """Return the content of a file in this folder. Raises as ``open_file`` does."""
         descriptor = self.open_file(name, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file, _refusing(self.path, self.flag):
             return file.read()
 
     def write(self, name: str, content: bytes, *, is_durable: bool = False) -> None:
-        """Write a file aside and rename it into place, for this user alone. Raises ``StoreError``
-        where that cannot be; what was there stays. ``is_durable``: it survives a power cut when
-        this returns."""
+        """Write a file aside and rename it into place, for this user alone.
+
+        ``is_durable``: it survives a power cut once this returns. Raises ``StoreError`` on failure;
+        the old content stays.
+        """
         aside = f".{name}.{os.getpid()}"
         self.remove(aside)
         with _refusing(self.path / name, self.flag):
@@ -167,8 +169,9 @@ class Folder:
                 pass
 
     def reach(self, name: str) -> str:
-        """Return a short path by which this process reaches ``name`` while the folder is open:
-        sockets have room for 107 bytes."""
+        """Return a short path to ``name``, valid in this process while the folder is open: sockets
+        have room for 107 bytes.
+        """
         return f"/proc/self/fd/{self.descriptor}/{name}"
 
     def close(self) -> None:
@@ -185,14 +188,15 @@ class Folder:
 
 
 def open_below(root: Path, *names: str, make: bool = False, flag: str = STORE) -> Folder:
-    """Open ``<root>/<names>`` of a store, each level checked; ``make`` those that are missing.
-    ``flag`` is the one by which a person chooses another root.
+    """Open ``<root>/<names>`` of a store, each level checked; ``make`` missing ones.
+
+    ``flag`` is the flag for the choice of another root, for errors.
 
     Raises:
         FileNotFoundError: A level is not there.
         StoreError: A level is not this user's, or cannot be opened or made; names it.
     """
-    tries = 3 if make else 1  # who ends a job may just be removing its empty folder
+    tries = 3 if make else 1  # the end of another job may just be removing its empty folder
     while True:
         tries -= 1
         try:
@@ -211,7 +215,7 @@ def _check_folder(path: Path, descriptor: int, flag: str, *, may_be_shared: bool
     status, user = os.fstat(descriptor), os.geteuid()
     is_writable = bool(status.st_mode & _WRITABLE_BY_OTHERS)
     if may_be_shared and (status.st_uid == 0 or _is_own(status.st_uid, descriptor)):
-        # Others can add to it, but not rename or remove what is this user's.
+        # Others can add to it, but not rename or remove this user's entries.
         is_writable = is_writable and not status.st_mode & stat.S_ISVTX
     elif not _is_own(status.st_uid, descriptor):
         below = ", a folder of your own below it for example" if may_be_shared else ""
@@ -228,7 +232,7 @@ def _check_folder(path: Path, descriptor: int, flag: str, *, may_be_shared: bool
 
 
 def _is_own(owner: int, folder: int) -> bool:
-    """Whether user ``owner`` is this one, as the file system of this open folder names it."""
+    """True if ``owner`` is this user, by the numbers of this open folder's file system."""
     if owner == os.geteuid():
         return True
     name = f".probe-{secrets.token_hex(8)}"
@@ -236,7 +240,7 @@ def _is_own(owner: int, folder: int) -> bool:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         probe = os.open(name, flags, 0o600, dir_fd=folder)
     except OSError:
-        return False  # nobody else may write there, or it is not ours to write to
+        return False  # nobody else may write there, or this process may not
     try:
         return os.fstat(probe).st_uid == owner
     finally:
@@ -246,8 +250,7 @@ def _is_own(owner: int, folder: int) -> bool:
 
 @contextmanager
 def _refusing(path: Path, flag: str) -> Iterator[None]:
-    """Turn errors of the system into a ``StoreError`` that names ``path``; one that says that
-    nothing is there stays as it is."""
+    """Turn ``OSError`` into a ``StoreError`` naming ``path``; ``FileNotFoundError`` stays."""
     try:
         yield
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The slot of a snapshot: its files, and which rank of the host writes which piece.
+"""The slot of a snapshot: its files, and the pieces assigned to each rank of the host.
 
 Source of the assignment: Tenplex/Scalai, arXiv 2312.05181; its public code lets data-parallel rank
 0 write alone. Differs in: the replicas on a host share the work, and a piece is written once a
@@ -25,14 +25,14 @@ from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile
 from scalai.store.places import rank_file
 
 ROW_BYTES, RANK_BYTES = 128, 32 << 10
-"""What a manifest states of each piece besides its box, and of each rank: RNG states are most
-of it."""
+"""Bytes of a manifest for each piece besides its box, and for each rank (mostly RNG states)."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankShare:
-    """What one rank writes: these ``rows`` of its collection, which are ``pieces``, into one file
-    of this layout."""
+    """One rank's part of a snapshot: ``rows`` of its collection (``pieces``) in one file of this
+    layout.
+    """
 
     rank: int
     rows: Columns
@@ -46,8 +46,10 @@ class RankShare:
 
 
 def share_out(held: Mapping[int, Collection]) -> tuple[RankShare, ...]:
-    """Return who writes what of that which the ranks of a host hold, by rank: distinct pieces once.
-    Ranks with nothing to write are left out."""
+    """Return each rank's share of a host's pieces, by rank: distinct pieces once.
+
+    Ranks without a share are left out.
+    """
     shares = []
     for rank, chosen in sorted(assign_writers(held).items()):
         rows = np.asarray(chosen)
@@ -60,12 +62,12 @@ def share_out(held: Mapping[int, Collection]) -> tuple[RankShare, ...]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Snapshot:
-    """A reserved slot: a directory of files that wait to be written, and who writes what.
+    """A reserved slot: a directory of files to be written, and the order of each rank.
 
-    ``held`` are the collections by rank that it was made for. ``collection`` [rows] are the
-    distinct pieces, ``file`` [rows] indexes ``files``, ``begin`` [rows] is the absolute byte
-    offset. ``orders`` has an entry for every rank, without rows (and with an empty path) for one
-    that has nothing to write."""
+    ``held`` has the collections by rank. ``collection`` [rows] are the distinct pieces, ``file``
+    [rows] indexes ``files``, ``begin`` [rows] is the absolute byte offset. ``orders`` has an entry
+    for every rank; ranks without a share have no rows and an empty path.
+    """
 
     directory: Path
     held: Mapping[int, Collection]
@@ -82,7 +84,7 @@ class Snapshot:
 
     @property
     def manifest_bytes(self) -> int:
-        """About as many bytes as its manifest will have: more, if anything."""
+        """Bytes of its future manifest, estimated rather too high."""
         placed = len(json.dumps(self.collection.to_json())) + ROW_BYTES * len(self.collection)
         return placed + RANK_BYTES * len(self.orders)
 
@@ -90,7 +92,7 @@ class Snapshot:
     def reserved(
         cls, directory: Path, held: Mapping[int, Collection], shares: Sequence[RankShare]
     ) -> "Snapshot":
-        """Return the slot whose files lie in ``directory``, made for these shares of ``held``."""
+        """Return the slot in ``directory``, with files for these shares of ``held``."""
         orders = {rank: WriteOrder(rank, "", (), ()) for rank in sorted(held)}
         for share in shares:
             orders[share.rank] = WriteOrder(
@@ -100,7 +102,7 @@ class Snapshot:
                 tuple(share.layout.begin.tolist()),
             )
         begins = [share.layout.begin for share in shares]
-        # An empty tensor has no piece to write: its name alone says that it is there.
+        # An empty tensor has no piece to write: only its name is stored.
         nothing = np.zeros(0, dtype=np.int64)
         tables = [each.select(nothing) for _, each in sorted(held.items())]
         return cls(
@@ -115,7 +117,7 @@ class Snapshot:
 
     @classmethod
     def sealed(cls, directory: Path, manifest: HostManifest) -> "Snapshot":
-        """Return the sealed snapshot that an earlier owner left: nobody writes to it any more."""
+        """Return an earlier owner's sealed snapshot: nobody writes to it any more."""
         return cls(
             directory, {}, {}, manifest.collection, manifest.file, manifest.begin, manifest.files
         )
@@ -128,7 +130,7 @@ class Snapshot:
         parts: Mapping[int, RankSnapshot],
         taken_over: Sequence[tuple[WriteOrder, Sequence[int]]] = (),
     ) -> HostManifest:
-        """Return the manifest of what was written; see ``HostStore.seal``."""
+        """Return the manifest of the written rows; see ``HostStore.seal``."""
         written = [(self.orders[rank], part.fingerprints) for rank, part in sorted(parts.items())]
         fingerprints = _by_place([*written, *taken_over])
         paths = [str(self.directory / stored.name) for stored in self.files]
@@ -154,10 +156,9 @@ class Snapshot:
         )
 
     def take_over(self, lost: int, alive: Iterable[int]) -> dict[int, WriteOrder]:
-        """Return orders for those of the ``alive`` ranks that also hold what rank ``lost`` should
-        have written.
+        """Return orders for the ``alive`` ranks with copies of rank ``lost``'s unwritten pieces.
 
-        They write into the lost rank's file. Pieces that nobody alive holds are left out.
+        They write into the lost rank's file. Pieces without a living holder are left out.
         """
         holders: dict[tuple[str, Box], tuple[int, int]] = {}
         for rank in sorted(set(alive) - {lost}, reverse=True):
@@ -194,15 +195,15 @@ def _by_place(
 
 
 def assign_writers(held: Mapping[int, Collection]) -> Mapping[int, Columns]:
-    """Assign every distinct box that ranks of one host hold to one of its holders.
+    """Assign every distinct box on one host to one of its holders.
 
     Args:
-        held: What each rank of the host holds. Empty boxes are written by nobody.
+        held: Collection of each rank of the host. Empty boxes are not written.
 
     Returns:
-        For every rank the rows of its collection that it writes, ascending. Bytes are balanced: the
-        largest boxes first, each to the holder that has the least to write, ties to the lowest
-        rank. Depends on the content alone.
+        Ascending rows of each rank's collection to write. Bytes are balanced: the largest boxes
+        first, each to the holder with the least to write, ties to the lowest rank. Depends on the
+        content alone.
     """
     ranks = sorted(held)
     together = concatenate([held[rank] for rank in ranks])
@@ -224,15 +225,15 @@ def _balance(number: Columns, rank: Columns, size_bytes: Columns, ranks: int) ->
     """Choose one of the rows of every box ``number``, so that the bytes of the ranks are balanced.
 
     Args:
-        number: Which box a row is, counted from 0, [rows].
-        rank: Who holds the row, ascending, [rows].
-        size_bytes: Bytes of the row, [rows].
-        ranks: How many ranks there are.
+        number: Box of each row, counted from 0, [rows].
+        rank: Holder of each row, ascending, [rows].
+        size_bytes: Bytes of each row, [rows].
+        ranks: Number of ranks.
     """
     order = np.argsort(number, kind="stable")
     begin = np.searchsorted(number[order], np.arange(number.max(initial=-1) + 2))
     holders = [order[low:high].tolist() for low, high in pairwise(begin.tolist())]
-    # What only one rank holds is no choice, so that it is known before the others are shared out.
+    # Boxes with one holder come first, so that their load counts for the others.
     holders.sort(key=lambda rows: (len(rows) > 1, -size_bytes[rows[0]], rows[0]))
     load = [0] * ranks
     chosen: list[int] = []
