@@ -1,6 +1,6 @@
 """One tree of errors: catch ``ScalaiError`` for all of them, or one leaf.
 
-Every message says what was found, what was expected and the way out.
+Every message has the finding, the expectation and the way out.
 """
 
 import errno
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class ScalaiError(Exception):
-    """Anything that Scalai refuses or fails at. ``exit_code`` is what a command ends with."""
+    """A refusal or failure of Scalai. ``exit_code`` is the command's."""
 
     exit_code = 1
 
@@ -20,35 +20,35 @@ class UsageError(ScalaiError, ValueError):
 
 
 class RefusedError(ScalaiError, ValueError):
-    """Input that cannot be used: a damaged state, an unsupported job or version."""
+    """Unusable input: a damaged state, an unsupported job or version."""
 
     exit_code = 3
 
 
 class LayoutError(RefusedError):
-    """Shards that do not make up their tensors: holes, overlaps, unequal shapes."""
+    """Shards do not make up their tensors: holes, overlaps, unequal shapes."""
 
 
 class StoreError(RefusedError):
-    """A Tensor Store that cannot be opened, has no room or holds a damaged generation."""
+    """A Tensor Store cannot be opened, has no room or holds a damaged generation."""
 
 
 class DamageError(StoreError):
-    """Bytes of a generation are not what its manifest says."""
+    """Bytes of a generation differ from its manifest."""
 
 
 class RoomError(StoreError):
-    """A Tensor Store has no room for what is not needed at once."""
+    """A Tensor Store has no room for optional content."""
 
 
 class ProofError(ScalaiError):
-    """Two states that should be equal have different fingerprints."""
+    """Two states have different fingerprints, but should be equal."""
 
     exit_code = 4
 
 
 class MismatchError(ProofError):
-    """What other ``hosts`` have given is not what they had committed."""
+    """Content from other ``hosts`` differs from their committed content."""
 
     def __init__(self, text: str, hosts: tuple[str, ...]) -> None:
         super().__init__(text)
@@ -56,11 +56,11 @@ class MismatchError(ProofError):
 
 
 class MemoryShortError(ScalaiError):
-    """There is less memory than a piece of work takes."""
+    """Memory is too short for a piece of work."""
 
 
 def is_memory_short(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's own, ours, or the kernel's (ENOMEM)."""
+    """Return True for errors of exhausted memory: Python's own, ours, or the kernel's (ENOMEM)."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError | MemoryShortError)
@@ -71,7 +71,7 @@ class PeerError(ScalaiError):
 
 
 class SilentError(PeerError):
-    """Another process is there, or may be, and does not answer in time."""
+    """Another process exists, or may exist, and does not answer in time."""
 
 
 class AbsentError(PeerError):
@@ -79,21 +79,23 @@ class AbsentError(PeerError):
 
 
 class UnprovenError(PeerError):
-    """Who listens at an address has not proven that it knows the job's token: another program, an
-    agent of another job, or somebody on the way. What it says is worth no more than its silence."""
+    """A listener has not proven its knowledge of the job's token: another program, another job's
+    agent, or an attacker on the way.
+
+    Its answers are worth no more than its silence.
+    """
 
 
 class VersionError(UnprovenError):
-    """A process of another release listens at an address: it speaks no version of the protocol
-    that this one does."""
+    """A process of another release listens at an address, without a common protocol version."""
 
 
 class MessageError(PeerError):
-    """Bytes that are no message of the kind that is expected, or a message that cannot be sent."""
+    """Bytes that are no message of the expected kind, or a message that cannot be sent."""
 
 
 class AnswerError(PeerError):
-    """Another process has answered with an error: it lives, and refuses what it was asked for.
+    """Another process has answered with an error: it lives, and refuses the request.
 
     ``kind`` is the name of the error's class there.
     """
@@ -104,19 +106,19 @@ class AnswerError(PeerError):
 
 
 class StaleError(ScalaiError):
-    """An agent that is not in the job (any more) calls: it was lost, replaced or released."""
+    """An agent outside of the job calls: it was lost, replaced or released."""
 
 
 class ReplacedError(ScalaiError):
-    """An agent calls that another coordinator had taken in, which is gone: it joins this one."""
+    """An agent of an earlier coordinator calls: it must join this one."""
 
 
 class EndedError(UsageError):
-    """A job has ended that an agent wants to join."""
+    """An agent wants to join an ended job."""
 
 
 def refuse_all(faults: Iterable[str]) -> None:
-    """Raise ``RefusedError`` that lists what is in the way, unless nothing is."""
+    """Raise ``RefusedError`` listing the faults, if any."""
     listed = sorted(set(faults))
     if listed:
         raise RefusedError(

@@ -1,7 +1,7 @@
-"""Fields of a manifest as they stand in its JSON: what is of another kind is refused, not
-converted, so that two readers never make two things of one manifest (``docs/format.md``).
+"""Fields of a manifest in JSON: values of another kind are refused, not converted, so that all
+readers agree on a manifest (``docs/format.md``).
 
-Every function raises ``ValueError`` that names the field, what was found and what was expected.
+Every function raises ``ValueError`` with the field, the finding and the expectation.
 """
 
 import re
@@ -33,14 +33,14 @@ def digest(value: Json, name: str) -> str:
 
 
 def text(value: Json, name: str) -> str:
-    """Return a text that is not empty."""
+    """Return a non-empty text."""
     if not isinstance(value, str) or not value:
         raise _unfit(name, value, "a text")
     return value
 
 
 def file_name(value: Json, name: str) -> str:
-    """Return a name of one path component that is not hidden."""
+    """Return a name of one path component, not hidden."""
     if "/" in text(value, name) or "\0" in value or value.startswith("."):
         raise ValueError(f"{name} = {value!r} is not a file name")
     return str(value)
@@ -104,15 +104,17 @@ def fingerprints(value: Json, name: str) -> npt.NDArray[np.uint64]:
     """Return a list of fingerprints, [rows]."""
     values = listed(value, name)
     are_texts = not set(map(type, values)) - {str} and not set(map(len, values)) - {16}
-    if not are_texts or not _DIGITS.fullmatch("".join(values)):  # of thousands none is read alone
+    if not are_texts or not _DIGITS.fullmatch("".join(values)):  # one check for thousands of values
         for each in values:
             fingerprint(each, f"a value of {name}")
     return np.frombuffer(bytes.fromhex("".join(values)), dtype=">u8").astype(np.uint64)
 
 
 def about(value: Json) -> dict[str, Json]:
-    """Return what a manifest says of how the state came to be. What readers count on is of its
-    kind; what is not there is no error here: ``read_saved_manifest`` asks for it."""
+    """Return a manifest's ``about``, with the kinds of its known keys checked.
+
+    Missing keys are no error here: ``read_saved_manifest`` checks them.
+    """
     table = mapped(value, "about")
     for name in ("tensors", "world_size"):
         if name in table:
@@ -130,14 +132,14 @@ def about(value: Json) -> dict[str, Json]:
     attached = mapped(table.get("attached", {}), "about.attached")
     for hosts in (table.get("hosts", []), attached.get("hosts", [])):
         named = listed(hosts, "hosts in about")
-        if set(map(type, named)) - {str} or not all(named):  # of thousands none is looked at alone
+        if set(map(type, named)) - {str} or not all(named):  # one check for thousands of names
             for host in named:
                 text(host, "a host in about")
     return table
 
 
 def collection(value: Json) -> Collection:
-    """Return the collection that these values are. ``LayoutError`` is a ``ValueError`` too."""
+    """Return the collection of these values. ``LayoutError`` is a ``ValueError`` too."""
     data = mapped(value, "collection")
     tensors = []
     for name, shape, dtype in listed(data["tensors"], "tensors"):

@@ -1,7 +1,7 @@
 """JSON of messages, manifests, reports and headers; a framework's own values through it, exactly.
 
 JSON has no tuples and no keys but strings. ``exact_json`` writes a mapping with other keys as its
-pairs; ``from_exact_json`` takes tuples and ``Counter`` from a value of the same types.
+pairs; ``from_exact_json`` restores tuples and ``Counter`` after a value of the same types.
 """
 
 import json
@@ -11,18 +11,17 @@ from itertools import zip_longest
 from typing import Any
 
 Json = Any
-"""Whatever ``json.dumps`` writes: dicts with string keys, lists, strings, numbers, booleans,
-None."""
+"""Values of ``json.dumps``: dicts with string keys, lists, strings, numbers, booleans, None."""
 
 MAX_JSON_BYTES = 100_000_000
-"""Of a file's header or an index; as in the safetensors library."""
+"""Limit of a file's header or an index; as in the safetensors library."""
 
 PAIRS = "pairs"
-"""The one key of a mapping that is written as a list of keys and values."""
+"""The only key of a mapping written as a list of keys and values."""
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return what JSON says.
+    """Return the values of a JSON text.
 
     Raises:
         ValueError: It is no JSON, or nested too deep, or a key comes twice.
@@ -44,7 +43,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def exact_json(value: Any) -> Json:
-    """Return a value as JSON, from which ``from_exact_json`` makes the same.
+    """Return a value as JSON for ``from_exact_json``.
 
     Raises:
         TypeError: JSON has no such values.
@@ -61,10 +60,11 @@ def exact_json(value: Any) -> Json:
 
 
 def from_exact_json(kept: Json, like: Any) -> Any:
-    """Return the value that ``exact_json`` was given; ``like`` is of its types, or None if unknown.
+    """Return the value given to ``exact_json``; ``like`` is a value of its types, or None if
+    unknown.
 
     Raises:
-        TypeError, ValueError: It is not what ``exact_json`` writes.
+        TypeError, ValueError: It is no result of ``exact_json``.
     """
     if isinstance(kept, dict):
         pairs = kept[PAIRS] if PAIRS in kept else kept.items()

@@ -127,9 +127,7 @@ class HostStore(HeldGenerations):
         Ends pins of dropped generations to make room.
         """
         with self._mutex:
-            has_room = (
-                bool(self._unsealed) or len(self._committed) > 1
-            )  # one of them will be dropped
+            has_room = bool(self._unsealed) or len(self._committed) > 1  # one will go
             own = 0 if has_room else self._needed
             left = self._left()
             if size_bytes + own > left and self._folders.expire_dropped():

@@ -1,9 +1,9 @@
-"""Many boxes at once: as columns, which of them overlap, and how they split each other.
+"""Many boxes at once, as columns: overlaps and mutual splits.
 
 A non-empty box of a tensor is known by the flat indices of its first and its last element. One
-number line holds all tensors, one behind the other, so that equal boxes are equal pairs of
-integers, and boxes can only overlap where their spans on the line do. That turns the search for
-overlaps into two binary searches for each box.
+number line holds all tensors, one behind the other: equal boxes are equal pairs of integers, and
+only boxes with overlapping spans can overlap. So the search for overlaps is two binary searches for
+each box.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ PAIRS_AT_ONCE = 1 << 19
 class Boxes:
     """Non-empty boxes as columns, each [boxes] or [boxes, MAX_NDIM].
 
-    ``tensor`` counts the tensors of a ``NumberLine``; ``low`` and ``high`` are the span on it: the
+    ``tensor`` indexes the tensors of a ``NumberLine``; ``low`` and ``high`` are the span on it: the
     places of the first element and one behind the last.
     """
 
@@ -53,7 +53,7 @@ class Boxes:
         )
 
     def axes(self) -> npt.NDArray[np.bool_]:
-        """Tell the axes on which some box is not index 0 of size 1, [MAX_NDIM]."""
+        """Return True for axes with a box other than index 0 of size 1, [MAX_NDIM]."""
         return np.asarray((self.shape != 1).any(axis=0) | self.offset.any(axis=0), dtype=bool)
 
     def box(self, row: int) -> Box:
@@ -98,13 +98,13 @@ def right_aligned(tensors: Sequence[Tensor]) -> Columns:
 
 
 def outside(sizes: Columns, tensor: Columns, offset: Columns, shape: Columns) -> Columns:
-    """Return the numbers of the boxes that reach outside of their tensors, [boxes] of them.
+    """Return the indices of boxes reaching outside of their tensors.
 
     Args:
-        sizes: The tensors' shapes as ``right_aligned`` returns them.
-        tensor: Of which tensor each box is, [boxes].
-        offset: Where it begins, [boxes, MAX_NDIM].
-        shape: Its sizes, likewise.
+        sizes: Shapes of the tensors, from ``right_aligned``.
+        tensor: Tensor of each box, [boxes].
+        offset: Offset of each box, [boxes, MAX_NDIM].
+        shape: Shape of each box, [boxes, MAX_NDIM].
     """
     # The sum of a damaged offset and shape may be too large for a column.
     wrong = (offset < 0) | (shape < 0) | (offset > sizes[tensor] - shape)
@@ -114,9 +114,9 @@ def outside(sizes: Columns, tensor: Columns, offset: Columns, shape: Columns) ->
 def check_inside(
     tensors: Sequence[Tensor], sizes: Columns, tensor: Columns, offset: Columns, shape: Columns
 ) -> None:
-    """Raise ``LayoutError`` where a box of ``tensors[tensor[i]]`` reaches outside of its tensor.
+    """Raise ``LayoutError`` if a box of ``tensors[tensor[i]]`` reaches outside of its tensor.
 
-    ``sizes`` are the tensors' shapes as ``right_aligned`` returns them.
+    ``sizes`` are the tensors' shapes from ``right_aligned``.
     """
     wrong = outside(sizes, tensor, offset, shape)
     if not len(wrong):
@@ -132,11 +132,11 @@ def check_inside(
 
 
 def distinct(boxes: Boxes) -> tuple[Columns, Columns]:
-    """Tell equal boxes from different ones.
+    """Find equal boxes.
 
     Returns:
         ``first`` [distinct], a row of each distinct box, ordered by span; and ``number`` [boxes],
-        which of them a row is.
+        the distinct box of each row.
     """
     if not len(boxes):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -156,27 +156,26 @@ def expand(counts: Columns) -> tuple[Columns, Columns]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Index:
-    """Boxes ordered by ``low``, made ready to be searched many times."""
+    """Boxes ordered by ``low`` for many searches."""
 
     boxes: Boxes
     order: Columns
     low: Columns
     reach: Columns
-    """The highest ``high`` so far, in this order: ascending, so that it can be searched."""
+    """The highest ``high`` so far, in this order: ascending, for binary search."""
     axes: npt.NDArray[np.bool_]
-    """Axes on which some box is not index 0 of size 1, [MAX_NDIM]."""
+    """Axes with a box other than index 0 of size 1, [MAX_NDIM]."""
 
     @classmethod
     def of(cls, boxes: Boxes) -> "Index":
-        """Order these boxes."""
         order = np.argsort(boxes.low, kind="stable")
         reach = np.maximum.accumulate(boxes.high[order])
         return cls(boxes, order, boxes.low[order], reach, boxes.axes())
 
     def overlapping(self, left: Boxes) -> tuple[Columns, Columns]:
-        """Return all pairs (row of ``left``, row of these boxes) that have an element in common.
+        """Return all pairs (row of ``left``, row of these boxes) with a common element.
 
-        They are ordered by the row of ``left``, then by ``low``.
+        Ordered by the row of ``left``, then by ``low``.
         """
         begin = np.searchsorted(self.reach, left.low, side="right")
         count = np.maximum(np.searchsorted(self.low, left.high, side="left") - begin, 0)
@@ -196,7 +195,7 @@ class Index:
 
 
 def _batches(count: Columns) -> Iterator[slice]:
-    """Yield slices of rows whose counts add up to about ``PAIRS_AT_ONCE``."""
+    """Yield slices of rows with counts of about ``PAIRS_AT_ONCE`` in sum."""
     total = np.cumsum(count)
     begin = 0
     while begin < len(count):
@@ -208,14 +207,14 @@ def _batches(count: Columns) -> Iterator[slice]:
 
 
 def self_overlapping(boxes: Boxes) -> tuple[Columns, Columns]:
-    """Return the pairs of different rows (smaller row first) that have an element in common."""
+    """Return the pairs of different rows (smaller row first) with a common element."""
     one, two = Index.of(boxes).overlapping(boxes)
     keep = one < two
     return one[keep], two[keep]
 
 
 def intersection(left: Boxes, right: Boxes) -> tuple[Columns, Columns]:
-    """Return offset and shape of what row ``i`` of both have in common, which must not be empty."""
+    """Return offset and shape of the common part of rows ``i``; none may be empty."""
     offset = np.maximum(left.offset, right.offset)
     stop = np.minimum(left.offset + left.shape, right.offset + right.shape)
     return offset, stop - offset
@@ -240,7 +239,7 @@ def without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def uncovered(box: Box, holders: Iterable[Box]) -> list[Box]:
-    """Return the parts of ``box`` that lie in none of ``holders``."""
+    """Return the parts of ``box`` outside of all ``holders``."""
     rest = [box]
     for hole in holders:
         rest = [part for piece in rest for part in without(piece, hole)]
@@ -251,8 +250,8 @@ def refine(line: NumberLine, boxes: Boxes) -> tuple[Boxes, Columns, Columns]:
     """Split distinct boxes of the tensors on ``line`` at each other's boundaries.
 
     Returns:
-        Disjoint ``atoms`` that cover what the boxes cover, and the pairs (atom, row of ``boxes``
-        that contains it), ordered by atom. Boxes that overlap no other are their own atoms.
+        Disjoint ``atoms`` with the same cover, and the pairs (atom, row of ``boxes`` around it),
+        ordered by atom. Boxes without overlaps are their own atoms.
     """
     one, two = self_overlapping(boxes)
     if not len(one):
@@ -295,7 +294,7 @@ def _clusters(one: Columns, two: Columns) -> list[list[int]]:
 
 
 def _split(boxes: Boxes, rows: Sequence[int]) -> list[tuple[Box, list[int]]]:
-    """Return the atoms of these overlapping rows, each with the rows that contain it."""
+    """Return the atoms of these overlapping rows, each with the rows around it."""
     atoms: list[tuple[Box, list[int]]] = []
     for row in rows:
         box = boxes.box(row)

@@ -1,9 +1,8 @@
-"""The parallelizable tensor collection (PTC): which tensors exist, how they are cut, and who holds
-what.
+"""The parallelizable tensor collection (PTC): tensors, their cuts, and their holders.
 
 Source: Tenplex/Scalai, arXiv 2312.05181, section 3: slicing σ, partition φ, allocation α. Differs
-in: columns instead of sets of objects, because a million boxes as Python objects cost seconds and
-hundreds of megabytes.
+in: columns instead of sets of objects: a million boxes as Python objects cost seconds and hundreds
+of megabytes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,19 +22,18 @@ Columns = npt.NDArray[np.int64]
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return kind and parameter of a tensor's name ``<kind>/<parameter's name>``; without a slash
-    all of it is the parameter's."""
+    """Return kind and parameter of ``<kind>/<parameter's name>``; without a slash, no kind."""
     kind, slash, parameter = name.partition("/")
     return (kind, parameter) if slash else ("", name)
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A logical global tensor. Its name does not depend on the layout: ``<kind>/<parameter's global
+    """A logical global tensor, named independently of the layout: ``<kind>/<parameter's global
     name>``.
 
-    Kinds: ``param``, ``main`` (fp32 master weights), ``exp_avg``, ``exp_avg_sq``, ``step``, or
-    whatever the optimizer calls its state. ``dtype`` is a safetensors name (see ``ITEM_BYTES``).
+    Kinds: ``param``, ``main`` (fp32 master weights), ``exp_avg``, ``exp_avg_sq``, ``step``, or the
+    optimizer's own names. ``dtype`` is a safetensors name (see ``ITEM_BYTES``).
     """
 
     name: str
@@ -52,7 +50,7 @@ class Tensor:
 
     @property
     def is_possible(self) -> bool:
-        """Whether there are tensors of this dtype and shape: files may say anything."""
+        """True if tensors of this dtype and shape exist: files may say anything."""
         is_shape = len(self.shape) <= MAX_NDIM and min(self.shape, default=0) >= 0
         return self.dtype in ITEM_BYTES and is_shape
 
@@ -63,8 +61,7 @@ class Collection:
     one tensor.
 
     ``tensor`` [rows] indexes ``tensors``; ``offset`` and ``shape`` [rows, MAX_NDIM] are the box in
-    elements, right-aligned:
-    a tensor of fewer dims has leading offsets 0 and sizes 1.
+    elements, right-aligned: a tensor of fewer dims has leading offsets 0 and sizes 1.
     """
 
     tensors: tuple[Tensor, ...]
@@ -93,14 +90,14 @@ class Collection:
         return self.numel() * item[self.tensor] if len(self) else np.zeros(0, np.int64)
 
     def select(self, rows: npt.NDArray[Any]) -> "Collection":
-        """Return the collection of the chosen rows (indices or mask), with the same table of
-        tensors."""
+        """Return the chosen rows (indices or mask), with the same table of tensors."""
         return Collection(self.tensors, self.tensor[rows], self.offset[rows], self.shape[rows])
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Tensor, Box]]) -> "Collection":
         """Build a collection from pairs. Equal names must be equal tensors, else
-        ``LayoutError``."""
+        ``LayoutError``.
+        """
         table: dict[str, tuple[int, Tensor]] = {}
         index, offsets, shapes = [], [], []
         for tensor, box in rows:
@@ -127,14 +124,14 @@ class Collection:
         )
 
     def keys(self) -> list[bytes]:
-        """Return what tells the boxes of one tensor apart, [rows]."""
-        # Not by numpy's own joins, in which a thread gives others its turn, whatever it holds.
+        """Return the key of each box among those of its tensor, [rows]."""
+        # Not by numpy's joins: there a thread lets others run, even while it holds locks.
         offset, shape, width = self.offset.tobytes(), self.shape.tobytes(), 8 * MAX_NDIM
         begins = range(0, len(offset), width)
         return [offset[at : at + width] + shape[at : at + width] for at in begins]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain lists that ``json`` writes; ``from_json`` reads them back."""
+        """Return plain lists for ``json``; ``from_json`` reads them back."""
         return {
             "tensors": [[t.name, list(t.shape), t.dtype] for t in self.tensors],
             "tensor": self.tensor.tolist(),
@@ -144,8 +141,9 @@ class Collection:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Collection":
-        """Read what ``to_json`` wrote. Raises ``LayoutError`` where the columns do not fit
-        together."""
+        """Read the values of ``to_json``. Raises ``LayoutError`` for columns that do not fit
+        together.
+        """
         tensors = tuple(Tensor(n, tuple(s), d) for n, s, d in data["tensors"])
         tensor = np.array(data["tensor"], dtype=np.int64)
         offset = np.array(data["offset"], dtype=np.int64).reshape(-1, MAX_NDIM)
@@ -155,8 +153,7 @@ class Collection:
         return read
 
     def check(self) -> None:
-        """Check columns that come from elsewhere. Raises ``LayoutError`` where they do not fit
-        together."""
+        """Check columns from elsewhere. Raises ``LayoutError`` if they do not fit together."""
         rows = len(self.tensor)
         if self.tensor.ndim != 1 or {self.offset.shape, self.shape.shape} != {(rows, MAX_NDIM)}:
             found = [list(column.shape) for column in (self.tensor, self.offset, self.shape)]
@@ -171,7 +168,10 @@ class Collection:
 
 
 def concatenate(parts: Sequence[Collection]) -> Collection:
-    """Return the rows of all parts in order, over one merged table of tensors."""
+    """Return the rows of all parts in order, over one merged table of tensors.
+
+    Raises ``LayoutError`` if parts disagree about a tensor.
+    """
     table: dict[str, int] = {}
     tensors: list[Tensor] = []
     columns: list[Columns] = []

@@ -1,7 +1,6 @@
-"""Is a state whole: does someone hold every element of every tensor?
+"""Completeness of a state: every element of every tensor has a holder.
 
-Asked of the snapshots of a drain, of what survived a failure, and of a checkpoint before it is
-believed.
+Checked for the snapshots of a drain, after a failure, and for a checkpoint before its use.
 """
 
 from collections import Counter
@@ -29,7 +28,7 @@ NAMED = 5
 
 
 def find_gaps(collection: Collection) -> list[tuple[Tensor, Box]]:
-    """Return the boxes that no row holds, of all tensors in the collection's table, in its order.
+    """Return the unheld boxes of all tensors in the collection's table, in its order.
 
     Raises:
         LayoutError: A box reaches outside of its tensor.
@@ -57,7 +56,7 @@ def find_gaps(collection: Collection) -> list[tuple[Tensor, Box]]:
 
 
 def find_overlaps(collection: Collection) -> list[tuple[Tensor, Box, Box]]:
-    """Return the pairs of boxes that have elements in common without being equal (replicas)."""
+    """Return the pairs of unequal boxes with common elements. Equal boxes are replicas."""
     rows = np.flatnonzero(collection.numel())
     line = NumberLine.of(collection.tensors)
     boxes = line.place(collection.tensor[rows], collection.offset[rows], collection.shape[rows])
@@ -71,34 +70,34 @@ def find_overlaps(collection: Collection) -> list[tuple[Tensor, Box, Box]]:
 
 
 class Cover:
-    """What hosts hold together of one state; hosts come and go.
+    """Pieces of one state held by hosts together; hosts come and go.
 
-    Only tensors of which a box has gone are looked at again; from what is missing of the others
-    each further host takes what it brings.
+    Only tensors with a removed box are searched again; further hosts shrink the known gaps of the
+    others.
     """
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[Collection, int]] = {}
         self._expected = Counter[int]()
-        """How many hosts say that the state has so many tensors."""
+        """Number of hosts for each stated number of tensors of the state."""
         self._forget_boxes()
 
     def _forget_boxes(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._holders: dict[str, int] = {}
-        """By tensor how many hosts know of it."""
+        """Number of hosts with a tensor."""
         self._boxes: dict[str, dict[bytes, int]] = {}
-        """By tensor its distinct boxes, and how many hosts have each."""
+        """Distinct boxes by tensor, and the number of their hosts."""
         self._held: dict[str, int] = {}
-        """By tensor the elements of its distinct boxes."""
+        """Elements of a tensor's distinct boxes."""
         self._missing: dict[str, list[Box]] = {}
-        """By tensor what nobody holds, where it is known and not nothing."""
+        """Known gaps by tensor."""
         self._unknown: set[str] = set()
-        """Tensors of which it is not known."""
+        """Tensors with unknown gaps."""
         self._has_conflict = False
 
     def put(self, host: str, pieces: Collection, tensors: int) -> None:
-        """A host holds these pieces from now on, of a state of so many ``tensors``."""
+        """Set a host's pieces, of a state of this many ``tensors``."""
         before = self._hosts.get(host)
         self._hosts[host] = pieces, tensors
         self._expected[tensors] += 1
@@ -108,14 +107,14 @@ class Cover:
             self._discount(before[0], pieces)
 
     def remove(self, host: str) -> None:
-        """A host holds nothing any more."""
+        """Remove a host's pieces."""
         if host in self._hosts:
             held, tensors = self._hosts.pop(host)
             self._forget_expected(tensors)
             self._discount(held)
 
     def is_whole(self) -> bool:
-        """Whether every element of every tensor is held."""
+        """Return True if every element of every tensor is held."""
         expected = max(self._expected, default=0)
         if self._has_conflict or not self._hosts or len(self._tensors) != expected:
             return False
@@ -126,12 +125,12 @@ class Cover:
             gaps = self._gaps(name, boxes[name])
             if gaps:
                 self._missing[name] = gaps
-        # Boxes that do not overlap, and have as many elements as the tensor, are all of it.
+        # Boxes without overlaps and with as many elements as the tensor are all of it.
         self._unknown.clear()
         return not self._missing
 
     def is_whole_without(self, host: str) -> bool:
-        """Whether it would be without this host."""
+        """Return True if the state is whole without this host."""
         if host not in self._hosts:
             return self.is_whole()
         if not self.is_whole():  # it may be the one that disagrees, or knows of more tensors
@@ -178,8 +177,9 @@ class Cover:
             del self._expected[tensors]
 
     def _discount(self, pieces: Collection, instead: Collection | None = None) -> None:
-        """A host holds these pieces no longer; ``instead``: what it has held since just now. What
-        lies within a box of that is no gap."""
+        """Remove a host's old pieces; ``instead``: its new ones. Boxes within those leave no
+        gap.
+        """
         if self._has_conflict:
             self._forget_boxes()
             for held, _ in self._hosts.values():
@@ -205,7 +205,7 @@ class Cover:
                 self._unknown.discard(name)
 
     def _overlapping(self, boxes: Mapping[str, Iterable[bytes]]) -> list[str]:
-        """Return those of the tensors of which some of these boxes overlap."""
+        """Return the tensors with overlaps among these boxes."""
         rows = [(number, key) for number, keys in enumerate(boxes.values()) for key in keys]
         if not rows:
             return []
@@ -219,8 +219,9 @@ class Cover:
         return [names[each] for each in np.unique(number[some][one]).tolist()]
 
     def _gaps(self, name: str, keys: Iterable[bytes]) -> list[Box]:
-        """Return what these boxes leave of a tensor; the largest are taken first, because they
-        leave little for the others."""
+        """Return the rest of a tensor without these boxes. The largest come first: they leave
+        little.
+        """
         tensor = self._tensors[name]
         gaps, skip = [whole(tensor.shape)] if tensor.numel else [], MAX_NDIM - len(tensor.shape)
         columns = np.frombuffer(b"".join(keys), np.int64).reshape(-1, 2, MAX_NDIM)
@@ -242,15 +243,15 @@ def _boxes_of(pieces: Collection, name: str) -> npt.NDArray[np.int64]:
 
 
 def _lies_within(key: bytes, boxes: npt.NDArray[np.int64]) -> bool:
-    """Whether a box lies within one of others, [boxes, 2, MAX_NDIM]."""
     offset, shape = np.frombuffer(key, np.int64).reshape(2, MAX_NDIM)
     begins, ends = boxes[:, 0], boxes[:, 0] + boxes[:, 1]
     return bool(((begins <= offset) & (offset + shape <= ends)).all(axis=1).any())
 
 
 def _boxes(pieces: Collection) -> Iterator[tuple[int, str, bytes, int]]:
-    """Yield each distinct box once: a row that it is, its tensor, what tells it apart, and its size
-    in elements."""
+    """Yield each distinct box once: one of its rows, its tensor, its key, and its size in
+    elements.
+    """
     names = [pieces.tensors[number].name for number in pieces.tensor.tolist()]
     rows = {each: row for row, each in enumerate(zip(names, pieces.keys(), strict=True))}
     sizes = pieces.numel().tolist()
@@ -262,9 +263,9 @@ def check_coverage(collection: Collection, *, exact_partition: bool = True) -> N
     """Raise ``LayoutError`` unless every element of every tensor of the table is held.
 
     Args:
-        collection: The pieces of all holders.
-        exact_partition: Also refuse boxes that overlap without being equal, so that every element
-            is held exactly once by distinct boxes, as fingerprints of tensors need it.
+        collection: Pieces of all holders.
+        exact_partition: Also refuse unequal overlapping boxes: fingerprints of tensors need every
+            element exactly once in distinct boxes.
     """
     gaps = find_gaps(collection)
     if gaps:
@@ -283,7 +284,6 @@ def check_coverage(collection: Collection, *, exact_partition: bool = True) -> N
 
 
 def _named(found: Sequence[tuple[Tensor, str]]) -> str:
-    """Return what was found in words, by tensor, cut short."""
     by_name: dict[str, list[str]] = {}
     for tensor, what in found:
         by_name.setdefault(f"{tensor.name!r} {list(tensor.shape)}", []).append(what)
@@ -300,7 +300,7 @@ def _more(count: int, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DamagedPiece:
-    """The box of a tensor that is not what was committed, and how that was seen."""
+    """A damaged box of a tensor, and the evidence."""
 
     tensor: str
     box: Box
@@ -308,7 +308,7 @@ class DamagedPiece:
 
 
 def still_damaged(found: Iterable[DamagedPiece], held: Collection) -> tuple[DamagedPiece, ...]:
-    """Return those of the pieces that ``held``, in which no damaged one is, does not cover."""
+    """Return the damaged pieces not covered by ``held``, a collection without damage."""
     wanted = {piece.tensor for piece in found}
     boxes: dict[str, list[Box]] = {name: [] for name in wanted}
     names = [tensor.name for tensor in held.tensors]

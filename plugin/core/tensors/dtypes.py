@@ -1,4 +1,4 @@
-"""The dtypes that tensors may have, under the names that others give them.
+"""The dtypes of tensors, and their names elsewhere.
 
 A dtype goes by its name in the safetensors format, such as ``BF16``: in collections, manifests and
 plans. Torch's objects are in ``runtime/torch_dtypes.py``.
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Name, bytes of one element, type in numpy if it has one, name in the module torch, name of torch's
-# class of storages if there is one.
+# Name, bytes of one element, type in numpy if any, name in the module torch, name of torch's class
+# of storages if any.
 _TABLE: tuple[tuple[str, int, Any, str, str | None], ...] = (
     ("BOOL", 1, np.bool_, "bool", "BoolStorage"),
     ("U8", 1, np.uint8, "uint8", "ByteStorage"),
@@ -33,20 +33,20 @@ _TABLE: tuple[tuple[str, int, Any, str, str | None], ...] = (
 ITEM_BYTES: Mapping[str, int] = {name: size for name, size, *_ in _TABLE}
 """Bytes of one element."""
 HALF = ("BF16", "F16")
-"""The dtypes of weights that have fp32 masters."""
+"""Dtypes of weights with fp32 masters."""
 
 NUMPY_DTYPES: Mapping[str, Any] = {
     name: numpy_type for name, _, numpy_type, _, _ in _TABLE if numpy_type is not None
 }
-"""Dtypes that numpy has itself."""
+"""Dtypes known to numpy."""
 TORCH_NAMES: Mapping[str, str] = {name: torch_name for name, _, _, torch_name, _ in _TABLE}
-"""Names in the module torch, and in a checkpoint of torch's distributed one."""
+"""Names in the module torch, and in a torch distributed checkpoint."""
 FROM_TORCH: Mapping[str, str] = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 """The other way round."""
 STORAGES: Mapping[str, str] = {
     name: storage for name, _, _, _, storage in _TABLE if storage is not None
 }
-"""Torch's classes of storages, as an archive of ``torch.save`` names them."""
+"""Torch's classes of storages, as in an archive of ``torch.save``."""
 FROM_STORAGE: Mapping[str, str] = {storage: name for name, storage in STORAGES.items()}
 """The other way round."""
 
@@ -57,7 +57,7 @@ BITS: Mapping[int, type[np.unsignedinteger[Any]]] = {
     4: np.uint32,
     8: np.uint64,
 }
-"""The unsigned integer that holds the bits of an element of so many bytes."""
+"""Unsigned integer type by bytes of an element."""
 
 
 def bits_dtype(dtype: str) -> type[np.unsignedinteger[Any]]:

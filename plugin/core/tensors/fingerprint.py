@@ -1,8 +1,8 @@
-"""Fingerprints: one number for a tensor's content that does not depend on how the tensor is cut.
+"""Fingerprints: one number for a tensor's content, independent of its cut.
 
-The fingerprint of a piece is a sum over its elements, so each shard is summed where it lies and the
-shards of any layout add up to the same number; replicas count once. ``universal_hash.py`` says what
-it finds and why.
+The fingerprint of a piece is a sum over its elements, so each shard is summed in place and the
+shards of any layout add up to the same number; replicas count once. ``universal_hash.py`` has the
+proof.
 
 Source: own; neither Tenplex/Scalai (arXiv 2312.05181) nor its public code proves a reconfiguration.
 """
@@ -28,21 +28,21 @@ Prints = npt.NDArray[np.uint64]
 """Fingerprints [rows]."""
 
 VERSION = 2
-"""Of fingerprints; what is stored states it. Those of other versions say nothing of these."""
+"""Version of fingerprints, stored with them. Different versions are not comparable."""
 NAMED = 5
 """Tensors named in an error."""
 NOT_COMPARED = 2**64 - 1
-"""Stands for the fingerprint of a row that may differ from rank to rank: beyond every modulus."""
+"""Fingerprint of a row that may differ between ranks: beyond every modulus."""
 
 
 def piece_fingerprint(values: Bits, box: Box, shape: tuple[int, ...]) -> int:
     """Return the fingerprint of one piece of a tensor.
 
     Args:
-        values: Bit patterns of the piece, of shape ``box.shape``, unsigned integers of 1, 2, 4 or 8
-            bytes, any strides.
-        box: Where the piece lies in the global tensor.
-        shape: The global tensor's shape, in elements.
+        values: Bit patterns of the piece [box.shape], unsigned integers of 1, 2, 4 or 8 bytes, any
+            strides.
+        box: Place of the piece in the global tensor.
+        shape: Shape of the global tensor, in elements.
     """
     assert values.dtype.kind == "u" and values.shape == box.shape, (values.dtype, values.shape)
     if not values.size:
@@ -62,8 +62,8 @@ def distinct_pieces(
     fingerprint, [distinct].
 
     Args:
-        collection: Pieces, replicas (equal boxes) among them.
-        fingerprints: One a row.
+        collection: Pieces, including replicas (equal boxes).
+        fingerprints: Fingerprint of each row, [rows].
 
     Raises:
         ProofError: Two replicas of a box differ.
@@ -85,11 +85,11 @@ def distinct_pieces(
 def differing_replicas(
     held: Mapping[int, Collection], fingerprints: Mapping[int, Sequence[int]]
 ) -> str:
-    """Return of which pieces the ranks of a host do not hold the same, as text; empty: of none.
+    """Return the differing pieces of a host's ranks, as text; empty: none.
 
     Args:
-        held: What each rank holds.
-        fingerprints: By rank one a row of what it holds, or ``NOT_COMPARED``.
+        held: Pieces of each rank.
+        fingerprints: Fingerprint of each row, or ``NOT_COMPARED``, by rank.
     """
     ranks = sorted(rank for rank in fingerprints if len(fingerprints[rank]) == len(held[rank]))
     together = concatenate([held[rank] for rank in ranks])
@@ -105,7 +105,7 @@ def differing_replicas(
         pair = rows[first[number[at]]], rows[at]
         name = together.tensors[together.tensor[pair[0]]].name
         found.setdefault(name, set()).update(int(rank_of[row]) for row in pair)
-    # The parameters first: what an optimizer keeps of them differs with them.
+    # The parameters first: their optimizer's states differ with them.
     by_kind = sorted(found.items(), key=lambda each: (not each[0].startswith("param/"), each[0]))
     named = [f"{name!r} on ranks {sorted(of)}" for name, of in by_kind[:NAMED]]
     more = f" and {len(found) - NAMED} more tensors" if len(found) > NAMED else ""
@@ -113,7 +113,7 @@ def differing_replicas(
 
 
 def replicas_differ(tensor: Tensor, box: Box, one: int, other: int, count: int = 1) -> ProofError:
-    """Return the error that says so: of ``count`` pieces, this box with these fingerprints."""
+    """Return the error for ``count`` differing pieces: this box with these fingerprints."""
     return ProofError(
         f"replicas of {box_text(box)} of {tensor.name!r} differ: fingerprints {one:016x} and "
         f"{other:016x} ({count} such pieces). A rank trained on other values, or its memory was "
@@ -127,9 +127,9 @@ def tensor_fingerprints(
     """Add up the fingerprints of a whole state's pieces to those of its tensors.
 
     Args:
-        collection: Pieces of all holders. Replicas (equal boxes) count once. Their distinct boxes
-            must be disjoint, which ``check_coverage`` tells.
-        fingerprints: One a row.
+        collection: Pieces of all holders. Replicas (equal boxes) count once. The distinct boxes
+            must be disjoint (``check_coverage``).
+        fingerprints: Fingerprint of each row, [rows].
 
     Raises:
         ProofError: Two replicas of a box differ.
@@ -143,18 +143,18 @@ def tensor_fingerprints(
 
 
 class Tally:
-    """Fingerprints of tensors that are added up host by host; replicas (equal boxes) count once."""
+    """Fingerprints of tensors, added up host by host; replicas (equal boxes) count once."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[bytes, int]] = {}
         self.totals: dict[str, int] = {}
-        """By tensor the fingerprint of all that was added."""
+        """Fingerprint of all added pieces, by tensor."""
 
     def add(self, collection: Collection, fingerprints: Prints) -> None:
-        """Add distinct pieces, of one host.
+        """Add distinct pieces of one host.
 
         Raises:
-            ProofError: A replica of a box that was added before differs from it.
+            ProofError: A replica differs from a box added before.
         """
         tables = [self._values.setdefault(tensor.name, {}) for tensor in collection.tensors]
         for tensor in collection.tensors:
@@ -176,8 +176,7 @@ class Tally:
 def sure_fingerprints(
     collection: Collection, fingerprints: Iterable[int] | Prints
 ) -> dict[str, int]:
-    """Return the fingerprints of those tensors that are whole and cut without overlaps, as
-    ``tensor_fingerprints`` does: of others the pieces' do not tell."""
+    """Return ``tensor_fingerprints`` of the tensors that are whole and without overlaps."""
     unsure = {tensor.name for tensor, _ in find_gaps(collection)}
     unsure |= {tensor.name for tensor, _, _ in find_overlaps(collection)}
     is_sure = np.array([tensor.name not in unsure for tensor in collection.tensors], dtype=bool)
@@ -188,7 +187,7 @@ def sure_fingerprints(
 
 
 def compare(before: Mapping[str, int], after: Mapping[str, int]) -> None:
-    """Raise ``ProofError`` that names the tensors in which two states differ."""
+    """Raise ``ProofError`` naming the differing tensors of two states."""
     problems = []
     for words, names in (
         ("are missing afterwards", sorted(before.keys() - after.keys())),
@@ -208,28 +207,29 @@ def compare(before: Mapping[str, int], after: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What the coordinator stated of a snapshot when it became a generation: the ``hosts`` that
-    wrote a part, and the fingerprints of whole tensors by name, added up from its disjoint pieces.
-    Every host's manifest keeps it, and every later proof compares with it.
+    """The coordinator's statement about a snapshot as it became a generation.
 
-    A host keeps those of the tensors that it has pieces of; all hosts together have all. What hosts
-    fetch from each other later may overlap with the pieces of the snapshot, so that it can not be
-    added up again.
+    ``hosts`` wrote a part; ``fingerprints`` are those of whole tensors by name, added up from its
+    disjoint pieces. Every host's manifest keeps it for later proofs.
+
+    A host keeps the fingerprints of the tensors it has pieces of; all hosts together have all.
+    Later fetches may overlap with the snapshot's pieces, so the sums cannot be recomputed.
     """
 
     hosts: tuple[str, ...]
     fingerprints: Mapping[str, int]
 
     def to_json(self) -> dict[str, Json]:
-        """Return plain values that ``json`` writes; ``from_json`` reads them back."""
-        # Text, because readers that hold numbers as doubles would round them.
+        """Return plain values for ``json``; ``from_json`` reads them back."""
+        # Text: readers with numbers as doubles would round them.
         fingerprints = {name: f"{value:016x}" for name, value in self.fingerprints.items()}
         return {"hosts": list(self.hosts), "fingerprints": fingerprints}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> "Committed":
-        """Read what ``to_json`` wrote. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where
-        it is something else."""
+        """Read the values of ``to_json``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for
+        others.
+        """
         prints = fields.mapped(fields.mapped(data, "committed")["fingerprints"], "fingerprints")
         fingerprints = {
             name: fields.fingerprint(value, f"committed fingerprint of {name!r}")
@@ -239,12 +239,12 @@ class Committed:
         return cls(tuple(fields.text(host, "a committed host") for host in hosts), fingerprints)
 
     def of_tensors(self, names: Iterable[str]) -> "Committed":
-        """Return what is stated of these tensors."""
+        """Return the statement about these tensors."""
         mine = self.fingerprints
         return Committed(self.hosts, {name: mine[name] for name in names if name in mine})
 
     def united(self, other: "Committed | None") -> "Committed":
-        """Return what either states of the same generation."""
+        """Return both statements about the same generation in one."""
         if other is None:
             return self
         hosts = self.hosts if set(self.hosts) >= set(other.hosts) else (
@@ -253,13 +253,13 @@ class Committed:
         return Committed(hosts, {**other.fingerprints, **self.fingerprints})
 
     def difference(self, other: "Committed") -> list[str]:
-        """Return the tensors of which the two state different things, sorted."""
+        """Return the tensors with different fingerprints, sorted."""
         mine, its = self.fingerprints, other.fingerprints
         return sorted(name for name in mine.keys() & its.keys() if mine[name] != its[name])
 
 
 def unite_committed(statements: Iterable[Committed | None]) -> Committed | None:
-    """Return what these state together; None where none states anything."""
+    """Return these statements in one; None if there is none."""
     hosts: set[str] = set()
     fingerprints: dict[str, int] = {}
     found = [each for each in statements if each is not None]

@@ -1,12 +1,11 @@
-"""Index of the pieces that all holders have: made once, asked for every host of a new generation.
+"""Index of all holders' pieces: made once, used for every host of a new generation.
 
 Masters and moments of a parameter are cut alike: the geometry is kept once for a group of tensors
-with one parameter and equal boxes at equal holders. ``solve`` makes wanted boxes up of held ones:
-the part of a plan that replicas share.
+with one parameter and equal boxes at equal holders. ``solve`` composes wanted boxes of held ones:
+this part of a plan is the same for replicas.
 
-``SourceList`` names the hosts with parts of a generation and their parameters. It is short and the
-same for all hosts: it has no pieces. ``Pieces`` are one host's pieces of a state, known by their
-digest.
+``SourceList`` has the hosts of a generation and their parameters. It is short and the same for all
+hosts, without pieces. ``Pieces`` are one host's pieces of a state, with a digest as their name.
 """
 
 import hashlib
@@ -46,7 +45,7 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Holder:
-    """A collection and its host: what is stored there, or what a rank there wants."""
+    """A collection and its host: pieces stored there, or wanted by a rank there."""
 
     host: str
     collection: Collection
@@ -58,18 +57,18 @@ class Sources:
     """The pieces of all holders. An *entry* is one row of one holder; a tensor's lie together.
 
     Attributes:
-        tensors: All tensors that are held.
-        number: Which of ``tensors`` a name is.
+        tensors: All held tensors.
+        number: Index in ``tensors`` by name.
         hosts: The holders' hosts, each once, sorted.
-        host_of: Which of ``hosts`` a holder is on, [holders].
-        holder, row: Which row of which holder an entry is, [entries].
+        host_of: Index in ``hosts`` of a holder, [holders].
+        holder, row: Holder and row of an entry, [entries].
         begin: First entry of a tensor, [tensors].
-        group: Which group a tensor is of, [tensors].
+        group: Group of a tensor, [tensors].
         line: The groups on a number line.
-        atoms: The distinct boxes of the groups, split where they overlap.
+        atoms: Distinct boxes of the groups, split at overlaps.
         member_begin: First member of an atom, [atoms + 1].
-        member: Entries that contain an atom, counted from the tensor's first, [members].
-        member_holder: The holder of each, [members].
+        member: Entries around an atom, counted from the tensor's first, [members].
+        member_holder: Holder of each, [members].
         member_boxes: Their whole boxes, [members].
     """
 
@@ -103,11 +102,11 @@ class _Entries:
 
 
 def index_sources(source: Sequence[Holder], names: Names[str] | None = None) -> Sources:
-    """Index what ``source`` holds; of all tensors, or only of those named.
+    """Index the pieces of ``source``; of all tensors, or only of ``names``.
 
     Raises:
-        LayoutError: A name stands for tensors of different shape or dtype, or a box reaches outside
-            of its tensor.
+        LayoutError: A name has tensors of different shape or dtype, or a box reaches outside of its
+            tensor.
     """
     tensors, entries = _collect(source, names)
     begin = np.searchsorted(entries.tensor, np.arange(len(tensors) + 1))
@@ -121,7 +120,7 @@ def index_sources(source: Sequence[Holder], names: Names[str] | None = None) -> 
     first, which = distinct(boxes)
     atoms, atom_of, box_of = refine(line, boxes.select(first))
 
-    # Atoms of a box, and entries that have this box, give the entries that contain an atom.
+    # Atoms of a box, and entries with this box, give the entries around an atom.
     by_box = np.argsort(which, kind="stable")
     box_begin = np.searchsorted(which[by_box], np.arange(len(first) + 1))
     pair, place = expand((box_begin[1:] - box_begin[:-1])[box_of])
@@ -148,7 +147,7 @@ def index_sources(source: Sequence[Holder], names: Names[str] | None = None) -> 
 def _collect(
     source: Sequence[Holder], names: Names[str] | None
 ) -> tuple[tuple[Tensor, ...], _Entries]:
-    """Gather the rows of all holders that are of the named tensors and not empty."""
+    """Gather the non-empty rows of the named tensors from all holders."""
     number: dict[str, int] = {}
     tensors: list[Tensor] = []
     columns = [np.zeros(0, np.int64)]
@@ -195,7 +194,7 @@ def _collect(
 
 
 def _group(tensors: Sequence[Tensor], entries: _Entries, begin: Columns) -> tuple[Columns, Columns]:
-    """Return the group of each tensor and, of each group, its first tensor."""
+    """Return the group of each tensor, and the first tensor of each group."""
     cut = np.stack([entries.holder, entries.low, entries.high], axis=1)
     groups: dict[tuple[str, tuple[int, ...], bytes], int] = {}
     group = np.empty(len(tensors), dtype=np.int64)
@@ -214,14 +213,14 @@ def _group(tensors: Sequence[Tensor], entries: _Entries, begin: Columns) -> tupl
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Geometry:
-    """Fragments, each inside one held atom, and which of them each wanted box is copied from.
+    """Fragments, each inside one held atom, and the copies from them to wanted boxes.
 
     Attributes:
-        boxes: The fragments; disjoint.
-        numel: Their elements, [fragments].
-        want: A wanted row that contains each, [fragments].
-        member_begin: First of the members of each, [fragments + 1].
-        member: Rows of the sources' member columns that contain each fragment, [members].
+        boxes: The disjoint fragments.
+        numel: Elements of each, [fragments].
+        want: A wanted row around each, [fragments].
+        member_begin: First member of each, [fragments + 1].
+        member: Rows of the sources' member columns around each fragment, [members].
         copy_want, copy_fragment: The copies, ordered by wanted row, [copies].
     """
 
@@ -237,7 +236,7 @@ class Geometry:
 def solve(sources: Sources, wants: Boxes) -> Geometry:
     """Cut wanted boxes (of groups, on the sources' number line) into fragments and list the copies.
 
-    Wanted boxes that nobody holds, or only in part, have too few copies: ``shortfall`` tells.
+    Boxes not held in full get too few copies: ``shortfall`` counts the missing elements.
     """
     first, which = distinct(wants)
     unique = wants.select(first)
@@ -277,14 +276,14 @@ def solve(sources: Sources, wants: Boxes) -> Geometry:
 
 
 def shortfall(geometry: Geometry, wants: Boxes) -> Columns:
-    """Return how many elements of every wanted row no copy writes, [wants]."""
+    """Return the number of unwritten elements of every wanted row, [wants]."""
     written = np.zeros(len(wants), dtype=np.int64)
     np.add.at(written, geometry.copy_want, geometry.numel[geometry.copy_fragment])
     return np.asarray(wants.numel() - written, dtype=np.int64)
 
 
 def check(geometry: Geometry, sources: Sources, wants: Boxes) -> None:
-    """Assert that fragments are disjoint and inside of what is held and of what is wanted."""
+    """Assert disjoint fragments inside of held boxes, and copies inside of wanted boxes."""
     assert not len(self_overlapping(geometry.boxes)[0]), "fragments overlap"
     counts = geometry.member_begin[1:] - geometry.member_begin[:-1]
     assert bool((counts > 0).all()), "a fragment without a holder"
@@ -296,7 +295,6 @@ def check(geometry: Geometry, sources: Sources, wants: Boxes) -> None:
 
 
 def _inside(inner: Boxes, outer: Boxes) -> bool:
-    """Is every row of ``inner`` part of the same row of ``outer``?"""
     low = outer.offset <= inner.offset
     high = inner.offset + inner.shape <= outer.offset + outer.shape
     return bool((inner.tensor == outer.tensor).all() and low.all() and high.all())
@@ -304,10 +302,10 @@ def _inside(inner: Boxes, outer: Boxes) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pieces:
-    """Pieces of a state of which all hosts have parts (``snapshot`` names it).
+    """One host's pieces of a state; ``snapshot`` names the state.
 
-    ``collection`` has a row for each piece, ``fingerprint`` [rows] its content. A host that gets
-    more of the state adds rows behind these.
+    ``collection`` has a row for each piece, ``fingerprint`` [rows] its content. Pieces acquired
+    later are added as rows behind these.
     """
 
     snapshot: str
@@ -325,7 +323,7 @@ class Pieces:
         return len(self.collection)
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of all of it: two equal digests are equal pieces."""
+        """Return the SHA-256 of all values: two equal digests are equal pieces."""
         table = [[each.name, list(each.shape), each.dtype] for each in self.collection.tensors]
         head = [self.snapshot, self.step, len(self), table]
         found = hashlib.sha256(json.dumps(head).encode())
@@ -338,14 +336,14 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Names a host's pieces: the first ``rows`` of what it has, with their digest, in hex."""
+    """The name of a host's pieces: its first ``rows`` pieces, with their digest in hex."""
 
     rows: int
     digest: str
 
 
 def used_only(collection: Collection) -> Collection:
-    """Return the same rows over a table of the tensors that they are of, in order of first use."""
+    """Return the same rows over a table of their tensors alone, in order of first use."""
     numbers, first = np.unique(collection.tensor, return_index=True)
     order = np.argsort(first)
     place = np.zeros(len(collection.tensors), dtype=np.int64)
@@ -356,8 +354,11 @@ def used_only(collection: Collection) -> Collection:
 
 
 def merged(collection: Collection) -> Collection:
-    """Return boxes that hold the same elements, fewer of them: boxes that touch on a whole face are
-    one, axis by axis from the last. What overlaps stays apart."""
+    """Return fewer boxes with the same elements: boxes touching on a whole face become one, axis by
+    axis from the last.
+
+    Overlapping boxes stay apart.
+    """
     tensor, offset, shape = collection.tensor, collection.offset, collection.shape
     for axis in reversed(range(MAX_NDIM)):
         if len(tensor) < 2 or not (offset[:, axis].any() or (shape[:, axis] != 1).any()):
@@ -376,8 +377,9 @@ def merged(collection: Collection) -> Collection:
 
 
 def held_together(held: Sequence[Collection]) -> Collection:
-    """Return what the ranks of a host hold together: each element once, where boxes are equal or
-    apart, in as few rows as there can be."""
+    """Return the pieces of a host's ranks in few rows; each element once if boxes are equal or
+    apart.
+    """
     rows = concatenate(held)
     columns = np.column_stack([rows.tensor, rows.offset, rows.shape])
     _, first = np.unique(columns, axis=0, return_index=True)
@@ -386,21 +388,21 @@ def held_together(held: Sequence[Collection]) -> Collection:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SourceList:
-    """The hosts that hold parts of a generation.
+    """The hosts with parts of a generation.
 
     Attributes:
-        hosts: Sorted.
-        addresses: Where the data plane of each listens, [hosts].
-        rows: How many pieces each has, [hosts].
-        digests: Their digests, one behind the other, [hosts * DIGEST_BYTES].
-        parameters: Names of all parameters of which anything is held.
+        hosts: Names, sorted.
+        addresses: Data plane address of each, [hosts].
+        rows: Number of pieces of each, [hosts].
+        digests: Their digests, concatenated, [hosts * DIGEST_BYTES].
+        parameters: Names of all held parameters.
         holds: By host one bit for each parameter, in whole bytes, first bit highest
             (``numpy.packbits``).
-        empty: Tensors that have no elements: nobody has a piece of them.
-        about: How the state came to be, as a manifest says it.
-        scalars: What is no tensor, of all hosts.
-        rank_states: By coordinate which of ``hosts`` has the state of that rank; none, where some
-            are missing or the degrees are others now: then all ranks begin new ones.
+        empty: Tensors without elements, hence without pieces.
+        about: Origin of the state, as in a manifest.
+        scalars: Values other than tensors, of all hosts.
+        rank_states: Index in ``hosts`` of each rank's state, by coordinate; empty if some are
+            missing or the degrees have changed: then all ranks begin new ones.
     """
 
     generation: int
@@ -428,20 +430,19 @@ class SourceList:
         return len(self.hosts)
 
     def reference(self, number: int) -> Reference:
-        """Return what names the pieces of host ``number``."""
+        """Return the reference of host ``number``'s pieces."""
         digest = self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         return Reference(self.rows[number], digest.hex())
 
     def holders(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers of the hosts that hold anything of the parameters of these tensors."""
+        """Return the indices of hosts with any part of these tensors' parameters."""
         wanted = {split_name(name)[1] for name in names}
         chosen = np.array([name in wanted for name in self.parameters], dtype=bool)
         found: list[int] = np.flatnonzero((self._bits() & np.packbits(chosen)).any(axis=1)).tolist()
         return found
 
     def sharers(self, hosts: Iterable[str]) -> list[int]:
-        """Return the numbers of these hosts, and of those that hold anything of the parameters of
-        which these hold anything."""
+        """Return the indices of these hosts, and of all holders of any of their parameters."""
         bits, wanted = self._bits(), set(hosts)
         is_one = np.array([host in wanted for host in self.hosts], dtype=bool)
         chosen = np.bitwise_or.reduce(bits[is_one], axis=0)
@@ -449,7 +450,7 @@ class SourceList:
         return found
 
     def only(self, numbers: Sequence[int]) -> "SourceList":
-        """Return the list of these hosts alone; states of ranks that others have are left out."""
+        """Return the list of these hosts alone, without other hosts' states of ranks."""
         place = {number: at for at, number in enumerate(numbers)}
         digests = (self.digests[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES] for n in numbers)
         states = {name: place[n] for name, n in self.rank_states.items() if n in place}
@@ -489,8 +490,10 @@ def source_list(
     scalars: Mapping[str, Json],
     ranks: int,
 ) -> SourceList:
-    """Return the list of these hosts, which must be sorted by name; ``ranks``: of so many the
-    states are of use, if all are there."""
+    """Return the list of these hosts, sorted by name.
+
+    ``ranks``: number of states of ranks needed; with fewer, none is listed.
+    """
     numbers: dict[str, int] = {}
     held = []
     for each in listed:

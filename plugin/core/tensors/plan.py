@@ -1,14 +1,13 @@
-"""The reconfiguration plan: which elements go from whose pieces to whose wanted pieces.
+"""The reconfiguration plan: elements to copy from held pieces to wanted pieces.
 
 Source: Tenplex/Scalai, arXiv 2312.05181, section 3, the plan between PTC (sigma, phi, alpha) and
 PTC' (sigma, phi, alpha of the new layout): split, re-partition, merge. Differs in: one copy does
-all three; what lies on a host is taken there, and what does not is fetched once a host, however
-many of its ranks want it; the plan is checked whole before it is used.
+all three; pieces on a host are taken there, others are fetched once a host for any number of its
+ranks; the plan is checked whole before its use.
 
-A host's part of the plan depends on what its own ranks want, on what everybody holds, and on the
-host's position among the hosts of the new generation, but not on what other hosts want. So every
-agent plans for itself alone, and together they have made the plan that one planner would make for
-all.
+A host's part of the plan depends on its own ranks' wants, on all holders, and on its position among
+the hosts of the new generation, but not on other hosts' wants. So every agent plans for itself
+alone; together the parts are the plan of a single planner.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,10 +32,10 @@ NAMED = 5
 class Copies:
     """Copies as columns, each [copies] or [copies, MAX_NDIM], ordered by target and target row.
 
-    ``target`` and ``source`` count the sequences of holders that were planned for, ``target_row``
-    and ``source_row`` the rows of their collections. ``offset`` and ``shape`` are the box to copy,
-    in elements of the global tensor, right-aligned as in ``Collection``. ``fetch`` is the row of
-    ``Fetches`` that brings the bytes to the host, or -1 where the source is on the target's host.
+    ``target`` and ``source`` index the planned sequences of holders, ``target_row`` and
+    ``source_row`` the rows of their collections. ``offset`` and ``shape`` are the box to copy, in
+    elements of the global tensor, right-aligned as in ``Collection``. ``fetch`` is the row of
+    ``Fetches`` with the bytes, or -1 for a source on the target's host.
     """
 
     target: Columns
@@ -53,9 +52,9 @@ class Copies:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Fetches:
-    """Boxes that cross to a host as columns, [fetches] or [fetches, MAX_NDIM]; disjoint a host.
+    """Boxes fetched to a host as columns, [fetches] or [fetches, MAX_NDIM]; disjoint a host.
 
-    ``host`` counts ``Plan.hosts``, ``source`` the holders, ``source_row`` the rows of the source's
+    ``host`` indexes ``Plan.hosts``, ``source`` the holders, ``source_row`` the rows of the source's
     collection.
     """
 
@@ -71,9 +70,9 @@ class Fetches:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """All copies that fill the wanted pieces of the targets, and what is fetched for them.
+    """All copies to fill the targets' wanted pieces, and the fetches for them.
 
-    ``bytes_local`` are written from the targets' own hosts, once for each rank that wants them;
+    ``bytes_local`` are written from the targets' own hosts, once for each wanting rank;
     ``bytes_remote`` cross to a host.
     """
 
@@ -86,7 +85,7 @@ class Plan:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Wants:
-    """Wanted, non-empty rows of all targets of a host. ``tensor`` counts the sources' tensors."""
+    """Wanted, non-empty rows of all targets of a host. ``tensor`` indexes the sources' tensors."""
 
     target: Columns
     row: Columns
@@ -98,7 +97,7 @@ class _Wants:
 
 
 class Planner:
-    """Plans for one host after the other. Hosts that want equal boxes share the geometry."""
+    """Plans for one host after the other. Hosts with equal wanted boxes share the geometry."""
 
     def __init__(self, source: Sequence[Holder], names: Iterable[str] | None = None) -> None:
         """Index the pieces of ``source``, or only those of the named tensors.
@@ -119,11 +118,10 @@ class Planner:
         """Plan for the ranks of one host.
 
         Args:
-            host: The host's name, as the sources spell it.
-            target: What each of its new ranks wants.
-            position: The host's place among the new generation's hosts. Where replicas have served
-                equally much, it decides where to begin, so that hosts do not all turn to the same
-                replica.
+            host: Name of the host, as the sources spell it.
+            target: Wanted pieces of each of its new ranks.
+            position: Index of the host among the new generation's hosts. Among equally used
+                replicas it decides the first choice, so that hosts spread over them.
 
         Raises:
             LayoutError: A tensor, or a part of one, is held by nobody, or differs in shape or
@@ -160,7 +158,7 @@ class Planner:
         return _Wants(target_of[keep], row[keep], tensor, boxes)
 
     def _numbers(self, holder: Holder) -> Columns:
-        """Return the sources' numbers of a target's tensors; refuse what they do not hold."""
+        """Return the sources' numbers of a target's tensors; refuse unheld ones."""
         wanted = holder.collection
         numbers = np.array([self.sources.number.get(t.name, -1) for t in wanted.tensors], np.int64)
         used = np.zeros(len(numbers), dtype=bool)
@@ -190,7 +188,7 @@ class Planner:
         return numbers
 
     def _geometry(self, wants: _Wants, target: Sequence[Holder]) -> Geometry:
-        """Find, or recall, how wanted boxes are made up of held ones; refuse what nobody holds."""
+        """Find, or recall, the composition of wanted boxes; refuse unheld ones."""
         boxes = wants.boxes
         key = np.stack([boxes.low, boxes.high]).tobytes()
         if key not in self._solved:
@@ -205,7 +203,6 @@ class Planner:
     def _not_held(
         self, geometry: Geometry, wants: _Wants, target: Sequence[Holder], short: Columns
     ) -> LayoutError:
-        """Return the error that names the boxes that nobody holds."""
         found = []
         for row in short[:NAMED].tolist():
             tensor: Tensor = self.sources.tensors[wants.tensor[row]]
@@ -224,7 +221,7 @@ class Planner:
     def _choose(
         self, geometry: Geometry, wants: _Wants, host: str, position: int, served: Columns
     ) -> Columns:
-        """Choose a member for every fragment: one on the host, else the one that served least.
+        """Choose a member for every fragment: one on the host, else the least used one.
 
         Returns:
             Rows of ``geometry.member``, [fragments]. ``served`` [hosts] is counted on.
@@ -245,8 +242,7 @@ class Planner:
         np.add.at(served, member_host[chosen[only]], size_bytes[only])
         for fragment in np.flatnonzero(~is_local & (counts > 1)).tolist():
             candidates = member_host[begin[fragment] : begin[fragment + 1]]
-            # Skewed, so that hosts that are a multiple of the count apart do not begin at the same
-            # replica.
+            # Skewed, so that hosts at a multiple of the count apart begin at different replicas.
             turn = (position + position // len(candidates)) % len(candidates)
             turned = np.concatenate([candidates[turn:], candidates[:turn]])
             best = (turn + int(np.argmin(served[turned]))) % len(candidates)
@@ -292,19 +288,19 @@ class Planner:
 def plan(
     source: Sequence[Holder], target: Sequence[Holder], hosts: Iterable[str] | None = None
 ) -> Plan:
-    """Plan how the pieces of ``source`` fill everything that ``target`` wants.
+    """Plan copies from the pieces of ``source`` to all wanted pieces of ``target``.
 
     Args:
-        source: Who holds what. Order decides between replicas on one host.
-        target: What each new rank wants, and on which host it runs.
-        hosts: All hosts of the new generation, in any order. An agent that plans for its own ranks
-            alone names them, so that its plan is its part of the common one. Default: the hosts of
+        source: Held pieces. Order decides between replicas on one host.
+        target: Wanted pieces and host of each new rank.
+        hosts: All hosts of the new generation, in any order. Needed by an agent planning for its
+            own ranks alone, so that its plan is its part of the common one. Default: the hosts of
             ``target``.
 
     Returns:
         The same plan for the same input. It is checked: every wanted element is written exactly
-        once, from a piece that holds it, and no byte crosses to a host twice, or if the host has
-        it.
+        once, from a piece with this element, and no byte crosses to a host twice, or to a host with
+        a copy.
 
     Raises:
         LayoutError: A tensor, or a part of one, is held by nobody, or differs in shape or dtype.
@@ -337,7 +333,6 @@ def _renumber(part: Plan, targets: Columns, host: int, fetched: int) -> Plan:
 
 
 def _merge(hosts: tuple[str, ...], parts: Sequence[Plan]) -> Plan:
-    """Return the rows of all parts in order."""
     return Plan(
         hosts,
         Copies(*_stacked([part.copies for part in parts], Copies)),
@@ -350,7 +345,6 @@ def _merge(hosts: tuple[str, ...], parts: Sequence[Plan]) -> Plan:
 def _stacked(
     tables: Sequence[Copies] | Sequence[Fetches], table: type[Copies] | type[Fetches]
 ) -> list[Columns]:
-    """Return every column of the tables, concatenated."""
     columns = []
     for name in table.__slots__:
         shape = (0, MAX_NDIM) if name in ("offset", "shape") else (0,)
@@ -369,6 +363,5 @@ def _in_order(whole: Plan) -> Plan:
 
 
 def _listed(words: Sequence[str]) -> str:
-    """Return the words with commas, cut short."""
     more = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
     return ", ".join(words[:NAMED]) + more

@@ -1,4 +1,4 @@
-"""Geometry: boxes of a global tensor, and where their elements lie in a flat local buffer.
+"""Geometry: boxes of a global tensor, and the places of their elements in a flat local buffer.
 
 Source: the sub-tensors of slicing σ (Tenplex/Scalai, arXiv 2312.05181, section 3). Differs in: a
 sub-tensor is a list of boxes with strides rather than one contiguous range, so that fused,
@@ -32,7 +32,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """Return the common box, or None where nothing is common."""
+        """Return the common box, or None."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(
             min(a + n, b + m)
@@ -44,8 +44,9 @@ class Box:
 
 
 def box_text(box: Box) -> str:
-    """Return a box as index ranges, such as ``[0:4,2:8]``: in messages, and in the names of entries
-    of a generation's files."""
+    """Return a box as index ranges, such as ``[0:4,2:8]``: for messages and entries of a
+    generation's files.
+    """
     ranges = (f"{low}:{low + size}" for low, size in zip(box.offset, box.shape, strict=True))
     return f"[{','.join(ranges)}]"
 
@@ -63,7 +64,7 @@ class Piece:
     stride: Index
 
     def sub(self, box: Box) -> "Piece":
-        """Return the part of this piece that covers ``box``, which must lie inside."""
+        """Return the part of this piece at ``box``, which must lie inside."""
         shift = sum(
             (a - b) * s for a, b, s in zip(box.offset, self.box.offset, self.stride, strict=True)
         )
@@ -85,8 +86,9 @@ def row_major(shape: Sequence[int]) -> Index:
 
 
 def flat_range(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
-    """Yield elements ``[low, high)`` of a row-major tensor as at most ``2 * ndim - 1`` boxes, in
-    order."""
+    """Yield elements ``[low, high)`` of a row-major tensor as at most ``2 * ndim - 1`` ordered
+    boxes.
+    """
     if low >= high:
         return
     if len(shape) <= 1:
@@ -113,10 +115,10 @@ def flat_range(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
 
 
 def clip(piece: Piece, low: int, high: int) -> Iterator[Piece]:
-    """Yield the parts of ``piece`` whose elements lie in ``[low, high)`` of the flat buffer.
+    """Yield the parts of ``piece`` in ``[low, high)`` of the flat buffer.
 
-    ``start`` of what is returned counts from ``low``. Holds for a piece whose axes nest (a slice or
-    a transpose of a row-major buffer): sorted by stride, its elements are in lexicographic order.
+    Their ``start`` counts from ``low``. Holds for a piece whose axes nest (a slice or a transpose
+    of a row-major buffer): sorted by stride, its elements are in lexicographic order.
     """
     shape = piece.box.shape
     axes = sorted(range(len(shape)), key=lambda axis: (shape[axis] > 1, -piece.stride[axis]))
@@ -147,14 +149,14 @@ def clip(piece: Piece, low: int, high: int) -> Iterator[Piece]:
 RowNumbers = npt.NDArray[np.int64]
 
 MAX_ROWS = 1 << 17
-"""Rows of a table."""
+"""Largest number of rows of a table."""
 COPY_BYTES = 1 << 20
-"""What cannot be read row by row in place is copied in parts of at most this size."""
+"""Largest copy of a part that is not readable row by row in place."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Table:
-    """Rows of a piece, ``matrix`` [rows, columns], any strides where it is small.
+    """Rows of a piece, ``matrix`` [rows, columns]; a small one may have any strides.
 
     ``rows`` [rows] are their numbers in the whole tensor, row-major; a tensor of 0 or 1 dims is row
     0. ``first`` is the place of the first column in the whole row, in elements.
@@ -174,12 +176,12 @@ def row_numbers(box: Box, shape: tuple[int, ...]) -> RowNumbers:
 
 
 def tables(values: Bits, box: Box, shape: tuple[int, ...]) -> Iterator[Table]:
-    """Yield a piece that is not empty in tables.
+    """Yield a non-empty piece in tables.
 
     Args:
         values: Bit patterns of the piece [box.shape], any strides.
-        box: Where the piece lies in the global tensor.
-        shape: The global tensor's shape, in elements.
+        box: Place of the piece in the global tensor.
+        shape: Shape of the global tensor, in elements.
     """
     for part, part_box in _parts(values, box):
         matrix = part.reshape(-1, part.shape[-1] if part.ndim else 1)
@@ -188,7 +190,7 @@ def tables(values: Bits, box: Box, shape: tuple[int, ...]) -> Iterator[Table]:
 
 
 def _parts(values: Bits, box: Box) -> Iterator[tuple[Bits, Box]]:
-    """Yield parts of a piece that have few rows and are a matrix in place, or else are small."""
+    """Yield parts of a piece with few rows: a matrix in place, or small."""
     rows = values.size // values.shape[-1] if values.ndim else 1
     is_matrix = values.ndim <= 2 and (not values.ndim or values.strides[-1] == values.itemsize)
     in_place = is_matrix or values.flags.c_contiguous

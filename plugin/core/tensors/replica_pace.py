@@ -1,9 +1,9 @@
-"""How fast replicas may be fetched beside a training, so that its steps take only so much longer.
+"""Rate limit for fetching replicas beside a training, to bound the slowdown of its steps.
 
-The rate is learnt: steps are timed in windows in which replicas come all the time, and in windows
-in which none do; the medians of both are compared. Where steps take longer than they may, the rate
-falls to half; else it rises by a fixed step. It never falls so low that replicas would not be there
-before those of the next generation are due: the training would wait for them then.
+The rate is learnt: steps are timed in windows with replicas coming all the time, and in windows
+without any; their medians are compared. Too slow steps halve the rate; else it rises by a fixed
+step. It stays high enough to finish before the next generation's replicas are due: the training
+would wait for them then.
 
 Source: additive increase and multiplicative decrease as for the congestion of networks (Chiu and
 Jain, 1989); differs in: the signal is the time of the training's own steps.
@@ -14,39 +14,41 @@ from enum import Enum
 from statistics import median
 
 FIRST_RATE = 2e8
-"""Bytes a second, as long as nothing was measured."""
+"""Bytes a second before the first measurement."""
 LEAST_RATE = 8e6
-"""Bytes a second: less, and who gives to this host would think that it is gone."""
+"""Bytes a second: below it, the giving host would take this host for lost."""
 MOST_RATE = 1e11
 RISE = 5e7
-"""Bytes a second by which the rate rises at once."""
+"""Rise of the rate, in bytes a second."""
 FALL = 0.5
 WINDOW_S, WINDOW_STEPS, LONG_S = 2.0, 4, 10.0
-"""What a window is at least: steps are seen to the tenth of a second. One that is so long may have
-fewer steps."""
+"""Least window: steps are seen to the tenth of a second. A window of ``LONG_S`` may have fewer
+steps."""
 KNOWN = 5
-"""Windows of a kind without which nothing is decided."""
+"""Least windows of a kind for a decision."""
 KEPT = 15
-"""Windows without replicas that make up what is usual."""
+"""Windows without replicas in the usual step time."""
 USED = 0.8
-"""Share of the rate that must have come: else something else is what limits it."""
+"""Least share of the rate in use: below it, the limit lies elsewhere."""
 IN_TIME = 0.7
-"""Share of the time until the next replicas are due in which these are to be there."""
+"""Share of the time until the next replicas are due: these must be there by then."""
 
 
 class Traffic(Enum):
-    """What comes to this host beside the training."""
+    """Traffic to this host beside the training."""
 
     NONE = "none"
     REPLICAS = "replicas"
     OTHER = "other"
-    """What is not slowed down, and says nothing of the rate."""
+    """Not limited, and no measurement for the rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaceWindow:
-    """Steps of one round beside one kind of traffic: how far the workers were when it began, when
-    that was, and how many bytes of replicas had come by then."""
+    """Steps of one round beside one kind of traffic.
+
+    ``step``, ``since`` (seconds) and ``size_bytes`` (bytes of replicas) are those at its begin.
+    """
 
     round: int
     traffic: Traffic
@@ -57,8 +59,9 @@ class PaceWindow:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLook:
-    """What is to be seen at a time, in seconds: the round and its step, what comes, and how many
-    bytes of replicas have come since the agent began."""
+    """An observation at ``now``, in seconds: round and step, kind of traffic, and bytes of replicas
+    since the agent began.
+    """
 
     now: float
     round: int
@@ -69,16 +72,16 @@ class ReplicaLook:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPace:
-    """What was learnt.
+    """The knowledge so far.
 
     Attributes:
-        slowdown: By what part of its time a step may take longer; 1 or more: no rate is kept.
+        slowdown: Largest slowdown of a step (0.01 = 1 %); 1 or more: no limit.
         rate: Bytes a second.
-        free, busy: Seconds that a step took in windows without replicas, and with replicas at this
-            rate, newest last.
+        free, busy: Seconds of a step in windows without replicas, and with replicas at this rate,
+            newest last.
         came: Bytes a second of replicas in each of the latter.
-        seen: The newest look at which a step had ended.
-        window: The one under way; None: it begins with the next step.
+        seen: Newest look after the end of a step.
+        window: Open window; None: it begins with the next step.
     """
 
     slowdown: float
@@ -91,13 +94,13 @@ class ReplicaPace:
 
     @property
     def step_s(self) -> float | None:
-        """A usual step, in seconds; None: not known. Few that take much longer do not change it."""
+        """Median step, in seconds; None: unknown. A few long steps do not change it."""
         times = self.free if len(self.free) >= KNOWN else (*self.free, *self.busy)
         return median(times) if times else None
 
     @property
     def excess(self) -> float | None:
-        """By what part of its time a step takes longer beside replicas; None: not known."""
+        """Slowdown of a step beside replicas (0.01 = 1 %); None: unknown."""
         if len(self.free) < KNOWN or len(self.busy) < KNOWN:
             return None
         usual = median(self.free)
@@ -105,8 +108,10 @@ class ReplicaPace:
 
 
 def looked(pace: ReplicaPace, look: ReplicaLook) -> ReplicaPace:
-    """Return what is known after a look. Steps of another round, or beside changing traffic, count
-    for nothing."""
+    """Return the knowledge after a look.
+
+    Steps of another round, or beside changing traffic, do not count.
+    """
     seen, window = pace.seen, pace.window
     if seen is not None and look.round != seen.round:  # other degrees: other times
         pace = replace(pace, free=(), busy=(), came=())
@@ -136,7 +141,7 @@ def looked(pace: ReplicaPace, look: ReplicaLook) -> ReplicaPace:
 
 
 def _decided(pace: ReplicaPace) -> ReplicaPace:
-    """Change the rate, where enough windows are known to say that it should."""
+    """Change the rate after enough windows."""
     excess = pace.excess
     if excess is None:
         return pace
@@ -151,21 +156,22 @@ def _decided(pace: ReplicaPace) -> ReplicaPace:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How many bytes a second may come; None: any. ``is_hurried``: more than the steps bear, so
-    that replicas are there in time."""
+    """Largest rate in bytes a second; None: any. ``is_hurried``: above the learnt rate, to be in
+    time.
+    """
 
     rate: float | None
     is_hurried: bool = False
 
 
 def limit(pace: ReplicaPace, left_bytes: int, steps_left: int | None) -> Limit:
-    """Return how fast what is left may come.
+    """Return the limit for the rest.
 
     Args:
-        pace: What was learnt.
-        left_bytes: What has yet to come.
-        steps_left: Steps until the next generation is due; None: nobody knows of one. Where there
-            are none left, the training waits for what has yet to come.
+        pace: Knowledge so far.
+        left_bytes: Bytes still to come.
+        steps_left: Steps until the next generation is due; None: unknown; 0: the training waits for
+            the rest.
     """
     if pace.slowdown >= 1:
         return Limit(None)
@@ -182,18 +188,17 @@ def limit(pace: ReplicaPace, left_bytes: int, steps_left: int | None) -> Limit:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Bytes that were let through and are not over yet at the rate that they were let through at:
-    ``free_at`` that time, in seconds."""
+    """Bytes let through; at their rate they are over at ``free_at``, in seconds."""
 
     free_at: float = 0.0
 
 
 BURST_S = 0.1
-"""For so long the rate may be saved up."""
+"""Longest saving of unused rate, in seconds."""
 
 
 def take(bucket: Bucket, count: int, rate: float | None, now: float) -> tuple[Bucket, float]:
-    """Let bytes through; return how long to wait before the next ones, in seconds."""
+    """Let bytes through; return the wait before the next ones, in seconds."""
     if rate is None:
         return Bucket(now), 0.0
     free_at = max(bucket.free_at, now - BURST_S) + count / rate
@@ -201,5 +206,5 @@ def take(bucket: Bucket, count: int, rate: float | None, now: float) -> tuple[Bu
 
 
 def is_noticeable(before: float, after: float) -> bool:
-    """Whether a change of the rate is worth a line."""
+    """Return True if a change of the rate is worth a log line."""
     return not before / 1.5 < after < before * 1.5

@@ -1,13 +1,13 @@
-"""Replicas: pieces that would be lost with a host, hosts that keep them, the memory they take.
+"""Replicas: pieces held by too few hosts, their keepers, the memory they take.
 
 Data parallelism holds much of a state on several hosts already. The rest (shards of optimizers,
-stages of pipelines, experts) is copied to other hosts, so that any ``replicas`` of them may be
-lost. Hosts stand in a ring; a piece goes to the hosts behind its first holder, each in another
-failure domain. Every host computes its own share from what the others hold.
+stages of pipelines, experts) is copied to other hosts, so that the job survives the loss of any
+``replicas`` hosts. Hosts stand in a ring; a piece goes to the hosts behind its first holder, each
+in another failure domain. Every host computes its own share from the others' collections.
 
-Source: the placement of replicas on a ring is that of consistent hashing (Karger and others, 1997);
-checkpoints in the memory of peers are Gemini's (SOSP 2023). Differs in: only what data parallelism
-does not hold anyway is copied.
+Source: placement on a ring from consistent hashing (Karger and others, 1997); checkpoints in the
+memory of peers from Gemini (SOSP 2023). Differs in: pieces replicated by data parallelism are not
+copied.
 """
 
 from collections import defaultdict
@@ -23,19 +23,21 @@ from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.holders import Holder, index_sources
 
 GENERATIONS = 2
-"""Generations that lie in a store at once, each with its replicas: an older one stays until there
-are replicas of the newer one."""
+"""Generations in a store at once, each with its replicas: the older one stays until the newer one
+has replicas."""
 NAMED = 5
 """Hosts named in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Hosts that keep replicas for each other, in order, with the failure domain of each; of every
-    piece there are to be ``replicas`` beside the first one. ``is_apart``: in as many domains.
+    """Hosts keeping replicas for each other, in order, with the failure domain of each.
 
-    Where hosts of it are ``giving``, they will be taken away: they keep nothing, and the others
-    keep so many replicas of what only these hold, and of nothing else."""
+    Each piece gets ``replicas`` beside the first copy; ``is_apart``: in as many domains.
+
+    ``giving`` hosts will be taken away and keep nothing. The others then keep this many replicas of
+    pieces held by ``giving`` hosts alone, and no others.
+    """
 
     hosts: tuple[str, ...]
     domains: tuple[str, ...]
@@ -48,8 +50,9 @@ class Ring:
             raise ValueError(f"{len(self.domains)} domains of {len(self.hosts)} hosts")
 
     def keepers(self, first: str) -> Iterator[str]:
-        """Yield who keeps replicas of what ``first`` holds, best first: the hosts behind it, one of
-        each further domain."""
+        """Yield the keepers for ``first``, best first: hosts behind it, one of each further
+        domain.
+        """
         return (self.hosts[number] for number in self._behind(self.hosts.index(first)))
 
     def _behind(self, place: int) -> Iterator[int]:
@@ -61,7 +64,7 @@ class Ring:
                 yield number % count
 
     def wards(self, keeper: str) -> tuple[str, ...]:
-        """Return the hosts of which ``keeper`` may have to keep something."""
+        """Return the hosts with pieces for ``keeper`` to keep, at most."""
         warded = self.giving or self.hosts
         return tuple(h for h in warded if keeper in islice(self.keepers(h), self.replicas))
 
@@ -74,15 +77,14 @@ class Ring:
         return {keeper: tuple(wards) for keeper, wards in found.items()}
 
     def keeps(self, host: str, holders: Set[str]) -> bool:
-        """Whether a host is to keep a replica of what these hold."""
+        """Return True if a host keeps a replica of the pieces of exactly these holders."""
         if host in holders or host in self.giving:
             return False
         held = [number for number, name in enumerate(self.hosts) if name in holders]
         return any(self.hosts[number] == host for number in self.keepers_of(held))
 
     def keepers_of(self, held: Sequence[int]) -> Iterator[int]:
-        """Yield the places of the hosts that are to keep a replica of what those at the places
-        ``held`` hold, which ascend."""
+        """Yield the places of the keepers for pieces held at the ascending places ``held``."""
         taken = {self.domains[number] for number in held}
         missing = self.replicas + 1 - len(taken)
         if self.giving:
@@ -94,18 +96,20 @@ class Ring:
 
 
 def leaving_ring(staying: Iterable[str], giving: Iterable[str]) -> Ring:
-    """Return the ring of hosts that keep what only those hold that will be taken away. Which
-    domains they are of says nothing: there is no time to lose, and replicas are made anew later."""
+    """Return the ring for pieces held only by the hosts ``giving``, soon to be taken away.
+
+    Ignores failure domains: time is short, and replicas are made anew later.
+    """
     giving = tuple(sorted(giving))
     hosts = tuple(sorted({*staying, *giving}))
     return Ring(hosts, hosts, 1, True, giving)
 
 
 def ring_of(domains: Mapping[str, str], replicas: int) -> Ring:
-    """Return the ring of hosts, of each of which the failure domain is given ("": one of its own).
+    """Return the ring of hosts by failure domain ("": a domain of its own).
 
-    Neighbours are of different domains as far as there are enough. Where there are too few domains
-    for so many replicas, each host counts as one.
+    Neighbours are of different domains as far as possible. With too few domains for ``replicas``,
+    each host counts as one.
     """
     own = {host: f"domain {name}" if name else f"host {host}" for host, name in domains.items()}
     replicas = max(0, min(replicas, len(own) - 1))
@@ -121,13 +125,12 @@ def ring_of(domains: Mapping[str, str], replicas: int) -> Ring:
 
 
 def to_keep(ring: Ring, host: str, holders: Mapping[str, Collection]) -> Collection:
-    """Return the pieces of others that a host is to keep, without those that it has.
+    """Return the other hosts' pieces for this host to keep, without its own.
 
     Args:
-        ring: The hosts.
+        ring: Ring of the hosts.
         host: One of them.
-        holders: What each host holds of the parameters of which the ``wards`` of this one hold
-            anything, and of others.
+        holders: Collection of each host; complete for the parameters of this host's ``wards``.
 
     Raises:
         LayoutError: They disagree about a tensor, or a box reaches outside of its tensor.
@@ -162,8 +165,10 @@ def _named(hosts: tuple[str, ...], numbers: Iterable[int]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """What one generation takes on a host, in bytes: its own distinct pieces, and what it keeps for
-    others. ``room``: what its store can hold at all; None: not known."""
+    """Bytes of one generation on a host: its own distinct pieces, and pieces kept for others.
+
+    ``room``: capacity of its store; None: unknown.
+    """
 
     host: str
     own: int
@@ -172,22 +177,22 @@ class ReplicaMemory:
 
     @property
     def replicas(self) -> int:
-        """Bytes of replicas that lie there at once."""
+        """Bytes of all replicas there at once."""
         return GENERATIONS * self.kept
 
     @property
     def needed(self) -> int:
-        """Bytes of all that lies there at once."""
+        """Bytes of all generations there at once."""
         return GENERATIONS * (self.own + self.kept)
 
     @property
     def lacks(self) -> int:
-        """Bytes of it that its store has no room for, as far as that is known."""
+        """Bytes beyond its store's capacity; 0 if unknown."""
         return 0 if self.room is None else max(0, self.needed - self.room)
 
     @property
     def is_short(self) -> bool:
-        """Whether replicas are what does not fit: the generations themselves would."""
+        """True if the generations fit, but not their replicas."""
         if self.room is None or not self.kept:
             return False
         return GENERATIONS * self.own <= self.room < self.needed
@@ -203,12 +208,12 @@ class ReplicaMemory:
 def memory_of(
     ring: Ring, held: Mapping[str, Collection], room: Mapping[str, int]
 ) -> tuple[ReplicaMemory, ...]:
-    """Return what a generation takes on each host of a ring, in the ring's order.
+    """Return the memory of a generation on each host of a ring, in the ring's order.
 
     Args:
-        ring: Who keeps replicas for whom.
-        held: What the workers of each host hold; of a host that has none, nothing.
-        room: What the store of each host can hold at all, in bytes, as far as it is known.
+        ring: Ring of the hosts.
+        held: Pieces of the workers of each host; none for a host without workers.
+        room: Capacity of each host's store in bytes, if known.
 
     Raises:
         LayoutError: Hosts disagree about a tensor, or a box reaches outside of its tensor.
@@ -225,13 +230,13 @@ def memory_of(
     place_of = np.array([place[host] for host in sources.hosts], dtype=np.int64)
     owner, _ = expand(np.diff(sources.member_begin))
     holder = place_of[sources.host_of[sources.member_holder]]
-    # One entry for each atom and host that holds it, by atom.
+    # One entry for each atom and holder, by atom.
     owner, holder = np.divmod(np.unique(owner * len(ring.hosts) + holder), len(ring.hosts))
     own = np.zeros(len(ring.hosts), dtype=np.int64)
     np.add.at(own, holder, size[owner])
     begin = np.searchsorted(owner, np.arange(len(boxes) + 1)).tolist()
     sizes: dict[bytes, int] = defaultdict(int)
-    """By the places of those that hold it."""
+    """Bytes by the places of their holders."""
     for atom, each in enumerate(size.tolist()):
         sizes[holder[begin[atom] : begin[atom + 1]].tobytes()] += each
     kept = [0] * len(ring.hosts)
@@ -245,7 +250,7 @@ def memory_of(
 
 
 def shortage(found: Sequence[ReplicaMemory]) -> str:
-    """Say which hosts have no room for replicas, and what helps; empty where all have."""
+    """Return the hosts without room for replicas and the way out; empty if all have room."""
     short = [memory for memory in found if memory.is_short]
     if not short:
         return ""

@@ -1,4 +1,4 @@
-"""A universal hash of a tensor's content that is added up from any pieces of it.
+"""A universal hash of a tensor's content, added up from any pieces of it.
 
 A tensor's rows (along its last axis; 0 or 1 dims are one row) are words of 4 bytes, the last filled
 up with zeros: elements of 8 bytes are two words, the low one first. Each 128 words of a row are a
@@ -7,29 +7,28 @@ segment, and segments are numbered through all rows. With ``w[i, j]`` for word `
 
     sum over i of a[i] * (sum over j of b[j] * w[i, j])   modulo P = 2**64 - 59, a prime
 
-It does not depend on how the tensor is cut: what a piece does not hold counts as zero, also within
-a word.
+It is independent of the cut: elements outside of a piece count as zero, also within a word.
 
-**What is proven.** For any two different tensors of one shape and dtype the chance of equal hashes
-is at most 2**-62, over keys of 64 independent random bits each. Words differ by less than P, so
-that the difference has an inverse. Take a segment that differs, and a word in it that does.
-Whatever the other keys are, that word's key makes the inner sums equal only by one residue of P,
-which at most two of the 2**64 keys have. Where the inner sums differ, the same is true of the outer
-sum and that segment's key. Each level fails with at most 2 / 2**64, and so one of both with 2**-62.
-It does not matter which values, how few bits, or which places differ.
+**Proven.** For any two different tensors of one shape and dtype the chance of equal hashes is at
+most 2**-62, over keys of 64 independent random bits each. Words differ by less than P, so the
+difference has an inverse. Take a differing segment, and a differing word in it. For any other keys,
+this word's key makes the inner sums equal only by one residue of P, shared by at most two of the
+2**64 keys. If the inner sums differ, the same is true of the outer sum and the segment's key. Each
+level fails with at most 2 / 2**64, so one of both with 2**-62. Values, number of bits and places of
+the difference do not matter.
 
-**What is assumed.** That the keys, which are fixed and public, are as good as random for data that
-was not made with them in hand. They are made of a seed: ``b`` by SHAKE-256, ``a`` by SplitMix64 of
-the segment's number. So this proves against mistakes and damage, not against an adversary.
+**Assumed.** The fixed, public keys are as good as random for data made without them in hand. They
+are made of a seed: ``b`` by SHAKE-256, ``a`` by SplitMix64 of the segment's number. So this proves
+against mistakes and damage, not against an adversary.
 
-**How.** Keys are four signed digits of 16 bits, so that float64 products are exact: a word times a
-digit is at most 2**46, and 128 of them add up to 2**53 at most. Matrix products of digits are
-several times as fast as numpy's arithmetic of 64-bit integers.
+**Implementation.** Keys are four signed digits of 16 bits, so that float64 products are exact: a
+word times a digit is at most 2**46, and 128 of them add up to 2**53 at most. Matrix products of
+digits are several times as fast as numpy's arithmetic of 64-bit integers.
 
 Source: S. Halevi, H. Krawczyk, "MMH: Software message authentication in the Gbit/second rates"
-(1997), the family MMH*, which is Carter and Wegman's (1979): each of the two sums is of it. That
-both together hold is the lemma of Schwartz (1980) and Zippel (1979) for a polynomial of degree two.
-G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators" (2014). Segments and
+(1997), family MMH*, from Carter and Wegman (1979): each of the two sums belongs to it. Their
+combination is the lemma of Schwartz (1980) and Zippel (1979) for a polynomial of degree two. G.
+Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators" (2014). Segments and
 digits are own.
 """
 
@@ -67,22 +66,22 @@ WEIGHTS = tuple(
     for word in range(DIGITS)
     for segment in range(DIGITS)
 )
-"""What the sums of digits count: [upper or lower half, digit of b, digit of a], row-major."""
+"""Weights of the sums of digits: [upper or lower half, digit of b, digit of a], row-major."""
 WORD_BYTES = 4
 GATHERED = 4096
 """Segments whose halves, times digits, add up exactly: 26 + 15 + 12 bits."""
 SUMS = 1 << 9
-"""Such sums (at most 2**53) that add up in 63 bits."""
+"""Number of such sums (at most 2**53) in 63 bits."""
 ROUNDING = 1.5 * 2.0 ** (52 + HALF_BITS)
-"""What is added to it and taken away again is rounded to a multiple of 2**27."""
+"""Adding and subtracting it rounds to a multiple of 2**27."""
 BLOCK = 1 << 16
-"""Words widened at a time: the widened copy stays in a core's second-level cache, and the product
-with four columns of digits is small enough for OpenBLAS to stay on one core."""
+"""Words widened at a time: the copy stays in a core's second-level cache, and the product with four
+columns of digits is small enough for OpenBLAS to stay on one core."""
 TURNS = 2
-"""Blocks that are widened in turn: storing to lines that were stored to just before takes twice as
-long (measured on an EPYC of the Zen 4 kind)."""
+"""Blocks widened in turn: storing to lines just stored to takes twice as long (measured on an EPYC
+of the Zen 4 kind)."""
 PADDED_BYTES = 1 << 18
-"""Elements that are no whole words in memory are copied in parts of at most this size."""
+"""Largest copied part of elements that are no whole words in memory."""
 BUFFER_BYTES = 33 << 20
 """A little more than OpenBLAS maps for a product, on a processor without AVX-512. It touches little
 of it."""
@@ -91,9 +90,9 @@ STEPS = np.arange(GATHERED, dtype=np.uint64) * np.uint64(STEP)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Keys:
-    """The keys that a seed gives.
+    """The keys of a seed.
 
-    ``words`` are the digits of ``b`` [SEGMENT, DIGITS]; ``start`` is where SplitMix64 begins.
+    ``words`` are the digits of ``b`` [SEGMENT, DIGITS]; ``start`` is SplitMix64's first state.
     """
 
     words: Floats
@@ -107,8 +106,9 @@ class Keys:
         return cls(digits.astype(np.float64), int.from_bytes(made[:8], "little"))
 
     def states(self, numbers: Numbers) -> Numbers:
-        """Return what SplitMix64 makes the keys of these segments of, [segments]: each is ``STEP``
-        more than that of the segment before."""
+        """Return SplitMix64's states for these segments, [segments]: each is ``STEP`` above the
+        previous one.
+        """
         return numbers * np.uint64(STEP) + np.uint64(self.start)
 
     def segments(self, states: Numbers) -> Floats:
@@ -126,7 +126,7 @@ KEYS = Keys.of(SEED)
 
 
 def weigh(sums: list[int]) -> int:
-    """Return the integer, not yet reduced, that sums of digits in the order of ``WEIGHTS`` are."""
+    """Return the unreduced integer of sums of digits in the order of ``WEIGHTS``."""
     assert len(sums) == len(WEIGHTS)
     return sum(map(mul, sums, WEIGHTS))
 
@@ -136,10 +136,10 @@ Words = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SegmentRun:
-    """Neighbouring words of rows that lie in as many segments of each, cut alike.
+    """Neighbouring words of rows in equal segments, cut alike.
 
-    Words ``low <= word < high`` of a piece's rows are ``count`` segments of ``width`` words, or of
-    one the words from ``begin`` on; ``segment`` is the first one's place in its row.
+    Words ``low <= word < high`` of a piece's rows are ``count`` segments of ``width`` words, or one
+    segment's words from ``begin`` on; ``segment`` is the first one's place in its row.
     """
 
     low: int
@@ -154,8 +154,9 @@ class SegmentRun:
 
 
 def runs(first: int, words: int) -> Iterator[SegmentRun]:
-    """Cut the words of a row from ``first`` on at the borders of segments: those that end a
-    segment, whole segments, and those that begin one."""
+    """Cut the words of a row from ``first`` on into the end of a segment, whole segments, and a
+    begin.
+    """
     head = min(-first % SEGMENT, words)
     middle = (words - head) // SEGMENT * SEGMENT
     for low, high, count in (
@@ -169,20 +170,24 @@ def runs(first: int, words: int) -> Iterator[SegmentRun]:
 
 
 def words_of_row(columns: int, item_bytes: int) -> int:
-    """Return of how many words a row of so many elements is."""
+    """Return the number of words in a row of this many elements."""
     return -(-columns * item_bytes // WORD_BYTES)
 
 
 def segments_of_row(columns: int, item_bytes: int) -> int:
-    """Return of how many segments a row of so many elements is: segment ``s`` of row ``r`` of a
-    tensor has the number ``r * segments + s``."""
+    """Return the number of segments in a row of this many elements.
+
+    Segment ``s`` of row ``r`` of a tensor has the number ``r * segments + s``.
+    """
     return -(-words_of_row(columns, item_bytes) // SEGMENT)
 
 
 def as_words(table: Table) -> Iterator[tuple[Words, int, RowNumbers]]:
     """Yield rows of elements as words [rows, words], with the place of the first word in its row
-    and the rows' numbers: in place where the elements make up whole words, else in small copies
-    with zeros around them."""
+    and the rows' numbers.
+
+    In place if the elements make up whole words, else in small copies with zeros around them.
+    """
     matrix, item = table.matrix, table.matrix.itemsize
     place, ahead = divmod(table.first * item, WORD_BYTES)
     is_whole = not ahead and matrix.shape[1] * item % WORD_BYTES == 0
@@ -208,9 +213,9 @@ def piece_hash(values: Bits, box: Box, shape: tuple[int, ...], keys: Keys | None
 
     Args:
         values: Bit patterns of the piece [box.shape], unsigned, any strides. Not empty.
-        box: Where the piece lies in the global tensor.
-        shape: The global tensor's shape, in elements.
-        keys: Of another seed.
+        box: Place of the piece in the global tensor.
+        shape: Shape of the global tensor, in elements.
+        keys: Keys of another seed.
 
     Raises:
         MemoryError: There is no room for the buffers.
@@ -228,14 +233,16 @@ def piece_hash(values: Bits, box: Box, shape: tuple[int, ...], keys: Keys | None
 
 @cache
 def _make_room() -> None:
-    """Let OpenBLAS make its buffer, once a process. Where it finds no room for that it ends the
-    process; raise ``MemoryError`` instead."""
+    """Make OpenBLAS allocate its buffer, once a process.
+
+    Without room OpenBLAS would end the process; raises ``MemoryError`` instead.
+    """
     np.empty(BUFFER_BYTES, dtype=np.uint8)
     np.dot(np.zeros((BLOCK // SEGMENT, SEGMENT)), np.zeros((SEGMENT, DIGITS)))
 
 
 def _is_transposed(words: Words) -> bool:
-    """Tell whether neighbours in a column lie side by side, and those in a row do not."""
+    """Return True if neighbours in a column are adjacent, and those in a row are not."""
     return words.strides[0] == words.itemsize < words.strides[-1]
 
 
@@ -243,7 +250,7 @@ class Hash:
     """The hash of a piece, while its words are being added."""
 
     def __init__(self, words: int, keys: Keys) -> None:
-        """``words``: no more than so many will be added, or as many as there are."""
+        """``words``: upper bound of the words to be added."""
         self._keys = keys
         self._wide = np.empty(min(TURNS * BLOCK, max(words, SEGMENT)))
         self._widened = 0
@@ -259,9 +266,9 @@ class Hash:
         """Add words [rows, words].
 
         Args:
-            words: Their rows begin at word ``first`` of the tensor's.
-            first: A place in a row, in words.
-            rows: The number of the first segment of each row, [rows].
+            words: Words of the tensor's rows, from word ``first`` on.
+            first: Place in a row, in words.
+            rows: Number of the first segment of each row, [rows].
         """
         for run in runs(first, words.shape[1]):
             digits = self._keys.words[run.begin : run.begin + run.width]
@@ -306,7 +313,7 @@ class Hash:
             wide = self._wide[self._widened : self._widened + part.size]
             self._widened += part.size
             if _is_transposed(part):
-                matrix = wide.reshape(width, -1).T  # in the order in which it lies in memory
+                matrix = wide.reshape(width, -1).T  # in its order in memory
                 np.copyto(matrix, part.reshape(matrix.shape))
             else:
                 matrix = wide.reshape(-1, width)
@@ -335,7 +342,7 @@ class Hash:
         self._added = 0
 
     def value(self) -> int:
-        """Return the hash of what was added."""
+        """Return the hash of all added words."""
         if self._count:
             self._multiply()
         self._carry()
