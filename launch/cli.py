@@ -1,5 +1,6 @@
-"""``scalai``, the commands around a job: its state, its size, its store, its checkpoints; and
-where ``scalai-run`` begins."""
+"""``scalai``, the commands around a job: its state, its size, its store, its checkpoints; and the
+start of ``scalai-run``.
+"""
 
 import argparse
 import importlib
@@ -22,7 +23,8 @@ MODULES = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 input refused, 4 verification
-    differs."""
+    differs.
+    """
     parser = argparse.ArgumentParser(prog="scalai", description=ABOUT)
     version = importlib.metadata.version("scalai")
     parser.add_argument("--version", action="version", version=f"scalai {version}")
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def scalai_run() -> None:
-    """Entry point of ``scalai-run``, which also says so where there is no torch."""
+    """Entry point of ``scalai-run``; also reports a missing torch."""
 
     def run() -> int:
         with without_collections():

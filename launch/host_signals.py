@@ -1,5 +1,8 @@
-"""Signals that a whole host is sent, by its scheduler or its terminal. They mean the agent: every
-other process of the job lives on, and ends by the agent's or the coordinator's word."""
+"""Signals to a whole host, from its scheduler or its terminal.
+
+They mean the agent: every other process of the job lives on, and ends by the agent's or the
+coordinator's word.
+"""
 
 import os
 import queue
@@ -11,8 +14,8 @@ from types import FrameType
 from scalai.runtime.processes import NOTICE, VARIABLE, meant_for_the_agent
 
 NEVER_SECOND = (NOTICE, signal.SIGHUP)
-"""Neither the first signal nor the second: a terminal that closes sends SIGHUP more than once, and
-systemd SIGTERM with it."""
+"""Neither a first nor a second signal: a closing terminal sends SIGHUP more than once, and systemd
+SIGTERM with it."""
 
 
 class StoppedError(BaseException):
@@ -21,8 +24,10 @@ class StoppedError(BaseException):
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Have what is started in here begin with these signals blocked, so that it lives until it can
-    say what it does at them. This thread handles what comes meanwhile afterwards."""
+    """Block these signals in processes started here, until they can handle them.
+
+    This thread handles signals from meanwhile afterwards.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, meant_for_the_agent())
     try:
         yield
@@ -38,8 +43,9 @@ def ignore() -> None:
 
 
 def name(signals_to_handle: str) -> None:
-    """Have this process, and what it starts, take these for the agent's (``--signals-to-handle``,
-    as torchrun sets it)."""
+    """Set the agent's signals for this process and its children (``--signals-to-handle``, as
+    torchrun sets it).
+    """
     os.environ[VARIABLE] = signals_to_handle
 
 
@@ -54,8 +60,9 @@ def end_at_the_first() -> None:
 
 
 def _heeded() -> list[signal.Signals]:
-    """Return the signals to act on: one that whoever started this process has it ignore (``nohup``)
-    stays ignored, unless every scheduler sends it."""
+    """Return the signals to act on: ignored ones (``nohup``) stay ignored, but for every
+    scheduler's.
+    """
     return [
         number
         for number in meant_for_the_agent()
@@ -65,17 +72,16 @@ def _heeded() -> list[signal.Signals]:
 
 
 class HeardSignals:
-    """The signals that this process was sent, to be acted on one by one.
+    """The signals to this process, to be acted on one by one.
 
-    A handler interrupts its thread wherever it stands, in the middle of another handler and with
-    any lock in its hands, so it may take none: it notes the signal in a queue that allows for that
-    (``queue.SimpleQueue``, documented as reentrant), and nothing else.
+    A handler interrupts its thread anywhere, even inside another handler or with a lock held. So it
+    may take no lock: it only puts the signal into a reentrant queue (``queue.SimpleQueue``).
     """
 
     def __init__(self) -> None:
         self._numbers: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.count = 0
-        """How often this process was told to end: what is never a second signal does not count."""
+        """Signals to end this process, without those of ``NEVER_SECOND``."""
 
     def listen(self) -> None:
         """Hear them from here on. Main thread only."""
@@ -95,5 +101,5 @@ class HeardSignals:
             return None
 
     def wake(self) -> None:
-        """Have whoever waits for the next one look around. Callable from any thread."""
+        """Wake the waiter of ``next``. Callable from any thread."""
         self._numbers.put(None)

@@ -1,8 +1,7 @@
 """One log line a change of state, on standard error: ``2026-01-31 12:00:00,123 INFO [scalai <who>]
 generation=12 event=move took_s=0.2``.
 
-Whoever reads that may stop to (a terminal that is halted, a pipe to a disk that hangs): the job
-does not stand still with it.
+A reader may stand still (a halted terminal, a pipe to a disk that hangs): the job does not.
 """
 
 import logging
@@ -23,9 +22,9 @@ WARNINGS = frozenset(
         "stood_down", "suspected", "unhooked", "went_back", "withdrawn",
     }
 )  # fmt: skip
-"""Events of a coordinator by which a job has lost something, or is about to."""
+"""Coordinator's events of a loss, or a danger of one."""
 READ_S = 0.2
-"""How long a line is waited for; behind one that takes longer, none is."""
+"""Longest wait for a line; behind a late one there is none."""
 
 
 class PatientHandler(logging.Handler):
@@ -39,7 +38,7 @@ class PatientHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # a slip in a line of the log: the library says which, and goes on
+        except Exception:  # a slip in a log line: the library reports it, and goes on
             self.handleError(record)
             return
         self._lines.do(partial(self._write, line))
@@ -56,14 +55,14 @@ class PatientHandler(logging.Handler):
             while rest:
                 try:
                     rest = rest[os.write(self._descriptor, rest) :]
-                except BlockingIOError:  # another process that shares it has said that none waits
+                except BlockingIOError:  # set non-blocking by another process
                     select.select([], [self._descriptor], [])
         except (OSError, ValueError):
-            pass  # nobody reads it any more, or its disk is full: the job goes on
+            pass  # no reader any more, or a full disk: the job goes on
 
 
 def say(text: str) -> None:
-    """Log a coordinator's line, at the level that its event has."""
+    """Log a coordinator's line, at its event's level."""
     event = re.search(r"event=(\w+)(?: code=(\d+))?", text)
     name, code = (event[1], event[2]) if event else ("", None)
     is_failed = name == "crashed" or code not in (None, "0", str(RESUMABLE))
@@ -79,7 +78,7 @@ def _handler() -> logging.Handler:
 
 
 def configure(who: str) -> None:
-    """Send this process's log lines of Scalai to standard error, marked with who says them."""
+    """Send this process's log lines of Scalai to standard error, marked with ``who``."""
     handler = _handler()
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [scalai {who}] %(message)s"))
     logger = logging.getLogger("scalai")

@@ -1,4 +1,4 @@
-"""How a command ends: errors that a person can repair are one line, with the exit code for them."""
+"""The end of a command: repairable errors are one line, with their exit code."""
 
 import os
 import sys
@@ -8,33 +8,35 @@ from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_
 
 INTERRUPTED = 130
 ENOUGH = 141
-"""As of a program that SIGPIPE ends."""
+"""As of a program ended by SIGPIPE."""
 
 
 def escaped(text: str, kept: str = "") -> str:
-    """Return a text of a file as a terminal may have it: without control characters, but ``kept``
-    ones, which could move its cursor, name its window, or hide what follows."""
+    """Return a file's text safe for a terminal: without control characters except ``kept``.
+
+    They could move its cursor, name its window, or hide the rest.
+    """
     return "".join(
         c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
     )
 
 
 def show(*lines: str, end: str = "\n") -> None:
-    """Print lines, of which nothing is believed."""
+    """Print untrusted lines."""
     print("\n".join(map(escaped, lines)), end=end)
 
 
 def exit_code_of(program: str, run: Callable[[], int]) -> int:
-    """Run a command. Returns its exit code, or prints what went wrong and returns the code for it.
+    """Run a command. Returns its exit code, or prints the error and returns its code.
 
     Raises:
-        Exception: Anything that is a fault of ours: its traceback is what is needed.
+        Exception: A fault of ours: its traceback is needed.
     """
     try:
         code = run()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who reads has enough: ``scalai inspect ... | head``
+    except BrokenPipeError:  # the reader has enough: ``scalai inspect ... | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ENOUGH
     except ScalaiError as error:
@@ -65,7 +67,7 @@ def _system_text(error: MemoryError | OSError) -> str:
 
 
 def worker_count(nproc_per_node: str) -> int:
-    """Return how many workers ``--nproc-per-node`` means on this host.
+    """Return the number of workers of ``--nproc-per-node`` on this host.
 
     Raises:
         UsageError: It is no number and none of torchrun's words.

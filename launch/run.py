@@ -1,5 +1,6 @@
 """``scalai-run``: in place of torchrun, with the same flags. Starts this host's agent and stays
-until it ends."""
+until it ends.
+"""
 
 import logging
 import os
@@ -43,21 +44,22 @@ from scalai.store.places import check_host
 
 POLL_S = 0.5
 STOP_S = 30.0
-"""How long the agent may take to end its workers after a second signal."""
+"""Longest end of the workers after a second signal."""
 ENDING_S = 60.0
-"""How long the coordinator of a job that has ended may take to end itself."""
+"""Longest end of an ended job's coordinator."""
 
 NO_SNAPSHOTS = (
     "event=no_snapshots snapshots are off (snapshot_every = 0): where no other host holds what a "
     "lost host held, its loss costs all steps since the last change. Set --snapshot-every auto"
 )
 
-log = logging.getLogger("scalai.launch.run")  # also where it is run by ``python -m``
+log = logging.getLogger("scalai.launch.run")  # also when run by ``python -m``
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point. Exits 0: done or drained; 1: failed; 2: wrong usage; 3: refused; 75: stopped,
-    resumable."""
+    resumable.
+    """
     given = sys.argv[1:] if argv is None else argv
     code = exit_code_of("scalai-run", lambda: _run(given))
     drain()
@@ -88,8 +90,10 @@ def _say_configuration(spec: JobSpec) -> None:
 
 
 def _with_device(spec: JobSpec) -> JobSpec:
-    """Return the job with the device that the driver names, where nobody has named one and degrees
-    may be computed. Blocks for 15 s at most; the log has the answer, or why there is none."""
+    """Return the job with the driver's device, if none is named and degrees may be computed.
+
+    Blocks for 15 s at most; logs the answer, or the reason for none.
+    """
     planner = spec.config.planner
     if not spec.is_elastic or planner.kind == "keep" or planner.gpu is not None:
         return spec
@@ -104,7 +108,7 @@ def _with_device(spec: JobSpec) -> JobSpec:
 
 
 def _unknown(device: str) -> str:
-    """Why the planner does not know a device, as the end of a line of the log."""
+    """Return the reason for an unknown device, as the end of a log line."""
     try:
         device_named(device)
     except RefusedError as error:
@@ -113,7 +117,7 @@ def _unknown(device: str) -> str:
 
 
 def _with_hostfile(argv: list[str]) -> list[str]:
-    """Return the command line with what its host file says; take its slots for the devices."""
+    """Return the command line with its host file's values; set its slots as devices."""
     expanded, own = expand_hostfile(argv, build_parser().parse_args(argv))
     for slots in own.values():
         if slots != tuple(range(len(slots))):
@@ -123,7 +127,7 @@ def _with_hostfile(argv: list[str]) -> list[str]:
 
 @contextmanager
 def _named(flag: str, folder: str | None) -> Iterator[None]:
-    """Name the flag whose folder cannot be made or used."""
+    """Name the flag of an unusable folder in the error."""
     try:
         yield
     except OSError as error:
@@ -133,8 +137,7 @@ def _named(flag: str, folder: str | None) -> Iterator[None]:
 
 
 def _check_script(spec: JobSpec) -> None:
-    """Raise ``UsageError`` where the script is no file: the workers would find that out, a minute
-    later."""
+    """Raise ``UsageError`` if the script is no file: the workers would fail a minute later."""
     script = spec.options.script
     if script is not None and not spec.options.is_module and not os.path.exists(script):
         raise UsageError(f"there is no script {script!r} (in {os.getcwd()}).")
@@ -142,7 +145,8 @@ def _check_script(spec: JobSpec) -> None:
 
 def run_agent(spec: JobSpec) -> int:
     """Run this host's agent until the job has ended or the host is drained. Returns the exit
-    code."""
+    code.
+    """
     options = spec.options
     _check_script(spec)
     host = check_host(options.host_id or socket.gethostname())
@@ -192,8 +196,8 @@ def run_agent(spec: JobSpec) -> int:
     )  # fmt: skip
     ended: list[int] = []
 
-    # torch's process contexts set signal handlers when they are started from the main thread; ours
-    # stay this way.
+    # torch's process contexts set signal handlers if started from the main thread; ours stay this
+    # way.
     def work() -> None:
         try:
             ended.append(agent.run())
@@ -216,10 +220,11 @@ def _wait(
     *,
     hears_notice: bool = True,
 ) -> None:
-    """Drain at the first signal, stop at the second; a notice (SIGUSR1) and SIGHUP drain and are
-    neither. Return once the agent's loop has ended, or has not for long although it must.
+    """Drain at the first signal, stop at the second; a notice (SIGUSR1) and SIGHUP drain and count
+    as neither.
 
-    The workers end with this process, in any case.
+    Returns at the end of the agent's loop, or ``STOP_S`` after a stop. The workers end with this
+    process, in any case.
     """
     is_leaving, stopped_at = False, None
     while loop.is_alive():
@@ -247,10 +252,9 @@ def _wait(
 def _joined(
     spec: JobSpec, host: str, slots: int, make_workers: Callable[[], WorkerSet]
 ) -> tuple[Place, Participant]:
-    """Return where the coordinator is, and an agent that has joined the job.
+    """Return the coordinator's place, and an agent joined to the job.
 
-    A coordinator of this machine whose job has just failed is waited for, and followed by a new
-    one.
+    Waits for the end of this machine's coordinator of an ended job; then a new one follows.
     """
     token, deadline = take_token(spec.job), time.monotonic() + ENDING_S
     while True:
@@ -268,11 +272,10 @@ def _joined(
 
 
 def _start_probe(spec: JobSpec, agent: Participant, most: int) -> None:
-    """Ask for the number of working devices now and then, in a thread of its own; never more than
-    ``most`` count."""
+    """Ask for the number of working devices now and then, in a thread; at most ``most`` count."""
     kind = spec.config.probe.kind
     if kind == "none" or (kind == "nvidia-smi" and not torch.cuda.is_available()):
-        return  # without CUDA the workers use no device that the driver could tell of
+        return  # without CUDA the workers use no device known to the driver
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     probe = DeviceProbe(spec.config.probe, visible.split(",") if visible else None)
 
@@ -296,7 +299,7 @@ def _start_probe(spec: JobSpec, agent: Participant, most: int) -> None:
 
 
 def _name_interface(address: str) -> None:
-    """Have the workers meet over the interface of this address, where the user names no other."""
+    """Let the workers meet over the interface of this address, unless the user names another."""
     variables = interface_environment(address, os.environ)
     os.environ.update(variables)
     if variables:

@@ -10,27 +10,28 @@ from contextlib import contextmanager
 from functools import partial
 
 MOST = 10_000
-"""So many writes may lie behind a late one; more are left out."""
+"""Most writes behind a late one; more are left out."""
 DRAIN_S = 5.0
-"""How long a process that ends waits for what is not written yet."""
+"""Longest wait of an ending process for unfinished writes."""
 
 log = logging.getLogger(__name__)
 
 SAID_S = 10.0
-"""How long something may take before that is said; then it is again after twice as long each
-time."""
+"""First log line about a wait; each further one after twice the time."""
 
 
 class PatientWriter:
-    """Writes in a thread of its own. Whoever has something written waits for it, as for any write,
-    but not for long: behind a write that takes longer nobody waits, until all is written again.
+    """Writes in a thread of its own.
+
+    Callers wait for their write, but not for long: behind a late write nobody waits, until all is
+    written again.
 
     Args:
-        name: Of its thread.
-        answer_s: How long a write is waited for, in seconds.
-        late: Called once a write takes longer, by whoever waits for it.
-        back: Called with how many were left out once all is written again, by the thread.
-        most: How many writes may lie behind a late one.
+        name: Name of the thread.
+        answer_s: Longest wait for a write, in seconds.
+        late: Called by the waiter of the first late write.
+        back: Called by the thread with the number of writes left out, once all is written again.
+        most: Most writes behind a late one.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class PatientWriter:
         _writers.add(self)
 
     def do(self, write: Callable[[], object]) -> None:
-        """Have something written. It is on return, unless it is late."""
+        """Write. It is done on return, unless it is late."""
         done = threading.Event()
         with self._lock:
             if self._work.qsize() >= self._most:
@@ -68,7 +69,7 @@ class PatientWriter:
             self._late()
 
     def drain(self, within_s: float) -> bool:
-        """Wait until all is written. Returns whether it is."""
+        """Wait until all is written; False after ``within_s``."""
         return self._newest.wait(within_s)
 
     def _serve(self) -> None:
@@ -87,7 +88,7 @@ class PatientWriter:
     def _safely(self, write: Callable[[], object]) -> None:
         try:
             write()
-        except Exception:  # a slip of whoever has this written: others' writes follow
+        except Exception:  # a slip of the caller's write: others' writes follow
             log.exception("event=not_written")
 
 
@@ -95,7 +96,7 @@ _writers = weakref.WeakSet[PatientWriter]()
 
 
 def drain(within_s: float = DRAIN_S) -> None:
-    """This process ends: give what is not written yet so much time."""
+    """Wait up to this time for unfinished writes, at the end of this process."""
     end = time.monotonic() + within_s
     for writer in list(_writers):
         writer.drain(max(0.0, end - time.monotonic()))
@@ -103,11 +104,10 @@ def drain(within_s: float = DRAIN_S) -> None:
 
 @contextmanager
 def said(what: str, after_s: float = SAID_S) -> Iterator[None]:
-    """Say in the log that this process waits for something, where it takes long: a file system that
-    hangs can be given no deadline.
+    """Log long waits of the block: a file system that hangs can be given no deadline.
 
     Args:
-        what: As the end of "waiting for ...".
+        what: End of "waiting for ...".
         after_s: Seconds, for tests.
     """
     is_over, began = threading.Event(), time.monotonic()
