@@ -1,8 +1,8 @@
-"""The folder through which workers of a host reach their agent: socket, token, stacks on request.
+"""The folder between the workers of a host and their agent: socket, token, stacks on request.
 
 Sockets are reached by the folder's descriptor: a socket's path has room for 107 bytes only, and
 names of hosts and jobs on a cluster are longer. On a signal a worker writes the stacks of its
-threads into this folder, also while it waits in a collective.
+threads into this folder, also during a collective.
 """
 
 import faulthandler
@@ -19,20 +19,20 @@ from scalai.store.secure import Folder
 Answer = TypeVar("Answer")
 
 AGENT_DIRECTORY = "SCALAI_AGENT"
-"""Environment variable: the directory in which a worker finds its agent's socket, token and control
-page."""
+"""Environment variable: directory with the agent's socket, token and control page."""
 SOCKET = "agent.sock"
 TOKEN = "token"
 CONNECT_S = 120.0
-"""How long a worker waits for its own agent, which may be busy or paused."""
+"""Longest wait of a worker for its own agent, possibly busy or paused."""
 
 STACK_SIGNAL = signal.SIGRTMIN + 9
-"""A signal that neither the C library nor frameworks use. What has no handler for it would die."""
+"""A signal unused by the C library and frameworks. A process without a handler for it would die."""
 
 
 def call_agent(directory: str) -> Channel:
-    """Return a worker's connection to the agent of this directory. A call may take as long as the
-    agent lives: others of the job may have to come first.
+    """Return a worker's connection to the agent of this directory.
+
+    A call may take as long as the agent lives: others of the job may have to come first.
 
     Raises:
         PeerError: The agent does not answer.
@@ -66,21 +66,20 @@ def tell_agent(request: Callable[[int, int], Request[Answer]]) -> Answer:
 
 
 def stacks_path(directory: Path, pid: int) -> Path:
-    """Return where the stacks of a worker are written, below its agent's folder."""
+    """Return the file of a worker's stacks, below its agent's folder."""
     return directory / f"stacks-{pid}"
 
 
 def offer_stacks() -> None:
-    """Worker, at its start: answer the signal. A process that is forked from it has to do so
-    itself.
+    """Worker, at its start: answer the signal. A fork must call this itself.
 
-    Source: faulthandler of CPython, whose handler runs no Python code and so needs no lock.
+    Source: faulthandler of CPython: its handler runs no Python code and so needs no lock.
     """
     directory = os.environ.get(AGENT_DIRECTORY)
     if directory is None:
         return
     file = stacks_path(Path(directory), os.getpid()).open("w")
-    _files.append(file)  # it is closed with the object, and the handler has only its descriptor
+    _files.append(file)  # the file closes with the object; the handler has only its descriptor
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
 
 

@@ -1,9 +1,9 @@
-"""Snapshots on the way that the training does not stand still for.
+"""Snapshots on the way, written beside the training.
 
-Values that forward and backward passes change are copied between two steps, as for an emergency
-(``VolatileCopies``). Values that only an update changes (parameters, masters, moments) are copied
-by a thread while passes run, into the files that the agent has made; the next update waits for the
-end of that copy. Fingerprints are computed of the files, not of memory that trains on.
+Values changed by forward and backward passes are copied between two steps, as for an emergency
+(``VolatileCopies``). Values changed only by an update (parameters, masters, moments) are copied by
+a thread during the passes, into the agent's files; the next update waits for the end of the copy.
+Fingerprints are computed from the files, not from memory in training.
 """
 
 import logging
@@ -44,39 +44,39 @@ from scalai.store.files import blocks, slices
 Row = tuple[Slot, Piece]
 
 SAID_S = 60.0
-"""A wait is said after so long, again and again."""
+"""Interval of log lines about a wait."""
 NICE = 10
-"""By how much the thread that copies gives way to those that train."""
+"""Niceness of the copying thread beside the training's threads."""
 BLOCK_BYTES = 16 << 20
-"""What is copied at a time on the host; whether the copy is given up is looked at in between."""
+"""Bytes copied at a time on the host; giving up is checked in between."""
 
 FAILURES = (ScalaiError, OSError, RuntimeError, MemoryError)
-"""What a snapshot may fail by, and a training does not end by."""
+"""Errors of a snapshot that do not end the training."""
 
 log = logging.getLogger(__name__)
 
 
 class GivenUpError(RuntimeError):
-    """What is being written is not wanted any more."""
+    """The snapshot being written is no longer wanted."""
 
 
 @dataclass(eq=False, slots=True)
 class Writing:
-    """One snapshot that is written beside the training.
+    """One snapshot being written beside the training.
 
     Attributes:
-        between: What belongs to its step beside the rows.
-        copies: The rows, with copies of those that the next passes change.
-        mapped: Its file, where it was mapped beforehand.
-        stall_s: How long the training has stood still for it so far.
-        waits_since: Since when an update waits for it.
-        order: What is written, once the agent has said so.
-        copied: Memory may change: all is copied, or it has failed.
-        ended: The thread does nothing any more.
-        is_copied: Whether all is copied.
-        is_told: Whether the agent knows what came of it.
-        is_given_up: Whether workers have failed meanwhile: nothing more is written.
-        seconds: What was measured beside it.
+        between: State of its step beside the rows.
+        copies: Rows, with copies of volatile ones.
+        mapped: Its file, if mapped beforehand.
+        stall_s: Seconds of training stalled for it so far.
+        waits_since: Begin of an update's wait for it.
+        order: Agent's order, once known.
+        copied: Set at the end of the copy, also of a failed one: memory may change.
+        ended: Set at the end of the thread's work.
+        is_copied: All is copied.
+        is_told: The agent knows the result.
+        is_given_up: Workers have failed meanwhile: nothing more is written.
+        seconds: Measurements to report with it.
     """
 
     between: Between
@@ -100,17 +100,17 @@ class Writing:
 
 
 class AsyncSnapshots:
-    """A worker's snapshots on the way, one at a time. The training's thread calls it.
+    """A worker's snapshots on the way, one at a time. Called by the training's thread.
 
     Args:
-        agent: The connection of the training's thread.
-        rank, round: Of this worker.
-        directory: The agent's, of this host.
-        rows: The held rows of this rank.
+        agent: Connection of the training's thread.
+        rank, round: Rank and round of this worker.
+        directory: Directory of this host's agent.
+        rows: Held rows of this rank.
         rings: Pinned buffers by device.
-        turn: Who writes a snapshot has it: the rings are used by one thread at a time.
-        pause: Returns a context in which an update waits for the copy: that is within a step and no
-            part of it, and may take longer than one.
+        turn: Lock for writing a snapshot: one thread at a time uses the rings.
+        pause: Returns a context for an update's wait: not part of the step, possibly longer than
+            it.
     """
 
     def __init__(
@@ -133,16 +133,17 @@ class AsyncSnapshots:
         self._channel: Channel | None = None
 
     def watch(self) -> None:
-        """Notice updates from now on. Before an emergency does: one that waits here has not
-        begun."""
+        """Watch updates from now on. Call before an emergency's watch: an update waiting here has
+        not begun.
+        """
         register_optimizer_step_pre_hook(self.begin_update)
 
     def renew(self, rows: Sequence[Row]) -> None:
-        """The same rows may lie elsewhere now."""
+        """Take the same rows at other places."""
         self._rows, self._copies = rows, None
 
     def obstacle(self) -> str:
-        """Return why snapshots cannot be written beside the training; empty: they can."""
+        """Return the reason against writing beside the training; empty: none."""
         if not self._has_updated:
             return "no update was seen here: see Session.begin_update"
         volatile = {id(slot): slot.buffer.nbytes for slot, _ in self._rows if slot.is_volatile}
@@ -162,14 +163,14 @@ class AsyncSnapshots:
         then: Callable[[], None] = lambda: None,
         seconds: Mapping[str, float] = MappingProxyType({}),
     ) -> bool:
-        """Begin a snapshot of what is there now; call it between two steps, with none under way.
+        """Begin a snapshot of the present state; call it between two steps, with none under way.
 
         Args:
-            between: What belongs to the step beside the rows.
-            mapped: The file, where it is mapped already.
-            began: Since when the training stands still for it.
-            then: Called once it is over.
-            seconds: What was measured beside it, to be told with it.
+            between: State of the step beside the rows.
+            mapped: File of the snapshot, if mapped already.
+            began: Begin of the training's stall for it, on the monotonic clock.
+            then: Called at its end.
+            seconds: Measurements to report with it.
 
         Returns:
             False: there is no room for it, or for a thread.
@@ -193,7 +194,7 @@ class AsyncSnapshots:
         return True
 
     def begin_update(self, *_: Any) -> None:
-        """The memory of the rows is about to change: wait until it is copied."""
+        """Wait for the copy before the rows' memory changes."""
         self._has_updated = True
         writing = self._present
         if writing is None or writing.is_copied or os.getpid() != self._process:
@@ -207,12 +208,12 @@ class AsyncSnapshots:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a snapshot is written beside the training now."""
+        """True while a snapshot is being written beside the training."""
         writing = self._present
         return writing is not None and not writing.ended.is_set()
 
     def settle(self) -> None:
-        """Wait until the agent knows what came of the snapshot under way, if one is.
+        """Wait until the agent knows the result of the snapshot under way, if any.
 
         Raises:
             PeerError: The agent is gone.
@@ -229,8 +230,9 @@ class AsyncSnapshots:
         self._present = None
 
     def give_up(self) -> None:
-        """Workers of the job have failed, and what this one holds may be wanted at once. Any thread
-        may call it."""
+        """Give the snapshot up: after failures the rings may be needed at once. Callable from any
+        thread.
+        """
         writing = self._present
         if writing is not None:
             writing.is_given_up = True
@@ -259,7 +261,7 @@ class AsyncSnapshots:
         then()
 
     def _copy(self, writing: Writing, channel: Channel) -> None:
-        """Ask for an order, and copy what it names."""
+        """Ask for an order, and copy its rows."""
         asked = BeginSnapshot(self._rank, self._round, "snapshot", writing.step)
         order = writing.order = writing.order or channel.call(asked)
         if order is None:  # the host has no files for it
@@ -285,7 +287,7 @@ class AsyncSnapshots:
         writing.copied.set()
 
     def _tell(self, writing: Writing, channel: Channel) -> None:
-        """Say what was written, as it is in the file."""
+        """Report the rows as they are in the file."""
         order, between, began = writing.order, writing.between, time.monotonic()
         assert order is not None
         fingerprints = file_fingerprints(self._rows, order, writing.mapped)
@@ -304,7 +306,7 @@ class AsyncSnapshots:
     # ------------------------------------------------------------------ where the thread failed
 
     def _copy_here(self, writing: Writing) -> None:
-        """The thread has failed: copy what it has not, while the memory is as it was."""
+        """Copy the rest after the thread's failure, before the memory changes."""
         try:
             self._copy(writing, self._agent)
             self._copied(writing)
@@ -314,7 +316,7 @@ class AsyncSnapshots:
             self._tell_failure(writing, error)
 
     def _tell_here(self, writing: Writing) -> None:
-        """The thread has failed behind its copy: say what was written."""
+        """Report the rows after the thread's failure behind its copy."""
         try:
             if writing.order is not None:
                 self._tell(writing, self._agent)
@@ -324,24 +326,25 @@ class AsyncSnapshots:
             self._tell_failure(writing, error)
 
     def _tell_failure(self, writing: Writing, error: BaseException) -> None:
-        """Nothing of this rank counts of the snapshot: the training goes on."""
+        """Report that this rank has no part in the snapshot: the training goes on."""
         reason = f"{str(error) or type(error).__name__} (before: {writing.failure or 'nothing'})"
         self._agent.call(RankUnwritten(self._rank, self._round, writing.step, reason))
         writing.is_copied = writing.is_told = True
 
 
 def _await(event: threading.Event, what: str) -> None:
-    """Wait for the thread, and say so every minute. Memory that is being copied may not change, so
-    nobody here can give up; the thread's calls have deadlines of their own, and a copy that hangs
-    is ended with its round, by the law of the job (``hang_s``)."""
+    """Wait for the thread, with a log line every minute.
+
+    Memory being copied may not change, so this wait cannot be given up; the thread's calls have
+    deadlines of their own, and a hanging copy ends with its round (``hang_s``).
+    """
     began = time.monotonic()
     while not event.wait(SAID_S):
         log.warning("event=slow_snapshot since_s=%.0f: %s", time.monotonic() - began, what)
 
 
 def _give_way() -> None:
-    """Let this thread have a processor where others do not want it. On Linux a priority is a
-    thread's."""
+    """Lower this thread's priority. On Linux each thread has its own."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
@@ -356,13 +359,13 @@ def _copy_row(
     """Copy a piece to byte ``begin`` of the file, by one thread.
 
     Raises:
-        GivenUpError: It is not wanted any more.
+        GivenUpError: It is no longer wanted.
     """
     if view.device.type != "cpu":
         _check(writing)
         copy_from_device(mapped, view, begin, rings)
         return
-    # Not by torch, which would begin threads of its own beside those that train.
+    # Not by torch: it would start more threads beside the training's.
     bits, place = host_bits(view), host_bits(mapped.place(begin, view))
     for block in blocks(view.shape, max(1, BLOCK_BYTES // view.element_size())):
         _check(writing)

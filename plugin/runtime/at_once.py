@@ -1,8 +1,8 @@
 """A call for each of several items, in threads: for calls that wait for a disk or another host.
 
-``ThreadPoolExecutor`` waits for ever where memory ends: for a thread that could not begin, or for
-the result of one that could not go on. Here the calling thread does the work, and others help it
-where they can be started; it waits only for those that are at work.
+``ThreadPoolExecutor`` waits for ever at the end of memory: for a thread that could not begin, or
+for the result of one that could not go on. Here the calling thread does the work with helpers, if
+they can be started; it waits only for running ones.
 """
 
 import _thread
@@ -15,13 +15,13 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 THREADS = 8
-"""At work at once, with the calling one."""
+"""Threads at work at once, with the calling one."""
 STACK_BYTES = 256 << 10
-"""Of a helper. The usual 8 MB count as memory where that is bounded."""
+"""Stack of a helper. The usual 8 MB count as memory under a limit."""
 
 _STACK_MUTEX = threading.Lock()
-"""The size of stacks is the whole process's: who changes it puts it back before another one looks.
-A fork waits too, so that no child has the small size, or the lock, for good."""
+"""Guards the whole process's stack size: it is restored before another thread looks. A fork waits
+too, so that no child keeps the small size, or the lock, for good."""
 os.register_at_fork(
     before=_STACK_MUTEX.acquire,
     after_in_parent=_STACK_MUTEX.release,
@@ -32,14 +32,14 @@ os.register_at_fork(
 def at_once(
     function: Callable[[Item], object], items: Iterable[Item], *, threads: int = THREADS
 ) -> None:
-    """Call a function with each item. Blocks; afterwards no thread is left at work.
+    """Call a function with each item. Blocks; no thread is left at work afterwards.
 
     Args:
-        threads: At work at the same time at most, with the calling one; fewer where memory does
-            not suffice for their stacks.
+        threads: Most threads at work at once, with the calling one; fewer if memory is short for
+            their stacks.
 
     Raises:
-        BaseException: The first error of the function; items that were not begun are left.
+        BaseException: The first error of the function; items not yet begun are left.
     """
     given = list(items)
     left = deque(range(len(given)))
@@ -67,10 +67,10 @@ def at_once(
 
 
 def _start_helpers(work: Callable[[], None], count: int) -> list[threading.Lock]:
-    """Start as many threads as can be, up to ``count``; return a lock of each.
+    """Start up to ``count`` threads, as far as possible; return a lock of each.
 
-    A thread holds its lock while it works. So who waits for the lock waits for a thread at work,
-    never for one that memory did not suffice to begin; and one that comes too late finds it taken.
+    A thread holds its lock while it works. So waiting for the lock is waiting for a running thread,
+    never for one that could not begin for want of memory; a late one finds its lock taken.
     """
 
     def help_(lock: threading.Lock) -> None:
@@ -89,7 +89,7 @@ def _start_helpers(work: Callable[[], None], count: int) -> list[threading.Lock]
                 _thread.start_new_thread(help_, (lock,))
                 helpers.append(lock)
         except (RuntimeError, MemoryError):
-            pass  # those that were started help; without any the caller does it all
+            pass  # started ones help; without any the caller does it all
         finally:
             threading.stack_size(usual)
     return helpers

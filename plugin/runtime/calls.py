@@ -1,5 +1,6 @@
-"""Typed calls between the processes of a job: each request is a frozen dataclass, and the answer is
-of the type that its class names (``Request``)."""
+"""Typed calls between the processes of a job: a request is a frozen dataclass naming its answer's
+type (``Request``).
+"""
 
 import logging
 import threading
@@ -19,9 +20,9 @@ __all__ = ["Address", "Channel", "Peer", "Server"]
 Answer = TypeVar("Answer")
 
 CONNECT_S = 4.0
-"""How long whoever listens may take to take a call."""
+"""Longest acceptance of a call by a listener, in seconds."""
 CALL_S = 15.0
-"""How long an answer may take, where the caller says nothing else."""
+"""Longest answer by default, in seconds."""
 _ANSWERED, _FAILED = b"\0", b"\1"
 """First byte of an answer."""
 
@@ -32,18 +33,17 @@ class Channel:
     """A client's connection: one call at a time, each answered before the next.
 
     Args:
-        address: Where a ``Server`` listens.
-        token: The secret that it knows.
-        call_s: How long a call may take; None: as long as the connection lives.
-        connect_s: How long the server may take to take the connection, and to prove itself.
+        address: Address of a ``Server``.
+        token: Secret shared with it.
+        call_s: Longest call, in seconds; None: no limit.
+        connect_s: Longest connecting and proving, in seconds.
 
     Raises:
         AbsentError: Nobody listens there.
-        UnprovenError: Someone does who has not proven to know the token.
+        UnprovenError: The listener has not proven its knowledge of the token.
         SilentError: Nobody answers in time.
         AnswerError: The answer is an error.
-        MessageError: The request cannot be sent, or the answer is none: to ask again would end
-            alike.
+        MessageError: The request cannot be sent, or the answer is none: a retry would end alike.
         PeerError: The peer is gone. After this or a silence the channel is of no use any more.
     """
 
@@ -69,7 +69,7 @@ class Channel:
                 self._framed.send(content)
                 answer = self._framed.receive()
         except SilentError as error:
-            self.close()  # the answer may still come, and is not that of the next call
+            self.close()  # the late answer must not be taken for the next call's
             raise SilentError(f"{error} (It was asked to {name}.)") from error
         except MessageError:
             raise  # nothing was sent
@@ -88,15 +88,13 @@ class Channel:
 
 @cache
 def _answer_type(kind: Any) -> Any:
-    """Return what a class of requests is answered by."""
     base: Any = next(b for b in kind.__orig_bases__ if b.__origin__ is Request)
     (answer,) = get_args(base)
     return answer
 
 
 class Peer:
-    """A server's end of one connection, for the handler to keep state under and to name in its
-    log."""
+    """A server's end of one connection: a key for the handler's state, with a name for its log."""
 
     def __init__(self, framed: FramedSocket, send_s: float | None) -> None:
         self._framed, self._send_s = framed, send_s
@@ -105,7 +103,7 @@ class Peer:
         self._answered_at = time.monotonic()
 
     def requests(self) -> Iterator[bytes]:
-        """Yield requests, not read yet, until the peer goes away."""
+        """Yield unread requests until the peer goes away."""
         while True:
             self._framed.expire_in(None)
             content = self._framed.receive()
@@ -115,13 +113,15 @@ class Peer:
     def answer(self, content: bytes) -> None:
         """Send the answer of the latest request."""
         self._framed.expire_in(self._send_s)
-        self._answered_at, self._is_in_hand = time.monotonic(), False  # who does not read is silent
+        self._answered_at, self._is_in_hand = time.monotonic(), False  # not reading is silence
         self._framed.send(content)
         self._answered_at = time.monotonic()
 
     def silence_s(self) -> float:
-        """Return how long ago its last call was answered: 0 while it waits for this process, which
-        may not have had the time to read what it has sent. Any thread may ask."""
+        """Return the seconds since its last answered call; 0 while it waits for this process.
+
+        This process may not have read its bytes yet. Callable from any thread.
+        """
         if self._is_in_hand or self._framed.has_unread():
             return 0.0
         return time.monotonic() - max(self._answered_at, self._framed.heard_at)
@@ -131,13 +131,13 @@ class Server:
     """Answers calls, each connection in its own thread.
 
     Args:
-        address: Where to listen; port 0 for a free one.
-        token: Who does not know it is not answered.
-        requests: The union of the kinds of requests that are answered.
-        handle: ``handle(peer, request)`` returns the answer, of the request's type; an error that
-            it raises is sent to the caller, and one that is no ``ScalaiError`` is logged as well.
-        gone: ``gone(peer)`` is called when a connection ends, however it ends.
-        send_s: How long a peer may take to read an answer; None: as long as it lives.
+        address: Address to listen on; port 0 for a free one.
+        token: Token required of clients.
+        requests: Union of the answered kinds of requests.
+        handle: ``handle(peer, request)`` returns the answer, of the request's type; its errors are
+            sent to the caller, and logged too unless they are ``ScalaiError``.
+        gone: ``gone(peer)`` is called at the end of each connection.
+        send_s: Longest reading of an answer by a peer, in seconds; None: no limit.
     """
 
     def __init__(
@@ -189,5 +189,5 @@ class Server:
 
 
 def _failure(error: Exception, text: str | None = None) -> bytes:
-    """Return an error as an answer; ``text``: in other words than its own."""
+    """Return an error as an answer, optionally with another text."""
     return _FAILED + encode((type(error).__name__, text or str(error)))

@@ -1,8 +1,8 @@
-"""Messages as bytes: MessagePack by msgspec, checked against the types that the messages'
-dataclasses declare. Arrays travel as their bytes, unions of messages with their kind's name
-(``Named``), what is the same for many receivers compressed (``Shared``).
+"""Messages as bytes: MessagePack by msgspec, checked against the types of the messages'
+dataclasses.
 
-This is the only place that knows how a message looks on the wire.
+Arrays travel as their bytes, unions of messages with their kind's name (``Named``), parts equal for
+many receivers compressed (``Shared``). The wire format is known only here.
 """
 
 import hashlib
@@ -23,16 +23,16 @@ from scalai.core.messages.shared import Named, Shared
 T = TypeVar("T")
 
 _DTYPES: Mapping[str, str] = {"int64": "<i8", "uint64": "<u8"}
-"""Element types that arrays of messages have, and how they are written: 8 bytes, little-endian."""
+"""Element types of arrays in messages, and their encoding: 8 bytes, little-endian."""
 SHARED_BYTES = 1 << 30
-"""A shared part may be no longer than this, once it is unpacked."""
+"""Largest shared part, unpacked."""
 _AS_JSON = b"\xc1"
-"""First byte of a message that is written as JSON, because it holds text that is no UTF-8, such as
-a path whose bytes are none. No MessagePack begins so."""
+"""First byte of a message written as JSON, for text outside of UTF-8, such as a path. No
+MessagePack begins so."""
 _BUILDING = threading.Lock()
-"""Held while msgspec looks at the types of a message for the first time. It notes what it knows of
-a dataclass on the class before that is complete (0.22), and a thread that decodes by it then would
-end the process. A fork waits too, so that no child has the lock for good."""
+"""Held while msgspec first examines the types of a message. It stores its knowledge on the class
+before it is complete (0.22); a thread decoding by it then would end the process. A fork waits too,
+so that no child keeps the lock for good."""
 os.register_at_fork(
     before=_BUILDING.acquire,
     after_in_parent=_BUILDING.release,
@@ -45,7 +45,7 @@ def encode(message: object) -> bytes:
     """Return a message as bytes.
 
     Raises:
-        MessageError: It holds something that no message can, such as a whole number above 64 bits.
+        MessageError: It holds an unsendable value, such as a whole number above 64 bits.
     """
     try:
         try:
@@ -66,7 +66,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     """Read a message of a known kind.
 
     Raises:
-        MessageError: The bytes are none; says in what.
+        MessageError: The bytes are none; has the reason.
     """
     try:
         if data[:1] == _AS_JSON:
@@ -79,11 +79,10 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def convert(data: object, kind: type[T]) -> T:
-    """Return a dataclass made of plain values, such as JSON's, which are checked against its
-    types.
+    """Return a dataclass made of plain values, such as JSON's, checked against its types.
 
     Raises:
-        MessageError: They do not fit; says in what.
+        MessageError: They do not fit; has the reason.
     """
     try:
         return _converted(data, kind)
@@ -107,7 +106,7 @@ def _converted(data: object, kind: type[T]) -> T:
 
 
 def _written(value: Any) -> Any:
-    """Return what msgspec can write for something of ours."""
+    """Return a value of ours as plain values for msgspec."""
     if _is_array(type(value)):
         if value.dtype.name not in _DTYPES:
             raise ValueError(f"no message holds an array of {value.dtype.name}")
@@ -126,7 +125,7 @@ def _written(value: Any) -> Any:
 
 
 def _read(kind: Any, data: Any) -> Any:
-    """Return what ``_written`` was given, of the type that the message declares."""
+    """Return the value given to ``_written``, of the message's declared type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if _is_array(origin):
         (element,) = get_args(arguments[1])
@@ -141,7 +140,7 @@ def _read(kind: Any, data: Any) -> Any:
 
 
 def _is_array(kind: Any) -> bool:
-    """Whether a type is numpy's array. By its name, because a question to a job needs no numpy."""
+    """True for numpy's array, by name: a question to a job needs no numpy."""
     return (kind.__module__, kind.__name__) == ("numpy", "ndarray") if kind else False
 
 
@@ -180,5 +179,5 @@ def _array(data: Any, dtype: str) -> Any:
     shape, content = msgspec.convert(data, tuple[tuple[int, ...], bytes])
     if min(shape, default=0) < 0 or prod(shape) * np.dtype(dtype).itemsize != len(content):
         raise ValueError(f"{len(content)} bytes are no array of shape {list(shape)}")
-    # A copy, because the bytes can not be written to.
+    # A copy: the bytes are read-only.
     return np.frombuffer(content, dtype).reshape(shape).copy()

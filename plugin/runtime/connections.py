@@ -19,36 +19,36 @@ Address = str | tuple[str, int]
 """A path (Unix socket), or an interface and a port (TCP)."""
 
 BACKLOG = 4096
-"""Connections that the kernel keeps until they are accepted: all hosts of a job may come at once.
-It bounds this by ``net.core.somaxconn``."""
+"""Connections kept by the kernel until they are accepted: all hosts of a job may come at once.
+Bounded by ``net.core.somaxconn``."""
 HANDSHAKE_S = 10.0
-"""How long a client may take to prove that it knows the token."""
+"""Longest proof of the token by a client."""
 MAX_HANDSHAKES = 64
-"""Clients that may be about to prove it at once; the next ones wait in the kernel's queue."""
+"""Most clients proving at once; the next ones wait in the kernel's queue."""
 PATIENCE_S = 1.0
-"""Where so many are, those that have taken so long are cut off."""
+"""With this many, clients proving for longer are cut off."""
 MAX_CONNECTIONS = 16_384
 BACK_OFF_S = 0.1
 LONGEST_PATH = 107
 """Bytes of a socket's path (unix(7): sun_path, with a zero behind it)."""
 QUIET_S = 10.0
-"""Troubles with strangers are told of at most once in so long."""
+"""Least interval of log lines about strangers."""
 
 
 def connect(address: Address, token: bytes, timeout_s: float, what: str = "peer") -> FramedSocket:
     """Connect and authenticate, within twice ``timeout_s``.
 
     Args:
-        address: Where to.
-        token: The secret that the other side knows too.
-        timeout_s: How long connecting may take, and proving.
-        what: What is there, for errors.
+        address: Address of the server.
+        token: Secret shared with the other side.
+        timeout_s: Longest connecting, and longest proving, in seconds.
+        what: Name of the other side, for errors.
 
     Raises:
         AbsentError: Nobody listens there.
-        UnprovenError: Someone does who does not know the token, or is of another release
+        UnprovenError: The listener does not know the token, or is of another release
             (``VersionError``).
-        SilentError: Who listens there, or the host itself, does not answer.
+        SilentError: The listener, or the host itself, does not answer.
         PeerError: The host cannot be reached, or the connection breaks.
     """
     name = f"{what} {address if isinstance(address, str) else f'{address[0]}:{address[1]}'}"
@@ -93,15 +93,15 @@ log = logging.getLogger(__name__)
 class Listener:
     """Accepts connections until it is closed, each served in a thread of its own.
 
-    What goes wrong with one connection, or with accepting any (no file descriptors, no threads),
-    is told of in one line and ends nothing.
+    Faults of one connection, or of accepting (no file descriptors, no threads), are logged in one
+    line and end nothing.
 
     Args:
-        address: Where to listen; port 0 for a free one.
-        token: Who does not know it is not served.
-        serve: Serves one connection and returns once that has ended.
+        address: Address to listen on; port 0 for a free one.
+        token: Token required of clients.
+        serve: Serves one connection and returns at its end.
         timeout_s: As of ``FramedSocket``, for the served connections.
-        name: Of the thread.
+        name: Name of the thread.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Listener:
 
     @property
     def address(self) -> Address:
-        """Where it listens, with the port that it got."""
+        """Address it listens on, with its real port."""
         address = self._socket.getsockname()
         return address if isinstance(address, str) else (str(address[0]), int(address[1]))
 
@@ -160,19 +160,19 @@ class Listener:
                     self._closing.wait(BACK_OFF_S)
 
     def _has_room(self) -> bool:
-        """Whether another client may begin to prove that it knows the token."""
+        """Return True if another client may begin its proof."""
         with self._mutex:
             is_full = len(self._handshakes) >= MAX_HANDSHAKES
         return not is_full or self._cut(self._oldest(MAX_HANDSHAKES, PATIENCE_S))
 
     def _oldest(self, most: int, age_s: float) -> list[FramedSocket]:
-        """Return those that have been proving it for longest, for ``age_s`` at least."""
+        """Return the clients with the longest proofs, of ``age_s`` at least."""
         before = time.monotonic() - age_s
         with self._mutex:
             return [framed for framed, at in self._handshakes.items() if at <= before][:most]
 
     def _cut(self, strangers: list[FramedSocket]) -> bool:
-        """Cut clients off that have not proved it. Returns whether there are any."""
+        """Cut these unproven clients off. False if there are none."""
         with self._mutex:
             strangers = [s for s in strangers if self._handshakes.pop(s, None) is not None]
         for framed in strangers:
@@ -194,7 +194,6 @@ class Listener:
             raise
 
     def _talk(self, framed: FramedSocket) -> None:
-        """Serve one connection until it ends."""
         try:
             if self._is_authenticated(framed):
                 self._serve(framed)
@@ -236,7 +235,7 @@ def _listen(address: Address) -> socket.socket:
 
     Raises:
         PeerError: The address is not of this host, or in use.
-        UsageError: It is a path that is too long for a socket.
+        UsageError: A path is too long for a socket.
     """
     if isinstance(address, str) and len(os.fsencode(address)) > LONGEST_PATH:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What one worker knows of the samples that its job has consumed: the ledger, as it trains."""
+"""The samples consumed by a job, as known to one worker: the ledger during training."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ _ANOTHER_JOB = (
     "begin another job from this state as a checkpoint (`scalai reshard`): its ledger begins there"
 )
 LEDGER = "scalai_ledger"
-"""In ``scalars`` of a generation: its ledger."""
+"""Key of the ledger in ``scalars`` of a generation."""
 
 Contradiction = Callable[[int, int], str | None]
-"""Why a step that begins at one sample cannot have consumed those up to another; None: it can."""
+"""Reason why a step cannot have consumed the samples between two numbers; None: it can."""
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ class Consumption:
     """The ledger of one worker. All ranks that draw samples have the same one; others have none.
 
     Args:
-        round: ``<run>-<round>``.
-        degrees: Of the round.
-        is_telling: Whether this worker logs for the job.
+        round: Round as ``<run>-<round>``.
+        degrees: Degrees of the round.
+        is_telling: This worker logs for the job.
     """
 
     def __init__(self, round: str, degrees: Mapping[str, int], *, is_telling: bool = True) -> None:
@@ -38,12 +38,12 @@ class Consumption:
         self._is_silent = False
         self._sources: dict[str, Mapping[str, Json]] = {}
         self.order: GlobalOrder | None = None
-        """The order that steps draw in which nobody has told of a draw; None: they are counted."""
+        """Order of steps without reported draws; None: they are counted."""
         self.contradiction: Contradiction = lambda *_: None
         self.ledger: Ledger | None = None
 
     def begin(self, step: int, samples: Samples, reason: str = "") -> None:
-        """Begin a ledger at this step: nothing is known of what came before, for this reason."""
+        """Begin a ledger at this step: its past is unknown, for this reason."""
         if step and reason and self._is_telling:
             log.warning("event=ledger begins_at_step=%d %s: unproven before", step, reason)
         self.ledger = Ledger.begun(step, _whole(step, samples)).with_round(
@@ -56,13 +56,13 @@ class Consumption:
         """Go on with the ledger of a generation.
 
         Args:
-            saved: What ``scalars`` held; None: it has none.
-            step, samples: How far the state is.
-            lost: What was done before and is in no generation.
+            saved: Ledger from ``scalars``; None: it has none.
+            step, samples: Progress of the state.
+            lost: Earlier steps that are in no generation.
 
         Raises:
             RefusedError: It is damaged, or of another step or another number of samples; or a data
-                set is another one than it says.
+                set differs from its record.
         """
         if saved is None:
             self.begin(step, samples, "the state has no ledger")
@@ -77,7 +77,7 @@ class Consumption:
         self._compare()
 
     def know(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
-        """Take note of what the order of each data set follows from, in this round.
+        """Note the facts behind the order of each data set, in this round.
 
         Raises:
             RefusedError: A data set was another one before.
@@ -86,11 +86,11 @@ class Consumption:
         self._compare()
 
     def draw_from(self, order: GlobalOrder, contradiction: Contradiction) -> None:
-        """Have steps draw in an order of Scalai's own.
+        """Let steps draw in an order of Scalai's own.
 
         Args:
-            contradiction: Returns why a step that begins at one sample cannot have consumed those
-                up to another; None: it can.
+            contradiction: Returns the reason why a step cannot have consumed the samples between
+                two numbers; None: it can.
 
         Raises:
             RefusedError: Steps draw in another order already; or as of ``know``.
@@ -105,7 +105,7 @@ class Consumption:
         self.know(order.facts())
 
     def _compare(self) -> None:
-        """Compare data sets with what the ledger, if there is one yet, knows of them."""
+        """Compare data sets with the ledger's record of them, if any."""
         if self.ledger is None:
             return
         for name, facts in sorted(self._sources.items()):
@@ -118,16 +118,17 @@ class Consumption:
                 )
 
     def note(self, draws: Sequence[Draw]) -> None:
-        """Keep what the step under way has drawn; none: this rank draws no samples in this round,
-        and others say for the job what was consumed."""
+        """Keep the draws of the step under way; none: this rank draws no samples in this round,
+        others report.
+        """
         self._draws += draws
         self._is_silent = self._is_silent or not draws
 
     def check(self, step: int, before: Samples, after: Samples) -> None:
-        """Check that the order in which steps draw has given what a step has consumed.
+        """Check a step's consumed samples against the order of its draws.
 
         Raises:
-            RefusedError: It has not: the ledger would prove samples that nobody has drawn.
+            RefusedError: They differ: the ledger would prove undrawn samples.
         """
         if type(before) is not int or type(after) is not int or self._draws:
             return
@@ -139,7 +140,7 @@ class Consumption:
             )
 
     def step_ended(self, step: int, samples: Samples) -> None:
-        """Write what the step has drawn into the ledger.
+        """Write the step's draws into the ledger.
 
         Raises:
             RefusedError: It would skip samples, or see some twice.
@@ -156,20 +157,20 @@ class Consumption:
                 "the loader the data set, seed and batch that the job began with, or "
                 f"{_ANOTHER_JOB}."
             )
-        # Not before: some ranks may have begun a pass, and others not, where a step is rescued.
+        # Not before: in a rescued step only some ranks may have begun a pass.
         for name, facts in sorted(self._sources.items()):
             self.ledger = self.ledger.with_source(name, facts)
         self.ledger = self.ledger.stepped(step, counted, draws)
 
     def _of_order(self, counted: int | None) -> list[Draw]:
-        """Return what a step has drawn in an order of Scalai's own."""
+        """Return a step's draws in an order of Scalai's own."""
         before = self.ledger.at[1] if self.ledger is not None else None
         if self.order is None or counted is None or before is None or counted <= before:
             return []
         return list(self.order.draws(before, counted))
 
     def scalars(self) -> Mapping[str, Json]:
-        """Return what a generation keeps of it."""
+        """Return the ledger for a generation."""
         is_known = self.ledger is not None and not self._is_silent
         return {LEDGER: self.ledger.to_json()} if is_known and self.ledger is not None else {}
 
@@ -179,8 +180,9 @@ def _names(order: GlobalOrder) -> str:
 
 
 def _fitting(saved: Json, step: int, samples: int | None) -> Ledger:
-    """Read the ledger of a state at this step. ``ValueError`` where it is damaged, or of another
-    step or number of samples."""
+    """Read the ledger of a state at this step. ``ValueError`` if it is damaged, or does not
+    match.
+    """
     try:
         ledger = Ledger.from_json(saved)
     except ValueError as error:
@@ -194,8 +196,9 @@ def _fitting(saved: Json, step: int, samples: int | None) -> Ledger:
 
 
 def _whole(step: int, samples: Samples) -> int | None:
-    """Return a count of samples; None of what is none: a script's own fraction, and the 0 of a
-    checkpoint that does not say."""
+    """Return a count of samples; None for a script's own fraction, and for the 0 of a checkpoint
+    without a count.
+    """
     is_count = type(samples) is int and samples >= bool(step)
     return int(samples) if is_count and samples is not None else None
 

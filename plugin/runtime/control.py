@@ -1,13 +1,13 @@
-"""The control page: one page of memory that a host's agent and its workers share, read once a step.
+"""The control page: one page of memory shared by a host's agent and its workers, read once a step.
 
-A stop is agreed without a collective. The agent writes the step at which to stop, then reads how
-far every worker is; a worker writes how far it is, then reads where to stop. If every worker was
-below the stop when it was written, every worker will see it in time; otherwise the agent takes it
-back and tries a later one.
+A stop is agreed without a collective. The agent writes the step to stop at, then reads every
+worker's step; a worker writes its step, then reads the stop. If every worker was below the stop as
+it was written, every worker will see it in time; otherwise the agent withdraws it and tries a later
+one.
 
-That needs an order between a write and a read of another cell, which no processor gives by itself
-(x86 may read first, ARM may also change the order of writes). The agent has the kernel make it on
-all of them (``order``), so that a step of a worker costs nothing more.
+This needs an order between a write and a read of another cell, and no processor gives it by itself
+(x86 may read first, ARM may also change the order of writes). The agent has the kernel order all
+processors (``order``), so that a worker's step costs nothing more.
 """
 
 import ctypes
@@ -29,10 +29,10 @@ from scalai.store.secure import Folder
 
 STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, PROBED, FIRST_WORKER = 0, 1, 2, 3, 4, 5, 6, 8
 EVERY_BITS = 20
-"""So many bits say how many steps lie between snapshots."""
+"""Bits for the number of steps between snapshots."""
 PAGE_BYTES = 8192
 OUT_OF_MEMORY_EXIT = errno.ENOMEM
-"""Exit code by which a worker tells its agent that these degrees do not fit into its device."""
+"""Exit code of a worker if these degrees do not fit into its device."""
 MAX_WORKERS = (512 - FIRST_WORKER) // 2
 FIRST_IN_STEP = FIRST_WORKER + MAX_WORKERS
 FIRST_MADE = 512
@@ -43,13 +43,13 @@ MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365, "s3
 ON_ALL = 1
 """``MEMBARRIER_CMD_GLOBAL``."""
 VISIBLE_S = 0.002
-"""Where the kernel cannot order them, by far longer than a write waits in a processor."""
+"""Wait without the system call: far longer than a write waits in a processor."""
 
 
 def order() -> None:
-    """Return once every running thread of this machine has passed a full memory barrier: what it
-    had written before is visible, and what it reads from now on is what was written before this
-    call.
+    """Return once every running thread of this machine has passed a full memory barrier.
+
+    Their earlier writes are visible, and their later reads see writes made before this call.
 
     Source:
         membarrier(2), since Linux 4.3. A kernel with ``nohz_full`` has none, nor some sandboxes.
@@ -60,7 +60,7 @@ def order() -> None:
 
 
 def control_path(directory: Path, round: int) -> Path:
-    """Return where the page of a round lies in an agent's directory."""
+    """Return the path of a round's page in an agent's directory."""
     return directory / f"control-{round}"
 
 
@@ -81,17 +81,18 @@ def _make(folder: Folder, name: str) -> int:
 
 
 class ControlPage:
-    """Eight-byte cells: the prepared stop, the agreed stop, the save that is in flight (its
-    iteration and 1), how often the workers looked for it, how much a stop waits for it, how many
-    steps lie between snapshots and from which step on, the stop behind which a step is made without
-    its update, each worker's newest step, and whether it says to be within the next one.
+    """Eight-byte cells, each with one writer.
 
-    Eight aligned bytes are written at once on every platform that torch supports, and every cell
-    has one writer.
+    The prepared stop, the agreed stop, the save in flight (its iteration and 1), the number of the
+    workers' looks for it, the urgency of a stop waiting for it, the schedule of snapshots, the stop
+    with a step without update behind it, each worker's newest step, and its mark for being within
+    the next one.
+
+    Eight aligned bytes are written at once on every platform supported by torch.
 
     Args:
-        create: Make it: the agent does; its room is taken at once, because writing to a page
-            that a full file system cannot give ends the process.
+        create: Make it, as the agent. Its room is allocated at once: a write to a page missing on a
+            full file system ends the process.
 
     Raises:
         StoreError: There is no room for it, or its folder is not this user's alone.
@@ -108,69 +109,68 @@ class ControlPage:
         self._cells = np.frombuffer(memory, dtype=np.int64)
 
     def clear(self) -> None:
-        """Agent, before a round's workers start: no stop, and nobody has made a step."""
+        """Agent, before a round's workers start: no stop, and no steps."""
         self._cells[:] = 0
         self._cells[FIRST_WORKER:FIRST_IN_STEP] = -1
 
     def prepare(self, stop: int) -> None:
-        """Agent: ask every worker to wait for the word at the end of step ``stop``."""
-        if self._cells[AGREED]:  # of an earlier one: nobody takes it for the word of this one
+        """Agent: make every worker wait for the agreement at the end of step ``stop``."""
+        if self._cells[AGREED]:  # of an earlier stop: it must not count for this one
             self._cells[AGREED] = 0
             order()
         self._cells[STOP] = stop
         order()
 
     def agree(self, stop: int, *, probes: bool = False) -> None:
-        """Agent: the word. Every worker that reaches ``stop`` leaves there; ``probes``: once it has
-        made the next step up to the door of its update."""
+        """Agent: agree. Every worker leaves at ``stop``.
+
+        ``probes``: after the next step up to its update.
+        """
         self._cells[PROBED] = stop if probes else 0
         self._cells[AGREED] = stop
 
     def withdraw(self) -> None:
-        """Agent: forget the prepared stop; whoever waits at it goes on."""
+        """Agent: withdraw the prepared stop; workers waiting at it go on."""
         self._cells[STOP] = 0
 
     def space(self, schedule: Schedule) -> None:
-        """Agent: which steps have snapshots, from its first one on."""
-        # One cell, so that nobody reads a half of it.
+        """Agent: set the schedule of snapshots."""
+        # One cell, so that reads are whole.
         self._cells[SPACED] = schedule.begin << EVERY_BITS | schedule.every
         order()
 
     def spaced(self) -> Schedule | None:
-        """Worker, after ``report``: which steps have snapshots; None: as it was told at first."""
+        """Worker, after ``report``: the schedule of snapshots; None: unchanged since the start."""
         cell = int(self._cells[SPACED])
         return Schedule(cell & (1 << EVERY_BITS) - 1, cell >> EVERY_BITS) if cell else None
 
     def save_in_flight(self) -> int | None:
-        """Agent: the iteration of the save of the training's own that must end before a stop."""
+        """Agent: iteration of the training's save that must end before a stop."""
         return int(self._cells[IN_FLIGHT]) - 1 if self._cells[IN_FLIGHT] else None
 
     def save_looks(self) -> int:
-        """Agent: how often the workers have looked whether a save has ended."""
+        """Agent: number of the workers' looks for the end of a save."""
         return int(self._cells[LOOKS])
 
     def want_stop(self, urgency: int) -> None:
-        """Agent: how much a stop waits for the save that is in flight, as of ``stop_urgency``."""
+        """Agent: set ``stop_urgency``."""
         self._cells[WANTED] = urgency
 
     def newest_step(self, workers: int) -> int:
-        """Agent: the highest step that any of the first ``workers`` workers has ended; -1 before
-        attach."""
+        """Agent: highest ended step of the first ``workers`` workers; -1 before attach."""
         return int(self._cells[FIRST_WORKER : FIRST_WORKER + workers].max(initial=-1))
 
     def steps(self, workers: int) -> list[int]:
-        """Agent: the step that each of the first ``workers`` workers has ended; -1 before
-        attach."""
+        """Agent: ended step of each of the first ``workers`` workers; -1 before attach."""
         return [int(step) for step in self._cells[FIRST_WORKER : FIRST_WORKER + workers]]
 
     def has_reached_stop(self, local_rank: int) -> bool:
-        """Agent: whether this worker has ended the step at which all agreed to stop."""
+        """Agent: True if this worker has ended the agreed step."""
         agreed = int(self._cells[AGREED])
         return bool(agreed and self._cells[FIRST_WORKER + local_rank] >= agreed)
 
     def are_within_steps(self, workers: int) -> bool:
-        """Agent: whether each of the first ``workers`` workers says to be within a step, and not
-        in an evaluation, a save or whatever else is between two steps."""
+        """Agent: True if the first ``workers`` workers are all within a step, not between two."""
         return bool(self._cells[FIRST_IN_STEP : FIRST_IN_STEP + workers].all())
 
     def report_within(self, local_rank: int, *, is_within: bool) -> None:
@@ -179,8 +179,7 @@ class ControlPage:
 
     @contextmanager
     def between_steps(self, local_rank: int) -> Iterator[None]:
-        """Worker: what happens here is no part of a step, though one may be under way, as a wait
-        for a copy."""
+        """Worker: exclude the block, such as a wait for a copy, from the step under way."""
         was = bool(self._cells[FIRST_IN_STEP + local_rank])
         self.report_within(local_rank, is_within=False)
         try:
@@ -193,24 +192,27 @@ class ControlPage:
         self._cells[FIRST_WORKER + local_rank] = step
 
     def report_save(self, iteration: int | None) -> None:
-        """The first worker of the host: the oldest save that is in flight; None: none is."""
+        """First worker of the host: the oldest save in flight; None: none."""
         self._cells[IN_FLIGHT] = 0 if iteration is None else iteration + 1
         self._cells[LOOKS] += 1
 
     def stop_urgency(self) -> int:
-        """Worker: 0: no stop waits for a save in flight; 1: one does; 2: one was put off before,
-        because another save began on the way to it."""
+        """Worker: urgency of a stop.
+
+        0: none waits for a save in flight; 1: one waits; 2: one was put off before, because another
+        save began on the way to it.
+        """
         return int(self._cells[WANTED])
 
     def report_made(self, step: int, loss: float, norm: float) -> None:
-        """One worker of the job: what step ``step`` has computed; NaN: it is not known."""
+        """One worker of the job: loss and norm of step ``step``; NaN: unknown."""
         begin = FIRST_MADE + step % MOST_STEPS * MADE_CELLS
         self._cells[begin] = 0
         self._cells[begin + 1 : begin + MADE_CELLS] = np.array([loss, norm]).view(np.int64)
         self._cells[begin] = step
 
     def made(self, after: int) -> list[Made]:
-        """Agent: what steps behind ``after`` have computed, as far as they are still kept."""
+        """Agent: kept results of steps behind ``after``."""
         rows = self._cells[FIRST_MADE : FIRST_MADE + MOST_STEPS * MADE_CELLS].copy()
         rows = rows.reshape(MOST_STEPS, MADE_CELLS)
         rows = rows[rows[:, 0] > after]
@@ -219,12 +221,13 @@ class ControlPage:
         return sorted((step, loss, norm) for step, (loss, norm) in found)
 
     def must_prove(self, step: int) -> bool:
-        """Worker, at the stop of this step: make the next one up to the door of its update."""
+        """Worker, at the stop of this step: True to make the next one up to its update."""
         return bool(step) and int(self._cells[PROBED]) == step
 
     def must_stop(self, step: int) -> bool:
-        """Worker, after ``report``: wait for the word where a stop is prepared; True to leave
-        now."""
+        """Worker, after ``report``: wait at a prepared stop for the agreement; True to leave
+        now.
+        """
         stop = int(self._cells[STOP])
         while stop and step >= stop:
             if self._cells[AGREED] == stop:

@@ -1,10 +1,10 @@
-"""What a worker does once others of its job have failed: it makes no further update, and a thread
-writes the state that stands between two updates, while the main thread may hang in a collective
-whose partner died. Nothing here needs a collective.
+"""A worker's part after others' failures: it makes no further update, and a thread writes the state
+between two updates. Meanwhile the main thread may hang in a collective with a dead partner. Nothing
+here needs a collective.
 
-What an update changes lies in the memory of the slots until the next update begins. What the next
-forward and backward pass change (buffers, RNG states, the position in the data, what the script has
-registered) is copied at the end of each update.
+Values changed by updates stay in the slots' memory until the next update. Values changed by the
+next forward and backward pass (buffers, RNG states, the position in the data, the script's
+registered values) are copied at the end of each update.
 """
 
 import logging
@@ -39,15 +39,15 @@ from scalai.runtime.writing import MappedFile, file_fingerprints, place_rows
 Row = tuple[Slot, Piece]
 
 COPIED_BYTES = 64 << 20
-"""Most bytes that are copied after each update: with more there is no emergency snapshot."""
+"""Most bytes copied after each update: with more there is no emergency snapshot."""
 
 COPIED_S, COPIED_SHARE = 0.01, 0.02
-"""A copy may take so long, or such a share of a step, on an average of ``WINDOW`` steps."""
+"""Longest copy in seconds, or as a share of a step, on an average of ``WINDOW`` steps."""
 WINDOW, WINDOWS = 32, 3
-"""Where it takes more in so many windows on end, there is no emergency snapshot any more."""
+"""After this many too slow windows in a row there are no emergency snapshots any more."""
 
 QUERY_S = 0.01
-"""So often devices are asked whether they have ended an update."""
+"""Interval of queries to devices about the end of an update."""
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What belongs to the state of a step beside the memory of the slots."""
+    """The state of a step outside of the slots' memory."""
 
     step: int
     consumed_samples: Samples
@@ -67,7 +67,7 @@ class Between:
     def written(
         self, rank: int, round: int, fingerprints: tuple[int, ...], seconds: Mapping[str, float]
     ) -> RankWritten:
-        """Return the report of a rank that has written its rows of this step."""
+        """Return the report of a rank with its rows of this step written."""
         return RankWritten(
             rank=rank,
             round=round,
@@ -82,8 +82,11 @@ class Between:
 
 
 class Gate:
-    """Whether the memory of this process is the state of a step. An update begins where any
-    optimizer of torch's makes a step, and ends where the training says that a step has ended."""
+    """Guards the memory of this process as the state of a step.
+
+    An update begins at the step of any optimizer of torch, and ends at the training's report of an
+    ended step.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -91,31 +94,35 @@ class Gate:
         self._between: Between | None = None
 
     def begin(self, *_: Any) -> None:
-        """An update begins. Once frozen, none does: this does not return then, and the process is
-        ended by its agent."""
+        """Begin an update. Once frozen this does not return; the agent ends the process."""
         with self._changed:
             while self._is_frozen:
                 self._changed.wait()
             self._is_updating = self._has_updated = True
 
     def ends(self) -> None:
-        """A step ends, also one without an update, as where a gradient is no number: what belongs
-        to the state is copied from now until ``ended``. Once frozen, that does not return, unless
-        the step is the one whose update was waited for."""
+        """Begin copying at the end of a step, also one without an update (as after a NaN gradient),
+        until ``ended``.
+
+        Once frozen this does not return, except for the step whose update is waited for.
+        """
         with self._changed:
             while self._is_frozen and not self._is_updating:
                 self._changed.wait()
             self._is_updating = True
 
     def ended(self, between: Between | None) -> None:
-        """The update has ended, and this belongs to the state as it is now; None: not known."""
+        """End the update, with the rest of the present state; None: unknown."""
         with self._changed:
             self._is_updating, self._between = False, between
             self._changed.notify_all()
 
     def freeze(self) -> Between | str:
-        """Let no further update begin. Returns what belongs to the state, or why the memory is the
-        state of no step; waits for an update that has begun."""
+        """Let no further update begin, and wait for a running one.
+
+        Returns:
+            The rest of the state, or the reason why the memory is the state of no step.
+        """
         with self._changed:
             self._is_frozen = True
             self._changed.wait_for(lambda: not self._is_updating, FREEZE_S)
@@ -127,10 +134,10 @@ class Gate:
 
 
 class VolatileCopies:
-    """Copies of the slots that change between two updates, made at the end of each.
+    """Copies of the slots changed between two updates, made at the end of each.
 
     Args:
-        rows: The held rows of this rank.
+        rows: Held rows of this rank.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -144,7 +151,7 @@ class VolatileCopies:
             (self._slots[id(slot)][1] if id(slot) in self._slots else slot, piece)
             for slot, piece in rows
         ]
-        """The rows with the copies in place of what changes."""
+        """The rows, with copies in place of volatile slots."""
         self._devices = {
             slot.buffer.device for slot, _ in rows if slot.buffer.device.type == "cuda"
         }
@@ -152,7 +159,7 @@ class VolatileCopies:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy what is there now. On a device the copies are queued behind the update."""
+        """Copy the present values. On a device the copies are queued behind the update."""
         for slot, copy in self._slots.values():
             copy.buffer.copy_(slot.buffer, non_blocking=True)
         for device in self._devices:
@@ -162,9 +169,11 @@ class VolatileCopies:
             event.record(torch.cuda.current_stream(device))
 
     def are_taken(self, within_s: float) -> bool:
-        """Return whether devices have done what ``take`` has queued, and the update before it; wait
-        so long for it. The training's thread may be ahead of its device, which may wait for ever:
-        for a partner that died.
+        """Return True once devices have done the copies of ``take`` and the update before; False
+        after ``within_s``.
+
+        The training's thread may be ahead of its device, and the device may wait for ever for a
+        dead partner.
 
         Raises:
             RuntimeError: A device has failed.
@@ -177,8 +186,9 @@ class VolatileCopies:
         return True
 
     def beside(self, rings: Mapping[torch.device, StagingRing]) -> ExitStack:
-        """Return a context in which devices work on the rings' streams, behind the last update and
-        beside whatever else is queued: that may never end."""
+        """Return a context for work on the rings' streams, behind the last update and beside other
+        queued work, which may never end.
+        """
         stack = ExitStack()
         for device in self._devices:
             rings[device].stream.wait_event(self._events[device])
@@ -191,14 +201,14 @@ def _has_ended(event: torch.cuda.Event) -> bool:
 
 
 class CopyCost:
-    """How long what is copied after each step takes, beside the steps. Reads no clock."""
+    """Duration of the copies after each step, compared with the steps. Reads no clock."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._copied_s, self._steps, self._windows = 0.0, 0, 0
 
     def is_too_high(self, copied_s: float, now: float) -> str:
-        """Take note of a copy that has ended now. Returns what is too much, empty: nothing is."""
+        """Add a copy that has ended now. Returns the excess as text; empty: none."""
         if self._since is None:
             self._since = now
             return ""
@@ -220,12 +230,12 @@ class EmergencyWriter:
     """A worker's part in emergency snapshots.
 
     Args:
-        rank, round: Of this worker.
-        directory: The agent's, of this host.
-        rows: The held rows of this rank.
+        rank, round: Rank and round of this worker.
+        directory: Directory of this host's agent.
+        rows: Held rows of this rank.
         rings: Pinned buffers by device.
-        turn: Who writes a snapshot has it: the rings are used by one thread at a time.
-        on_freeze: Gives up a snapshot that is written beside the training, where one is.
+        turn: Lock for writing a snapshot: one thread at a time uses the rings.
+        on_freeze: Gives up a snapshot being written beside the training, if any.
     """
 
     def __init__(
@@ -247,7 +257,7 @@ class EmergencyWriter:
             CopyCost(),
         )
         self.is_on = self._copies.size_bytes <= COPIED_BYTES
-        """Whether a failure of others has this worker write."""
+        """True if this worker writes after others' failures."""
         if not self.is_on:
             self._give_up(
                 f"buffers and registered tensors of {self._copies.size_bytes / 1e6:.0f} MB are too "
@@ -255,7 +265,6 @@ class EmergencyWriter:
             )
 
     def _give_up(self, reason: str) -> None:
-        """This worker writes nothing in an emergency."""
         self.is_on = False
         self._gate.ended(None)
         if self._rank == 0:
@@ -275,25 +284,27 @@ class EmergencyWriter:
             self._give_up(str(error))
 
     def begin_update(self) -> None:
-        """The memory of the rows is about to change; where it must not, this does not return."""
+        """Announce a change of the rows' memory. Once frozen this does not return."""
         self._gate.begin()
 
     def renew(self, rows: Sequence[Row]) -> None:
-        """The same rows may lie elsewhere now."""
+        """Take the same rows at other places."""
         self._gate.ended(None)
         self._copies = VolatileCopies(rows)
 
     def step_ended(self, refresh: Callable[[], None], capture: Callable[[], Between]) -> None:
-        """An update has ended, and everything that goes with it. ``refresh`` brings rows up to date
-        that the script has registered; ``capture`` returns what belongs to the state beside the
-        rows."""
+        """Copy the state at the end of an update.
+
+        ``refresh`` updates the script's registered rows; ``capture`` returns the state beside the
+        rows.
+        """
         self._gate.ends()
         began, between = time.monotonic(), None
         try:
             refresh()
             self._copies.take()
             between = capture()
-        except ScalaiError as error:  # the next snapshot says so, if it is still so then
+        except ScalaiError as error:  # the next snapshot reports it, if it persists
             log.debug("event=not_captured %s", error)
         except Exception as error:  # the script's own: no reason to end its training
             self._give_up(f"what the script has registered cannot be copied: {error!r}")
@@ -330,8 +341,7 @@ class EmergencyWriter:
             return  # the round has ended
 
     def _freeze(self) -> Between | str:
-        """Stand still. Returns what belongs to the state, or why the memory is the state of no
-        step."""
+        """Freeze and wait for the device. Returns as ``Gate.freeze``."""
         end = time.monotonic() + FREEZE_S
         found = self._gate.freeze()
         try:
@@ -342,14 +352,13 @@ class EmergencyWriter:
         return "its device is in the middle of an update"
 
     def _write(self, order: WriteOrder, between: Between) -> RankWritten:
-        """Write what the agent ordered."""
         began = time.monotonic()
         reached("emergency")
         mapped = MappedFile(order) if order.rows else None
         with self._copies.beside(self._rings):
             place_rows(self._copies.rows, order, self._rings, mapped)
         placed = time.monotonic()
-        # Of the file: arithmetic on a device that hangs may wait for room, or for its turn.
+        # From the file: arithmetic on a hanging device may wait for room, or for its turn.
         fingerprints = file_fingerprints(self._copies.rows, order, mapped)
         now = time.monotonic()
         seconds = {"snapshot": now - began, "snapshot_proof": now - placed}
@@ -357,7 +366,7 @@ class EmergencyWriter:
 
 
 def collective_failure() -> str:
-    """Return what torch knows of a collective of NCCL's that has failed; empty: nothing."""
+    """Return torch's report of a failed NCCL collective; empty: none."""
     for backend in _backends():
         with suppress(RuntimeError):  # it is being taken down
             error = backend.get_error()
@@ -367,10 +376,10 @@ def collective_failure() -> str:
 
 
 def _backends() -> Iterator[Any]:
-    """Yield what talks between devices, of each process group that can tell of errors."""
+    """Yield the device backend of each process group that can report errors."""
     if not dist.is_initialized():
         return
-    # torch has no public list of the groups that there are.
+    # torch has no public list of its groups.
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # it has none for devices
             backend = group._get_backend(torch.device("cuda"))
@@ -379,11 +388,11 @@ def _backends() -> Iterator[Any]:
 
 
 def watch_collectives(is_wanted: Callable[[], bool], tell: Callable[[str], None]) -> None:
-    """Look for a failed collective from now on, in a thread, and tell of it once.
+    """Look for a failed collective from now on, in a thread, and report it once.
 
     Args:
-        is_wanted: Whether one still matters: not any more, once this process leaves its round.
-        tell: Is called in the thread with what has failed.
+        is_wanted: Returns False once this process leaves its round: failures no longer matter.
+        tell: Called in the thread with the failure.
     """
 
     def work() -> None:

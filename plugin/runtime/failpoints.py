@@ -1,11 +1,10 @@
-"""Places at which a process can be made to die, to prove that nothing is lost there.
+"""Places to let a process die, to prove that nothing is lost there.
 
-``SCALAI_FAILPOINT`` names a file. While that file says ``<place>:<rank or host>:<signal>``, the
-worker of that rank or the agent of that host gets the signal (SIGKILL: it dies, SIGSTOP: it hangs)
-when it, or its partner on the same host, first reaches the place; the file is renamed to
-``<file>.reached``, so that it happens once. Instead of a signal ``exit <code>`` ends the process,
-and ``raise <name of an exception>`` raises it, where that process itself is there. Without the
-variable nothing is looked at.
+``SCALAI_FAILPOINT`` names a file with ``<place>:<rank or host>:<signal>``. The worker of this rank
+or the agent of this host gets the signal (SIGKILL: it dies, SIGSTOP: it hangs) when it, or its
+partner on the same host, first reaches the place; the file is renamed to ``<file>.reached``, so
+that it happens once. Instead of a signal ``exit <code>`` ends the process itself, and ``raise <name
+of an exception>`` raises in it. Without the variable nothing is read.
 """
 
 import builtins
@@ -19,14 +18,15 @@ _processes: dict[str, int] = {}
 
 
 def here(processes: Mapping[str, int]) -> None:
-    """Name the processes that may be killed from this one: its own and, on an agent, its workers,
-    on a worker, its agent. Numbers by rank and by host name."""
+    """Set the processes this one may signal, by rank and by host name: itself with, on an agent,
+    its workers; on a worker, its agent.
+    """
     _processes.clear()
     _processes.update(processes)
 
 
 def reached(place: str) -> None:
-    """Signal the process that was named, if it is one of those that ``here`` named."""
+    """Signal the process in the file, if it is one of ``here``."""
     path = os.environ.get(VARIABLE)
     if path is None:
         return

@@ -1,9 +1,9 @@
-"""One framing for all that the processes of a job send each other: length-prefixed frames over a
-stream socket.
+"""One framing for all traffic between a job's processes: length-prefixed frames over a stream
+socket.
 
-Once both sides have proven who they are (``handshake``) every frame is sealed with AES-256-GCM
-under a key of its direction and its own number as nonce (NIST SP 800-38D, 8.2.1): a frame that was
-changed, left out, sent twice or moved ends the connection, and nobody on the way reads it.
+After the proof of both sides (``handshake``) every frame is sealed with AES-256-GCM under a key of
+its direction and its own number as nonce (NIST SP 800-38D, 8.2.1): a changed, missing, repeated or
+moved frame ends the connection, and nobody on the way reads it.
 """
 
 import array
@@ -29,8 +29,8 @@ _TAG_BYTES = 16
 
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 10, 5, 3
 GONE_AFTER_S = KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES
-"""A connection whose other host is gone without a word breaks after so long, whether bytes are on
-their way to it or not."""
+"""Seconds until a connection to a vanished host breaks, with or without bytes on their way to it.
+"""
 
 
 class FramedSocket:
@@ -38,9 +38,8 @@ class FramedSocket:
 
     Args:
         connection: A connected stream socket.
-        peer: A name for errors.
-        timeout_s: How long the other side may be silent while something is expected of it; None:
-            as long as the connection lives.
+        peer: Name for errors.
+        timeout_s: Longest silence of the other side when it should act, in seconds; None: no limit.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout_s: float | None) -> None:
@@ -53,15 +52,16 @@ class FramedSocket:
         self._sealing: _Direction | None = None
         self._opening: _Direction | None = None
         self.heard_at = time.monotonic()
-        """When a frame began to arrive last, by the monotonic clock."""
+        """Begin of the newest frame's arrival, by the monotonic clock."""
 
     def seal(self, send_key: bytes, receive_key: bytes) -> None:
-        """From now on seal what is sent, and take nothing that is not sealed. Keys of 32 bytes, of
-        this connection alone."""
+        """Seal all frames from now on, in both directions. Keys of 32 bytes, of this connection
+        alone.
+        """
         self._sealing, self._opening = _Direction(send_key), _Direction(receive_key)
 
     def expire_in(self, seconds: float | None) -> None:
-        """Give all that follows so long altogether; None: only ``timeout_s`` counts again."""
+        """Limit all that follows to this time in all; None: only ``timeout_s`` counts again."""
         self._ends_at = None if seconds is None else time.monotonic() + seconds
         self._within_s = seconds or 0.0
 
@@ -70,7 +70,7 @@ class FramedSocket:
         self._socket.close()
 
     def cut(self) -> None:
-        """End the connection from another thread: whoever waits at it gets an error now."""
+        """End the connection from another thread: waiting calls raise at once."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -86,7 +86,7 @@ class FramedSocket:
         """Send one frame.
 
         Raises:
-            MessageError: It is longer than the other side takes; nothing was sent.
+            MessageError: It is longer than ``MAX_FRAME_BYTES`` allows; nothing was sent.
             PeerError: The connection has ended.
             SilentError: The other side does not read it in time.
         """
@@ -115,8 +115,8 @@ class FramedSocket:
         """Receive one frame of at most ``most`` bytes.
 
         Raises:
-            PeerError: The connection has ended, or what came is no frame of the other side's.
-            UnprovenError: It is none, and the other side has not proven anything yet.
+            PeerError: The connection has ended, or the bytes are no frame of the other side's.
+            UnprovenError: They are none, before the other side's proof.
             SilentError: Nothing came in time.
         """
         head = bytearray(_LENGTH.size)
@@ -142,7 +142,7 @@ class FramedSocket:
             ) from None
 
     def has_unread(self) -> bool:
-        """Whether bytes have arrived that nobody here has read yet. Any thread may ask."""
+        """Return True if unread bytes have arrived. Callable from any thread."""
         count = array.array("i", [0])
         try:
             fcntl.ioctl(self._socket.fileno(), termios.FIONREAD, count)
@@ -151,8 +151,7 @@ class FramedSocket:
         return count[0] > 0
 
     def _read(self, length: int) -> bytearray:
-        """Receive so many bytes, in memory that grows as they come: what is only announced takes
-        none."""
+        """Receive so many bytes, in memory growing with them: an announcement alone takes none."""
         data = bytearray(min(length, _TAKEN_BYTES))
         begin = 0
         while True:
@@ -177,8 +176,7 @@ class FramedSocket:
             view = view[count:]
 
     def _arm(self) -> None:
-        """Wait no longer than the other side may be silent, nor than is left of the time for
-        all."""
+        """Set the socket's time-out to the other side's silence or the rest of the total time."""
         limit_s = self.timeout_s
         if self._ends_at is not None:
             left_s = self._ends_at - time.monotonic()
@@ -198,14 +196,16 @@ class FramedSocket:
 
 _NEVER_ARMED = -1.0
 _TAKEN_BYTES = 2 << 20
-"""So much room for a frame is taken before its bytes have come; then as much again as has come."""
+"""First room for a frame; then as much again as has come."""
 _JOINED_BYTES = 1 << 16
-"""Frames up to so long go with their length in one call."""
+"""Frames up to this length go with their length in one call."""
 
 
 class _Direction:
-    """The key of one direction, and how many frames it has sealed or opened. Of one process: a fork
-    of it would use the same nonces for other frames."""
+    """The key of one direction, and the number of its frames so far.
+
+    For one process: a fork would use the same nonces for other frames.
+    """
 
     def __init__(self, key: bytes) -> None:
         self.cipher = AESGCM(key)
@@ -223,7 +223,7 @@ class _Direction:
 
 
 def tune(connection: socket.socket) -> None:
-    """Send small frames at once, and notice a host that is gone without a word."""
+    """Send small frames at once, and detect a vanished host."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,14 +1,14 @@
-"""How two processes of a job prove to each other that they know its token, agree on a version and
-make the keys of one connection.
+"""Mutual proof of a job's token by two processes, with a common version and the keys of one
+connection.
 
-The client sends a fresh X25519 key and its versions, the server its own fresh key and the version
-that it has chosen. From the secret of these two keys, from the token and from both messages HKDF
-makes a proof and a sealing key for each side. The client proves first: a stranger who connects
-learns a fresh key and versions, nothing of the token. The proofs differ by side: none can be sent
-back. Both sides forget their fresh keys: a thief of the token reads no recorded connection.
+The client sends a fresh X25519 key and its versions, the server its own fresh key and the chosen
+version. From the secret of these two keys, from the token and from both messages HKDF makes a proof
+and a sealing key for each side. The client proves first: a connecting stranger learns a fresh key
+and versions, nothing of the token. The proofs differ by side, so neither can be sent back. Both
+sides forget their fresh keys: a thief of the token reads no recorded connection.
 
-A token is a key made of a job's secret and name (``job_key``), by a function of so much memory and
-time that a false server, the only stranger who is sent a proof, tries few secrets against it. Each
+A token is a key made of a job's secret and name (``job_key``), by a function so expensive in memory
+and time that a false server, the only stranger with a proof, can try few secrets against it. Each
 service beside the coordinator's has its own key (``service_key``).
 
 Source:
@@ -30,24 +30,24 @@ from scalai.core.errors import UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
 
 VERSIONS = range(4, 5)
-"""Versions of the protocol that this release speaks."""
+"""Protocol versions of this release."""
 SCRYPT_N, SCRYPT_R = 1 << 14, 8
 """Cost of a guess (RFC 7914): 16 MiB, and some tens of milliseconds of a core."""
 _LABEL = b"scalai 4"
 DATA_PLANE = "data plane"
-"""The service of an agent for other hosts."""
+"""Service of an agent for other hosts."""
 
 _MAGIC = b"scalai"
 _HELLO = struct.Struct(">6sHH32s")
-"""Magic, oldest and newest version, a fresh public key. The server's newest is what it has chosen,
-0 where there is none in common; its oldest is the newest that it speaks."""
+"""Magic, oldest and newest version, a fresh public key. The server's newest is its choice, 0
+without a common version; its oldest is its newest version."""
 _KEY_BYTES = 32
 _REFUSED = b"refused"
 
 
 @dataclass(frozen=True, slots=True)
 class _Hello:
-    """What one side sends first."""
+    """First message of a side."""
 
     oldest: int
     newest: int
@@ -66,7 +66,7 @@ class _Hello:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """What both sides of one connection know, and nobody else: 32 bytes each."""
+    """Secrets of both sides of one connection: 32 bytes each."""
 
     client_proof: bytes
     server_proof: bytes
@@ -87,12 +87,13 @@ class _Keys:
 
 
 def job_key(secret: str, job: str) -> str:
-    """Return what proves that a process knows a job's secret: 64 hexadecimal digits. Takes tens of
-    milliseconds and 16 MiB: once a process, and what that starts is given the key.
+    """Return the key made of a job's secret: 64 hexadecimal digits.
+
+    Takes tens of milliseconds and 16 MiB: call it once a process, and pass the key to children.
 
     Source:
-        scrypt (RFC 7914), with the protocol's and the job's name as salt: the hosts of a job share
-        nothing else before they have talked.
+        scrypt (RFC 7914), with the protocol's and the job's name as salt: before their first
+        contact the hosts of a job share nothing else.
     """
     known, salt = secret.encode(errors="surrogateescape"), _LABEL + b"\0" + job.encode()
     most = 256 * SCRYPT_N * SCRYPT_R
@@ -101,17 +102,18 @@ def job_key(secret: str, job: str) -> str:
 
 
 def service_key(token: bytes, service: str, host: str) -> bytes:
-    """Return the key of what one host of a job serves under this name: what another one has heard,
-    or serves itself, proves nothing there."""
+    """Return the key of one host's service under this name; keys of other hosts or services prove
+    nothing there.
+    """
     return hmac.digest(token, b"\0".join((_LABEL, service.encode(), host.encode())), "sha256")
 
 
 def offer(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> int:
-    """Prove to a server that this side knows ``token``, and have it prove the same. From then on
-    the connection is sealed.
+    """Prove to a server that this side knows ``token``, and check its proof. Then the connection is
+    sealed.
 
     Returns:
-        The version that both speak.
+        The common version.
 
     Raises:
         UnprovenError: The other side's token is another one, or it is no process of Scalai.
@@ -134,7 +136,7 @@ def offer(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> int
 
 
 def accept(framed: FramedSocket, token: bytes, versions: range = VERSIONS) -> int:
-    """Have a client prove that it knows ``token``, and prove the same; as ``offer`` otherwise."""
+    """Check a client's proof of ``token``, and prove the same; otherwise as ``offer``."""
     theirs = framed.receive(_HELLO.size)
     asked = _Hello.unpack(theirs, framed)
     common = [version for version in versions if asked.oldest <= version <= asked.newest]

@@ -1,5 +1,6 @@
-"""The one executor of a process that serves others: named lanes, each with threads and a queue of
-its own, so that a foreign disk that never answers holds up no work on memory."""
+"""The one executor of a server process: named lanes, each with threads and a queue of its own, so
+that a hanging foreign disk holds up no work on memory.
+"""
 
 import logging
 import queue
@@ -12,7 +13,7 @@ from typing import TypeVar
 from scalai.core.errors import ScalaiError
 
 FULL_S = 10.0
-"""A lane is full once a piece of work has waited for a thread for so long."""
+"""Seconds of waiting work until its lane counts as full."""
 
 Result = TypeVar("Result")
 Work = tuple[str, Callable[[], None]]
@@ -28,7 +29,7 @@ class _Lane:
     due: "queue.SimpleQueue[Work]" = field(default_factory=queue.SimpleQueue)
     mutex: threading.Lock = field(default_factory=threading.Lock)
     waiting: list[float] = field(default_factory=list)
-    """Times at which waiting work was given, oldest first, in seconds of the monotonic clock."""
+    """Submission times of waiting work, oldest first, in seconds of the monotonic clock."""
     at_work: dict[int, tuple[str, float]] = field(default_factory=dict)
     """Name and begin of present work, by thread."""
     is_said: bool = False
@@ -40,7 +41,7 @@ class Lanes:
     Args:
         threads: Number of threads by name of the lane. Work of a lane with one thread is done in
             order.
-        put: Hands the loop something to do.
+        put: Hands the loop a function to call.
     """
 
     def __init__(
@@ -50,16 +51,22 @@ class Lanes:
         self._put = put
 
     def start(self) -> None:
-        """Start all threads now: later there may be no room for another one (``ulimit -u``, the
-        limit of a container), and the process would end by it. They end with the process."""
+        """Start all threads now: later there may be no room for one (``ulimit -u``, the limit of a
+        container), and the process would end.
+
+        They end with the process.
+        """
         for name, lane in self._lanes.items():
             for number in range(lane.threads):
                 work = (lane, number)
                 threading.Thread(target=_serve, args=work, name=name, daemon=True).start()
 
     def submit(self, lane: str, name: str, work: Callable[[], None]) -> None:
-        """Run ``work`` without a result. A want of room, of a file or of a process is logged and
-        ends nothing; any other error is raised in the loop."""
+        """Run ``work`` without a result.
+
+        ``ScalaiError`` and ``OSError`` are logged and end nothing; other errors are raised in the
+        loop.
+        """
 
         def safely() -> None:
             try:
@@ -72,13 +79,13 @@ class Lanes:
     def run(
         self, lane: str, name: str, work: Callable[[], Result], then: Callable[[Result], object]
     ) -> None:
-        """Run ``work`` in a lane, and ``then`` in its thread with the result. An error of either is
+        """Run ``work`` in a lane, and ``then`` in its thread with the result. Errors of both are
         raised in the loop.
 
         Args:
             lane: Name of the lane.
             name: Name of the work, in messages.
-            work: Blocks as long as it likes.
+            work: May block.
             then: Takes the result.
         """
         chosen = self._lanes[lane]
@@ -94,8 +101,9 @@ class Lanes:
             chosen.due.put((name, safely))
 
     def look(self) -> None:
-        """Say, once, of each full lane what its threads do; and when it has room again. Called now
-        and then."""
+        """Log each newly full lane with its threads' work, and each lane with room again. Called
+        now and then.
+        """
         now = time.monotonic()
         for name, lane in self._lanes.items():
             with lane.mutex:

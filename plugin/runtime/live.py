@@ -1,8 +1,8 @@
-"""Live state of one rank, as a framework's adapter gives it: slots over the framework's own memory.
+"""Live state of one rank, from a framework's adapter: slots over the framework's own memory.
 
-The rows of a rank are its slots' pieces in order: (slot, piece) of the slots that are held, or of
-those that are wanted. ``Registered`` are values beside model and optimizer: a tensor that exists at
-``attach`` is a slot; one that comes later, or has another shape by then, goes with the scalars.
+The rows of a rank are its slots' pieces in order: (slot, piece) of the held or of the wanted slots.
+``Registered`` are values beside model and optimizer: a tensor that exists at ``attach`` is a slot;
+a later one, or one of another shape by then, goes with the scalars.
 """
 
 import base64
@@ -31,14 +31,14 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 INTEGERS: Mapping[int, torch.dtype] = {
     1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64,
 }  # fmt: skip
-"""The integer type that holds the bits of an element of so many bytes."""
+"""Integer type by bytes of an element."""
 
 _LATE = "scalai_tensor"
-"""The key under which JSON holds a tensor that has no slot."""
+"""Key in JSON of a tensor without a slot."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a dtype. ``RefusedError`` where the format has none."""
+    """Return the safetensors name of a dtype. ``RefusedError`` if the format has none."""
     if dtype not in _NAMES:
         raise RefusedError(f"tensors of {dtype} cannot be kept; known are {list(_NAMES)}.")
     return _NAMES[dtype]
@@ -46,14 +46,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
-    """Live memory of this rank that is part of a global tensor.
+    """Live memory of this rank, part of a global tensor.
 
     ``buffer`` [elements] is a flat, detached view of the framework's own memory, of the tensor's
-    dtype; ``pieces`` say which boxes of ``tensor`` lie where in it. ``is_held``: this rank vouches
-    for these elements, they may be written.
-    ``is_wanted``: a restore must fill them. Stale copies are wanted, not held; a range of a
-    parameter that is wanted whole elsewhere is held, not wanted. ``is_volatile``: it may change
-    between two updates, as a buffer does in a forward pass.
+    dtype; ``pieces`` are the boxes of ``tensor`` in it. ``is_held``: this rank vouches for these
+    elements, they may be written. ``is_wanted``: a restore must fill them. Stale copies are wanted,
+    not held; a range of a parameter wanted whole elsewhere is held, not wanted. ``is_volatile``: it
+    may change between two updates, as a buffer does in a forward pass.
     """
 
     tensor: Tensor
@@ -65,7 +64,7 @@ class Slot:
 
 
 def whole_slot(name: str, value: torch.Tensor, *, is_volatile: bool) -> Slot:
-    """Return the slot of a contiguous tensor that this rank has whole."""
+    """Return the slot of a contiguous tensor held whole by this rank."""
     shape = tuple(value.shape)
     tensor = Tensor(name, shape, dtype_name(value.dtype))
     piece = Piece(whole(shape), 0, row_major(shape))
@@ -78,44 +77,49 @@ class LiveState(Protocol):
     @property
     def coordinate(self) -> str:
         """Position of this rank on the parallel axes, such as ``tp0-pp1-dp0``: the key of its
-        ``rank_state``."""
+        ``rank_state``.
+        """
 
     def slots(self) -> Sequence[Slot]:
-        """List all tensors of this rank. Called once, after the model and the optimizer are built;
-        the buffers stay valid and in place until the process ends."""
+        """List all tensors of this rank.
+
+        Called once, after the model and the optimizer are built; the buffers stay valid and in
+        place until the process ends.
+        """
 
     def scalars(self) -> Mapping[str, Json]:
-        """Return what is not a tensor and equal on all ranks that have it (schedule, loss scale,
+        """Return values other than tensors, equal on all ranks with them (schedule, loss scale,
         parameter groups).
 
-        Nested mappings of all ranks are united; where two ranks differ the lowest rank's value
-        stays."""
+        Nested mappings of all ranks are united; of differing values the lowest rank's stays.
+        """
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
-        """Put back what the union of all ranks' ``scalars()`` was."""
+        """Put back the union of all ranks' ``scalars()``."""
 
     def rank_state(self) -> Json:
-        """Return what belongs to this rank alone (random number generators)."""
+        """Return this rank's own values (random number generators)."""
 
     def load_rank_state(self, state: Json | None, step: int) -> str:
-        """Put back this coordinate's state, or derive a new one from ``step`` where there is None
-        (the degrees changed).
+        """Put back this coordinate's state; None (the degrees changed): derive a new one from
+        ``step``.
 
-        Returns one line for the log that says which."""
+        Returns a log line about the choice.
+        """
 
 
 def held_rows(slots: Sequence[Slot]) -> list[tuple[Slot, Piece]]:
-    """List the pieces that this rank vouches for."""
+    """List this rank's held pieces."""
     return [(slot, piece) for slot in slots if slot.is_held for piece in slot.pieces]
 
 
 def wanted_rows(slots: Sequence[Slot]) -> list[tuple[Slot, Piece]]:
-    """List the pieces that a restore must fill."""
+    """List the pieces to be filled by a restore."""
     return [(slot, piece) for slot in slots if slot.is_wanted for piece in slot.pieces]
 
 
 def collection_of(rows: Sequence[tuple[Slot, Piece]]) -> Collection:
-    """Return rows as a collection, for the other side of a process border."""
+    """Return rows as a collection, for another process."""
     return Collection.of((slot.tensor, piece.box) for slot, piece in rows)
 
 
@@ -163,7 +167,7 @@ class _RegisteredValue:
 
 
 class Registered:
-    """What one process has registered. Tensors are whole, and equal on all ranks."""
+    """Registered values of one process. Tensors are whole, and equal on all ranks."""
 
     def __init__(self) -> None:
         self._entries: list[_RegisteredValue] = []
@@ -178,7 +182,7 @@ class Registered:
         self._entries.append(_RegisteredValue(name, get, set))
 
     def slots(self) -> Sequence[Slot]:
-        """List the tensors that are there now. Later calls return the same list."""
+        """List the present tensors. Later calls return the same list."""
         if not self._is_listed:
             self._is_listed = True
             values = {entry.name: entry.get() for entry in self._entries}
@@ -190,14 +194,14 @@ class Registered:
         return list(self._slots.values())
 
     def refresh(self) -> None:
-        """Have the slots hold the present values: a getter may return a new tensor each time."""
+        """Copy the present values into the slots: a getter may return a new tensor each time."""
         for entry in self._entries:
             value = entry.get()
             if isinstance(value, torch.Tensor) and self._has_room(entry.name, value):
                 self._slots[entry.name].buffer.copy_(value.detach().reshape(-1))
 
     def values(self) -> Mapping[str, Json]:
-        """Return as JSON what the slots do not hold."""
+        """Return the values outside of slots as JSON."""
         values = [(entry.name, entry.get()) for entry in self._entries]
         return {
             name: _plain(value) if isinstance(value, torch.Tensor) else value
@@ -206,7 +210,7 @@ class Registered:
         }
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Give back what ``values`` returned, and what was restored into the slots."""
+        """Give back ``values``, and tensors restored into the slots."""
         for entry in self._entries:
             if entry.name in values:
                 entry.set(_live(values[entry.name]))

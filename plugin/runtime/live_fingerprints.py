@@ -1,5 +1,6 @@
-"""Fingerprints of live memory: by numpy on the host, by the device's own arithmetic where the
-memory is there."""
+"""Fingerprints of live memory: by numpy on the host, by a device's own arithmetic for its
+memory.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -30,16 +31,17 @@ from scalai.runtime.live import Slot, host_bits, piece_view
 from scalai.store.files import blocks, slices
 
 BLOCK = 1 << 24
-"""Elements that a device widens to 64 bits at a time: 128 MiB."""
+"""Elements widened to 64 bits at a time by a device: 128 MiB."""
 NARROW = 32
-"""Rows of fewer columns are done as many at a time as of so many: a row's own sums take room."""
+"""Least columns in the number of rows at a time: a row's own sums take room."""
 PLACES = tuple(1 << bits for bits in (26, 0))
-"""What the parts of a sum count that a device keeps apart, so that none outgrows 63 bits."""
+"""Weights of a sum's parts, kept apart by a device so that none outgrows 63 bits."""
 
 
 def live_fingerprints(rows: Sequence[tuple[Slot, Piece]]) -> npt.NDArray[np.uint64]:
     """Return the fingerprint of each row of live memory, [rows]. Blocks until the device is
-    done."""
+    done.
+    """
     pending = [_row_fingerprint(slot, piece) for slot, piece in rows]
     # One wait for the device at the end instead of one a row.
     values = [value if isinstance(value, int) else fingerprint_of(value) for value in pending]
@@ -54,15 +56,14 @@ def _row_fingerprint(slot: Slot, piece: Piece) -> "int | torch.Tensor":
 
 
 def device_fingerprint(bits: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-    """Compute ``core.fingerprint.piece_fingerprint`` of a piece where it lies.
+    """Compute ``core.fingerprint.piece_fingerprint`` of a piece in place.
 
-    Queued on the current stream, without waiting. Returns int64 numbers of which
-    ``fingerprint_of`` makes the fingerprint.
+    Queued on the current stream, without waiting. Returns int64 numbers for ``fingerprint_of``.
 
     Args:
-        bits: The piece as signed integers of the element's width [box.shape], any strides.
-        box: Where the piece lies in the global tensor.
-        shape: The global tensor's shape, in elements.
+        bits: Piece as signed integers of the element's width [box.shape], any strides.
+        box: Place of the piece in the global tensor.
+        shape: Shape of the global tensor, in elements.
     """
     total = torch.zeros((2, 2, DIGITS, DIGITS), dtype=torch.int64, device=bits.device)
     segments = segments_of_row(shape[-1] if shape else 1, bits.element_size())
@@ -80,14 +81,17 @@ def device_fingerprint(bits: torch.Tensor, box: Box, shape: tuple[int, ...]) -> 
 
 
 def fingerprint_of(numbers: torch.Tensor) -> int:
-    """Return the fingerprint that ``device_fingerprint`` has computed. Blocks until it is there."""
+    """Return the fingerprint of ``device_fingerprint``'s numbers. Blocks until it is there."""
     parts = numbers.reshape(len(PLACES), -1).tolist()
     return sum(weigh(sums) * place for sums, place in zip(parts, PLACES, strict=True)) % P
 
 
 def _words(values: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
     """Return rows of elements as words, int32 [rows, words], with zeros around them; and the place
-    of the first word in its row. ``first``: that of the first element."""
+    of the first word in its row.
+
+    ``first``: place of the first element.
+    """
     columns = values.shape[-1] if values.dim() else 1
     # Contiguous memory may have any stride along a dimension of one; a table of it has not.
     table = values.contiguous().as_strided((values.numel() // columns, columns), (columns, 1))
@@ -103,8 +107,8 @@ def _words(values: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
 
 
 def _run_sums(words: torch.Tensor, run: SegmentRun, rows: torch.Tensor) -> torch.Tensor:
-    """Return the sums of digits of a run, [PLACES, halves, digits of b, digits of a]; as
-    ``core.universal_hash.Hash`` makes them.
+    """Return the sums of digits of a run, [PLACES, halves, digits of b, digits of a], as
+    ``core.universal_hash.Hash``.
 
     ``rows`` [rows] are the numbers of the rows' first segments.
     """
@@ -127,8 +131,9 @@ def _run_sums(words: torch.Tensor, run: SegmentRun, rows: torch.Tensor) -> torch
 
 
 def _segment_digits(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the digits of segments' keys, [segments, DIGITS], as ``Keys.segments`` does. Integers
-    wrap modulo 2**64."""
+    """Return the digits of segments' keys, [segments, DIGITS], as ``Keys.segments``; integers wrap
+    at 2**64.
+    """
     value = numbers * _signed(STEP) + _signed(KEYS.start)
     for shift, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
         value = (value ^ _shifted(value, shift)) * _signed(factor)
@@ -137,7 +142,7 @@ def _segment_digits(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift to the right as if it had no sign."""
+    """Shift to the right without sign extension."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

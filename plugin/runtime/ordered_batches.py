@@ -12,8 +12,8 @@
         if job.boundary(samples=batches.now.global_batch_size):
             break
 
-Its whole state is the number of samples that the job has consumed. What workers of a loader have
-read ahead is drawn again by the next round.
+Its whole state is the number of samples consumed by the job. The next round draws again the samples
+read ahead by a loader's workers.
 """
 
 from collections.abc import Iterator
@@ -27,26 +27,25 @@ from scalai.runtime.session import Session
 
 
 class OrderedBatches(Sampler[list[int]]):
-    """This replica's micro-batches, from the job's next step on: of each global batch its share of
-    consecutive places.
+    """This replica's micro-batches, from the job's next step on: its consecutive share of each
+    global batch.
 
-    Make it on every rank alike, also where no loader is, after ``attach`` or before: it tells the
-    job's ledger in which order steps draw. For an evaluation, which the ledger does not count, say
-    ``is_training=False``: it draws from its first sample whenever it is iterated.
+    Make it on every rank alike, also on ranks without a loader, after ``attach`` or before: it
+    gives the job's ledger the order of draws. For an evaluation, not counted by the ledger, pass
+    ``is_training=False``: each iteration then begins at the first sample.
 
     Args:
-        job: This worker's session.
+        job: Session of this worker.
         order: ``Shuffled`` or ``Blend``.
-        batch: Samples of a global batch, or how they grow.
-        micro_batch_size: Samples of a micro-batch, at most; what the job has decided on wins.
-            None: a replica's whole share.
-        dp_rank: The replica. None: the rank, where DP is all that there is.
-        samples: Of the whole training: a global batch that would have more is not begun. None:
-            without end.
-        is_training: Whether steps draw in this order, as in one of each round.
+        batch: Samples of a global batch, or their growth.
+        micro_batch_size: Largest number of samples of a micro-batch; the job's decision wins. None:
+            a replica's whole share.
+        dp_rank: Index of the replica. None: the rank, if DP is the only axis.
+        samples: Samples of the whole training: a global batch beyond is not begun. None: no end.
+        is_training: Steps draw in this order, as in one of each round.
 
     Raises:
-        RefusedError: The replica is not known; a data set is another one than in earlier rounds; or
+        RefusedError: The replica is unknown; a data set is another one than in earlier rounds; or
             steps draw in another order already.
     """
 
@@ -66,13 +65,13 @@ class OrderedBatches(Sampler[list[int]]):
         self._dp_rank = job.rank if dp_rank is None else dp_rank
         self._is_training = is_training
         self._given = -1
-        """Where the samples end that were given in this process; -1: none were, others draw."""
+        """End of the samples given in this process; -1: none, others draw."""
         if is_training:
             job.draw_from(order, self._contradiction)
 
     @property
     def now(self) -> Batches:
-        """How the global batch of the step under way is spread.
+        """Division of the global batch of the step under way.
 
         Raises:
             RefusedError: DP does not divide it.
@@ -90,7 +89,9 @@ class OrderedBatches(Sampler[list[int]]):
                 yield self._order.samples_at(places).tolist()
 
     def _contradiction(self, before: int, after: int) -> str | None:
-        """Return why a step that begins at one sample cannot have consumed those up to another."""
+        """Return the reason why a step cannot have consumed the samples between two numbers, or
+        None.
+        """
         size = self._batches.size_at(before)
         if after - before != size:
             return f"the global batch from sample {before} on has {size}"

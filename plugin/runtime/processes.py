@@ -1,4 +1,4 @@
-"""A process of a job: quick imports, signals that mean the agent, an end with its parent."""
+"""A process of a job: quick imports, the agent's signals, an end with its parent."""
 
 import contextlib
 import ctypes
@@ -16,20 +16,19 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"""torchrun's variable for ``--signals-to-handle``: an agent sets it, and what it starts inherits
-it."""
+"""torchrun's variable for ``--signals-to-handle``, set by an agent for its children."""
 NOTICE = signal.SIGUSR1
-"""Says that the host will be taken away: a scheduler may send it before it ends a job."""
+"""The host will be taken away: a scheduler may send it before it ends a job."""
 _ALWAYS = (signal.SIGTERM, signal.SIGINT, NOTICE)
 _DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Import without looking for garbage on the way, nor ever among what was imported.
+    """Import without garbage collection during it, or ever among the imported objects.
 
-    An import brings tens of thousands of objects that stay: to look through them takes a fourth of
-    the time of importing torch, and again when the process ends.
+    An import brings tens of thousands of permanent objects: a search through them takes a fourth of
+    the time of importing torch, and again at the end of the process.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -42,10 +41,11 @@ def without_collections() -> Iterator[None]:
 
 
 def imported(local_rank: int) -> "Imports | None":
-    """Tell what this script has imported and from where, for the fork server of later rounds. One
-    worker a host tells."""
+    """Return this script's imports and paths, for the fork server of later rounds; one worker a
+    host.
+    """
     from scalai.core.messages.worker_messages import (
-        Imports,  # numpy, which questions to a job do without
+        Imports,  # imports numpy, unneeded by questions to a job
     )
 
     if local_rank != 0:
@@ -59,9 +59,9 @@ def imported(local_rank: int) -> "Imports | None":
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends.
+    """Have the kernel kill this process at the end of its forking thread.
 
-    ``parent``: the parent's process id; if it is gone already, this process ends at once.
+    ``parent``: process id of the parent; if it is gone already, this process ends at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -69,7 +69,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_with(other: int) -> None:
-    """Kill this process when another one ends, whichever thread or process has forked this one.
+    """Kill this process at the end of another one, a relative or not.
 
     ``other``: its process id; if it is gone already, this process ends at once.
     """
@@ -91,7 +91,7 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
     """Read ``--signals-to-handle``: names, separated by commas.
 
     Raises:
-        ValueError: No process can handle a signal of that name.
+        ValueError: No process can handle a signal of this name.
     """
     found: Sequence[str] = [name.strip() for name in text.split(",") if name.strip()]
     for name in found:
@@ -101,7 +101,6 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def meant_for_the_agent() -> tuple[signal.Signals, ...]:
-    """Return the signals that mean the agent: those of ``--signals-to-handle``, SIGTERM, SIGINT and
-    the notice."""
+    """Return the agent's signals: ``--signals-to-handle``, SIGTERM, SIGINT and the notice."""
     named = parse_signals(os.environ.get(VARIABLE, _DEFAULT))
     return tuple(dict.fromkeys((*_ALWAYS, *named)))

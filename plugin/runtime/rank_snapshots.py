@@ -1,5 +1,6 @@
-"""A worker's part in the snapshots of its job: between two steps it writes what is ordered, or
-begins to, where the training can go on meanwhile."""
+"""A worker's part in its job's snapshots: it writes ordered rows between two steps, or beside the
+training.
+"""
 
 import logging
 import os
@@ -38,17 +39,17 @@ log = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """Writes the state of one rank when the training stands between two steps, and in an emergency.
+    """Writes the state of one rank between two steps, and in an emergency.
 
     Args:
-        agent: The connection of the main thread.
-        rank, round: Of this worker.
-        state: Its live state.
-        rows: The rows that it holds.
+        agent: Connection of the main thread.
+        rank, round: Rank and round of this worker.
+        state: Live state of this worker.
+        rows: Its held rows.
         rings: Pinned buffers by device.
-        registered: What the script keeps beside.
-        consumption: What it has consumed.
-        pause: Returns a context for what is within a step and no part of it.
+        registered: Values registered by the script.
+        consumption: Samples consumed.
+        pause: Returns a context for waits within a step, not part of it.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Snapshots:
         self._times, self._is_beside = StepTimes(), False
 
     def renew(self, state: LiveState, rows: Sequence[Row]) -> None:
-        """The same tensors may lie elsewhere now."""
+        """Take the same tensors at other places."""
         self.settle()
         self._state, self._rows = state, rows
         if self._beside is not None:
@@ -86,12 +87,12 @@ class Snapshots:
 
     @property
     def are_watched(self) -> bool:
-        """Whether a failure of others has this worker write what it has."""
+        """True if this worker writes its state after others' failures."""
         is_on = self._emergency is not None and self._emergency.is_on
         return is_on and not self._is_leaving
 
     def watch_for_failures(self) -> None:
-        """From now on this worker writes what it has where others fail."""
+        """Write this worker's state after others' failures, from now on."""
         directory, beside = os.environ[AGENT_DIRECTORY], self._beside
         self._emergency = EmergencyWriter(
             self._rank, self._round, directory, self._rows, self._rings, self._turn,
@@ -100,8 +101,10 @@ class Snapshots:
         self._emergency.begin()
 
     def write_beside_training(self) -> None:
-        """From now on snapshots on the way are written while the training goes on. Call it before
-        ``watch_for_failures``."""
+        """Write snapshots on the way beside the training, from now on.
+
+        Call it before ``watch_for_failures``.
+        """
         directory = os.environ[AGENT_DIRECTORY]
         self._beside = AsyncSnapshots(
             self._agent, self._rank, self._round, directory, self._rows, self._rings, self._turn,
@@ -110,7 +113,7 @@ class Snapshots:
         self._beside.watch()
 
     def begin_update(self) -> None:
-        """What the slots hold is about to change."""
+        """Announce a change of the slots' values."""
         if self._beside is not None:
             self._beside.begin_update()
         if self._emergency is not None:
@@ -118,7 +121,7 @@ class Snapshots:
         reached("update")
 
     def step_ended(self, step: int, samples: Samples) -> None:
-        """A step has ended: what the next one changes before its update is copied."""
+        """Copy, at the end of a step, the values changed by the next one before its update."""
         self._times = self._times.ended(time.monotonic(), is_beside=self._is_beside)
         self._is_beside = self._beside is not None and self._beside.is_writing
         self._between_now = None
@@ -133,13 +136,14 @@ class Snapshots:
         self._emergency.step_ended(self._registered.refresh, capture)
 
     def settle(self) -> None:
-        """Return once no snapshot is written beside the training any more."""
+        """Wait for the end of a snapshot beside the training."""
         if self._beside is not None:
             self._beside.settle()
 
     def take_on_the_way(self, step: int, samples: Samples) -> None:
-        """Write a snapshot of this step, beside the training where that can be; else the training
-        stands still for it, and it is said why."""
+        """Write a snapshot of this step beside the training if possible, else stall it and log the
+        reason.
+        """
         began, self._is_beside = time.monotonic(), True
         self.settle()
         if self._begin(step, samples, began):
@@ -148,7 +152,7 @@ class Snapshots:
         self.map_next()
 
     def _begin(self, step: int, samples: Samples, began: float) -> bool:
-        """Begin a snapshot beside the training; False: it cannot be."""
+        """Begin a snapshot beside the training; False: impossible."""
         if self._beside is None:
             return False
         obstacle = self._beside.obstacle()
@@ -163,8 +167,10 @@ class Snapshots:
         return self._beside.begin(between, mapped, began, self.map_next, self._measured())
 
     def take(self, reason: str, step: int, samples: Samples) -> bool:
-        """Write what the agent orders. Returns False where the stop was taken back instead: at a
-        stop the order comes once the workers of every host have come to it, if they do."""
+        """Write the agent's order. Returns False if the stop was withdrawn.
+
+        At a stop the order comes once the workers of every host have reached it.
+        """
         began = time.monotonic()
         self.settle()
         if reason == "stop":
@@ -177,16 +183,18 @@ class Snapshots:
         reached("write" if reason == "stop" else reason)
         self._registered.refresh()
         while order is not None:
-            # More than once where this rank writes for a replica that died.
+            # More than once if this rank writes for a dead replica.
             order = self._write(order, step, samples, began)
         reached("leave" if reason == "stop" else "train")
         return True
 
     def _prints(self) -> tuple[int, ...]:
-        """Return fingerprints of the rows of this rank, but for those that passes may change: ranks
-        of one host that hold the same compare them, of which one alone is written. It takes as
-        long as the proof of all that this rank holds; empty: no other rank is here, or the device
-        has no room for the arithmetic."""
+        """Return fingerprints of this rank's rows, except volatile ones, to compare replicas on one
+        host: only one of them is written.
+
+        Takes as long as a proof of all held rows. Empty: no other rank is here, or the device has
+        no room for the arithmetic.
+        """
         if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
             return ()
         kept = [row for row, (slot, _) in enumerate(self._rows) if not slot.is_volatile]
@@ -203,7 +211,7 @@ class Snapshots:
     def _write(
         self, order: WriteOrder, step: int, samples: Samples, stands_since: float
     ) -> WriteOrder | None:
-        """Write what the agent ordered and tell it. Returns the next order, or None."""
+        """Write the agent's order and report it. Returns the next order, or None."""
         began = time.monotonic()
         with self._turn:
             place_rows(self._rows, order, self._rings, self._mapped)
@@ -221,13 +229,13 @@ class Snapshots:
         return self._agent.call(between.written(self._rank, self._round, fingerprints, seconds))
 
     def _measured(self) -> dict[str, float]:
-        """Return how long a usual step takes, and how much longer those beside the last snapshot
-        have taken, as far as it is known."""
+        """Return the usual time of a step, and the extra time beside the last snapshot, if
+        known.
+        """
         found = {"step": self._times.step_s, "cost": self._times.cost_s}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 
     def _between(self, step: int, samples: Samples) -> Between:
-        """Return what belongs to the state of a step beside its tensors."""
         own = {"user": dict(self._registered.values()), **self._consumption.scalars()}
         return Between(
             step=step,
@@ -240,7 +248,7 @@ class Snapshots:
     def map_next(self) -> None:
         """Map the file of the next snapshot beside the training, as soon as the agent has made it.
 
-        Then a copy into warm memory is all that a snapshot has to do.
+        Then a snapshot is only a copy into warm memory.
         """
         asked = AwaitSlot(self._rank, self._round)
         map_beside(os.environ[AGENT_DIRECTORY], asked, partial(setattr, self, "_mapped"))

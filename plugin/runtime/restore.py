@@ -23,14 +23,16 @@ from scalai.store.files import MADV_POPULATE_READ, advise, blocks, slices
 
 Row = tuple[Slot, Piece]
 NEAR_BYTES = 1 << 16
-"""Stretches of a file that are nearer than this are mapped as one."""
+"""Stretches of a file nearer than this are mapped as one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A live state that was filled from a generation. ``scalars`` are what belongs to it beside its
-    tensors; ``note`` is the state's own; ``began`` and ``mapped_s``: when that was, in seconds of
-    the monotonic clock, and how long the files' mapping took."""
+    """A live state filled from a generation.
+
+    ``scalars`` are its values beside tensors; ``note`` is the state's own; ``began`` is in seconds
+    of the monotonic clock, ``mapped_s`` the duration of mapping.
+    """
 
     scalars: dict[str, Json]
     note: str
@@ -38,7 +40,7 @@ class Filled:
     mapped_s: float
 
     def proven(self, rank: int, round: int, wanted: Sequence[Row]) -> RankRestored:
-        """Return what this rank has, with fingerprints of its wanted rows."""
+        """Return this rank's report, with fingerprints of its wanted rows."""
         read = time.monotonic()
         fingerprints = live_fingerprints(wanted)
         return RankRestored(
@@ -85,10 +87,10 @@ def read_rows(
     """Fill the wanted rows of this rank. Blocks until the bytes are in place.
 
     Args:
-        rows: The wanted rows of this rank (``wanted_rows``).
-        order: The copies that fill them; each wanted element is in exactly one.
-        rings: Pinned buffers by device; made here, slowly, where they are missing.
-        sources: What ``map_sources`` returned for these rows and this order.
+        rows: Wanted rows of this rank (``wanted_rows``).
+        order: Copies to fill them; each wanted element is in exactly one.
+        rings: Pinned buffers by device; made here, slowly, if missing.
+        sources: Result of ``map_sources`` for these rows and this order.
 
     Raises:
         LayoutError: The copies do not fill the rows, or lie outside of them. Nothing is written.
@@ -128,10 +130,10 @@ def _check_filled(rows: Sequence[Row], order: ReadOrder) -> None:
 
 
 def map_sources(rows: Sequence[Row], order: ReadOrder) -> list[torch.Tensor]:
-    """Map the files of an order as bytes, with the pages that its copies read.
+    """Map the files of an order as bytes, with the pages for its copies.
 
-    Many pages at once take a fraction of the time that they take one by one. Private, because torch
-    has no read-only tensors; nothing writes to them.
+    Mapping many pages at once takes a fraction of the time. Private: torch has no read-only
+    tensors; nothing writes to them.
 
     Raises:
         StoreError: A file is missing.
@@ -160,7 +162,7 @@ def _map(path: str, begins: Columns, ends: Columns) -> torch.Tensor:
             f"{path} cannot be mapped ({error.strerror}). Restore from another generation."
         ) from error
     for low, high in _stretches(begins, ends):
-        # Where the kernel cannot do it ahead, or the file is too short, the copy finds out.
+        # If the kernel cannot do it ahead, or the file is too short, the copy finds out.
         advise(data, low, min(high, len(data)), MADV_POPULATE_READ)
     return torch.frombuffer(data, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""The worker's side of an elastic job: what a training loop talks to.
+"""The worker's side of an elastic job, for a training loop.
 
 A dozen lines in a loop of one's own::
 
@@ -12,8 +12,8 @@ A dozen lines in a loop of one's own::
             if job.boundary(samples=global_batch_size):
                 break
 
-Outside ``scalai-run --elastic`` a session is inert: it hands out the degrees that it was given,
-restores nothing and never stops the loop.
+Outside ``scalai-run --elastic`` a session is inert: it returns the given degrees, restores nothing
+and never stops the loop.
 """
 
 import math
@@ -74,7 +74,7 @@ class MadeSteps:
     """Loss and gradient norm of the newest steps of one rank.
 
     Args:
-        report: Takes a step, its loss and its norm; NaN: not known.
+        report: Takes a step, its loss and its norm; NaN: unknown.
     """
 
     def __init__(self, report: Callable[[int, float, float], None]) -> None:
@@ -82,7 +82,9 @@ class MadeSteps:
         self._on_the_way: deque[tuple[int, _Copy, _Copy]] = deque(maxlen=MOST_STEPS)
 
     def note(self, step: int, loss: Any, norm: Any) -> None:
-        """A step has ended. What lies on a device is told with a later step, once it has come."""
+        """Note an ended step. Numbers on a device are reported with a later step, once they have
+        come.
+        """
         self._on_the_way.append((step, _Copy(loss), _Copy(norm)))
         while self._on_the_way and all(copy.is_there for copy in self._on_the_way[0][1:]):
             step, loss, norm = self._on_the_way.popleft()
@@ -96,7 +98,7 @@ class _Copy:
         self._number = number
         self._event: Any = None
         if isinstance(number, torch.Tensor) and number.is_cuda:
-            self._number = number.detach().to("cpu", non_blocking=True)  # pinned by that
+            self._number = number.detach().to("cpu", non_blocking=True)  # pinned by this copy
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(number.device))
 
@@ -120,7 +122,7 @@ def current() -> "Session | None":
 
 
 def elastic(**defaults: int) -> "Session":
-    """Return this worker's session: a context that hands out the degrees.
+    """Return this worker's session: a context with the degrees.
 
     Args:
         defaults: Degrees (``tp``, ``pp``, ``vpp``) for a run outside ``scalai-run --elastic``.
@@ -150,7 +152,7 @@ class _Link:
 
 @dataclass(eq=False, slots=True)
 class _Attached:
-    """The live state, its rows that this rank vouches for, and their pinned buffers by device."""
+    """The live state, this rank's held rows, and their pinned buffers by device."""
 
     state: LiveState
     held: list[Row] = field(default_factory=list)
@@ -161,16 +163,16 @@ class _Attached:
 
 @dataclass(eq=False, slots=True)
 class _Progress:
-    """How far this worker is in its round.
+    """Progress of this worker in its round.
 
     Attributes:
-        is_stopped: ``boundary`` has said to leave, or the training has ended.
+        is_stopped: ``boundary`` has returned True, or the training has ended.
         has_stepped: A step of this round has ended.
         is_compared: The workers have to prove the change at the first step.
         is_own_loop: The state itself notes the numbers of steps: no framework's hooks do.
         numbers: Numbers of the step under way, before its update.
         schedule: Steps with snapshots.
-        process: Number of the process that trains; a fork has another one.
+        process: Number of the training process; a fork has another one.
         save_in_flight: Iteration of the framework's oldest save under way.
     """
 
@@ -189,19 +191,19 @@ class Session:
 
     Attributes:
         tp, pp, dp, vpp, cp, ep: Degrees of this round.
-        rank, world_size: This worker among those of the round.
-        micro_batch_size: Samples a forward pass and replica; None where nobody has decided on it.
-        step, consumed_samples: How far the training is: 0 on a fresh start, those of the generation
-            after ``attach``.
-        restorable_step: Step of the generation that ``attach`` will restore; None where there is
-            none. A worker that ``is_standby`` will find a later one.
-        is_standby: Whether this worker was started while those of the round before still train.
-            ``attach`` returns once they have stopped.
-        facts: What the job's first workers told by ``report_facts``; empty on a fresh start.
-        settings: What the elastic configuration says to a framework's hooks.
-        is_measured: Whether a framework's hooks call ``note_numbers``. Else the state may, from
-            ``attach`` on (``watch_steps``).
-        replaying: What a framework's hooks say for ``is_replaying``.
+        rank, world_size: Rank of this worker in the round, number of its workers.
+        micro_batch_size: Samples a forward pass and replica; None: undecided.
+        step, consumed_samples: Progress of the training: 0 on a fresh start, the generation's after
+            ``attach``.
+        restorable_step: Step of the generation for ``attach``, or None. A worker that
+            ``is_standby`` will find a later one.
+        is_standby: This worker was started during the training of the round before. ``attach``
+            returns once the old workers have stopped.
+        facts: Facts of the job's first workers (``report_facts``); empty on a fresh start.
+        settings: Elastic configuration of a framework's hooks.
+        is_measured: A framework's hooks call ``note_numbers``. Else the state may, from ``attach``
+            on (``watch_steps``).
+        replaying: Value of ``is_replaying``, set by a framework's hooks.
     """
 
     def __init__(self, **defaults: int) -> None:
@@ -257,38 +259,44 @@ class Session:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether an agent stands behind this worker."""
+        """True if this worker has an agent."""
         return self._link is not None
 
     @property
     def is_attached(self) -> bool:
-        """Whether ``attach`` was called: the job's state is known."""
+        """True after ``attach``: the job's state is known."""
         return self._attached is not None
 
     @property
     def is_stopped(self) -> bool:
-        """Whether ``boundary`` has said to leave."""
+        """True once ``boundary`` has returned True."""
         return self._progress.is_stopped
 
     @property
     def is_proving(self) -> bool:
-        """Whether ``note_numbers`` of this step is wanted: it is the round's first one, or one
-        behind its stop."""
+        """True if this step needs ``note_numbers``: the round's first one, or one behind its
+        stop.
+        """
         return self._link is not None and (
             not self._progress.has_stepped or self._progress.is_stopped
         )
 
     @property
     def is_compared(self) -> bool:
-        """Whether this step is compared with another layout's, in which random numbers differ: the
-        round's first one where its workers have to prove the change, or one behind its stop."""
+        """True if this step is compared with another layout's, despite other random numbers.
+
+        It is the round's first one, if its workers have to prove the change, or one behind its
+        stop.
+        """
         return self.is_proving and (self._progress.is_compared or self.is_to_prove)
 
     @property
     def is_to_prove(self) -> bool:
-        """Whether this worker, whose state is written, is to make its next step up to the door of
-        the update, say ``note_numbers``, and leave. Of that step nothing is kept: where the script
-        evaluates, saves or ends before it, the worker leaves there."""
+        """True if this worker, with its state written, must make its next step up to its update,
+        call ``note_numbers``, and leave.
+
+        Nothing of this step is kept: a script that evaluates, saves or ends before it leaves there.
+        """
         return (
             self._link is not None
             and self._progress.is_stopped
@@ -296,28 +304,35 @@ class Session:
         )
 
     def note_numbers(self, numbers: Numbers) -> None:
-        """Say what a step has computed before its update. Call before ``boundary``; behind a stop,
-        where there is none, the agent hears of it now."""
+        """Note a step's numbers before its update. Call before ``boundary``.
+
+        Behind a stop there is no ``boundary``: they go to the agent now.
+        """
         self._progress.numbers = numbers
         if self._link is not None and self._progress.is_stopped:
             stepped = RankStepped(self.rank, self._link.round, self.step + 1, None, numbers)
             self._link.agent.call(stepped)
 
     def note_made(self, loss: Any, norm: Any) -> None:
-        """Say what the step that ends has computed, on one rank of the job: if it is lost and made
-        again, that is compared. Numbers, or tensors of one; no device is waited for."""
+        """Note the results of the ending step, on one rank of the job; a repetition of a lost step
+        is compared with them.
+
+        Numbers, or tensors of one; waits for no device.
+        """
         if self._link is not None:
             self._link.made.note(self.step + 1, loss, norm)
 
     def note_draws(self, *draws: Draw) -> None:
-        """Say which samples the step under way has drawn, before ``boundary``: else the job's
-        ledger counts how many samples a step has. No draws at all: this rank draws no samples in
-        this round, others say."""
+        """Note the samples drawn by the step under way, before ``boundary``; else the job's ledger
+        counts each step's samples.
+
+        Without draws: this rank draws no samples in this round, others report.
+        """
         self._consumption.note(draws)
 
     def note_sources(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
-        """Say from what the order of each data set follows, such as size and seed: on every rank
-        that draws alike, once a round or more often. Other facts are not compared.
+        """Note the facts behind the order of each data set, such as size and seed: on every rank
+        with the same draws, once a round or more often. Other facts are not compared.
 
         Raises:
             RefusedError: A data set was another one before.
@@ -325,25 +340,30 @@ class Session:
         self._consumption.know(sources)
 
     def draw_from(self, order: GlobalOrder, contradiction: Contradiction = lambda *_: None) -> None:
-        """Say, on every rank alike, that steps draw in an order of Scalai's own: the ledger has its
-        samples data set by data set. Arguments and errors are those of ``Consumption.draw_from``.
+        """Let steps draw in an order of Scalai's own; call on every rank alike.
+
+        The ledger then has its samples data set by data set. Arguments and errors as of
+        ``Consumption.draw_from``.
         """
         self._consumption.draw_from(order, contradiction)
 
     @property
     def stop_urgency(self) -> int:
-        """How much a change waits until no save is in flight, as this host knows it: 0: none does;
-        1: one does; 2: one was put off before, because another save began on the way to it."""
+        """Urgency of a change waiting for saves, as known to this host.
+
+        0: none waits; 1: one waits; 2: one was put off before, because another save began on the
+        way to it.
+        """
         return 0 if self._link is None else self._link.page.stop_urgency()
 
     def note_save(self, iteration: int | None) -> None:
-        """Say which save of the framework's own is in flight; it would end with this process.
+        """Note the framework's save in flight: it would end with this process.
 
-        The training goes on, and no stop is come to before the save has ended. Call on every rank
-        alike, with the same value at the same step.
+        The training goes on, and stops only after the save. Call on every rank alike, with the same
+        value at the same step.
 
         Args:
-            iteration: Of the oldest one; None: none is.
+            iteration: Iteration of the oldest save in flight; None: none.
         """
         self._progress.save_in_flight = iteration
         if self._link is not None and self._link.local_rank == 0:
@@ -351,8 +371,10 @@ class Session:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the script, which runs from its beginning, is in epochs or steps of an earlier
-        round: what it does behind them (evaluate, save, stop early) was done there."""
+        """True while the script, run from its beginning, is in epochs or steps of an earlier round.
+
+        That round has already done their evaluations, saves and early stops.
+        """
         return self.replaying()
 
     @property
@@ -373,13 +395,12 @@ class Session:
             self.finish()
 
     def register_state(self, name: str, get: Get, set: Set) -> None:
-        """Carry what the job keeps beside model and optimizer. Call before ``attach``, on every
-        rank alike.
+        """Carry a value beside model and optimizer. Call before ``attach``, on every rank alike.
 
         Args:
-            get: Returns JSON, or a tensor that is equal on all ranks; rank 0's is kept. A tensor
-                that is there from the start is carried as the state is; one that comes later goes
-                through the coordinator, so keep it small.
+            get: Returns JSON, or a tensor equal on all ranks; rank 0's is kept. A tensor present
+                from the start is carried like the state; a later one goes through the coordinator,
+                so keep it small.
             set: Takes it back, on every rank of the next round.
 
         Raises:
@@ -393,27 +414,26 @@ class Session:
         self._registered.add(name, get, set)
 
     def report_facts(self, **facts: Json) -> None:
-        """Tell what later rounds must know and only the script knows, such as
-        ``padded_vocab_size``."""
+        """Report the script's facts for later rounds, such as ``padded_vocab_size``."""
         self._reported.update(facts)
 
     def attach(
         self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
     ) -> bool:
-        """Take part: publish what this rank holds, restore it from the generation, or store the
+        """Take part: publish this rank's state, restore it from the generation, or store the
         initial state.
 
         Call on every rank, once model, optimizer and scheduler are built. Blocks until every rank
-        of the job has proven its part; before that, where this worker ``is_standby``, until the
-        training has stopped.
+        of the job has proven its part; a worker that ``is_standby`` first waits for the end of the
+        training.
 
         Args:
-            step, samples: How far the built state is, where it comes from the framework's own
+            step, samples: Progress of the built state, if it comes from the framework's own
                 checkpoint.
-            restore: False: keep the built state although there is a generation, on all ranks alike.
+            restore: False: keep the built state despite a generation, on all ranks alike.
 
         Returns:
-            True where a generation was restored: ``step`` and ``consumed_samples`` are its.
+            True if a generation was restored: ``step`` and ``consumed_samples`` are its.
 
         Raises:
             UsageError: The job takes part already: a process has one state.
@@ -432,7 +452,7 @@ class Session:
         if not self.is_measured and (watch := getattr(state, "watch_steps", None)) is not None:
             self._progress.is_own_loop = True
             watch(self)
-        # Before the first step, because pinning memory is slow and may wait for the device.
+        # Before the first step: pinning memory is slow and may wait for the device.
         attached.rings = rings_for({slot.buffer.device for slot in slots})
         if attached.rings:
             watch_collectives(lambda: not self._progress.is_stopped, self._end_by_collective)
@@ -465,11 +485,11 @@ class Session:
         return source is not None
 
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
-        """Say, after ``attach``, that the framework has loaded a checkpoint of its own.
+        """Report, after ``attach``, that the framework has loaded a checkpoint of its own.
 
         Args:
-            state: The same tensors, which may lie elsewhere now.
-            step, samples: How far the loaded state is.
+            state: The same tensors, possibly at other places.
+            step, samples: Progress of the loaded state.
 
         Raises:
             LayoutError: They are other tensors, or other parts of them.
@@ -494,49 +514,50 @@ class Session:
         self._link.report(self.step)
 
     def begin_update(self) -> None:
-        """Say that memory of the state is about to change, until ``boundary``.
+        """Announce a change of the state's memory, until ``boundary``.
 
-        Optimizers of torch's say it by themselves. A loop that updates its state by other means
-        calls it before each update; else what a worker holds is not believed where others fail,
-        and the job goes on from its newest generation.
+        Optimizers of torch do so by themselves. A loop with other updates calls it before each one.
+        Otherwise this worker's memory is not used after others' failures: the job goes on from its
+        newest generation.
         """
         if self._attached is not None and self._attached.snapshots is not None:
             self._attached.snapshots.begin_update()
 
     def begin_step(self) -> None:
-        """Say that a step begins; optional. What is between two steps (evaluations, saves) may
-        take as long as ``resize.hang_s`` says; within a step a hang is noticed sooner, once the
-        usual step is known."""
+        """Note the begin of a step; optional.
+
+        Work between two steps (evaluations, saves) may take ``resize.hang_s``; within a step a hang
+        is noticed sooner, once the usual step is known.
+        """
         if self._link is not None:
             self._link.report_within(is_within=True)
 
     def end_step(self) -> None:
-        """Say that it has ended, where ``boundary`` is called later, behind an evaluation."""
+        """Note its end, if ``boundary`` is called later, behind an evaluation."""
         if self._link is not None:
             self._link.report_within(is_within=False)
 
     def boundary(
         self, step: int | None = None, consumed_samples: int | None = None, *, samples: int = 0
     ) -> bool:
-        """Say that an optimizer step has ended. Call on every rank after each step.
+        """Report the end of an optimizer step. Call on every rank after each step.
 
-        Costs one read of shared memory. Where a stop is agreed for this step, the state is
-        written.
+        Costs one read of shared memory. Writes the state if a stop is agreed for this step.
 
         Args:
             step: Optimizer steps done; None: one more than before.
             consumed_samples: Samples trained on; None: ``samples`` more than before.
 
         Returns:
-            True: leave the loop and exit with 0; the next round goes on from here. Where a change
-            is proven, a loop of one's own goes on behind its stop (``is_to_prove``) up to its next
-            update, in which it leaves.
+            True: leave the loop and exit with 0; the next round goes on from here. If a change is
+                proven, a loop of one's own goes on behind its stop (``is_to_prove``) up to its next
+                update, and leaves there.
 
         Raises:
-            RefusedError: The samples are others than those that ``OrderedBatches`` has given.
+            RefusedError: The samples differ from those of ``OrderedBatches``.
         """
         if self._progress.is_stopped:
-            return True  # a loop of one's own, that has come by no update behind its stop
+            return True  # a loop of one's own without an update behind its stop
         self.step = self.step + 1 if step is None else step
         before = self.consumed_samples
         self.consumed_samples = before + samples if consumed_samples is None else consumed_samples
@@ -568,29 +589,36 @@ class Session:
 
     @property
     def can_be_rescued(self) -> bool:
-        """Whether what this process holds is written if the round fails now."""
+        """True if this process's state is written should the round fail now."""
         is_fork = os.getpid() != self._progress.process
         snapshots = self._attached.snapshots if self._attached is not None else None
         is_watched = snapshots is not None and snapshots.are_watched
         return is_watched and not self._progress.is_stopped and not is_fork
 
     def _end_by_collective(self, reason: str) -> None:
-        """A collective between devices has failed, which raises nothing: have the agent end this
-        process, once what it holds is written, or end it."""
+        """End this process after a failed collective between devices, which raises nothing.
+
+        If possible, the agent ends it once its state is written.
+        """
         if self.can_be_rescued:
             self.wait_to_be_rescued(reason)
         print(f"scalai: {reason}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def wait_to_be_rescued(self, reason: str) -> None:
-        """The script has failed, and this process is about to end. Wait for the agent, which ends
-        it once what it holds is written. Returns where the agent is gone."""
+        """Wait, after the script's failure, for the agent to write the state and end this process.
+
+        Returns if the agent is gone.
+        """
         with suppress(PeerError):
             tell_agent(lambda rank, round: RankFailed(rank, round, reason))
 
     def _come_to_stop(self) -> bool:
-        """Snapshot, and return True to leave. Not with a save in flight, which began on the way to
-        the stop and is there on all ranks alike: that is told, and the stop comes later."""
+        """Snapshot, and return True to leave.
+
+        A save in flight, begun on the way to the stop, is there on all ranks alike: it is reported,
+        and the stop comes later.
+        """
         if self._progress.save_in_flight is None:
             return self._snapshot("stop")
         assert self._link is not None
@@ -600,13 +628,13 @@ class Session:
         return False
 
     def finish(self) -> None:
-        """Say that the training has come to its end. The end of the context says it too.
+        """Report the end of the training; the end of the context does so too.
 
         Raises:
             RefusedError: By ``check_end``.
         """
         self.check_end()
-        is_fork = os.getpid() != self._progress.process  # its end is not that of the training
+        is_fork = os.getpid() != self._progress.process  # its end is not the training's
         if self._link is not None and not self._progress.is_stopped and not is_fork:
             if self._attached is not None and self._attached.snapshots is not None:
                 self._attached.snapshots.settle()
@@ -616,7 +644,7 @@ class Session:
             self._progress.is_stopped = True
 
     def check_end(self) -> None:
-        """Check, where the script ends, that it has come to where the training is.
+        """Check, at the script's end, that it has reached the training's progress.
 
         Raises:
             RefusedError: It has ended in an epoch of an earlier round.
@@ -632,8 +660,10 @@ class Session:
             )
 
     def _snapshot(self, reason: str) -> bool:
-        """Write what the agent orders. Returns False where the stop was taken back instead: at a
-        stop the order comes once the workers of every host have come to it, if they do."""
+        """Write the agent's order. Returns False if the stop was withdrawn.
+
+        At a stop the order comes once the workers of every host have reached it.
+        """
         assert self._attached is not None and self._attached.snapshots is not None
         return self._attached.snapshots.take(reason, self.step, self.consumed_samples)
 

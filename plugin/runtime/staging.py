@@ -1,7 +1,8 @@
 """A small ring of pinned buffers between a device and host memory, made before it is needed.
 
 Pinning costs seconds a GB, so the ring is small and stays; a copy through it overlaps with the one
-before. What the link brings in a second, one thread cannot move on: several share each buffer."""
+before. One thread is slower than the link: several share each buffer.
+"""
 
 import os
 from collections.abc import Iterable
@@ -13,14 +14,13 @@ from scalai.runtime.at_once import at_once
 RING_BYTES = 32 << 20
 RING_BUFFERS = 3
 MOST_COPIERS = 4
-"""Most threads that share a buffer. One moves 7.5 GB/s beside a link of 58 (H100, PCIe 5)."""
+"""Most threads for a buffer. One moves 7.5 GB/s beside a link of 58 (H100, PCIe 5)."""
 SHARED_BYTES = 1 << 20
-"""Fewer bytes are not worth to be shared."""
+"""Fewer bytes are not worth sharing."""
 
 
 def copiers() -> int:
-    """Return how many threads of this worker may copy at a time: the others of its host do so
-    too."""
+    """Return the number of copying threads for this worker, beside its host's other workers."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(MOST_COPIERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
@@ -30,8 +30,8 @@ class StagingRing:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Of high priority: with one connection to the device (CUDA_DEVICE_MAX_CONNECTIONS) streams
-        # of one priority wait behind each other. torch leaves both constructors unannotated.
+        # High priority: with one connection to the device (CUDA_DEVICE_MAX_CONNECTIONS) streams of
+        # one priority wait behind each other. torch leaves both constructors unannotated.
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._buffers = [
             torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(RING_BUFFERS)
@@ -44,16 +44,15 @@ class StagingRing:
         self._threads = copiers()
 
     def begin(self) -> None:
-        """Make the ring's stream wait for what the current stream has queued."""
+        """Make the ring's stream wait for work queued on the current stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """Make the current stream wait for what the ring's stream has queued."""
+        """Make the current stream wait for work queued on the ring's stream."""
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def next_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Return a free buffer [RING_BYTES] and the event to record behind its use; waits until it
-        is free."""
+        """Wait for a free buffer [RING_BYTES]; return it and the event to record behind its use."""
         turn = self._turn
         self._turn = (turn + 1) % len(self._buffers)
         self._events[turn].synchronize()
@@ -65,8 +64,11 @@ class StagingRing:
 
 
 def move(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
-    """Copy memory of the host of one shape and dtype, any strides, by several threads where it is
-    worth it. Blocks until all of it is there."""
+    """Copy memory of the host of one shape and dtype, any strides, by several threads if it is
+    large.
+
+    Blocks until all of it is there.
+    """
     parts = min(threads, source.nbytes // SHARED_BYTES) if source.dim() else 1
     if parts < 2:
         target.copy_(source)
@@ -76,15 +78,17 @@ def move(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
 
 
 def use_device_of(rings: Iterable[torch.device]) -> None:
-    """Have this thread work on the device that has a ring. A new thread's device is the first one
-    of the host, where each process that touches it takes half a gigabyte."""
+    """Set this thread's device to the ring's.
+
+    A new thread's device is the host's first one; each process touching it takes half a gigabyte
+    there.
+    """
     for device in rings:
         torch.cuda.set_device(device)
 
 
 def rings_for(devices: Iterable[torch.device]) -> dict[torch.device, StagingRing]:
-    """Make a ring for every device that is not the host. Call it before the first step: pinning is
-    slow."""
+    """Make a ring for every CUDA device. Call it before the first step: pinning is slow."""
     return {
         device: StagingRing(device)
         for device in sorted(set(devices), key=str)

@@ -1,7 +1,7 @@
-"""The worker's side of a snapshot: live memory into the files that the agent made.
+"""The worker's side of a snapshot: live memory into the agent's files.
 
-The file is mapped ahead of time (``MappedFile``): at the boundary a copy into warm pages is all
-that is left. Measured on one core: a copy into a warm mapping 14 GB/s, ``pwrite`` into the same
+The file is mapped ahead of time (``MappedFile``), so that only a copy into warm pages is left at
+the boundary. Measured on one core: a copy into a warm mapping 14 GB/s, ``pwrite`` into the same
 pages 6, a copy into a new mapping 3.
 """
 
@@ -55,14 +55,14 @@ class MappedFile:
         except (OSError, ValueError) as error:
             raise StoreError(f"{order.path} cannot be mapped ({error}). Snapshot again.") from error
         self._identity = (status.st_dev, status.st_ino, status.st_size)
-        # Where the kernel cannot do it ahead, the pages are mapped by the copy.
+        # If the kernel cannot do it ahead, the copy maps the pages.
         advise(self._mapping, 0, len(self._mapping), MADV_POPULATE_WRITE)
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def is_current(self, path: str) -> bool:
-        """Is this the file that has the name ``path`` now, and as long as it was?
+        """Return True if ``path`` is still this file, with its length.
 
-        Files of dropped generations are given other names, and may be cut.
+        Files of dropped generations get other names, and may be cut.
         """
         try:
             status = os.stat(path)
@@ -71,21 +71,21 @@ class MappedFile:
         return (status.st_dev, status.st_ino, status.st_size) == self._identity
 
     def place(self, begin: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the memory at byte ``begin`` as a contiguous tensor of the shape and dtype of
-        ``like``."""
+        """Return the memory at byte ``begin`` as a contiguous tensor like ``like``."""
         size = prod(like.shape) * like.element_size()
         return self.bytes[begin : begin + size].view(like.dtype).view(like.shape)
 
     def as_row(self, slot: Slot, piece: Piece, begin: int) -> "Row":
-        """Return a piece as it lies at byte ``begin``, as if that were the live memory of it."""
+        """Return a piece at byte ``begin`` as a row of live memory."""
         placed = self.place(begin, piece_view(slot, piece)).view(-1)
         moved = Piece(piece.box, 0, row_major(piece.box.shape))
         return replace(slot, buffer=placed, pieces=(moved,)), moved
 
 
 def map_beside(directory: str, asked: AwaitSlot, keep: Callable[[MappedFile], None]) -> None:
-    """Map a rank's file of the next snapshot in a thread of its own, once the agent, whose folder
-    this is, has made it."""
+    """Map a rank's file of the next snapshot in a thread, once the agent of this folder has made
+    it.
+    """
 
     def work() -> None:
         try:
@@ -107,7 +107,7 @@ Row = tuple[Slot, Piece]
 def ordered_fingerprints(rows: Sequence[Row], order: WriteOrder) -> tuple[int, ...]:
     """Return the fingerprints of the ordered rows of live memory, in the order's order.
 
-    Call it once they are written: of a device without room for the arithmetic, the file is asked.
+    Call it after the write: if the device has no room for the arithmetic, the file is read.
     """
     try:
         found = live_fingerprints([rows[row] for row in order.rows])
@@ -120,12 +120,12 @@ def ordered_fingerprints(rows: Sequence[Row], order: WriteOrder) -> tuple[int, .
 def file_fingerprints(
     rows: Sequence[Row], order: WriteOrder, mapped: MappedFile | None
 ) -> tuple[int, ...]:
-    """Return the fingerprints of the ordered rows, as they lie in the file, in the order's order.
+    """Return the fingerprints of the ordered rows in the file, in the order's order.
 
     Args:
-        rows: The held rows of this rank, for their shapes and places alone.
-        order: Which of them lie where.
-        mapped: The order's file; None where it orders nothing.
+        rows: Held rows of this rank, for their shapes and places alone.
+        order: Rows and their places in the file.
+        mapped: File of the order; None for an empty order.
     """
     if mapped is None:
         return ()
@@ -147,10 +147,10 @@ def place_rows(
     Blocks. Call it between two optimizer steps: the memory must not change meanwhile.
 
     Args:
-        rows: The held rows of this rank (``held_rows``).
-        order: Which of them go where.
-        rings: Pinned buffers by device; made here, slowly, where they are missing.
-        mapped: The order's file, mapped beforehand: twice as fast. One of another file is ignored.
+        rows: Held rows of this rank (``held_rows``).
+        order: Rows and their places in the file.
+        rings: Pinned buffers by device; made here, slowly, if missing.
+        mapped: File of the order, mapped beforehand: twice as fast. Another file is ignored.
 
     Raises:
         LayoutError: The order names rows that this rank does not have. Nothing is written.
@@ -208,7 +208,6 @@ def _check_size(order: WriteOrder, views: Sequence[torch.Tensor]) -> None:
 def _copy_into(
     mapped: MappedFile, view: torch.Tensor, begin: int, rings: Mapping[torch.device, StagingRing]
 ) -> None:
-    """Copy a piece to byte ``begin`` of a mapped file."""
     if view.device.type == "cpu":
         mapped.place(begin, view).copy_(view)
         return
@@ -228,7 +227,7 @@ def copy_from_device(
 def _write_file(
     order: WriteOrder, views: Sequence[torch.Tensor], rings: Mapping[torch.device, StagingRing]
 ) -> None:
-    """Write all pieces by system calls, through a bounded buffer where they are not contiguous."""
+    """Write all pieces by system calls, non-contiguous ones through a bounded buffer."""
     descriptor = -1
     try:
         descriptor = os.open(order.path, os.O_WRONLY)
@@ -246,8 +245,7 @@ def _write_file(
 
 
 def _chunks(view: torch.Tensor, rings: Mapping[torch.device, StagingRing]) -> Iterator[memoryview]:
-    """Yield the bytes of a piece in row-major order; a chunk is valid until the next is asked
-    for."""
+    """Yield the bytes of a piece in row-major order; each chunk is valid until the next one."""
     if view.device.type == "cpu":
         yield from contiguous_chunks(host_bits(view))
     else:
@@ -256,7 +254,7 @@ def _chunks(view: torch.Tensor, rings: Mapping[torch.device, StagingRing]) -> It
 
 
 def _device_chunks(view: torch.Tensor, ring: StagingRing) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a device's piece through the ring, the next copies under way meanwhile."""
+    """Yield the bytes of a device's piece through the ring, with the next copies under way."""
     under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
     ring.begin()
     for block in blocks(view.shape, RING_BYTES // view.element_size()):
