@@ -60,7 +60,7 @@ def end_at_the_first() -> None:
 
 
 def _heeded() -> list[signal.Signals]:
-    """Return the signals to act on: ignored ones (``nohup``) stay ignored, but for every
+    """Return the signals to act on: ignored ones (``nohup``) stay ignored, except every
     scheduler's.
     """
     return [

@@ -108,7 +108,6 @@ def _with_device(spec: JobSpec) -> JobSpec:
 
 
 def _unknown(device: str) -> str:
-    """Return the reason for an unknown device, as the end of a log line."""
     try:
         device_named(device)
     except RefusedError as error:
@@ -117,7 +116,7 @@ def _unknown(device: str) -> str:
 
 
 def _with_hostfile(argv: list[str]) -> list[str]:
-    """Return the command line with its host file's values; set its slots as devices."""
+    """Apply the host file to the command line, and its slots as devices."""
     expanded, own = expand_hostfile(argv, build_parser().parse_args(argv))
     for slots in own.values():
         if slots != tuple(range(len(slots))):
@@ -127,7 +126,6 @@ def _with_hostfile(argv: list[str]) -> list[str]:
 
 @contextmanager
 def _named(flag: str, folder: str | None) -> Iterator[None]:
-    """Name the flag of an unusable folder in the error."""
     try:
         yield
     except OSError as error:

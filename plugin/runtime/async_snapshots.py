@@ -103,11 +103,6 @@ class AsyncSnapshots:
     """A worker's snapshots on the way, one at a time. Called by the training's thread.
 
     Args:
-        agent: Connection of the training's thread.
-        rank, round: Rank and round of this worker.
-        directory: Directory of this host's agent.
-        rows: Held rows of this rank.
-        rings: Pinned buffers by device.
         turn: Lock for writing a snapshot: one thread at a time uses the rings.
         pause: Returns a context for an update's wait: not part of the step, possibly longer than
             it.
@@ -230,7 +225,7 @@ class AsyncSnapshots:
         self._present = None
 
     def give_up(self) -> None:
-        """Give the snapshot up: after failures the rings may be needed at once. Callable from any
+        """Give the snapshot up: this worker's state may be needed at once. Callable from any
         thread.
         """
         writing = self._present
@@ -261,7 +256,6 @@ class AsyncSnapshots:
         then()
 
     def _copy(self, writing: Writing, channel: Channel) -> None:
-        """Ask for an order, and copy its rows."""
         asked = BeginSnapshot(self._rank, self._round, "snapshot", writing.step)
         order = writing.order = writing.order or channel.call(asked)
         if order is None:  # the host has no files for it
@@ -287,7 +281,6 @@ class AsyncSnapshots:
         writing.copied.set()
 
     def _tell(self, writing: Writing, channel: Channel) -> None:
-        """Report the rows as they are in the file."""
         order, between, began = writing.order, writing.between, time.monotonic()
         assert order is not None
         fingerprints = file_fingerprints(self._rows, order, writing.mapped)
@@ -316,7 +309,6 @@ class AsyncSnapshots:
             self._tell_failure(writing, error)
 
     def _tell_here(self, writing: Writing) -> None:
-        """Report the rows after the thread's failure behind its copy."""
         try:
             if writing.order is not None:
                 self._tell(writing, self._agent)
@@ -326,7 +318,6 @@ class AsyncSnapshots:
             self._tell_failure(writing, error)
 
     def _tell_failure(self, writing: Writing, error: BaseException) -> None:
-        """Report that this rank has no part in the snapshot: the training goes on."""
         reason = f"{str(error) or type(error).__name__} (before: {writing.failure or 'nothing'})"
         self._agent.call(RankUnwritten(self._rank, self._round, writing.step, reason))
         writing.is_copied = writing.is_told = True
@@ -344,7 +335,6 @@ def _await(event: threading.Event, what: str) -> None:
 
 
 def _give_way() -> None:
-    """Lower this thread's priority. On Linux each thread has its own."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 

@@ -1,8 +1,8 @@
-"""A call for each of several items, in threads: for calls that wait for a disk or another host.
+"""A call for each of several items, in threads: for waits for a disk or another host.
 
-``ThreadPoolExecutor`` waits for ever at the end of memory: for a thread that could not begin, or
-for the result of one that could not go on. Here the calling thread does the work with helpers, if
-they can be started; it waits only for running ones.
+``ThreadPoolExecutor`` waits for ever at the end of memory: for a thread unable to begin, or for the
+result of one unable to go on. Here the calling thread does the work with helpers, if they can be
+started; it waits only for running ones.
 """
 
 import _thread

@@ -189,5 +189,4 @@ class Server:
 
 
 def _failure(error: Exception, text: str | None = None) -> bytes:
-    """Return an error as an answer, optionally with another text."""
     return _FAILED + encode((type(error).__name__, text or str(error)))

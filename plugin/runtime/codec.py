@@ -106,7 +106,6 @@ def _converted(data: object, kind: type[T]) -> T:
 
 
 def _written(value: Any) -> Any:
-    """Return a value of ours as plain values for msgspec."""
     if _is_array(type(value)):
         if value.dtype.name not in _DTYPES:
             raise ValueError(f"no message holds an array of {value.dtype.name}")
@@ -125,7 +124,6 @@ def _written(value: Any) -> Any:
 
 
 def _read(kind: Any, data: Any) -> Any:
-    """Return the value given to ``_written``, of the message's declared type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if _is_array(origin):
         (element,) = get_args(arguments[1])

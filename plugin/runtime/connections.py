@@ -160,19 +160,16 @@ class Listener:
                     self._closing.wait(BACK_OFF_S)
 
     def _has_room(self) -> bool:
-        """Return True if another client may begin its proof."""
         with self._mutex:
             is_full = len(self._handshakes) >= MAX_HANDSHAKES
         return not is_full or self._cut(self._oldest(MAX_HANDSHAKES, PATIENCE_S))
 
     def _oldest(self, most: int, age_s: float) -> list[FramedSocket]:
-        """Return the clients with the longest proofs, of ``age_s`` at least."""
         before = time.monotonic() - age_s
         with self._mutex:
             return [framed for framed, at in self._handshakes.items() if at <= before][:most]
 
     def _cut(self, strangers: list[FramedSocket]) -> bool:
-        """Cut these unproven clients off. False if there are none."""
         with self._mutex:
             strangers = [s for s in strangers if self._handshakes.pop(s, None) is not None]
         for framed in strangers:
@@ -223,7 +220,6 @@ class Listener:
         return True
 
     def _say(self, text: str) -> None:
-        """Log one line, unless there was one just now."""
         now = time.monotonic()
         if self._said_at is None or now - self._said_at > QUIET_S:
             self._said_at = now

@@ -105,7 +105,6 @@ class Consumption:
         self.know(order.facts())
 
     def _compare(self) -> None:
-        """Compare data sets with the ledger's record of them, if any."""
         if self.ledger is None:
             return
         for name, facts in sorted(self._sources.items()):
@@ -163,7 +162,6 @@ class Consumption:
         self.ledger = self.ledger.stepped(step, counted, draws)
 
     def _of_order(self, counted: int | None) -> list[Draw]:
-        """Return a step's draws in an order of Scalai's own."""
         before = self.ledger.at[1] if self.ledger is not None else None
         if self.order is None or counted is None or before is None or counted <= before:
             return []
@@ -196,8 +194,8 @@ def _fitting(saved: Json, step: int, samples: int | None) -> Ledger:
 
 
 def _whole(step: int, samples: Samples) -> int | None:
-    """Return a count of samples; None for a script's own fraction, and for the 0 of a checkpoint
-    without a count.
+    """Return a count of samples; None for a script's fraction, and a checkpoint's 0 without a
+    count.
     """
     is_count = type(samples) is int and samples >= bool(step)
     return int(samples) if is_count and samples is not None else None

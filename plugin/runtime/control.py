@@ -65,7 +65,6 @@ def control_path(directory: Path, round: int) -> Path:
 
 
 def _make(folder: Folder, name: str) -> int:
-    """Return a descriptor of a new file of one page."""
     folder.remove(name)
     descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:

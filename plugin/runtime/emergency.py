@@ -134,11 +134,7 @@ class Gate:
 
 
 class VolatileCopies:
-    """Copies of the slots changed between two updates, made at the end of each.
-
-    Args:
-        rows: Held rows of this rank.
-    """
+    """Copies of the slots changed between two updates, made at the end of each."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         volatile = {id(slot): slot for slot, _ in rows if slot.is_volatile}
@@ -230,10 +226,8 @@ class EmergencyWriter:
     """A worker's part in emergency snapshots.
 
     Args:
-        rank, round: Rank and round of this worker.
         directory: Directory of this host's agent.
         rows: Held rows of this rank.
-        rings: Pinned buffers by device.
         turn: Lock for writing a snapshot: one thread at a time uses the rings.
         on_freeze: Gives up a snapshot being written beside the training, if any.
     """
@@ -341,7 +335,6 @@ class EmergencyWriter:
             return  # the round has ended
 
     def _freeze(self) -> Between | str:
-        """Freeze and wait for the device. Returns as ``Gate.freeze``."""
         end = time.monotonic() + FREEZE_S
         found = self._gate.freeze()
         try:

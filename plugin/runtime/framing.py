@@ -176,7 +176,6 @@ class FramedSocket:
             view = view[count:]
 
     def _arm(self) -> None:
-        """Set the socket's time-out to the other side's silence or the rest of the total time."""
         limit_s = self.timeout_s
         if self._ends_at is not None:
             left_s = self._ends_at - time.monotonic()

@@ -47,8 +47,6 @@ _REFUSED = b"refused"
 
 @dataclass(frozen=True, slots=True)
 class _Hello:
-    """First message of a side."""
-
     oldest: int
     newest: int
     key: bytes

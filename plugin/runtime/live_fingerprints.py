@@ -56,7 +56,7 @@ def _row_fingerprint(slot: Slot, piece: Piece) -> "int | torch.Tensor":
 
 
 def device_fingerprint(bits: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-    """Compute ``core.fingerprint.piece_fingerprint`` of a piece in place.
+    """Compute ``piece_fingerprint`` of a piece in place.
 
     Queued on the current stream, without waiting. Returns int64 numbers for ``fingerprint_of``.
 
@@ -87,8 +87,8 @@ def fingerprint_of(numbers: torch.Tensor) -> int:
 
 
 def _words(values: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
-    """Return rows of elements as words, int32 [rows, words], with zeros around them; and the place
-    of the first word in its row.
+    """Return rows of elements as words, int32 [rows, words], zero-padded, and the place of the
+    first word in its row.
 
     ``first``: place of the first element.
     """
@@ -108,7 +108,7 @@ def _words(values: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
 
 def _run_sums(words: torch.Tensor, run: SegmentRun, rows: torch.Tensor) -> torch.Tensor:
     """Return the sums of digits of a run, [PLACES, halves, digits of b, digits of a], as
-    ``core.universal_hash.Hash``.
+    ``universal_hash.Hash``.
 
     ``rows`` [rows] are the numbers of the rows' first segments.
     """
@@ -152,5 +152,4 @@ def _signed(value: int) -> int:
 
 @cache
 def _word_digits(device: torch.device) -> torch.Tensor:
-    """Return the digits of the words' keys, [SEGMENT, DIGITS], on a device."""
     return torch.from_numpy(KEYS.words).to(device)

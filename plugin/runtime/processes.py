@@ -69,7 +69,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_with(other: int) -> None:
-    """Kill this process at the end of another one, a relative or not.
+    """Kill this process when another one ends, whatever forked this one.
 
     ``other``: its process id; if it is gone already, this process ends at once.
     """

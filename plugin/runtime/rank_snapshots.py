@@ -43,12 +43,7 @@ class Snapshots:
 
     Args:
         agent: Connection of the main thread.
-        rank, round: Rank and round of this worker.
-        state: Live state of this worker.
-        rows: Its held rows.
-        rings: Pinned buffers by device.
-        registered: Values registered by the script.
-        consumption: Samples consumed.
+        rows: Held rows of this rank.
         pause: Returns a context for waits within a step, not part of it.
     """
 
@@ -152,7 +147,6 @@ class Snapshots:
         self.map_next()
 
     def _begin(self, step: int, samples: Samples, began: float) -> bool:
-        """Begin a snapshot beside the training; False: impossible."""
         if self._beside is None:
             return False
         obstacle = self._beside.obstacle()
@@ -211,7 +205,6 @@ class Snapshots:
     def _write(
         self, order: WriteOrder, step: int, samples: Samples, stands_since: float
     ) -> WriteOrder | None:
-        """Write the agent's order and report it. Returns the next order, or None."""
         began = time.monotonic()
         with self._turn:
             place_rows(self._rows, order, self._rings, self._mapped)
@@ -229,9 +222,6 @@ class Snapshots:
         return self._agent.call(between.written(self._rank, self._round, fingerprints, seconds))
 
     def _measured(self) -> dict[str, float]:
-        """Return the usual time of a step, and the extra time beside the last snapshot, if
-        known.
-        """
         found = {"step": self._times.step_s, "cost": self._times.cost_s}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 

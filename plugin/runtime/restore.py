@@ -168,7 +168,6 @@ def _map(path: str, begins: Columns, ends: Columns) -> torch.Tensor:
 
 
 def _stretches(low: Columns, high: Columns) -> Iterator[tuple[int, int]]:
-    """Yield the union of byte ranges as disjoint ranges, in order."""
     by_low = np.argsort(low, kind="stable")
     reached = 0
     start = -1
@@ -213,7 +212,6 @@ def _box(offset: Columns, shape: Columns) -> Box:
 
 
 def _to_device(target: torch.Tensor, source: torch.Tensor, ring: StagingRing) -> None:
-    """Copy a piece to a device through the ring, without waiting for the last copies."""
     for block in blocks(source.shape, RING_BYTES // source.element_size()):
         buffer, event = ring.next_buffer()
         flat = buffer[: block.numel * source.element_size()]

@@ -135,8 +135,6 @@ def elastic(**defaults: int) -> "Session":
 
 @dataclass(eq=False, slots=True)
 class _Link:
-    """A worker's connection to its agent: calls, the control page, and losses of newest steps."""
-
     agent: Channel
     page: ControlPage
     made: MadeSteps
@@ -166,12 +164,9 @@ class _Progress:
     """Progress of this worker in its round.
 
     Attributes:
-        is_stopped: ``boundary`` has returned True, or the training has ended.
-        has_stepped: A step of this round has ended.
         is_compared: The workers have to prove the change at the first step.
         is_own_loop: The state itself notes the numbers of steps: no framework's hooks do.
         numbers: Numbers of the step under way, before its update.
-        schedule: Steps with snapshots.
         process: Number of the training process; a fork has another one.
         save_in_flight: Iteration of the framework's oldest save under way.
     """
@@ -237,7 +232,6 @@ class Session:
         self._consumption = Consumption(of, shares, is_telling=self.rank == 0)
 
     def _join(self, directory: Path) -> Mapping[str, int]:
-        """Say hello to this host's agent. Returns the degrees of the round."""
         agent, round = call_agent(str(directory)), round_number()
         page = ControlPage(control_path(directory, round))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -616,8 +610,7 @@ class Session:
     def _come_to_stop(self) -> bool:
         """Snapshot, and return True to leave.
 
-        A save in flight, begun on the way to the stop, is there on all ranks alike: it is reported,
-        and the stop comes later.
+        A save in flight, there on all ranks alike, is reported; the stop then comes later.
         """
         if self._progress.save_in_flight is None:
             return self._snapshot("stop")

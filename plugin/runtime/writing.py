@@ -187,7 +187,6 @@ def ordered_views(rows: Sequence[Row], order: WriteOrder) -> list[torch.Tensor]:
 
 
 def _check_size(order: WriteOrder, views: Sequence[torch.Tensor]) -> None:
-    """Raise ``StoreError`` unless all rows fit into the order's file."""
     try:
         size = os.stat(order.path).st_size
     except OSError as error:
@@ -227,7 +226,6 @@ def copy_from_device(
 def _write_file(
     order: WriteOrder, views: Sequence[torch.Tensor], rings: Mapping[torch.device, StagingRing]
 ) -> None:
-    """Write all pieces by system calls, non-contiguous ones through a bounded buffer."""
     descriptor = -1
     try:
         descriptor = os.open(order.path, os.O_WRONLY)
@@ -254,7 +252,6 @@ def _chunks(view: torch.Tensor, rings: Mapping[torch.device, StagingRing]) -> It
 
 
 def _device_chunks(view: torch.Tensor, ring: StagingRing) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a device's piece through the ring, with the next copies under way."""
     under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
     ring.begin()
     for block in blocks(view.shape, RING_BYTES // view.element_size()):

@@ -185,7 +185,6 @@ def _remove_retired(directory: Path) -> None:
 
 
 def _lacks(parts: Iterable[HostManifest]) -> str:
-    """Return the reason why hidden parts are not a whole state; empty if they are."""
     try:
         generation = unite_hosts(list(parts))
         if len({snapshot_name(part) for part in generation.hosts}) > 1:

@@ -46,13 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class HeldGenerations:
-    """A host's parts of committed generations. Thread-safe.
-
-    Args:
-        job: Name of the job.
-        host: Name of the host.
-        folders: Directory of the host, owned by this process.
-    """
+    """A host's parts of committed generations. Thread-safe. This process owns ``folders``."""
 
     def __init__(self, job: str, host: str, folders: HostDirectory) -> None:
         self.job, self.host = job, host
@@ -275,7 +269,6 @@ class HeldGenerations:
         return manifest
 
     def _unspoilt(self, directory: Path, part: HostManifest) -> tuple[Path, HostManifest]:
-        """Return a part on a disk without its damaged files."""
         files = [directory / stored.name for stored in part.files]
         kept = [number for number, path in enumerate(files) if path not in self._spoilt]
         return directory, part if len(kept) == len(files) else with_files(part, kept)
@@ -434,7 +427,7 @@ class HeldGenerations:
                 self._archive.give_up(reason)
 
     def _give_up_dropped_archive(self) -> None:
-        """A snapshot needs the room of a dropped generation still being copied."""
+        """Give up the copy of a dropped generation: a snapshot needs its room."""
         with self._mutex:
             if self._archive is not None and self._archive.generation not in self._committed:
                 self.give_up_archive(
@@ -452,10 +445,7 @@ class HeldGenerations:
 
 
 def _free_name(directory: Path, stem: str) -> str:
-    """Return an unused file name in ``directory``.
-
-    Numbers of folders begin again with each owner of a store.
-    """
+    """Numbers of folders begin again with each owner of a store."""
     name, number = f"{stem}.safetensors", 2
     while os.path.lexists(directory / name):
         name, number = f"{stem}.{number}.safetensors", number + 1

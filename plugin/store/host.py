@@ -140,7 +140,6 @@ class HostStore(HeldGenerations):
             )
 
     def _left(self) -> int:
-        """Return the bytes still available to this store, reusable ones included."""
         room, limit = self._folders.room(), self._budget_bytes
         left = room.free + room.reusable
         return left if limit is None else min(left, limit - room.in_use)

@@ -136,11 +136,6 @@ class HostManifest:
 
 
 def _read(data: Mapping[str, Json], where: str) -> HostManifest:
-    """Return the manifest with these values.
-
-    Raises:
-        StoreError: They are of another release. KeyError, ValueError: They are no manifest.
-    """
     _check_versions(data, where)
     files = [fields.listed(entry, "an entry of files") for entry in data["files"]]
     return HostManifest(
@@ -176,7 +171,6 @@ def _reference(value: Json) -> Reference:
 
 
 def _check_versions(data: Mapping[str, Json], where: str) -> None:
-    """Raise ``StoreError`` if this release does not read such a manifest."""
     version = data["version"]
     if (data["format"], version) != (FORMAT, VERSION) or type(version) is not int:
         raise StoreError(
@@ -377,7 +371,6 @@ def find_inconsistency(manifest: HostManifest) -> str | None:
 
 
 def _unfit(tensor: Tensor) -> str | None:
-    """Return the reason against a tensor, or None."""
     found = f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}"
     if not tensor.is_possible:
         return found
@@ -387,7 +380,6 @@ def _unfit(tensor: Tensor) -> str | None:
 
 
 def _misplaced(manifest: HostManifest) -> str | None:
-    """Return a line about a piece outside its tensor or file, or None."""
     collection = manifest.collection
     ndim = np.array([len(tensor.shape) for tensor in collection.tensors], dtype=np.int64)
     is_filled_up = np.arange(MAX_NDIM) < (MAX_NDIM - ndim)[collection.tensor, None]

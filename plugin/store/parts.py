@@ -109,7 +109,6 @@ class StoredRows:
             ) from error
 
     def _name(self, row: int) -> str:
-        """Return the tensor, box and file of a row, for messages."""
         tensor, box = self.manifest.collection.box(row)
         path = self.directory / self.manifest.files[self.manifest.file[row]].name
         return f"{tensor.name!r} {list(box.offset)}+{list(box.shape)} in {path.resolve()}"

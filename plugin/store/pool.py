@@ -177,7 +177,6 @@ class FilePool:
                 total -= size
 
     def _files(self) -> list[tuple[int, Path]]:
-        """List size and path of the pooled files, small ones first."""
         with self._mutex:
             return sorted(
                 (entry.stat().st_size, Path(entry.path)) for entry in os.scandir(self.directory)

@@ -211,7 +211,6 @@ def open_below(root: Path, *names: str, make: bool = False, flag: str = STORE) -
 
 
 def _check_folder(path: Path, descriptor: int, flag: str, *, may_be_shared: bool) -> None:
-    """Raise ``StoreError`` unless the folder is this user's, or shared in a safe way."""
     status, user = os.fstat(descriptor), os.geteuid()
     is_writable = bool(status.st_mode & _WRITABLE_BY_OTHERS)
     if may_be_shared and (status.st_uid == 0 or _is_own(status.st_uid, descriptor)):

@@ -181,7 +181,6 @@ class Snapshot:
 def _by_place(
     written: Iterable[tuple[WriteOrder, Sequence[int]]],
 ) -> dict[tuple[str, int], int]:
-    """Return the fingerprint of every written piece by its file and byte offset."""
     places: dict[tuple[str, int], int] = {}
     for order, fingerprints in written:
         if len(fingerprints) != len(order.rows):
@@ -222,7 +221,7 @@ def assign_writers(held: Mapping[int, Collection]) -> Mapping[int, Columns]:
 
 
 def _balance(number: Columns, rank: Columns, size_bytes: Columns, ranks: int) -> Columns:
-    """Choose one of the rows of every box ``number``, so that the bytes of the ranks are balanced.
+    """Choose one of the rows of every box, so that the bytes of the ranks are balanced.
 
     Args:
         number: Box of each row, counted from 0, [rows].

@@ -103,8 +103,7 @@ def outside(sizes: Columns, tensor: Columns, offset: Columns, shape: Columns) ->
     Args:
         sizes: Shapes of the tensors, from ``right_aligned``.
         tensor: Tensor of each box, [boxes].
-        offset: Offset of each box, [boxes, MAX_NDIM].
-        shape: Shape of each box, [boxes, MAX_NDIM].
+        offset, shape: Each box, [boxes, MAX_NDIM].
     """
     # The sum of a damaged offset and shape may be too large for a column.
     wrong = (offset < 0) | (shape < 0) | (offset > sizes[tensor] - shape)
@@ -294,7 +293,6 @@ def _clusters(one: Columns, two: Columns) -> list[list[int]]:
 
 
 def _split(boxes: Boxes, rows: Sequence[int]) -> list[tuple[Box, list[int]]]:
-    """Return the atoms of these overlapping rows, each with the rows around it."""
     atoms: list[tuple[Box, list[int]]] = []
     for row in rows:
         box = boxes.box(row)

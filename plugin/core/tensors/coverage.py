@@ -205,7 +205,6 @@ class Cover:
                 self._unknown.discard(name)
 
     def _overlapping(self, boxes: Mapping[str, Iterable[bytes]]) -> list[str]:
-        """Return the tensors with overlaps among these boxes."""
         rows = [(number, key) for number, keys in enumerate(boxes.values()) for key in keys]
         if not rows:
             return []
@@ -219,9 +218,7 @@ class Cover:
         return [names[each] for each in np.unique(number[some][one]).tolist()]
 
     def _gaps(self, name: str, keys: Iterable[bytes]) -> list[Box]:
-        """Return the rest of a tensor without these boxes. The largest come first: they leave
-        little.
-        """
+        """The largest boxes come first: they leave little for the others."""
         tensor = self._tensors[name]
         gaps, skip = [whole(tensor.shape)] if tensor.numel else [], MAX_NDIM - len(tensor.shape)
         columns = np.frombuffer(b"".join(keys), np.int64).reshape(-1, 2, MAX_NDIM)
@@ -234,7 +231,7 @@ class Cover:
 
 
 def _boxes_of(pieces: Collection, name: str) -> npt.NDArray[np.int64]:
-    """Return the boxes of a tensor, [boxes, 2, MAX_NDIM]: offset and shape."""
+    """Return a tensor's boxes, [boxes, 2, MAX_NDIM]: offset and shape."""
     number = next((n for n, tensor in enumerate(pieces.tensors) if tensor.name == name), -1)
     rows = np.flatnonzero(pieces.tensor == number)
     boxes = np.empty((len(rows), 2, MAX_NDIM), dtype=np.int64)
@@ -249,9 +246,7 @@ def _lies_within(key: bytes, boxes: npt.NDArray[np.int64]) -> bool:
 
 
 def _boxes(pieces: Collection) -> Iterator[tuple[int, str, bytes, int]]:
-    """Yield each distinct box once: one of its rows, its tensor, its key, and its size in
-    elements.
-    """
+    """Yield each distinct box: one of its rows, its tensor, its key, its elements."""
     names = [pieces.tensors[number].name for number in pieces.tensor.tolist()]
     rows = {each: row for row, each in enumerate(zip(names, pieces.keys(), strict=True))}
     sizes = pieces.numel().tolist()
@@ -262,10 +257,8 @@ def _boxes(pieces: Collection) -> Iterator[tuple[int, str, bytes, int]]:
 def check_coverage(collection: Collection, *, exact_partition: bool = True) -> None:
     """Raise ``LayoutError`` unless every element of every tensor of the table is held.
 
-    Args:
-        collection: Pieces of all holders.
-        exact_partition: Also refuse unequal overlapping boxes: fingerprints of tensors need every
-            element exactly once in distinct boxes.
+    ``exact_partition`` also refuses unequal overlapping boxes: fingerprints of tensors need every
+    element once in distinct boxes.
     """
     gaps = find_gaps(collection)
     if gaps:

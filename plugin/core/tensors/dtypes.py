@@ -1,7 +1,7 @@
 """The dtypes of tensors, and their names elsewhere.
 
-A dtype goes by its name in the safetensors format, such as ``BF16``: in collections, manifests and
-plans. Torch's objects are in ``runtime/torch_dtypes.py``.
+Collections, manifests and plans use the names of the safetensors format, such as ``BF16``. Torch's
+objects are in ``runtime/live.py``.
 """
 
 from collections.abc import Mapping

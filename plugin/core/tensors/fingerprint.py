@@ -58,8 +58,7 @@ def combine(fingerprints: Iterable[int]) -> int:
 def distinct_pieces(
     collection: Collection, fingerprints: Iterable[int] | Prints
 ) -> tuple[Collection, Prints]:
-    """Return each distinct, non-empty box once, over the same table of tensors, with its
-    fingerprint, [distinct].
+    """Return each distinct, non-empty box once, with its fingerprint, [distinct].
 
     Args:
         collection: Pieces, including replicas (equal boxes).

@@ -90,7 +90,7 @@ class Sources:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Entries:
-    """Rows of all holders as columns, ordered by tensor, holder and box."""
+    """Rows of all holders, ordered by tensor, holder and box."""
 
     tensor: Columns
     holder: Columns
@@ -147,7 +147,6 @@ def index_sources(source: Sequence[Holder], names: Names[str] | None = None) -> 
 def _collect(
     source: Sequence[Holder], names: Names[str] | None
 ) -> tuple[tuple[Tensor, ...], _Entries]:
-    """Gather the non-empty rows of the named tensors from all holders."""
     number: dict[str, int] = {}
     tensors: list[Tensor] = []
     columns = [np.zeros(0, np.int64)]
@@ -465,7 +464,6 @@ class SourceList:
         )
 
     def _bits(self) -> npt.NDArray[np.uint8]:
-        """Return ``holds`` as a row of bytes for each host."""
         width = -(-len(self.parameters) // 8)
         return np.frombuffer(self.holds, np.uint8).reshape(len(self), width)
 

@@ -140,7 +140,6 @@ class Planner:
         return _in_order(_merge((host,), parts))
 
     def _wants(self, target: Sequence[Holder]) -> _Wants:
-        """Gather the rows of the targets, in the sources' numbering."""
         sources = self.sources
         columns = [np.zeros(0, np.int64)]
         for holder in target:
@@ -158,7 +157,7 @@ class Planner:
         return _Wants(target_of[keep], row[keep], tensor, boxes)
 
     def _numbers(self, holder: Holder) -> Columns:
-        """Return the sources' numbers of a target's tensors; refuse unheld ones."""
+        """Return the sources' tensor numbers; refuse unheld tensors."""
         wanted = holder.collection
         numbers = np.array([self.sources.number.get(t.name, -1) for t in wanted.tensors], np.int64)
         used = np.zeros(len(numbers), dtype=bool)
@@ -188,7 +187,6 @@ class Planner:
         return numbers
 
     def _geometry(self, wants: _Wants, target: Sequence[Holder]) -> Geometry:
-        """Find, or recall, the composition of wanted boxes; refuse unheld ones."""
         boxes = wants.boxes
         key = np.stack([boxes.low, boxes.high]).tobytes()
         if key not in self._solved:
@@ -253,7 +251,7 @@ class Planner:
     def _fill(
         self, geometry: Geometry, wants: _Wants, chosen: Columns, host: str, fetched: int
     ) -> Plan:
-        """Return the plan of these wants; its fetches are counted from ``fetched``."""
+        """Return the plan of these wants, with fetches counted from ``fetched``."""
         sources = self.sources
         tensor = wants.tensor[geometry.want]
         member = geometry.member[chosen]
@@ -293,14 +291,13 @@ def plan(
     Args:
         source: Held pieces. Order decides between replicas on one host.
         target: Wanted pieces and host of each new rank.
-        hosts: All hosts of the new generation, in any order. Needed by an agent planning for its
-            own ranks alone, so that its plan is its part of the common one. Default: the hosts of
-            ``target``.
+        hosts: All hosts of the new generation, in any order: needed by an agent's plan for its own
+            ranks alone. Default: the hosts of ``target``.
 
     Returns:
-        The same plan for the same input. It is checked: every wanted element is written exactly
-        once, from a piece with this element, and no byte crosses to a host twice, or to a host with
-        a copy.
+        The same plan for the same input, checked: every wanted element is written exactly once,
+        from a piece with this element, and no byte crosses to a host twice, or to a host with a
+        copy.
 
     Raises:
         LayoutError: A tensor, or a part of one, is held by nobody, or differs in shape or dtype.
@@ -322,7 +319,7 @@ def plan(
 
 
 def _renumber(part: Plan, targets: Columns, host: int, fetched: int) -> Plan:
-    """Return a host's plan with the targets', hosts' and fetches' numbers of the whole plan."""
+    """Return a host's plan with the numbers of the whole plan."""
     copies, fetches = part.copies, part.fetches
     fetch = np.where(copies.fetch < 0, -1, copies.fetch + fetched)
     return replace(
@@ -354,7 +351,6 @@ def _stacked(
 
 
 def _in_order(whole: Plan) -> Plan:
-    """Return the plan with its copies ordered by target, row and place in the row."""
     copies = whole.copies
     order = np.lexsort((copies.target_row, copies.target))
     return replace(

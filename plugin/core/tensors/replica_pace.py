@@ -141,7 +141,6 @@ def looked(pace: ReplicaPace, look: ReplicaLook) -> ReplicaPace:
 
 
 def _decided(pace: ReplicaPace) -> ReplicaPace:
-    """Change the rate after enough windows."""
     excess = pace.excess
     if excess is None:
         return pace

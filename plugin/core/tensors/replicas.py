@@ -64,7 +64,7 @@ class Ring:
                 yield number % count
 
     def wards(self, keeper: str) -> tuple[str, ...]:
-        """Return the hosts with pieces for ``keeper`` to keep, at most."""
+        """Return the hosts with pieces possibly for ``keeper`` to keep."""
         warded = self.giving or self.hosts
         return tuple(h for h in warded if keeper in islice(self.keepers(h), self.replicas))
 
@@ -125,12 +125,9 @@ def ring_of(domains: Mapping[str, str], replicas: int) -> Ring:
 
 
 def to_keep(ring: Ring, host: str, holders: Mapping[str, Collection]) -> Collection:
-    """Return the other hosts' pieces for this host to keep, without its own.
+    """Return the other hosts' pieces for ``host`` to keep, without its own.
 
-    Args:
-        ring: Ring of the hosts.
-        host: One of them.
-        holders: Collection of each host; complete for the parameters of this host's ``wards``.
+    ``holders`` must be complete for the parameters of its ``wards``.
 
     Raises:
         LayoutError: They disagree about a tensor, or a box reaches outside of its tensor.
@@ -211,9 +208,8 @@ def memory_of(
     """Return the memory of a generation on each host of a ring, in the ring's order.
 
     Args:
-        ring: Ring of the hosts.
-        held: Pieces of the workers of each host; none for a host without workers.
-        room: Capacity of each host's store in bytes, if known.
+        held: Pieces of each host's workers; empty without workers.
+        room: Capacity of each store in bytes, if known.
 
     Raises:
         LayoutError: Hosts disagree about a tensor, or a box reaches outside of its tensor.

@@ -263,12 +263,9 @@ class Hash:
         self._total = 0
 
     def add(self, words: Words, first: int, rows: Numbers) -> None:
-        """Add words [rows, words].
+        """Add words [rows, words], from word ``first`` of the tensor's rows on.
 
-        Args:
-            words: Words of the tensor's rows, from word ``first`` on.
-            first: Place in a row, in words.
-            rows: Number of the first segment of each row, [rows].
+        ``rows`` [rows] are the numbers of their first segments.
         """
         for run in runs(first, words.shape[1]):
             digits = self._keys.words[run.begin : run.begin + run.width]
@@ -323,7 +320,6 @@ class Hash:
         self._count = end
 
     def _multiply(self) -> None:
-        """Multiply the sums gathered by their segments' keys."""
         lower = self._sums[: self._count]
         upper = lower + ROUNDING
         upper -= ROUNDING
