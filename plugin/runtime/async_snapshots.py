@@ -70,10 +70,8 @@ class Writing:
         mapped: Its file, if mapped beforehand.
         stall_s: Seconds of training stalled for it so far.
         waits_since: Begin of an update's wait for it.
-        order: Agent's order, once known.
-        copied: Set at the end of the copy, also of a failed one: memory may change.
+        copied: Set at the end of the copy, also of a failed one.
         ended: Set at the end of the thread's work.
-        is_copied: All is copied.
         is_told: The agent knows the result.
         is_given_up: Workers have failed meanwhile: nothing more is written.
         seconds: Measurements to report with it.
@@ -168,7 +166,7 @@ class AsyncSnapshots:
             seconds: Measurements to report with it.
 
         Returns:
-            False: there is no room for it, or for a thread.
+            False: no room for it, or for a thread.
         """
         try:
             copies = self._copies = self._copies or VolatileCopies(self._rows)

@@ -33,8 +33,6 @@ class Channel:
     """A client's connection: one call at a time, each answered before the next.
 
     Args:
-        address: Address of a ``Server``.
-        token: Secret shared with it.
         call_s: Longest call, in seconds; None: no limit.
         connect_s: Longest connecting and proving, in seconds.
 
@@ -44,7 +42,7 @@ class Channel:
         SilentError: Nobody answers in time.
         AnswerError: The answer is an error.
         MessageError: The request cannot be sent, or the answer is none: a retry would end alike.
-        PeerError: The peer is gone. After this or a silence the channel is of no use any more.
+        PeerError: The peer is gone. After this or a silence the channel is useless.
     """
 
     def __init__(

@@ -36,13 +36,8 @@ QUIET_S = 10.0
 
 
 def connect(address: Address, token: bytes, timeout_s: float, what: str = "peer") -> FramedSocket:
-    """Connect and authenticate, within twice ``timeout_s``.
-
-    Args:
-        address: Address of the server.
-        token: Secret shared with the other side.
-        timeout_s: Longest connecting, and longest proving, in seconds.
-        what: Name of the other side, for errors.
+    """Connect and authenticate, within twice ``timeout_s`` seconds; ``what`` names the other side
+    in errors.
 
     Raises:
         AbsentError: Nobody listens there.
@@ -101,7 +96,6 @@ class Listener:
         token: Token required of clients.
         serve: Serves one connection and returns at its end.
         timeout_s: As of ``FramedSocket``, for the served connections.
-        name: Name of the thread.
     """
 
     def __init__(

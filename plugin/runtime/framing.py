@@ -36,10 +36,7 @@ GONE_AFTER_S = KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES
 class FramedSocket:
     """A connected socket with frames. One thread may send while another receives.
 
-    Args:
-        connection: A connected stream socket.
-        peer: Name for errors.
-        timeout_s: Longest silence of the other side when it should act, in seconds; None: no limit.
+    ``timeout_s`` limits the other side's silence when it should act, in seconds; None: no limit.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout_s: float | None) -> None:

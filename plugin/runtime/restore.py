@@ -28,10 +28,8 @@ NEAR_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A live state filled from a generation.
-
-    ``scalars`` are its values beside tensors; ``note`` is the state's own; ``began`` is in seconds
-    of the monotonic clock, ``mapped_s`` the duration of mapping.
+    """A live state filled from a generation: its scalars, its own note, the begin (monotonic clock)
+    and the mapping's seconds.
     """
 
     scalars: dict[str, Json]
@@ -62,11 +60,7 @@ def fill_state(
     source: Source,
     rings: Mapping[torch.device, StagingRing],
 ) -> Filled:
-    """Fill the live state of this rank from the files of its host.
-
-    Raises:
-        As of ``read_rows``.
-    """
+    """Fill the live state of this rank from the files of its host. Raises as ``read_rows``."""
     began = time.monotonic()
     reached("restore")
     sources = map_sources(wanted, source.order)
@@ -88,9 +82,9 @@ def read_rows(
 
     Args:
         rows: Wanted rows of this rank (``wanted_rows``).
-        order: Copies to fill them; each wanted element is in exactly one.
+        order: Copies; each wanted element is in exactly one.
         rings: Pinned buffers by device; made here, slowly, if missing.
-        sources: Result of ``map_sources`` for these rows and this order.
+        sources: Result of ``map_sources``.
 
     Raises:
         LayoutError: The copies do not fill the rows, or lie outside of them. Nothing is written.

@@ -186,14 +186,12 @@ class Session:
 
     Attributes:
         tp, pp, dp, vpp, cp, ep: Degrees of this round.
-        rank, world_size: Rank of this worker in the round, number of its workers.
         micro_batch_size: Samples a forward pass and replica; None: undecided.
-        step, consumed_samples: Progress of the training: 0 on a fresh start, the generation's after
-            ``attach``.
-        restorable_step: Step of the generation for ``attach``, or None. A worker that
-            ``is_standby`` will find a later one.
-        is_standby: This worker was started during the training of the round before. ``attach``
-            returns once the old workers have stopped.
+        step, consumed_samples: Progress: 0 on a fresh start, the generation's after ``attach``.
+        restorable_step: Step of the generation for ``attach``, or None. A standby worker will find
+            a later one.
+        is_standby: Started during the training of the round before. ``attach`` returns once the old
+            workers have stopped.
         facts: Facts of the job's first workers (``report_facts``); empty on a fresh start.
         settings: Elastic configuration of a framework's hooks.
         is_measured: A framework's hooks call ``note_numbers``. Else the state may, from ``attach``
@@ -325,8 +323,9 @@ class Session:
         self._consumption.note(draws)
 
     def note_sources(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
-        """Note the facts behind the order of each data set, such as size and seed: on every rank
-        with the same draws, once a round or more often. Other facts are not compared.
+        """Note the facts behind the order of each data set, such as size and seed.
+
+        Call on every rank with the same draws, at least once a round. Other facts are not compared.
 
         Raises:
             RefusedError: A data set was another one before.

@@ -120,12 +120,8 @@ def ordered_fingerprints(rows: Sequence[Row], order: WriteOrder) -> tuple[int, .
 def file_fingerprints(
     rows: Sequence[Row], order: WriteOrder, mapped: MappedFile | None
 ) -> tuple[int, ...]:
-    """Return the fingerprints of the ordered rows in the file, in the order's order.
-
-    Args:
-        rows: Held rows of this rank, for their shapes and places alone.
-        order: Rows and their places in the file.
-        mapped: File of the order; None for an empty order.
+    """Return the fingerprints of the ordered rows in the file, in the order's order; ``mapped`` is
+    None for an empty order.
     """
     if mapped is None:
         return ()
@@ -153,7 +149,7 @@ def place_rows(
         mapped: File of the order, mapped beforehand: twice as fast. Another file is ignored.
 
     Raises:
-        LayoutError: The order names rows that this rank does not have. Nothing is written.
+        LayoutError: The order names unknown rows. Nothing is written.
         StoreError: The file is missing, too short, or cannot be written.
     """
     if not order.rows:
@@ -171,7 +167,7 @@ def ordered_views(rows: Sequence[Row], order: WriteOrder) -> list[torch.Tensor]:
     """Return the bits of the ordered rows in the live memory, in the order's order.
 
     Raises:
-        LayoutError: The order names rows that this rank does not have.
+        LayoutError: The order names unknown rows.
         StoreError: The order's file is missing or too short.
     """
     if not order.rows:

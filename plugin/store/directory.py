@@ -42,9 +42,7 @@ class Room:
 def check_budget(needed: int, room: Room, limit: int | None, host: str, directory: Path) -> int:
     """Return the bytes of files to keep for reuse beside a snapshot of ``needed`` bytes.
 
-    Args:
-        limit: Limit of the store in bytes; None: the file system's.
-        host, directory: Owner and place of the store, for the error.
+    ``limit`` is the store's in bytes; None: the file system's.
 
     Raises:
         StoreError: There is no room for two generations of this size, beside the bytes in use.

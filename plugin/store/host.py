@@ -155,16 +155,16 @@ class HostStore(HeldGenerations):
         transfer. Blocks.
 
         A copy has bytes of its own, so neither generation depends on the other's files.
-        Fingerprints are computed from the copied bytes; pieces with other fingerprints are fetched.
+        Fingerprints are computed from the copied bytes; differing pieces are fetched.
 
         Args:
-            generation: Number of the generation of the pieces.
+            generation: Number of the pieces' generation.
             staged: Wanted pieces and their file.
             stated: Fingerprint by row, stated by a host with exactly this piece.
             check: Raises if the copy is no longer needed.
 
         Returns:
-            Fingerprints by row of the copied rows, each equal to the stated one.
+            Fingerprints of the copied rows by row, each equal to the stated one.
 
         Raises:
             OSError: The file cannot be written.
@@ -245,13 +245,12 @@ class HostStore(HeldGenerations):
             snapshot: Result of ``reserve``.
             step: Optimizer steps done.
             about: consumed_samples, degrees, world_size, framework, versions, time.
-            parts: Reports of the ranks with all rows written, by global rank. The rows of other
-                ranks are left out.
-            taken_over: Completed orders of ``Snapshot.take_over`` with the fingerprints of their
-                rows.
+            parts: Reports of completely written ranks, by global rank. The rows of other ranks are
+                left out.
+            taken_over: Completed orders of ``Snapshot.take_over`` with their fingerprints.
 
         Returns:
-            The manifest; its generation is ``UNNUMBERED`` until the commit.
+            The manifest, ``UNNUMBERED`` until the commit.
 
         Raises:
             StoreError: A report does not fit its order.

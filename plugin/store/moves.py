@@ -59,10 +59,8 @@ class FetchList:
 def fetch_lists(plan: Plan, manifests: Sequence[HeldPart], host: str) -> list[FetchList]:
     """Return the fetches of ``host``, one list a source host, in the order of ``manifests``.
 
-    Args:
-        plan: Plan of ``holders_of(manifests)``.
-        manifests: One host's part each, of one generation.
-        host: Fetching host. One outside of ``plan.hosts`` fetches nothing.
+    ``plan`` is of ``holders_of(manifests)``; the manifests are of one generation. A host outside of
+    ``plan.hosts`` fetches nothing.
     """
     fetches, lists = plan.fetches, []
     if host not in plan.hosts:

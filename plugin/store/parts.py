@@ -49,11 +49,7 @@ class StoredRows:
     """Read-only views of the pieces of one host's part.
 
     The constructor maps the part's own files once; ``map_attached`` maps linked ones.
-
-    Args:
-        directory: Directory of the files.
-        manifest: Manifest of the part.
-        is_examined: Treat an unmappable file as empty.
+    ``is_examined`` treats an unmappable file as empty.
 
     Raises:
         DamageError: A file cannot be mapped.

@@ -29,11 +29,8 @@ def rank_file(rank: int) -> str:
 
 
 def check_name(what: str, name: str, flag: str) -> str:
-    """Return the name of a job or a host, if it can name a folder.
-
-    Args:
-        what: Kind of the name, for the error.
-        flag: Flag for the choice of another name.
+    """Return the name of a job or a host, if it can name a folder; ``what`` and ``flag`` are for
+    the error.
 
     Raises:
         UsageError: The name is no single, plain path component.

@@ -4,10 +4,10 @@ A store lies in a place writable by others (``/dev/shm``), under a guessable nam
 from the root down is opened by the descriptor of the level above, without following links, and must
 belong to this user and be closed to writing by others, before anything in it is read, made, cut or
 locked. A root may also be a shared folder with the sticky bit, such as ``/dev/shm`` itself; then
-the level below it is the first one owned by this user.
+this user must own the level below it.
 
-Levels above a root are not checked: a writer there can take a store away, but cannot put files of
-this user in its place.
+Levels above a root are not checked: a writer there can remove a store, but not replace it by files
+of this user.
 
 A durable directory gets the same checks. A file server may map this user to another number (NFS
 with ``root_squash``): the owner of a new file of this process counts as this user.
@@ -32,8 +32,8 @@ STORE, DURABLE = "--store-dir", "--durable-dir"
 class Folder:
     """An open folder owned by this user and closed to writing by others.
 
-    ``descriptor`` stays valid until it is closed, despite renames. ``flag`` is the flag for the
-    choice of another root.
+    ``descriptor`` stays valid until it is closed, despite renames. Errors recommend ``flag`` for
+    another root.
     """
 
     def __init__(self, path: Path, descriptor: int, flag: str = STORE) -> None:
@@ -50,11 +50,10 @@ class Folder:
         Args:
             make: Make it and its parents if missing, for this user alone.
             may_be_shared: Others may own it or write to it, if it has the sticky bit.
-            flag: Flag for the choice of another root, for errors.
 
         Raises:
             FileNotFoundError: It is not there.
-            StoreError: It is not this user's, or cannot be opened or made; has the reason.
+            StoreError: It is not this user's, or cannot be opened or made.
         """
         with _refusing(path, flag):
             if make:
@@ -189,8 +188,6 @@ class Folder:
 
 def open_below(root: Path, *names: str, make: bool = False, flag: str = STORE) -> Folder:
     """Open ``<root>/<names>`` of a store, each level checked; ``make`` missing ones.
-
-    ``flag`` is the flag for the choice of another root, for errors.
 
     Raises:
         FileNotFoundError: A level is not there.
