@@ -221,6 +221,7 @@ def decode(bits: Bits, dtype: str) -> npt.NDArray[Any]:
 
 
 def number_of(content: bytes, dtype: str) -> float:
+    """Return the first element of a tensor's bytes."""
     item = ITEM_BYTES[dtype]
     return float(decode(np.frombuffer(content[:item], BITS[item]), dtype)[0])
 

@@ -167,6 +167,7 @@ class Index:
 
     @classmethod
     def of(cls, boxes: Boxes) -> "Index":
+        """Order these boxes."""
         order = np.argsort(boxes.low, kind="stable")
         reach = np.maximum.accumulate(boxes.high[order])
         return cls(boxes, order, boxes.low[order], reach, boxes.axes())
