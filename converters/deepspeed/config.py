@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON configuration: where a command line names it, and what it says of batches.
+"""DeepSpeed's JSON configuration: finding it on a command line, its batches, stage and limits.
 
 Source: ``DeepSpeedConfig`` of deepspeed/runtime/config.py and ``_add_core_arguments`` of
-deepspeed/__init__.py, 0.19.8. Nothing of DeepSpeed is imported.
+deepspeed/__init__.py, 0.19.8. Imports nothing of DeepSpeed.
 """
 
 import base64
@@ -17,11 +17,11 @@ from typing import Any
 from scalai.core.errors import RefusedError, UsageError
 
 BLOCK = "scalai"
-"""Top-level key of the elastic configuration. DeepSpeed keeps keys that it does not know."""
+"""Top-level key of the elastic configuration. DeepSpeed keeps unknown keys."""
 FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--deepscale_config")
-"""Flags of scripts whose value is a DeepSpeed configuration; ``--deepspeed`` is Trainer's."""
+"""Script flags with a DeepSpeed configuration as value; ``--deepspeed`` is Trainer's."""
 STAGE_FLAGS = ("pipeline-parallel-size", "pipe-parallel-size", "num-stages")
-"""What scripts with a pipeline call its number of stages, which no configuration states."""
+"""Script flags for the number of pipeline stages; no configuration has it."""
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 AUTOTP, AUTOTP_SIZE = "tensor_parallel", "autotp_size"
@@ -31,8 +31,11 @@ SEQUENCE_PARALLEL = "sequence_parallel_size"
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A key by which what a step computes follows from ranks, micro-batches, or steps that nobody
-    carries; ``value`` is the one that does it, empty: ``enabled`` below it, or any that is set."""
+    """A key that makes a step depend on ranks, on micro-batches, or on progress not carried over.
+
+    ``value``: the one value with this effect; empty: ``enabled`` anywhere below the key, or any set
+    value.
+    """
 
     key: str
     why: str
@@ -41,11 +44,11 @@ class Sum:
 
     @property
     def named(self) -> str:
-        """The key, with the value where that does it."""
+        """The key, with its ``value`` if it has one."""
         return f"{self.key} = {self.value}" if self.value else self.key
 
     def is_in(self, config: Mapping[str, Any]) -> bool:
-        """Whether a configuration asks for it."""
+        """Whether a configuration turns it on."""
         found: Any = config
         for name in self.key.split("."):
             found = found.get(name) if isinstance(found, Mapping) else None
@@ -91,20 +94,20 @@ SUMS = (
         "runtime/progressive_layer_drop.py, up to 0.18",
     ),
 )  # fmt: skip
-"""Read for sums over the tokens of a rank, of a micro-batch or of a group, 0.16 to 0.19.8;
+"""Checked: sums over the tokens of a rank, micro-batch or group, releases 0.16 to 0.19.8.
 docs/deepspeed.md has the same rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundConfig:
-    """A DeepSpeed configuration that a command line names, and what errors call it."""
+    """A DeepSpeed configuration from a command line; ``name`` is for errors."""
 
     name: str
     content: Mapping[str, Any]
 
     @property
     def block(self) -> Mapping[str, Any] | None:
-        """Its elastic configuration; None where it has none.
+        """The elastic configuration; None: absent.
 
         Raises:
             UsageError: The key's value is not an object.
@@ -120,10 +123,10 @@ class FoundConfig:
 
 @dataclass(frozen=True, slots=True)
 class StatedBatch:
-    """What a configuration says of its batches, in samples and steps; None: it does not say.
+    """Batch sizes of a configuration, in samples, and accumulation in steps; None: not stated.
 
-    ``train`` is the global batch, ``micro`` that of one forward pass and replica. ``"auto"``, which
-    Trainer fills in, says nothing.
+    ``train`` is the global batch; ``micro`` is per forward pass and replica. ``"auto"``, for
+    Trainer to fill in, counts as not stated.
     """
 
     train: int | None
@@ -132,13 +135,13 @@ class StatedBatch:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "StatedBatch":
-        """Read a configuration. ``UsageError`` where a size is no whole number of 1 or more."""
+        """Read a configuration. ``UsageError``: a size is no whole number of 1 or more."""
         return cls(*(_size(config, key) for key in (TRAIN, MICRO, ACCUMULATION)))
 
     def resolved(self, dp: int) -> tuple[int, int] | None:
         """Return global batch and micro-batch as DeepSpeed takes them on ``dp`` replicas.
 
-        A stated global batch wins over what the others make of it. None: neither is stated.
+        A stated global batch has priority over the product of the others. None: neither is stated.
         """
         if self.train is None and self.micro is None:
             return None
@@ -150,18 +153,18 @@ class StatedBatch:
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage that a configuration asks for.
+    """Return the ZeRO stage of a configuration.
 
-    Source: ``get_zero_config`` of deepspeed/runtime/config.py: true, of old, is stage 1.
+    Source: ``get_zero_config`` of deepspeed/runtime/config.py; the old form ``true`` is stage 1.
 
     Raises:
-        UsageError: There is no such stage.
+        UsageError: Unknown stage.
     """
     section = config.get(ZERO)
     if section is None or isinstance(section, bool):
         return int(bool(section))
     stage = section.get(STAGE, 0)
-    if stage == "auto":  # as what is not stated
+    if stage == "auto":  # as if not stated
         return 0
     if isinstance(stage, bool) or stage not in range(STAGE_COUNT):
         raise UsageError(f"{ZERO}.{STAGE} = {stage!r}; expected 0, 1, 2 or 3.")
@@ -169,16 +172,15 @@ def stage_of(config: Mapping[str, Any]) -> int:
 
 
 def autotp_size(config: Mapping[str, Any]) -> int:
-    """Return the tensor parallelism that a configuration asks of DeepSpeed; 1: none."""
+    """Return the configured AutoTP size; 1: none."""
     return int(config.get(AUTOTP, {}).get(AUTOTP_SIZE) or 1)
 
 
 def refuse_fixed(config: Mapping[str, Any]) -> None:
-    """Check that a configuration asks for nothing that keeps a job from changing its ranks, nor for
-    what makes another training of it there (``SUMS``).
+    """Check that a configuration lets the job change its ranks and train the same there (``SUMS``).
 
     Raises:
-        RefusedError: Names all of it.
+        RefusedError: Names all faults.
     """
     faults = []
     size = config.get(SEQUENCE_PARALLEL) or 1
@@ -196,13 +198,13 @@ def refuse_fixed(config: Mapping[str, Any]) -> None:
 
 
 def step_samples(config: Mapping[str, Any]) -> int | None:
-    """Return the samples of an optimizer step by the stated global batch; None: it is not stated.
+    """Return the samples of an optimizer step by the stated global batch; None: not stated.
 
-    With AutoTP, and no ``mpu`` that says otherwise, DeepSpeed counts tensor-parallel ranks as
-    replicas, though they train on the same samples (``DeepSpeedConfig.__init__``).
+    With AutoTP, without an ``mpu``, DeepSpeed counts tensor-parallel ranks as replicas, though they
+    train on the same samples (``DeepSpeedConfig.__init__``).
 
     Raises:
-        UsageError: The size is no whole number of such batches.
+        UsageError: The size is no multiple of the AutoTP size.
     """
     train, tp = StatedBatch.of(config).train, autotp_size(config)
     if train is not None and train % tp:
@@ -211,14 +213,14 @@ def step_samples(config: Mapping[str, Any]) -> int | None:
 
 
 def find_config(script_args: Sequence[str]) -> FoundConfig | None:
-    """Return the DeepSpeed configuration among a script's arguments; None where there is none.
+    """Return the DeepSpeed configuration among a script's arguments; None: there is none.
 
-    It is what follows DeepSpeed's flags, a file or base64; else any argument that names a ``.json``
-    file with the block.
+    A block decides, then order. Candidates: the value of a DeepSpeed flag, a path or base64; any
+    ``.json`` file with the block.
 
     Raises:
-        UsageError: Two of them have a block, or a file that has one, or that DeepSpeed's flag
-            names, cannot be read.
+        UsageError: Two have a block; or a file with a block, or behind a DeepSpeed flag, is
+            unreadable.
     """
     found = {config.name: config for config in _candidates(script_args)}
     blocks = [config for config in found.values() if BLOCK in config.content]
@@ -230,8 +232,8 @@ def find_config(script_args: Sequence[str]) -> FoundConfig | None:
 
 
 def json_config(text: str, name: str) -> FoundConfig | None:
-    """Return the DeepSpeed configuration that a file's text is; None where it does not begin as
-    JSON, or JSON with comments, does.
+    """Return the configuration of a file's text; None: the text does not begin as JSON, with or
+    without comments.
 
     Raises:
         UsageError: It is no object, or has no block.
@@ -245,7 +247,7 @@ def json_config(text: str, name: str) -> FoundConfig | None:
 
 
 def stated_stages(script_args: Sequence[str]) -> int | None:
-    """Return the pipeline stages that a script's own flags ask for; None: they do not say."""
+    """Return the pipeline stages by a script's own flags; None: not stated."""
     values = [*script_args, ""]
     for place, argument in enumerate(script_args):
         name, equals, value = argument.partition("=")
@@ -259,7 +261,7 @@ def read_config(source: str) -> dict[str, Any] | None:
     """Read a configuration from a path or from base64, as DeepSpeed does; None: it is neither.
 
     Raises:
-        UsageError: The file is there and is no JSON object.
+        UsageError: The file or the decoded text is no JSON object.
     """
     try:
         text = Path(source).read_text() if Path(source).is_file() else _decoded(source)
@@ -280,7 +282,7 @@ def _candidates(script_args: Sequence[str]) -> Iterator[FoundConfig]:
         flag = ""
         if given in FLAGS:
             config = read_config(source)
-            # Behind ``--deepspeed``, which some scripts read as a switch, it may be anything.
+            # ``--deepspeed`` is a switch in some scripts, so any argument may follow it.
             if config is None and given.endswith("config") and source.endswith(".json"):
                 raise UsageError(f"{given} {source}: there is no file of that name to be read.")
         elif source.endswith(".json") and Path(source).is_file():
@@ -292,7 +294,7 @@ def _candidates(script_args: Sequence[str]) -> Iterator[FoundConfig]:
 
 
 def _of_any_json(path: str) -> dict[str, Any] | None:
-    """Return a file's content if it has a block. Other JSON is not ours, be it as it may."""
+    """Return a file's content if it has a block; ignore other JSON, readable or not."""
     try:
         text = Path(path).read_text()
         return config if BLOCK in (config := _parsed(text, path)) else None
@@ -305,7 +307,7 @@ def _decoded(source: str) -> str:
 
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
-    """Return the object that a text is, in JSON or, as DeepSpeed reads it, Hjson."""
+    """Return a text's object, in JSON or, as in DeepSpeed, Hjson."""
     parsers = [json.loads]
     if importlib.util.find_spec("hjson") is not None:
         parsers.append(importlib.import_module("hjson").loads)
@@ -315,7 +317,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
         except ValueError:
             continue
         if isinstance(content, dict):
-            # Hjson returns ordered dictionaries: plain ones travel to other processes as well.
+            # Hjson returns ordered dictionaries; plain ones can be sent to other processes.
             plain: dict[str, Any] = json.loads(json.dumps(content))
             return plain
     raise UsageError(f"{name} is not a JSON object; DeepSpeed needs one.")

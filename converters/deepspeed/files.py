@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint's directory: which tag, which files of which ranks.
+"""A DeepSpeed checkpoint's directory: its tag, and the files of each rank.
 
     <save directory>/latest    the newest tag, as text
     <save directory>/<tag>/
@@ -8,9 +8,9 @@
         layer_<l>[-model_<t>]-model_states.pt               a pipeline's weights
         layer_<l>_expert_<e>_*, expp_rank_*                 experts, see ``expert_names``
 
-``d`` is a data-parallel rank, whatever DeepSpeed calls it; ``m`` a model-parallel one: the number
-of the pipeline's stage times the tensor-parallel ranks, plus ``t``. ``l`` is the place of a layer
-in the whole model.
+``d`` is a data-parallel rank, despite the ``pp``; ``m`` a model-parallel one: the pipeline stage
+times the number of tensor-parallel ranks, plus ``t``. ``l`` is the place of a layer in the whole
+model.
 
 Source: ``_get_ckpt_name`` and ``_get_zero_ckpt_name`` of deepspeed/runtime/engine.py,
 ``ckpt_layer_path`` of runtime/pipe/module.py, 0.19.8.
@@ -47,8 +47,8 @@ _LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.
 
 @dataclass(frozen=True, slots=True)
 class TagFiles:
-    """The files of one model-parallel rank, by data-parallel rank. ``model`` has one where ranks
-    share it."""
+    """The files of one model-parallel rank, by data-parallel rank; ``model`` has one if they share
+    it."""
 
     directory: Path
     model: tuple[str, ...]
@@ -58,7 +58,8 @@ class TagFiles:
 
 
 def find_tag(path: Path, step: int | None) -> Path | None:
-    """Return the directory of a tag: ``path`` itself, or the one that ``latest`` names."""
+    """Return the directory of a tag: ``path`` itself, the one in ``latest``, or the step's; None:
+    there is none."""
     if step is None and _has_states(path):
         return path
     if step is None:
@@ -79,9 +80,9 @@ class Tag:
     """The files of one tag.
 
     Attributes:
-        directory: Where they lie.
-        ranks: By model-parallel rank.
-        layers: A pipeline's files of layers, by tensor-parallel rank and place.
+        directory: Directory of the tag.
+        ranks: Files by model-parallel rank.
+        layers: A pipeline's layer files, by tensor-parallel rank and place.
         experts: Files of experts.
     """
 
@@ -95,7 +96,7 @@ def list_files(directory: Path) -> Tag:
     """Sort a tag's files by rank.
 
     Raises:
-        RefusedError: A rank's file is missing, or there are ranks of a kind that is not read.
+        RefusedError: A rank's file is missing, or ranks are of an unsupported kind.
     """
     names: dict[int, list[tuple[re.Match[str], str]]] = {}
     layers: dict[int, dict[int, str]] = {}
@@ -126,7 +127,6 @@ def list_files(directory: Path) -> Tag:
 
 
 def _rank_files(directory: Path, names: Sequence[tuple[re.Match[str], str]]) -> TagFiles:
-    """Sort the files of one model-parallel rank."""
     found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     whole: list[str] = []
     prefixes = set()
@@ -162,7 +162,7 @@ def _rank_files(directory: Path, names: Sequence[tuple[re.Match[str], str]]) -> 
 
 
 def _check_layers(directory: Path, layers: Mapping[int, Mapping[int, str]]) -> None:
-    """Refuse tensor-parallel ranks that have not the same layers."""
+    """Refuse tensor-parallel ranks with different layers."""
     for tp, files in sorted(layers.items()):
         first = layers[min(layers)]
         missing = sorted(first.keys() ^ files.keys())
@@ -175,7 +175,7 @@ def _check_layers(directory: Path, layers: Mapping[int, Mapping[int, str]]) -> N
 
 
 def read_dictionary(path: Path, *, trust: bool) -> dict[str, Any]:
-    """Return what a file holds, tensors as ``StoredTensor``. Raises as ``read_archive``."""
+    """Return a file's content, tensors as ``StoredTensor``. Raises as ``read_archive``."""
     value = read_archive(path, trust=trust)
     if not isinstance(value, dict):
         raise RefusedError(f"{path} holds a {type(value).__name__}, not a dictionary.")
@@ -183,16 +183,16 @@ def read_dictionary(path: Path, *, trust: bool) -> dict[str, Any]:
 
 
 def carried(value: Any, path: Path) -> Any:
-    """Return a tree of values with the bytes of its tensors, which are small.
+    """Return a tree of values with the bytes of its small tensors.
 
     Raises:
-        RefusedError: One is not.
+        RefusedError: A tensor is large.
     """
     if isinstance(value, StoredTensor):
         return with_bytes(value, path)
     if isinstance(value, dict):
         new = type(value)((key, carried(entry, path)) for key, entry in value.items())
-        if getattr(value, "__dict__", None):  # a module's state_dict has versions beside its items
+        if getattr(value, "__dict__", None):  # a module's state_dict also has versions
             new.__dict__.update(value.__dict__)
         return new
     if isinstance(value, list | tuple):
@@ -219,7 +219,7 @@ def with_bytes(tensor: StoredTensor, path: Path) -> NewTensor:
 
 
 def scalar_of(value: Any, path: Path) -> float | None:
-    """Return a number that a file holds as such or as a tensor; None: it is neither."""
+    """Return a stored number, plain or as a tensor; None: it is neither."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""What a DeepSpeed job's checkpoint says that is no tensor and no other framework's."""
+"""A DeepSpeed job's own names and values in its checkpoint, beside the tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,40 +10,40 @@ from scalai.converters.deepspeed.shards.pipeline import Pipeline
 from scalai.converters.deepspeed.stored_config import AUTO
 
 STATE = "deepspeed"
-"""The key of a ``DeepSpeedJob`` in ``Values.extra``."""
+"""Key of a ``DeepSpeedJob`` in ``Values.extra``."""
 
 DEFAULT_SUB_GROUP_ELEMENTS = 1_000_000_000
 """``sub_group_size`` of deepspeed/runtime/zero/config.py, 0.19.8."""
 
 _FP32 = ("fp32", "float32", "float", "torch.float32")
-"""What a configuration calls it."""
+"""Names of fp32 in a configuration."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeepSpeedJob:
-    """A job's names and values, as its engine will ask for them at any degree and stage.
+    """A job's names and values, for its engine at any degree and stage.
 
     Attributes:
-        tag: The tag's name.
-        groups: By parameter group the names of the trained parameters, in the optimizer's order.
-        module: All keys of the module's ``state_dict``, in order.
-        module_values: Those of them that are no tensors.
+        tag: Name of the tag.
+        groups: Names of trained parameters by parameter group, in the optimizer's order.
+        module: Keys of the module's ``state_dict``, in order.
+        module_values: Its entries that are no tensors.
         module_metadata: Its ``_metadata``: versions of modules.
-        module_nesting: Where its tensors lie, if not under their names (``nested``).
-        dtypes: Of the module's tensors.
-        aliases: Names of shared parameters -> the names that they are kept by.
-        buffers: Which names are buffers.
-        frozen: Which are parameters that are not trained.
-        model: The other entries of the model's file, client_state among them.
-        optimizer: The other entries of a rank's optimizer state: loss scaler, clip_grad.
-        has_number_steps: Whether the optimizer keeps its step as a number, not as a tensor.
+        module_nesting: Paths of its tensors not kept under their names (``nested``).
+        dtypes: Dtypes of the module's tensors.
+        aliases: Names of shared parameters -> names of the kept ones.
+        buffers: Names of buffers.
+        frozen: Names of parameters without training.
+        model: Other entries of the model's file, client_state included.
+        optimizer: Other entries of a rank's optimizer state: loss scaler, clip_grad.
+        has_number_steps: Whether the optimizer's step is a number, not a tensor.
         is_bf16: Whether the engine trains in bf16: its files have a prefix.
-        is_fused: Whether its optimizer is DeepSpeed's FusedAdam, of which stage 0 keeps flat
-            buffers; None: the source does not say.
-        cuts: How tensor-parallel ranks cut parameters; without such ranks none.
-        of_ranks: ``model`` by model-parallel rank, where it is not the same for all.
-        pipeline: The layers of a pipeline engine; None: of another one.
-        experts: Its layers with experts; None: it has none.
+        is_fused: Whether the optimizer is DeepSpeed's FusedAdam, with flat buffers in stage 0;
+            None: not stated.
+        cuts: Cuts of parameters among tensor-parallel ranks; empty: no such ranks.
+        of_ranks: ``model`` by model-parallel rank; empty: the same for all.
+        pipeline: Layers of a pipeline engine; None: another engine.
+        experts: Layers with experts; None: there are none.
     """
 
     tag: str
@@ -68,7 +68,7 @@ class DeepSpeedJob:
 
 
 def zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section on ZeRO of a DeepSpeed configuration, without what is a default."""
+    """Return a configuration's ZeRO section, without ``auto`` values."""
     section = config.get("zero_optimization")
     if not isinstance(section, Mapping):
         return {}
@@ -82,7 +82,7 @@ def enables_bf16(config: Mapping[str, Any]) -> bool:
 
 
 def uses_bf16_optimizer(config: Mapping[str, Any], stage: int) -> bool:
-    """Tell whether the engine's optimizer is ``BF16_Optimizer``, not ZeRO's own of that stage.
+    """Tell whether the engine's optimizer is ``BF16_Optimizer``, not ZeRO's own of this stage.
 
     Source: ``_do_optimizer_sanity_check`` of deepspeed/runtime/engine.py, 0.19.8.
     """

@@ -1,7 +1,7 @@
-"""Whether a job's DeepSpeed configuration holds what is taken from it here.
+"""Checks the parts of a DeepSpeed configuration that Scalai uses.
 
 Source: deepspeed 0.19.8: runtime/zero/config.py, runtime/precision_config.py and
-``DeepSpeedConfigModel`` of runtime/config_utils.py, which leaves out what is ``"auto"``.
+``DeepSpeedConfigModel`` of runtime/config_utils.py, which drops ``"auto"``.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 from scalai.core.errors import RefusedError
 
 AUTO = "auto"
-"""What stands for a default."""
+"""The value for a default."""
 
 _TABLES = (
     "zero_optimization", "zero_optimization.offload_optimizer", "bf16", "bfloat16", "fp16",
@@ -24,14 +24,14 @@ _NUMBERS = (
 
 
 def check_config(config: Any, where: str) -> None:
-    """Refuse a configuration of which a part that is needed is not what DeepSpeed takes.
+    """Refuse a configuration with a part in another form than DeepSpeed takes.
 
     Args:
-        config: What a checkpoint or a file calls so; None: nothing.
-        where: What holds it, for the message.
+        config: Configuration from a checkpoint or a file; None: nothing to check.
+        where: Its origin, for the message.
 
     Raises:
-        RefusedError: Names the key, what was found and what was expected.
+        RefusedError: Names the key, the value found and the expected form.
     """
     if config is None:
         return
@@ -48,7 +48,7 @@ def check_config(config: Any, where: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether this is a number, or text of one, of 0 or more."""
+    """Tell whether a value is a finite number, or text of one, of 0 or more."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -57,7 +57,7 @@ def is_number(value: Any) -> bool:
 
 
 def _find(config: Mapping[str, Any], keys: str) -> Any:
-    """Return the value under keys that are joined by dots; None: there is none."""
+    """Return the value under keys joined by dots; None: absent."""
     found: Any = config
     for key in keys.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None

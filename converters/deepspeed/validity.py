@@ -1,11 +1,11 @@
-"""What DeepSpeed refuses of a configuration in a ZeRO stage, at any degrees.
+"""Configurations that DeepSpeed refuses in a ZeRO stage, at any degrees.
 
-It would say so itself, but in the round that has the stage first, which may be one to which a
-running job has changed. What depends on degrees is said by ``core/degrees/degrees.py``.
+DeepSpeed refuses only in the first round of a stage, possibly after a running job's change.
+``core/degrees/degrees.py`` checks the faults that depend on degrees.
 
 Source: ``DeepSpeedConfig`` of deepspeed/runtime/config.py, validators of runtime/zero/config.py,
 ``_do_sanity_check`` and ``_do_optimizer_sanity_check`` of runtime/engine.py, the optimizers of
-runtime/zero/stage_1_and_2.py and stage3.py; 0.16.0 to 0.19.8. Nothing of DeepSpeed is imported.
+runtime/zero/stage_1_and_2.py and stage3.py; 0.16.0 to 0.19.8. Imports nothing of DeepSpeed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,24 +18,24 @@ from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import GRADIENTS, NO_SHARDING, OPTIMIZER, WEIGHTS
 
 DEFAULT_CLIPPING = 1.0
-"""``GRADIENT_CLIPPING_DEFAULT`` of the releases that know ``compute_grad_norm``."""
+"""``GRADIENT_CLIPPING_DEFAULT`` of the releases with ``compute_grad_norm``."""
 Release = tuple[int, ...]
-"""Numbers of a release; none: unknown, then only what all releases refuse is refused."""
+"""Numbers of a release; empty: unknown, so check only the refusals of all releases."""
 AUTOTP_WITH_WEIGHTS = (0, 19, 1)
-"""From here on tensor-parallel ranks may shard weights."""
+"""First release with weights sharded among tensor-parallel ranks."""
 BF16_SUMS_ARE_BF16 = (0, 17, 6)
-"""From here on, at the latest, gradients in bf16 are not added up in fp32 without ZeRO."""
+"""First release, at the latest, without fp32 sums of bf16 gradients without ZeRO."""
 PARAM_DTYPE_COUNTS = (0, 19, 4)
-"""From here on ``data_types.param_dtype`` is looked at."""
+"""First release that reads ``data_types.param_dtype``."""
 SUMS_COUNT = (0, 19, 5)
-"""From here on gradients may be added up instead of averaged."""
+"""First release with sums of gradients in place of averages."""
 TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw")
-"""Types of optimizers that ``ZERO_SUPPORTED_OPTIMIZERS`` of deepspeed/runtime/zero/utils.py has."""
+"""Optimizer types in ``ZERO_SUPPORTED_OPTIMIZERS`` of deepspeed/runtime/zero/utils.py."""
 MASTERS_IN_ALL_STAGES = (0, 18, 1)
-"""From here on masters may be kept in 16 bits in all stages of ZeRO, in bf16 too; before in stage 2
-alone, in fp16."""
+"""First release with 16-bit masters in all stages of ZeRO, in bf16 too; before, stage 2 in fp16
+only."""
 SWITCHES_COUNT_ALONE = (0, 17, 6)
-"""From here on, at the latest, the switch counts without its precision."""
+"""First release, at the latest, that reads the switch without its precision."""
 _DTYPES: Mapping[str, str] = {
     f"{prefix}{alias}": name
     for name, aliases in {
@@ -45,18 +45,18 @@ _DTYPES: Mapping[str, str] = {
     for alias in aliases
     for prefix in ("", "torch.")
 }  # fmt: skip
-"""``DtypeEnum`` of deepspeed/runtime/config.py; it takes some of those with ``torch.``."""
+"""``DtypeEnum`` of deepspeed/runtime/config.py; it takes some with ``torch.``."""
 
 
 def stages_of(config: Mapping[str, Any], by_world: Mapping[str, int]) -> frozenset[int]:
-    """Return the stages that a job may come to have.
+    """Return the stages a job may come to have.
 
     Args:
         config: DeepSpeed's configuration.
-        by_world: The table ``deepspeed.zero_stage`` of the elastic one.
+        by_world: Table ``deepspeed.zero_stage`` of the elastic configuration.
 
     Raises:
-        UsageError: The configuration's stage is none.
+        UsageError: The configuration's stage is unknown.
     """
     return frozenset((*by_world.values(), by_world.get("default", stage_of(config))))
 
@@ -68,14 +68,14 @@ def refuse_invalid(
     *,
     has_own_optimizer: bool = False,
 ) -> None:
-    """Check that DeepSpeed takes a configuration in all stages that a job may come to have.
+    """Check that DeepSpeed takes a configuration in all possible stages of a job.
 
     Args:
-        has_own_optimizer: Whether the script builds its optimizer, or may do so: then that of the
-            configuration is not looked at (``_configure_optimizer``, runtime/engine.py).
+        has_own_optimizer: Whether the script builds, or may build, its optimizer. DeepSpeed then
+            ignores the configured one (``_configure_optimizer``, runtime/engine.py).
 
     Raises:
-        RefusedError: Names all that it does not take, and the stage.
+        RefusedError: Names all faults, with their stages.
     """
     if has_own_optimizer:
         config = {key: value for key, value in config.items() if key != "optimizer"}
@@ -93,7 +93,7 @@ def refuse_invalid(
 
 
 def _faults(config: Mapping[str, Any], release: Release) -> Iterator[str]:
-    """Yield what it takes in no stage."""
+    """Yield the faults in every stage."""
     if _is_on(config, "fp16") and enables_bf16(config):
         yield "fp16 and bf16 are both enabled; it trains in one of them"
     stated, precision = _data_type(config, "param_dtype"), precision_of(config)
@@ -104,7 +104,7 @@ def _faults(config: Mapping[str, Any], release: Release) -> Iterator[str]:
 def _faults_of_stage(config: Mapping[str, Any], stage: int, release: Release) -> Iterator[str]:
     zero = zero_config(config)
     sums, precision = _data_type(config, "grad_accum_dtype"), precision_of(config)
-    # Up to 0.16 bf16 is added up in fp32, in a pipeline in bf16 too.
+    # Up to 0.16 bf16 is added up in fp32; in a pipeline in bf16 too.
     may_differ = precision == "bf16" and sums == "fp32" and release < BF16_SUMS_ARE_BF16
     if stage == NO_SHARDING and sums not in (None, precision or sums) and not may_differ:
         yield (
@@ -132,7 +132,7 @@ def _faults_of_stage(config: Mapping[str, Any], stage: int, release: Release) ->
 
 def _faults_without_norm(config: Mapping[str, Any], stage: int) -> Iterator[str]:
     stated = config.get("gradient_clipping", DEFAULT_CLIPPING)
-    clipping = _number(stated, 0.0)  # what Trainer fills in, it knows
+    clipping = _number(stated, 0.0)  # Trainer checks its own values
     is_summed_apart = _data_type(config, "grad_accum_dtype") == "fp32" and enables_bf16(config)
     what = "compute_grad_norm false"
     if stage not in (OPTIMIZER, GRADIENTS):
@@ -146,14 +146,14 @@ def _faults_without_norm(config: Mapping[str, Any], stage: int) -> Iterator[str]
 
 
 def _faults_of_masters(config: Mapping[str, Any], stage: int, release: Release) -> Iterator[str]:
-    """Yield what is in the way of masters in 16 bits."""
+    """Yield the obstacles to 16-bit masters."""
     for switch in _master_switches(config, release):
         if stage == NO_SHARDING:
             yield f"{switch}: without ZeRO masters are in fp32"
         elif stage != GRADIENTS and () < release < MASTERS_IN_ALL_STAGES:
             yield f"{switch}: in this release stage 2 alone keeps masters in 16 bits"
         elif uses_bf16_optimizer(config, stage):
-            continue  # which does not look at the switch
+            continue  # it ignores the switch
         elif not is_offloaded(config) or not _is_cpu_adam(config):
             yield f"{switch}: masters in 16 bits are updated by an offloaded DeepSpeedCPUAdam alone"
     bf16 = _bf16(config)
@@ -162,8 +162,8 @@ def _faults_of_masters(config: Mapping[str, Any], stage: int, release: Release) 
 
 
 def _master_switches(config: Mapping[str, Any], release: Release) -> Iterator[str]:
-    """Yield the switches that are on, as far as the release knows them. They count also where their
-    precision is not enabled, but not in the oldest releases."""
+    """Yield the switches for 16-bit masters that are on in a release. Old releases also need the
+    precision enabled."""
     fp16, is_old = _section(config, "fp16"), release < SWITCHES_COUNT_ALONE
     if fp16.get("fp16_master_weights_and_grads") and (not is_old or _is_on(config, "fp16")):
         yield "fp16_master_weights_and_grads"
@@ -176,26 +176,26 @@ def _bf16(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_cpu_adam(config: Mapping[str, Any]) -> bool:
-    """Whether an offloaded optimizer is DeepSpeedCPUAdam; one that the script builds may be."""
+    """Whether an offloaded optimizer is DeepSpeedCPUAdam; the script's own may be."""
     optimizer = _section(config, "optimizer")
     is_adam = str(optimizer.get("type", "adam")).lower() in ("adam", "adamw")
     return is_adam and not _section(optimizer, "params").get("torch_adam")
 
 
 def is_offloaded(config: Mapping[str, Any]) -> bool:
-    """Tell whether the optimizer's state is not on the devices."""
+    """Tell whether the optimizer's state is off the devices."""
     zero = zero_config(config)
     device = _section(zero, "offload_optimizer").get("device", "none")
     return bool(zero.get("cpu_offload")) or device != "none"
 
 
 def gradient_dtype(config: Mapping[str, Any]) -> str | None:
-    """Return in what gradients are added up; None: Trainer says it."""
+    """Return the dtype of gradient sums; None: Trainer sets it."""
     return _data_type(config, "grad_accum_dtype") or precision_of(config)
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """Return in what an engine trains: fp32, bf16 or fp16; None: Trainer says it."""
+    """Return the training precision: fp32, bf16 or fp16; None: Trainer sets it."""
     sections = (config.get(name) for name in ("fp16", "bf16", "bfloat16"))
     if any(isinstance(one, Mapping) and one.get("enabled") == AUTO for one in sections):
         return None
@@ -203,7 +203,7 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _data_type(config: Mapping[str, Any], name: str) -> str | None:
-    """Return a dtype of the section ``data_types``; None: it is not stated."""
+    """Return a dtype of the section ``data_types``; None: not stated."""
     stated = _section(config, "data_types").get(name)
     return None if stated is None else _DTYPES.get(str(stated), str(stated))
 
@@ -213,7 +213,7 @@ def _is_on(config: Mapping[str, Any], section: str) -> bool:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section without what is left to its default."""
+    """Return a section without its ``auto`` values."""
     section = config.get(name)
     if not isinstance(section, Mapping):
         return {}

@@ -1,8 +1,8 @@
 """Reads DeepSpeed's checkpoints without ZeRO (stage 0).
 
-The file names no parameter of the optimizer, unless torch was given names. Where shapes and weights
-leave several answers in the module's order, it is refused; of parameters that could be exchanged
-against that order it is noted (``Checkpoint.guessed``).
+The file does not name the optimizer's parameters, unless torch had names. If shapes and weights
+allow several answers in the module's order, it is refused. Parameters that could be exchanged
+against this order are noted (``Checkpoint.guessed``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -44,7 +44,7 @@ SAY_THE_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """The state of an optimizer, as a file has it for one expert-parallel rank."""
+    """The state of an optimizer in a file, for one expert-parallel rank."""
 
     model: ModelStates
     path: Path
@@ -85,10 +85,10 @@ class _Tree:
         return Flattened(path, [{**state, MASTERS: master} for (state,), master in flat])
 
     def names(self, state: PlainState, order: Order | None) -> tuple[Names, frozenset[str]]:
-        """Return the parameters of each group, and those of them that nothing tells.
+        """Return the parameters of each group, and the guessed ones among them.
 
         Raises:
-            RefusedError: They cannot be told, or are not those of ``order``.
+            RefusedError: They cannot be identified, or do not fit ``order``.
         """
         model, groups = self.model, self.inner["param_groups"]
         is_of_experts = [bool(group.get("moe")) for group in groups]
@@ -100,7 +100,7 @@ class _Tree:
             if isinstance(entry, StoredTensor)
             and name not in others
             and model.experts.is_on(name, self.ep_rank)
-            # The 16-bit optimizers leave out what has no elements.
+            # The 16-bit optimizers leave out parameters without elements.
             and not (has_masters and 0 in entry.shape)
         }
 
@@ -135,7 +135,7 @@ class _Tree:
         return named, frozenset()
 
     def _check_order(self, named: Names, ends: Sequence[int], advance: Advance) -> None:
-        """Refuse names that the state is not of."""
+        """Refuse names that do not fit the state."""
         places = [0] * len(ends)
         for group, names in enumerate(named[: len(ends)]):
             for name in names:
@@ -156,10 +156,10 @@ class _Tree:
 
 @dataclass(frozen=True, slots=True)
 class PlainReader:
-    """One model_states file that is being read, the optimizer's state in it.
+    """One model_states file that is being read, with the optimizer's state in it.
 
-    Experts have files with an optimizer's state each, in which those of rank 0 and all that is of
-    no expert come again: as ``duplicates``.
+    Each expert-parallel rank has a file with an optimizer's state. Rank 0's experts, and all
+    outside experts, occur there again: as ``duplicates``.
     """
 
     model: ModelStates
@@ -170,7 +170,7 @@ class PlainReader:
     steps: dict[str, CheckpointFile] = field(default_factory=dict)
 
     def read(self) -> RankState:
-        """Return what the file holds.
+        """Return the file's content.
 
         Raises:
             RefusedError: Its optimizer is of an unknown kind, or its parameters cannot be named.
@@ -216,7 +216,7 @@ class PlainReader:
         )
 
     def _trees(self) -> list[_Tree]:
-        """Return the states of all expert-parallel ranks, that of the model's file first."""
+        """Return the states of all expert-parallel ranks, the model file's first."""
         model = self.model
         trees = [_Tree(model, model.path, model.first["optimizer"], 0)]
         for ep_rank, name in enumerate(model.experts.optimizers):
@@ -234,7 +234,7 @@ class PlainReader:
         names: Sequence[Sequence[str]],
         known: Collection[str],
     ) -> None:
-        """Place the states of all parameters, of those that are known as second copies."""
+        """Place the states of all parameters; known ones as second copies."""
         for group, members in enumerate(names):
             at = 0
             for name in members:
@@ -262,6 +262,6 @@ class PlainReader:
 
 
 def _plain_entries(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer keeps beside tensors."""
+    """Return an optimizer's entries other than tensors."""
     large = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat")
     return {key: value for key, value in tree.items() if key not in large}

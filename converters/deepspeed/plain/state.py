@@ -1,9 +1,8 @@
-"""How an engine without ZeRO keeps its optimizer's state: a tensor a parameter, or flat buffers.
+"""The optimizer's state of an engine without ZeRO: a tensor per parameter, or flat buffers.
 
-Neither names a parameter. Both say by what a parameter can be told: its shape, and in 16 bits its
-weights, to which its masters round. Which parameters the state belongs to is found by what fits
-where every group keeps the module's order; of which of them nothing tells it is said (``untold``).
-Parameters may be in no group: frozen ones.
+Neither names a parameter. Shapes identify it, and in 16 bits its weights: the masters round to
+them. The match assumes the module's order within each group. Parameters without a distinct state
+are reported (``untold``). Frozen parameters may be in no group.
 
 Source: deepspeed 0.19.8: the ``state_dict`` of runtime/fp16/unfused_optimizer.py and of
 fused_optimizer.py; torch.optim's ``state_dict`` in fp32.
@@ -25,44 +24,43 @@ from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import row_major
 
 MASTERS = "fp32"
-"""What the masters are called here, beside the optimizer's own names."""
+"""Key of the masters here, beside the optimizer's own names."""
 CHECKED = 4096
-"""Elements of a parameter that are compared with its masters."""
+"""Elements of a parameter to compare with its masters."""
 
 Advance = Callable[[int, int, str], int | None]
-"""(group, place, name) -> the place behind a parameter that begins there; None: it does not fit."""
+"""(group, place, name) -> the place after a parameter at this place; None: it does not fit."""
 
 _Way = tuple["_Way", str, int] | None
 """A chain of parameters and their groups, the last one first."""
 
 
 class PlainState(Protocol):
-    """By parameter group an optimizer's state in a file, in places that count from 0."""
+    """An optimizer's state in a file, by parameter group; places count from 0."""
 
     @property
     def path(self) -> Path: ...
 
     def ends(self) -> list[int]:
-        """Return by group the place at which it ends."""
+        """Return each group's end."""
         ...
 
     def size(self, weight: StoredTensor) -> int:
-        """Return how many places a parameter takes."""
+        """Return the places of a parameter."""
         ...
 
     def fits(self, group: int, place: int, weight: StoredTensor, file: Path) -> bool:
-        """Tell whether the state of a parameter, whose weight is in a file, can begin at a
-        place."""
+        """Tell whether a parameter's state, with its weight in ``file``, can begin at a place."""
         ...
 
     def at(self, group: int, place: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
-        """Return the state that begins at a place, of a parameter of this shape."""
+        """Return the state at a place, for a parameter of this shape."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Separate:
-    """A tensor a parameter: torch's own optimizers, also in ``FP16_UnfusedOptimizer``."""
+    """A tensor per parameter: torch's own optimizers, also in ``FP16_UnfusedOptimizer``."""
 
     path: Path
     groups: Sequence[Sequence[Mapping[str, Any]]]
@@ -86,7 +84,7 @@ class Separate:
 
 @dataclass(frozen=True, slots=True)
 class Flattened:
-    """A flat buffer a group, without padding: ``FP16_Optimizer``, around FusedAdam."""
+    """A flat buffer per group, without padding: ``FP16_Optimizer``, around FusedAdam."""
 
     path: Path
     groups: Sequence[Mapping[str, Any]]
@@ -121,7 +119,7 @@ def _part(buffer: StoredTensor, place: int, shape: tuple[int, ...]) -> StoredTen
 
 
 def _rounds(masters: StoredTensor | None, path: Path, weight: StoredTensor, file: Path) -> bool:
-    """Tell whether masters, which fp32 has not, round to weights, as far as they are compared."""
+    """Tell whether the compared masters round to the weights; true in fp32, without masters."""
     if masters is None:
         return True
     rows = _first_rows(weight.shape)
@@ -131,7 +129,7 @@ def _rounds(masters: StoredTensor | None, path: Path, weight: StoredTensor, file
 
 
 def _first_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of as many of a tensor's first rows as are compared."""
+    """Return the shape of the first rows to compare."""
     if not shape:
         return shape
     return (min(shape[0], max(CHECKED // max(prod(shape[1:]), 1), 1)), *shape[1:])
@@ -143,8 +141,8 @@ def untold(
     weights: Mapping[str, StoredTensor],
     file_of: Callable[[str], Path],
 ) -> frozenset[str]:
-    """Return the parameters whose states could be exchanged, and differ: those of equal shapes, and
-    where there are masters of equal weights."""
+    """Return parameters with different states and nothing to tell them apart: equal shapes and, if
+    there are masters, equal weights."""
     alike: dict[Any, list[Mapping[str, Any]]] = {}
     names: dict[Any, list[str]] = {}
     for group, members in enumerate(groups):
@@ -157,7 +155,7 @@ def untold(
             if MASTERS in found:
                 content, _ = _sample(weight, file_of(name))
                 width = ITEM_BYTES[weight.dtype]
-                # Of one value any number of elements are alike where no shapes are kept.
+                # In a flat buffer, constant weights of any shape look alike.
                 is_one = content == content[:width] * (len(content) // width)
                 shape = None if isinstance(state, Flattened) else weight.shape
                 key = shape, content[:width] if is_one else content
@@ -170,7 +168,7 @@ def untold(
 
 
 def _differ(states: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """Tell whether states differ, or may do so behind what is compared."""
+    """Tell whether states differ, or may differ beyond the compared rows."""
 
     def content(state: Mapping[str, Any]) -> list[Any]:
         parts = (v for key, v in sorted(state.items()) if _is_of_elements(key, v))
@@ -185,7 +183,7 @@ def _differ(states: Sequence[Mapping[str, Any]], path: Path) -> bool:
 
 
 def _sample(tensor: StoredTensor, path: Path) -> tuple[bytes, bool]:
-    """Return the bytes of a tensor's first rows, and whether they are all of it."""
+    """Return the bytes of a tensor's first rows, and whether they are the whole tensor."""
     rows = _first_rows(tensor.shape)
     return with_bytes(replace(tensor, shape=rows), path).content or b"", rows == tensor.shape
 
@@ -193,13 +191,13 @@ def _sample(tensor: StoredTensor, path: Path) -> tuple[bytes, bool]:
 def match_names(
     names: Sequence[str], sizes: Sequence[int], ends: Sequence[int], advance: Advance
 ) -> list[list[tuple[str, ...]]]:
-    """Return up to two ways to deal parameters to groups, each way by group the names.
+    """Return up to two ways to deal parameters to groups: names by group.
 
     Args:
-        names: The parameters, in the module's order.
-        sizes: How far each moves a group's place.
-        ends: By group the place at which it is full; it begins at 0.
-        advance: What fits where.
+        names: Parameters in the module's order.
+        sizes: Places of each parameter.
+        ends: End of each group; groups begin at 0.
+        advance: Next place of a group after a parameter.
     """
     left = [*accumulate(reversed(sizes), initial=0)][-2::-1]
     ways: dict[tuple[int, ...], list[_Way]] = {(0,) * len(ends): [None]}

@@ -1,7 +1,7 @@
 """Lays out DeepSpeed's checkpoints without ZeRO (stage 0), for each kind of optimizer.
 
-Source: as ``state``. ``_configure_fp16_optimizer`` of deepspeed/runtime/engine.py,
-0.19.8, says which kind an engine has.
+Source: as ``state``; ``_configure_fp16_optimizer`` of deepspeed/runtime/engine.py, 0.19.8, chooses
+an engine's kind.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     """Lay out a checkpoint of ``source`` without ZeRO.
 
     Raises:
-        RefusedError: The source has no DeepSpeed job's names, or lacks tensors of them.
+        RefusedError: The source has no DeepSpeed job's names, or lacks some of its tensors.
     """
     job, archives = job_of(source, options), Archives()
     if job.pipeline is not None and job.is_bf16:
@@ -74,7 +74,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
 
 
 def _is_cut_alike(source: Checkpoint, options: WriteOptions) -> bool:
-    """Tell whether the target's ranks have the parameters that the source's have."""
+    """Tell whether the target's ranks have the same parameters as the source's."""
     was = source.values.degrees
     return source.layout == "deepspeed_zero0" and all(
         options.degrees.get(axis, was.get(axis, 1)) == was.get(axis, 1)
@@ -83,7 +83,7 @@ def _is_cut_alike(source: Checkpoint, options: WriteOptions) -> bool:
 
 
 def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:
-    """Return the optimizer's tree; what its tensors are filled with goes to ``filled``."""
+    """Return the optimizer's tree; note its tensors' content in ``filled``."""
     if not _has_masters(draft):
         return _separate(draft, filled)
     scale = to_plain(draft.job.optimizer, draft.source.values.step)
@@ -112,7 +112,7 @@ def _has_masters(draft: Draft) -> bool:
 
 
 def _is_fused(draft: Draft) -> bool:
-    """Tell whether the job's optimizer is FusedAdam, if need be by what its groups keep."""
+    """Tell whether the job's optimizer is FusedAdam; if unknown, by the keys of its groups."""
     if draft.job.is_fused is not None:
         return draft.job.is_fused
     group: Mapping[str, Any] = next(iter(draft.param_groups([[] for _ in draft.job.groups])), {})
@@ -132,7 +132,7 @@ def _separate(draft: Draft, filled: Filled) -> dict[str, Any]:
 
 
 def _buffer(draft: Draft, group: int) -> Buffer:
-    """Return a group's flat buffer: one parameter behind the other, whatever the ranks."""
+    """Return a group's flat buffer: one parameter after the other, at any number of ranks."""
     shapes = {name: draft.parameter(name).shape for name in draft.job.groups[group]}
     return Buffer(shapes, split_each(shapes, 1), group)
 

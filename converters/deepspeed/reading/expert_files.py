@@ -1,4 +1,4 @@
-"""Reads the weights of DeepSpeed's experts, which have files of their own.
+"""Reads the weights of DeepSpeed's experts, from files of their own.
 
 Source: ``_save_moe_checkpoint`` of deepspeed/runtime/engine.py, 0.19.8.
 """
@@ -18,14 +18,14 @@ from scalai.core.errors import RefusedError
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ExpertFiles:
-    """Experts as a tag has them.
+    """The experts of a tag.
 
     Attributes:
-        experts: The layers.
-        tensors: Of all experts, by their names in the whole model.
-        files: Where each lies.
-        ep: How many expert-parallel ranks there were.
-        optimizers: By expert-parallel rank the file of its optimizer, without ZeRO.
+        experts: Layers with experts.
+        tensors: Tensors of all experts, by their names in the whole model.
+        files: File of each tensor.
+        ep: Number of expert-parallel ranks.
+        optimizers: Optimizer file by expert-parallel rank, without ZeRO.
     """
 
     experts: Experts
@@ -40,11 +40,11 @@ class ExpertFiles:
 
         Args:
             tag: The files.
-            state: What the model's first file holds.
+            state: Content of the model's first file.
             trust: As in ``ReadOptions``.
 
         Raises:
-            RefusedError: They are of a kind that is not read, or do not fit together.
+            RefusedError: They are of an unsupported kind, or do not fit together.
         """
         if state.get("ds_autoep_layers") or state.get("autoep_layers"):
             raise RefusedError(
@@ -109,11 +109,11 @@ class ExpertFiles:
         """Return the parameter groups of the whole model, and their values.
 
         Args:
-            groups, values: Those of expert-parallel rank 0.
+            groups, values: Groups and values of expert-parallel rank 0.
             sizes: Elements of its parameters.
 
         Raises:
-            RefusedError: The order of experts cannot be told; experts are with others in a group.
+            RefusedError: The order of experts is unknown; experts are with others in a group.
         """
         for names in groups:
             if len({expert_of(name) is None for name in names}) > 1:
@@ -122,13 +122,13 @@ class ExpertFiles:
                     "Use another checkpoint."
                 )
         united, kept = [tuple(names) for names in groups], list(values)
-        if values:  # which elastic checkpoints do not have
+        if values:  # elastic checkpoints have none
             united, kept = unite_groups(groups, values, sizes)
         return [self.widen(names) for names in united], kept
 
     def into(self, module: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        """Return a module's entries with those of experts where the module has them: behind the
-        gate of their layer."""
+        """Return a module's entries with those of experts in their places: after the gate of their
+        layer."""
         gates = {}
         for key in module:
             layer, gate, _ = key.partition(".deepspeed_moe.")
@@ -156,7 +156,6 @@ NO_EXPERT_FILES = ExpertFiles(Experts(()), {}, {}, 1, ())
 
 
 def _read_expert(path: Path, number: int, trust: bool) -> dict[str, StoredTensor]:
-    """Return what the file of an expert holds."""
     state = read_dictionary(path, trust=trust)
     for key, value in state.items():
         expert = expert_of(str(key))
@@ -178,7 +177,7 @@ def _layer(path: Path, tensors: Mapping[str, StoredTensor], count: int) -> Layer
 
 
 def _degree(tag: Tag, experts: Experts, state: Mapping[str, Any]) -> int:
-    """Return how many expert-parallel ranks there were: how many of a layer's experts one has."""
+    """Return the number of expert-parallel ranks: a layer's experts by those of one rank."""
     if tag.experts.optimizers:
         return len(tag.experts.optimizers)
     counts = experts.counts()

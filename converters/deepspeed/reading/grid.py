@@ -1,9 +1,9 @@
 """The model-parallel ranks of a DeepSpeed checkpoint, put together.
 
-Each rank's files are read by themselves first, in the rank's own shapes and as if it were alone.
-Here its pieces become pieces of whole tensors: shards of tensor-parallel ranks by how their
-parameters are cut; what all of them have, and tied layers of several stages, once, and their other
-copies as duplicates, which must be equal.
+A reader reads each rank's files alone, in the rank's own shapes. Here its pieces become pieces of
+whole tensors: shards of tensor-parallel ranks by the cuts of their parameters. Parameters on all
+ranks, and tied layers on several stages, are taken once; their other copies become duplicates,
+which must be equal.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ from scalai.core.errors import RefusedError
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankState:
-    """What the files of one model-parallel rank hold, in its own shapes."""
+    """One model-parallel rank's content, in its own shapes."""
 
     model: ModelStates
     job: DeepSpeedJob
@@ -53,15 +53,15 @@ class RankState:
 
 
 ReadModel = Callable[[TagFiles, Mapping[str, StoredTensor] | None, Any], ModelStates]
-"""Reads the model's files of a rank, given a pipeline's tensors and the shared parameters."""
+"""Reads a rank's model files, given a pipeline's tensors and the shared parameters."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grid:
     """A tag that is being read: ``tp`` times ``pp`` model-parallel ranks.
 
-    ``layers`` and ``files`` are of a pipeline, by tensor-parallel rank; ``stages`` are the units of
-    each, where the files do not say them.
+    ``layers`` and ``files`` are a pipeline's, by tensor-parallel rank; ``stages``: units of each
+    stage, if the model's files do not name them.
     """
 
     tag: Tag
@@ -74,10 +74,10 @@ class Grid:
 
     @classmethod
     def of(cls, tag: Tag, options: ReadOptions) -> "Grid":
-        """Read a pipeline's files of layers, and find which ranks there are.
+        """Read a pipeline's layer files, and find the ranks.
 
         Raises:
-            RefusedError: Files are missing.
+            RefusedError: Files are missing, or of an unsupported kind.
         """
         count, trust = len(tag.ranks), options.trust_pickle
         tp = len(tag.layers) or count
@@ -104,19 +104,19 @@ class Grid:
         return cls(tag, options, tp, count // tp, layers, files, stages)
 
     def models(self, read: ReadModel) -> Iterator[tuple[TagFiles, ModelStates]]:
-        """Yield the files of each model-parallel rank, and what the model's ones hold."""
+        """Yield each model-parallel rank's files, with its model's content."""
         shared: Any = None
         for number, files in enumerate(self.tag.ranks):
             has_layers = bool(self.layers)
             tensors = self._tensors(number) if has_layers else None
-            # Only the job's first rank notes which parameters are shared.
+            # Only the job's first rank notes shared parameters.
             model = read(files, tensors, None if has_layers else shared)
             model = replace(model, layer_files=self._files(number))
             shared = model.first.get("shared_params") if number == 0 else shared
             yield files, model
 
     def _tensors(self, number: int) -> dict[str, StoredTensor]:
-        """Return the tensors of layers that a rank may have, in the order of its module."""
+        """Return a rank's possible layer tensors, in the order of its module."""
         rank = number % self.tp
         tensors = self.layers[rank].tensors(self.files[rank])
         units = self.stages[number // self.tp] if self.stages else None
@@ -124,7 +124,7 @@ class Grid:
         return {name: tensors[name] for name in names}
 
     def _files(self, number: int) -> dict[str, str]:
-        """Return the files of the tensors of layers that a rank may have."""
+        """Return the files of a rank's possible layer tensors."""
         if not self.layers:
             return {}
         layers, files = self.layers[number % self.tp], self.files[number % self.tp]
@@ -138,7 +138,7 @@ class Grid:
         """Put the ranks together.
 
         Raises:
-            RefusedError: They do not fit together, or nothing says how their parameters are cut.
+            RefusedError: They do not fit together, or the cuts of their parameters are unknown.
         """
         cuts = self._cuts(states)
         pieces, duplicates = self.gather(states, cuts)
@@ -215,7 +215,7 @@ class Grid:
             )
 
     def _cuts(self, states: Sequence[RankState]) -> dict[str, Cut]:
-        """Return how parameters are cut over the tensor-parallel ranks."""
+        """Return the cuts of parameters over the tensor-parallel ranks."""
         if self.tp == 1:
             return {}
         shapes: dict[str, list[Shape]] = {}
@@ -234,7 +234,6 @@ class Grid:
         return CutRules(info, read_cuts(self.options.cuts)).cuts(shapes)
 
     def _shapes(self, state: RankState, tp_rank: int) -> dict[str, Shape]:
-        """Return the shapes of a rank's parameters."""
         found = {
             parameter_of(piece): piece.tensor.shape
             for piece in (*state.duplicates, *state.pieces)
@@ -284,12 +283,12 @@ class Grid:
 
 
 def _units(job: DeepSpeedJob) -> frozenset[str]:
-    """Return the units that a stage trains."""
+    """Return the trained units of a stage."""
     return frozenset(unit_of(name) for group in job.groups for name in group)
 
 
 def _trained(states: Sequence[Mapping[str, Any]]) -> dict[str, Shape]:
-    """Return the shapes of the parameters that ranks train, by what their model's files hold."""
+    """Return the shapes of trained parameters, from the model files."""
     return {
         name: tuple(shape)
         for state in states

@@ -1,14 +1,14 @@
-"""The weights of a DeepSpeed pipeline, of which every layer has a file.
+"""The weights of a DeepSpeed pipeline, in a file per layer.
 
-A file's keys are the layer's own; the engine's names have the layer's place before them, or the key
-of a tied layer, which the file does not say: it is the one whose parameters have these names.
+A file's keys are the layer's own; the engine's names have the layer's place as prefix, or the key
+of a tied layer. The file lacks this key; names and shapes of the parameters identify it.
 
-A stage has a whole copy of a tied layer, also of those parameters that its own function of the
-layer leaves alone, as a head leaves the embedding's positions. DeepSpeed keeps no such parameters
-equal, and no file says which they are; but they never had a gradient, so their moments are zero.
+A stage has a whole copy of a tied layer, with parameters its own function of the layer may not use,
+such as the embedding's positions in a head. DeepSpeed does not keep these equal, and no file names
+them; but without a gradient, their moments are zero.
 
-Source: deepspeed 0.19.8: ``save_state_dict``, ``ckpt_layer_path`` and
-``_synchronize_tied_weights`` of runtime/pipe/module.py.
+Source: deepspeed 0.19.8: ``save_state_dict``, ``ckpt_layer_path`` and ``_synchronize_tied_weights``
+of runtime/pipe/module.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,14 +32,14 @@ from scalai.core.tensors.region import whole
 Shapes = Mapping[str, Shape]
 
 SAMPLED = 4096
-"""Elements of a moment's piece that are looked at, spread over it."""
+"""Elements of a moment's piece to check, spread over it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layers:
-    """The files of layers of one tensor-parallel rank.
+    """The layer files of one tensor-parallel rank.
 
-    ``states`` are the files' dictionaries, by place, in order; ``names`` the files'.
+    ``states``: the files' dictionaries, by place, in order; ``names``: the files.
     """
 
     directory: Path
@@ -48,7 +48,8 @@ class Layers:
 
     @classmethod
     def read(cls, tag: Tag, tp_rank: int, *, trust: bool) -> "Layers":
-        """Read the files. Raises as ``read_dictionary``, or where one holds no tensors alone."""
+        """Read the files. Raises as ``read_dictionary``; ``RefusedError``: a file holds other
+        values than tensors."""
         names = tag.layers[tp_rank]
         states = {}
         for place in sorted(names):
@@ -66,12 +67,12 @@ class Layers:
         """Return the layers by place.
 
         Args:
-            trained: Shapes of all trained parameters, as this rank has them, by their names; none
-                where the files do not name them.
-            tied: The units of tied layers by place, as far as they are told.
+            trained: Shapes of all trained parameters on this rank, by name; empty: the files do not
+                name them.
+            tied: Units of known tied layers, by place.
 
         Raises:
-            RefusedError: A file is of none or of several tied layers.
+            RefusedError: A file fits several tied layers.
         """
         units: dict[str, dict[str, Shape]] = {}
         for name, shape in trained.items():
@@ -113,8 +114,8 @@ class Layers:
         }
 
     def pieces(self, files: Sequence[LayerFile]) -> Iterator[tuple[FilePiece, bool]]:
-        """Yield the tensors of these layers, and whether one was there before: of a tied layer
-        that has a file at every place."""
+        """Yield the tensors of these layers, and whether each is a repeat: tied layers may have a
+        file at every place."""
         seen = set()
         for layer in files:
             for name in layer.names:
@@ -126,19 +127,19 @@ class Layers:
 
 
 def parameter_of(piece: FilePiece) -> str:
-    """Return the name of the parameter that a piece, of any kind, belongs to."""
+    """Return the name of a piece's parameter."""
     return split_name(piece.tensor.name)[1]
 
 
 def unused_copies(
     directory: Path, pieces: Sequence[FilePiece], before: Collection[str]
 ) -> set[str]:
-    """Return the parameters of which this stage has copies that never had a gradient.
+    """Return the parameters with copies on this stage that never had a gradient.
 
     Args:
-        directory: Where the files lie.
-        pieces: Of one rank of the stage.
-        before: The units of earlier stages.
+        directory: Directory of the files.
+        pieces: Pieces of one rank of the stage.
+        before: Units of earlier stages.
     """
     found: dict[str, bool] = {}
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's model_states files hold: weights, buffers, and a job's names and values.
+"""DeepSpeed's model_states files: weights, buffers, and a job's names and values.
 
 Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
 """
@@ -29,18 +29,20 @@ _MADE_ANEW = (
     "module", "frozen_param_fragments", "frozen_param_shapes", "param_shapes", "shared_params",
     "buffer_names", "optimizer",
 )  # fmt: skip
-"""Entries that a writer makes anew."""
+"""Entries that a writer rebuilds."""
 NEEDED = ("module", "param_shapes", "global_steps", "dp_world_size")
-"""Entries that every file with ZeRO has."""
+"""Entries of every file with ZeRO."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ModelStates:
-    """The files of one model-parallel rank: one, or in stage 3 one a data-parallel rank.
+    """The files of one model-parallel rank: one, or in stage 3 one per data-parallel rank.
 
-    ``has_layers``: whether the module's tensors lie in a pipeline's files of layers, not in these;
-    ``layer_files`` is which; ``nesting``: where they lie in the module, if not under their names;
-    ``experts``: those of the module's tensors that lie in files of their own.
+    ``has_layers``: the module's tensors lie in a pipeline's layer files, ``layer_files``.
+    ``nesting``:
+    paths in the module of tensors not under their names. ``experts``: the module's tensors in files
+    of
+    their own.
     """
 
     directory: Path
@@ -65,13 +67,14 @@ class ModelStates:
         shared: Mapping[str, str] | None = None,
         tag: Tag | None = None,
     ) -> "ModelStates":
-        """Read the files, and check that they are of one save and have what is ``needed``.
+        """Read the files; check that they are of one save and have the ``needed`` entries.
 
-        ``layers`` are the tensors of a pipeline's layers, by the engine's names; ``shared`` the
-        parameters that another rank says are shared; ``tag`` has the files of experts.
+        ``layers``: tensors of a pipeline's layers by the engine's names; ``shared``: shared
+        parameters by
+        another rank's file; ``tag``: has the files of experts.
 
         Raises:
-            RefusedError: They are not, or not of an engine with ZeRO.
+            RefusedError: They are of several saves, or not of an engine with ZeRO.
         """
         states = tuple(read_dictionary(directory / name, trust=trust) for name in files)
         nesting: dict[str, tuple[str, ...]] = {}
@@ -103,12 +106,12 @@ class ModelStates:
 
     @property
     def path(self) -> Path:
-        """The first file."""
+        """Path of the first file."""
         return self.directory / self.files[0]
 
     @property
     def dp(self) -> int:
-        """How many data-parallel ranks there were."""
+        """Number of data-parallel ranks."""
         return int(self.first["dp_world_size"])
 
     @property
@@ -121,27 +124,26 @@ class ModelStates:
         return _plain(self.first["param_shapes"])
 
     def file_of(self, name: str) -> str:
-        """Return the file that holds an entry of the module."""
+        """Return the file of an entry of the module."""
         return self.layer_files.get(name, self.experts.files.get(name, self.files[0]))
 
     def expert_files(self) -> list[CheckpointFile]:
-        """Return the files of experts' weights."""
         names = sorted(set(self.experts.files.values()))
         return [CheckpointFile(name, (self.directory / name).stat().st_size) for name in names]
 
     def weight_dtype(self, name: str) -> str:
-        """Return the dtype that a parameter is computed with."""
+        """Return the dtype of a parameter in computations."""
         stored: StoredTensor = self.first["module"][name]
         return stored.dtype
 
     def aliases(self) -> dict[str, str]:
-        """Return the names of shared parameters, and the names that they are kept by."""
+        """Return the names of shared parameters, with the names of the kept ones."""
         stated = self.first.get("shared_params")
         if stated is not None:
-            # But in stage 3, DeepSpeed takes all parameters without elements for one.
+            # Except in stage 3, DeepSpeed takes all parameters without elements for one.
             module, is_3 = self.first["module"], self.is_stage_3
             return {a: b for a, b in stated.items() if is_3 or 0 not in module[a].shape}
-        if self.has_layers:  # where a tensor begins tells nothing, there are many files
+        if self.has_layers:  # positions tell nothing across files
             return {}
         owners: dict[tuple[int, str, tuple[int, ...]], str] = {}
         found = {}
@@ -154,7 +156,7 @@ class ModelStates:
         return found
 
     def pieces(self) -> Iterator[FilePiece]:
-        """Yield what the files hold of the module: in stage 3 no trained parameters."""
+        """Yield the module's pieces in the files: in stage 3 no trained parameters."""
         if self.has_layers:
             return
         aliases = self.aliases()
@@ -168,7 +170,7 @@ class ModelStates:
             yield from self._frozen()
 
     def _frozen(self) -> Iterator[FilePiece]:
-        """Yield parameters without gradients, of which each rank of stage 3 has a part."""
+        """Yield parameters without gradients; in stage 3 each rank has a part."""
         shapes = _plain([self.first.get("frozen_param_shapes") or {}])[0]
         for name, shape in shapes.items():
             numel, part = prod(shape), part_of(shape, self.dp)
@@ -190,10 +192,10 @@ class ModelStates:
         is_bf16: bool,
         is_fused: bool | None = None,
     ) -> DeepSpeedJob:
-        """Return the job that saved this.
+        """Return the job of these files.
 
         Args:
-            groups: Names of the trained parameters by parameter group, in the optimizer's order.
+            groups: Names of trained parameters by parameter group, in the optimizer's order.
             optimizer, has_number_steps, is_bf16, is_fused: As in ``DeepSpeedJob``.
         """
         module = self.first["module"]
@@ -229,7 +231,7 @@ class ModelStates:
         *,
         is_split: bool = True,
     ) -> Values:
-        """Return what is no tensor."""
+        """Return the checkpoint's values, tensors aside."""
         return Values(
             step=int(self.first["global_steps"]),
             degrees={"tp": 1, "pp": 1, "dp": self.dp, **self.experts.degree()},
@@ -247,7 +249,7 @@ class ModelStates:
 
 
 def _check_entries(path: Path, state: Mapping[str, Any], needed: Sequence[str]) -> None:
-    """Raise ``RefusedError`` unless a file has what is needed."""
+    """Raise ``RefusedError`` unless a file has the needed entries."""
     for key in needed:
         if state.get(key) is None:
             raise RefusedError(
@@ -259,7 +261,7 @@ def _check_entries(path: Path, state: Mapping[str, Any], needed: Sequence[str]) 
 def _check_step(
     path: Path, state: Mapping[str, Any], first: str, first_state: Mapping[str, Any]
 ) -> None:
-    """Raise ``RefusedError`` unless a file is of the step of the ``first`` one, and of its tag."""
+    """Raise ``RefusedError`` unless a file has the step of the ``first`` one, and of its tag."""
     step, expected = state["global_steps"], first_state["global_steps"]
     if step != expected:
         raise RefusedError(
@@ -275,7 +277,7 @@ def _check_step(
 
 
 def _check_trained(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise ``RefusedError`` unless a file has a tensor of every parameter that is trained."""
+    """Raise ``RefusedError`` unless a file has a tensor of every trained parameter."""
     for shapes in state.get("param_shapes") or ():
         for parameter in shapes:
             if not isinstance(state["module"].get(parameter), StoredTensor):
@@ -287,7 +289,7 @@ def _check_trained(path: Path, state: Mapping[str, Any]) -> None:
 def _of_stage(
     state: Mapping[str, Any], layers: Mapping[str, StoredTensor]
 ) -> OrderedDict[str, StoredTensor]:
-    """Return those of a pipeline's tensors that a stage has; all, where the file does not say."""
+    """Return a stage's tensors among a pipeline's; all, if the file does not name them."""
     if state.get("param_shapes") is None:
         return OrderedDict(layers)
     trained = [name for shapes in _plain(state.get("param_shapes") or ()) for name in shapes]
@@ -297,5 +299,5 @@ def _of_stage(
 
 
 def _plain(groups: Any) -> list[dict[str, tuple[int, ...]]]:
-    """Return plain shapes by name, one dictionary a group, in order."""
+    """Return shapes as tuples by name, one dictionary per group, in order."""
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]

@@ -1,18 +1,18 @@
-"""Which dimension of a parameter tensor-parallel ranks cut: what a checkpoint or its user says.
+"""Tensor-parallel cuts of parameters, as a checkpoint or its user states them.
 
-DeepSpeed's files hold shards and do not say of what. Who knows is the program: Megatron-DeepSpeed
-and AutoTP write patterns of names as ``universal_checkpoint_info``; else a file says it (--cuts):
+DeepSpeed's files hold shards without their place in the whole. Megatron-DeepSpeed and AutoTP
+write patterns of names as ``universal_checkpoint_info``; for others a file states them (--cuts):
 
     [[cut]]
     parameters = '.*\\.(up|gate)_proj\\.weight'   # of the whole name
     dimension = 0                                # left out: every rank has all of it
-    parts = 2              # parameters that lie one behind the other; or their sizes, [64, 16, 16]
+    parts = 2              # parameters one after the other; or their sizes, [64, 16, 16]
     unit = 16              # shards are multiples of it
-    vocabulary = true      # a tp that does not divide it is refused
+    vocabulary = true      # refuse a tp that does not divide it
 
 Source: ``merge_tp_slices`` of deepspeed/checkpoint/ds_to_universal.py,
 ``collect_autotp_universal_checkpoint_info`` of module_inject/layers.py, 0.19.8. Differs in:
-parameters that Megatron-DeepSpeed would average must be equal.
+parameters averaged by Megatron-DeepSpeed must be equal.
 """
 
 import re
@@ -27,7 +27,7 @@ from scalai.converters.deepspeed.shards.flat import Shape
 from scalai.core.errors import RefusedError, UsageError
 
 INFO = "universal_checkpoint_info"
-"""The key among the entries of a model's file."""
+"""Key among the entries of a model's file."""
 
 _REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
 _ROWS = "parameter_with_row_parallelism_patterns"
@@ -42,9 +42,9 @@ _KEYS = ("parameters", "dimension", "parts", "unit", "vocabulary")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is said of a parameter.
+    """The stated cut of a parameter.
 
-    ``parts``: how many equal ones, or their sizes. ``widths`` [parts][ranks]: as they were cut.
+    ``parts``: number of equal parts, or their sizes. ``widths`` [parts][ranks]: stored widths.
     """
 
     dim: int | None = None
@@ -54,10 +54,10 @@ class Rule:
     is_vocabulary: bool = False
 
     def cut(self, name: str, shapes: Sequence[Shape]) -> Cut:
-        """Return how a parameter is cut of which the ranks have these shapes.
+        """Return the cut of a parameter from its shapes on the ranks.
 
         Raises:
-            RefusedError: The shapes are not such.
+            RefusedError: The shapes do not fit the rule.
         """
         if len({self._others(shape) for shape in shapes}) > 1 or (
             self.dim is not None and len(shapes[0]) <= self.dim
@@ -91,16 +91,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class CutRules:
-    """What a checkpoint says (``info``), and a file (``given``: patterns and rules)."""
+    """Rules of a checkpoint (``info``) and of a file (``given``: patterns and rules)."""
 
     info: Mapping[str, Any]
     given: tuple[tuple[re.Pattern[str], Rule], ...] = ()
 
     def cuts(self, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Cut]:
-        """Return how parameters are cut of which tensor-parallel ranks have these shapes.
+        """Return the cuts of parameters from their shapes on the tensor-parallel ranks.
 
         Raises:
-            RefusedError: Nothing is said of some, or it does not fit the shapes.
+            RefusedError: A parameter has no rule, or its shapes do not fit.
         """
         rules = {name: self.rule(name) for name in shapes}
         unknown = [name for name, rule in rules.items() if rule is None]
@@ -115,13 +115,13 @@ class CutRules:
         return {name: rule.cut(name, shapes[name]) for name, rule in rules.items() if rule}
 
     def known_cuts(self, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Cut]:
-        """Return ``cuts`` of those parameters of which something is said."""
+        """Return ``cuts`` of the parameters with a rule."""
         unsupported = self.info.get(_UNSUPPORTED) or {}
         rules = {name: self.rule(name) for name in shapes if _first(unsupported, name) is None}
         return {name: rule.cut(name, shapes[name]) for name, rule in rules.items() if rule}
 
     def rule(self, name: str) -> Rule | None:
-        """Return what is said of a parameter; None: nothing. Raises as ``cuts``."""
+        """Return a parameter's rule; None: there is none. Raises as ``cuts``."""
         given = next((rule for pattern, rule in self.given if pattern.fullmatch(name)), None)
         return self._of_info(name) or given or self._default()
 
@@ -133,7 +133,7 @@ class CutRules:
                 f"{name} is cut in a way that DeepSpeed's AutoTP does not describe "
                 f"({info[_UNSUPPORTED][reason]}). Load the checkpoint at the tp that saved it."
             )
-        # AutoTP, whose key the other is, does not pad vocabularies.
+        # AutoTP does not pad vocabularies; ``_UNSUPPORTED`` is its key.
         words = () if _UNSUPPORTED in info else info.get(_VOCABULARY, ())
         entry = _first((info.get(_MAPS) or {}).get("params") or {}, name)
         if entry is not None and len(info[_MAPS]["params"][entry]["ranks"]) > 1:
@@ -151,14 +151,14 @@ class CutRules:
         return Rule(0, is_vocabulary=True) if _first(words, name) is not None else None
 
     def _default(self) -> Rule | None:
-        """Return the rule of what no pattern has: Megatron-DeepSpeed's patterns leave out what
-        is cut along dimension 0."""
+        """Return the rule of unmatched names: Megatron-DeepSpeed has no patterns for cuts along
+        dimension 0."""
         keys = (*_REPLICATED, _ROWS, _TWO_PARTS, _PARTS, _VOCABULARY)
         return Rule(0) if any(self.info.get(key) for key in keys) else None
 
 
 def info_at(info: Mapping[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
-    """Return what a checkpoint says with other cuts: without maps, for which patterns stand."""
+    """Return a checkpoint's statement for other cuts; patterns stand in for its maps."""
     stated = {key: value for key, value in info.items() if key != _MAPS}
     if _WIDTHS in info:
         stated[_WIDTHS] = {
@@ -202,12 +202,11 @@ def _given(section: Mapping[str, Any]) -> Rule:
 
 
 def _first(patterns: Any, name: str) -> Any:
-    """Return the first pattern that a name begins with, as DeepSpeed matches them."""
+    """Return the first pattern to match the start of a name, as in DeepSpeed."""
     return next((pattern for pattern in patterns if re.match(pattern, name)), None)
 
 
 def _of_parts(parts: Mapping[str, Any], widths: Any) -> Rule:
-    """Return the rule of an entry of ``parameter_with_sub_params``."""
     dim = parts["partition_dim"]
     if widths is not None:
         return Rule(dim, widths=tuple(map(tuple, widths)))
@@ -216,10 +215,10 @@ def _of_parts(parts: Mapping[str, Any], widths: Any) -> Rule:
 
 
 def _of_map(name: str, entry: Mapping[str, Any]) -> Rule:
-    """Return the rule of an affine map: of boxes that are cut along one dimension.
+    """Return the rule of an affine map: boxes cut along one dimension.
 
     Raises:
-        RefusedError: It is another map.
+        RefusedError: The map is of another kind.
     """
     shape = entry["logical_shape"]
     pieces = [entry["ranks"][rank]["pieces"] for rank in sorted(entry["ranks"], key=int)]
@@ -259,7 +258,7 @@ def _is_map(entry: Mapping[str, Any], pieces: Sequence[Any], cut: Cut) -> bool:
 
 
 def _step(shape: Shape, dim: int) -> int:
-    """Return how many elements a step along a dimension is."""
+    """Return the elements of a step along a dimension."""
     count = 1
     for size in shape[dim + 1 :]:
         count *= size

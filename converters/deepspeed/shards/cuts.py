@@ -1,7 +1,7 @@
-"""How tensor-parallel ranks share a parameter, and where what one of them has lies in the whole.
+"""Tensor-parallel cuts of a parameter, and the place of a rank's part in the whole.
 
-A rank's shard is made of runs along one dimension: one run, or where a parameter is made of several
-that lie one behind the other (gate and up projection; query, key and value), one run of each.
+A rank's shard consists of runs along one dimension: one run, or one per part of a fused parameter
+(gate and up projection; query, key and value).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,8 @@ from scalai.core.tensors.region import Box, row_major
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``size`` elements along the cut dimension: from ``local`` of a shard, ``start`` of the
-    whole."""
+    """``size`` elements along the cut dimension: from ``local`` of a shard, ``start`` of the whole.
+    """
 
     local: int
     start: int
@@ -27,13 +27,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is cut.
+    """The cut of a parameter.
 
     Attributes:
-        dim: The dimension; None: every rank has all of it.
-        widths: [parts][ranks] What each rank has of each part along ``dim``.
-        unit: Shards are multiples of this, as of the size of a head.
-        is_vocabulary: Whether ``dim`` is that of a vocabulary, which Megatron pads.
+        dim: Dimension of the cut; None: every rank has all of it.
+        widths: [parts][ranks] Elements of each part on each rank along ``dim``.
+        unit: Elements; shards are multiples of it, such as the size of a head.
+        is_vocabulary: Whether ``dim`` is a vocabulary's, padded by Megatron.
     """
 
     dim: int | None = None
@@ -47,11 +47,11 @@ class Cut:
         return tuple(map(sum, self.widths))
 
     def whole(self, shape: Shape) -> Shape:
-        """Return the shape of what a rank has ``shape`` of."""
+        """Return the whole shape from a rank's."""
         return self._with(shape, sum(self.parts))
 
     def shard(self, shape: Shape, rank: int) -> Shape:
-        """Return the shape of what a rank has of the whole, which is of ``shape``."""
+        """Return a rank's shape from the whole one."""
         return self._with(shape, sum(widths[rank] for widths in self.widths))
 
     def _with(self, shape: Shape, size: int) -> Shape:
@@ -60,7 +60,7 @@ class Cut:
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
     def runs(self, rank: int) -> Iterator[Run]:
-        """Yield what a rank has, in the order of its shard."""
+        """Yield a rank's runs, in the order of its shard."""
         local = start = 0
         for widths in self.widths:
             yield Run(local, start + sum(widths[:rank]), widths[rank])
@@ -69,11 +69,11 @@ class Cut:
     def recut(self, name: str, tp: int) -> "Cut":
         """Return the cut of the same parameter over another number of ranks.
 
-        Each part is dealt out in units as evenly as possible, the first ranks having one more, as
+        Deals each part out in units as evenly as possible, one more to the first ranks, as
         DeepSpeed's AutoTP does (``get_shard_size`` of module_inject/tp_shard.py, 0.19.8).
 
         Raises:
-            RefusedError: It is a vocabulary, and is not divisible; or the unit does not divide.
+            RefusedError: ``tp`` does not divide a vocabulary; or the unit does not divide a part.
         """
         if self.dim is None or tp == len(self.widths[0]):
             return self
@@ -92,39 +92,39 @@ class Cut:
 
 
 def even(size: int, tp: int, unit: int = 1) -> tuple[int, ...]:
-    """Deal ``size`` out to ranks in units, as evenly as possible, the first having one more."""
+    """Deal ``size`` out to ranks in units, as evenly as possible, one more to the first ranks."""
     count, rest = divmod(size // unit, tp)
     return tuple((count + (rank < rest)) * unit for rank in range(tp))
 
 
 WHOLE = Cut()
-"""Of what every rank has."""
+"""The cut of a parameter that every rank has whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """What one tensor-parallel rank has of every parameter.
+    """One tensor-parallel rank's part of every parameter.
 
-    ``cuts`` are by the parameter's name; those without are whole.
+    ``cuts`` are by parameter name; parameters without a cut are whole.
     """
 
     cuts: Mapping[str, Cut]
     rank: int
 
     def cut(self, tensor: Tensor) -> Cut:
-        """Return how a tensor (of any kind) is cut: as its parameter."""
+        """Return the cut of a tensor of any kind: its parameter's."""
         kind, name = split_name(tensor.name)
         return WHOLE if kind == STEP else self.cuts.get(name, WHOLE)
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Tell whether all ranks have the same of it."""
+        """Tell whether all ranks have the whole tensor."""
         return self.cut(tensor).dim is None
 
     def shard(self, tensor: Tensor) -> Tensor:
-        """Return what the rank has of a tensor.
+        """Return the rank's part of a tensor.
 
         Raises:
-            RefusedError: A state of the optimizer has not its parameter's shape.
+            RefusedError: An optimizer state has another shape than its parameter.
         """
         cut = self.cut(tensor)
         if cut.dim is not None and (
@@ -159,11 +159,11 @@ class Shards:
 
 
 EVERYTHING = Shards({}, 0)
-"""What the only rank has."""
+"""The shards of an only rank."""
 
 
 def contiguous(piece: FilePiece) -> Iterator[FilePiece]:
-    """Yield a piece as pieces without gaps, as those of a target are."""
+    """Yield a piece as pieces without gaps, for a target."""
     shape = piece.box.shape
     stride = row_major(shape) if piece.stride is None else piece.stride
     is_dense = all(

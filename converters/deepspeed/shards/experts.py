@@ -1,8 +1,8 @@
-"""DeepSpeed's experts: which expert-parallel rank has which, and what each calls them.
+"""DeepSpeed's experts: their expert-parallel ranks, and their names there.
 
-In its own file an expert goes by its number in the layer, in optimizers by its number on the rank.
-Expert-parallel rank ``r`` of ``ep`` has those from ``r * count / ep`` on. The data-parallel ranks
-``r``, ``r + ep``, ... have the same experts and share their flat buffers.
+An expert has its number in the layer in its own file, its number on the rank in optimizers.
+Expert-parallel rank ``r`` of ``ep`` has the experts from ``r * count / ep`` on. The data-parallel
+ranks ``r``, ``r + ep``, ... have the same experts and share their flat buffers.
 
 Source: ``_save_moe_checkpoint`` and ``load_moe_state_dict`` of deepspeed/runtime/engine.py,
 ``_get_expert_parallel_ranks`` of utils/groups.py, 0.19.8.
@@ -16,12 +16,12 @@ from scalai.converters.deepspeed.shards.expert_names import Name, expert_of
 from scalai.core.errors import RefusedError
 
 MAX_GROUP_ELEMENTS = 178_956_971
-"""Of a group of experts on a rank: ``max_group_size`` of DeepSpeed by default."""
+"""Elements of an expert group on a rank: DeepSpeed's default ``max_group_size``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer with experts: its module's name, what each expert has, and how many there are."""
+    """A layer with experts: its module's name, the entries of each expert, and their number."""
 
     name: str
     entries: tuple[str, ...]
@@ -35,11 +35,11 @@ class Experts:
     layers: tuple[Layer, ...]
 
     def counts(self) -> dict[str, int]:
-        """Return by layer how many experts it has."""
+        """Return the number of experts by layer."""
         return {layer.name: layer.count for layer in self.layers}
 
     def check(self, ep: int, dp: int) -> None:
-        """Refuse degrees that do not divide.
+        """Check the degrees.
 
         Raises:
             RefusedError: ``ep`` does not divide the experts, or the data-parallel ranks.
@@ -57,29 +57,30 @@ class Experts:
             )
 
     def is_on(self, name: str, ep: int, ep_rank: int) -> bool:
-        """Tell whether an expert-parallel rank has a parameter: those of no expert all have."""
+        """Tell whether an expert-parallel rank has a parameter; every rank has those outside
+        experts."""
         expert = expert_of(name)
         return expert is None or expert.number // self._each(expert, ep) == ep_rank
 
     def local(self, name: str, ep: int) -> str:
-        """Return what the rank that has it calls a parameter."""
+        """Return a parameter's name on its rank."""
         expert = expert_of(name)
         if expert is None:
             return name
         return str(replace(expert, number=expert.number % self._each(expert, ep)))
 
     def whole(self, name: str, ep: int, ep_rank: int) -> str:
-        """Return the name in the whole model of what a rank calls so."""
+        """Return the name in the whole model for a rank's name."""
         expert = expert_of(name)
         if expert is None:
             return name
         return str(replace(expert, number=expert.number + ep_rank * self._each(expert, ep)))
 
     def widen(self, names: Sequence[str], ep: int) -> tuple[str, ...]:
-        """Return the names of all experts, in the order in which a rank has its own.
+        """Return the names of all experts, in the order of a rank's own.
 
         Raises:
-            RefusedError: They are neither in the order of experts nor of what these have.
+            RefusedError: They are neither expert by expert nor kind by kind.
         """
         wide: list[str] = []
         for layer, run in _runs(names):
@@ -133,12 +134,12 @@ Groups = list[tuple[str, ...]]
 def split_groups(
     groups: Sequence[Sequence[str]], sizes: Mapping[str, int]
 ) -> tuple[Groups, list[int]]:
-    """Split groups of experts where DeepSpeed does, by what a rank has of them.
+    """Split groups of experts as DeepSpeed does, by the elements on a rank.
 
     Source: ``split_params_into_different_moe_groups_for_optimizer`` of deepspeed/moe/utils.py.
 
     Returns:
-        The groups, and of which of the given ones each is.
+        The groups, and the number of each one's original.
     """
     split: Groups = []
     origins = []
@@ -161,8 +162,8 @@ def unite_groups(
     values: Sequence[Mapping[str, Any]],
     sizes: Mapping[str, int],
 ) -> tuple[Groups, list[Mapping[str, Any]]]:
-    """Undo ``split_groups``: unite successive groups of experts with equal values that it would
-    split again so."""
+    """Undo ``split_groups``: unite successive expert groups of equal values, if it would split them
+    again alike."""
     united: Groups = []
     kept: list[Mapping[str, Any]] = []
     parts: Groups = []

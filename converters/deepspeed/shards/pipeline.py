@@ -1,16 +1,16 @@
-"""Which layers of a DeepSpeed pipeline are on which stage.
+"""Layers of a DeepSpeed pipeline, by stage.
 
-A ``PipelineModule`` is a list of layers. Those with parameters are named by their place in it,
-``3.fc1.weight``; tied ones, which may come several times, by their key,
-``tied_modules.embed.weight``. Such a prefix is called a *unit* here; no name depends on the stages.
-Every stage that has an occurrence of a tied layer has a copy of it.
+A ``PipelineModule`` is a list of layers. The names of a layer with parameters begin with its place
+in it, ``3.fc1.weight``; those of a tied layer, with several places, with its key,
+``tied_modules.embed.weight``. Such a prefix is a *unit* here. Names do not depend on the stages.
+Each stage with an occurrence of a tied layer has a copy of it.
 
-Files do not say where the stages of another job begin. They follow from the method by which the
-source's own stages are cut; or a file says it (``--cuts``):
+Files do not record the bounds of another job's stages. They follow from the method that gives the
+source's own stages; or a file states them (``--cuts``):
 
     [pipeline]
     parts = [0, 3, 6]            # each stage's first layer, and their number
-    partition_method = "uniform" # or: parameters, type (as the layers that are the most)
+    partition_method = "uniform" # or: parameters, type (of the most frequent layers)
     tied = {embed = [0, 5]}      # the places of tied layers
     layers = 6
 
@@ -33,14 +33,14 @@ from scalai.core.errors import RefusedError, UsageError
 
 TIED = "tied_modules"
 METHODS = ("parameters", "uniform", "type")
-"""In the order in which they are tried: DeepSpeed's default is the first."""
+"""In order of trial; the first is DeepSpeed's default."""
 
 Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFile:
-    """A layer whose weights have a file: its place, its unit, its tensors in order."""
+    """A layer with a file of weights: its place, its unit, its tensors in order."""
 
     place: int
     unit: str
@@ -50,9 +50,9 @@ class LayerFile:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A job's pipeline: its layers with files, and by stage the units that were trained there.
+    """A job's pipeline: its layers with files, and the trained units of each stage.
 
-    ``names_tp``: whether the files' names have a tensor-parallel rank, although there is only one.
+    ``names_tp``: whether file names have a tensor-parallel rank even at tp=1.
     """
 
     files: tuple[LayerFile, ...]
@@ -71,7 +71,7 @@ class Given:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit that a parameter belongs to."""
+    """Return a parameter's unit."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == TIED else parts[0]
 
@@ -80,7 +80,7 @@ def order(names: Sequence[str]) -> list[str]:
     """Return names in the order of a ``PipelineModule``: tied ones first, then by place.
 
     Raises:
-        RefusedError: One is of no layer.
+        RefusedError: A name is of no layer.
     """
     alien = [name for name in names if not re.match(rf"{TIED}\.|\d+\.", name)]
     if alien:
@@ -102,17 +102,17 @@ def order(names: Sequence[str]) -> list[str]:
 def stages_at(
     pipeline: Pipeline, pp: int, trained: Shapes, given: Given
 ) -> tuple[tuple[frozenset[str], ...], str]:
-    """Return the units of each of ``pp`` stages, and how that was found.
+    """Return the units of each of ``pp`` stages, and their origin.
 
     Args:
-        pipeline: The source's.
-        pp: Stages wanted.
+        pipeline: The source's pipeline.
+        pp: Number of stages.
         trained: Shapes of all trained parameters.
-        given: What the user says of it.
+        given: The user's statement.
 
     Raises:
-        RefusedError: No method cuts the source's stages as they are, and nothing is given; or what
-            is given does not fit.
+        RefusedError: No method gives the source's stages, and the user states none; or the
+            statement does not fit.
     """
     if pp == 1:
         return (frozenset().union(*pipeline.stages),), ""
@@ -143,9 +143,9 @@ def partition(method: str, places: Sequence[str], trained: Shapes, pp: int) -> l
 
     Args:
         method: One of ``METHODS``.
-        places: The unit at each place; nothing where no parameters are.
+        places: Unit at each place; empty: no parameters there.
         trained: Shapes of all trained parameters.
-        pp: Stages.
+        pp: Number of stages.
     """
     if method == "uniform":
         return _uniform(len(places), pp)
@@ -189,8 +189,8 @@ def read_pipeline(path: Path | None) -> Given:
 def _places(pipeline: Pipeline, given: Given) -> list[str]:
     """Return the unit at each place.
 
-    The later occurrences of a tied layer have no file where they have a function of their own: one
-    of them is taken to be behind the last file, where the source does not deny it.
+    Later occurrences of a tied layer with a function of their own have no file. One of them is
+    assumed after the last file, unless the source contradicts.
     """
     trained = frozenset().union(*pipeline.stages)
     found = {f.place: f.unit if f.unit in trained else "" for f in pipeline.files}
@@ -206,7 +206,7 @@ def _places(pipeline: Pipeline, given: Given) -> list[str]:
 
 
 def _fitting(pipeline: Pipeline, places: Sequence[str], trained: Shapes) -> Iterator[str]:
-    """Yield the methods that cut the source's stages as they are."""
+    """Yield the methods that give the source's stages."""
     for method in METHODS:
         parts = partition(method, places, trained, len(pipeline.stages))
         if _stages(places, parts) == pipeline.stages:
@@ -227,7 +227,7 @@ def _uniform(count: int, pp: int) -> list[int]:
 
 
 def _balanced(weights: Sequence[int], pp: int) -> list[int]:
-    """Return the bounds whose stages' sums differ the least; of equally good ones the later."""
+    """Return the bounds with the smallest difference of the stages' sums; of equals the later."""
     count = len(weights)
     if count <= pp:
         return _uniform(count, pp)

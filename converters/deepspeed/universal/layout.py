@@ -1,12 +1,11 @@
-"""DeepSpeed's universal checkpoints: a folder a parameter, that a job of any degree loads.
+"""DeepSpeed's universal checkpoints: a folder per parameter, for a job of any degree.
 
-What ``ds_to_universal`` writes is for the stages that it came from: 1 and 2, or 3. What is written
-here is for both.
+``ds_to_universal`` writes for the stages of its source: 1 and 2, or 3. Scalai writes for both.
 
 Source: ``load_hp_checkpoint_state`` of deepspeed/checkpoint/universal_checkpoint.py and of
 runtime/zero/stage3.py, ``load_hp_checkpoint_state_from_checkpoint_dir`` of
-runtime/base_optimizer.py, and checkpoint/ds_to_universal.py, all of 0.19.8. What these loaders do
-not restore, or restore wrongly, the target's notes say.
+runtime/base_optimizer.py, and checkpoint/ds_to_universal.py, all of 0.19.8. The target's notes name
+the values these loaders do not restore, or restore wrongly.
 """
 
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ class DeepSpeedUniversalLayout:
     name: str = "deepspeed_universal"
 
     def find(self, path: Path) -> bool:
-        """Tell whether there is a tag with a folder of parameters."""
+        """Tell whether there is a tag with folders of parameters."""
         return find_universal(path, None) is not None
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        """Read the metadata of a tag, or of the one that ``latest_universal`` names."""
+        """Read the metadata of a tag, or of the tag in ``latest_universal``."""
         directory = find_universal(path, options.iteration)
         if directory is None:
             raise RefusedError(

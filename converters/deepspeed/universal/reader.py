@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's universal checkpoints, of any stage and of any model-parallel ranks.
+"""Reads DeepSpeed's universal checkpoints, of any stage and any model-parallel ranks.
 
 Source: as ``layout``.
 """
@@ -43,7 +43,7 @@ from scalai.core.tensors.region import Box, row_major, whole
 
 
 def open_universal(directory: Path, options: ReadOptions) -> "UniversalReader":
-    """Read a tag's metadata but that of its parameters. Raises ``RefusedError``."""
+    """Read a tag's metadata, except its parameters'. Raises ``RefusedError``."""
     models = read_ranks(directory, options.trust_pickle)
     first = models[0]
     if not first.is_stage_3 and first.dp > 1 and round_robins(first.config):
@@ -60,8 +60,8 @@ def open_universal(directory: Path, options: ReadOptions) -> "UniversalReader":
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A parameter: its whole shape, what its files hold by kind, and whether its weights are its
-    masters, rounded."""
+    """A parameter: its whole shape, the content of its files by kind, and whether to round the
+    weights from the masters."""
 
     name: str
     shape: Shape
@@ -85,11 +85,11 @@ class UniversalReader:
 
     @property
     def directory(self) -> Path:
-        """The tag's."""
+        """The tag's directory."""
         return self.grid.tag.directory
 
     def read(self) -> Checkpoint:
-        """Return the checkpoint. Raises ``RefusedError`` where a parameter's file is missing."""
+        """Return the checkpoint. Raises ``RefusedError`` if a parameter's file is missing."""
         self._check_folders()
         entries = {name: self._entries(name) for name in names_of(self.models)}
         stated = {name: _as_dictionary(kinds[MASTERS]) for name, kinds in entries.items()}
@@ -124,7 +124,7 @@ class UniversalReader:
         )
 
     def _rank(self, model: ModelStates) -> RankState:
-        """Return what the files of a model-parallel rank hold: weights, and its job."""
+        """Return a model-parallel rank's weights and job."""
         path = self.directory / GLOBAL_STATE
         groups = self.state.get("param_groups")
         if not isinstance(groups, list):
@@ -148,9 +148,9 @@ class UniversalReader:
         return replace(job, tag=job.tag.removesuffix(SUFFIX))
 
     def _check_folders(self) -> None:
-        """Refuse folders of parameters that the model does not have.
+        """Refuse folders of parameters unknown to the model.
 
-        For stages 1 and 2 ds_to_universal makes one also of what is not trained.
+        For stages 1 and 2 ds_to_universal also makes folders of untrained parameters.
         """
         names = {name for model in self.models for name in model.first["module"]}
         folders = sorted(path.name for path in (self.directory / "zero").iterdir() if path.is_dir())
@@ -162,7 +162,7 @@ class UniversalReader:
             )
 
     def _check_steps(self) -> None:
-        """Refuse parameters that have made unequally many steps."""
+        """Refuse parameters with different steps."""
         if len(self.steps) > 1:
             few = ", ".join(f"{name}: {step:g}" for step, name in list(self.steps.items())[:3])
             raise RefusedError(
@@ -175,7 +175,7 @@ class UniversalReader:
         self.files.setdefault(name, CheckpointFile(name, size))
 
     def _entries(self, name: str) -> dict[str, Any]:
-        """Return what a parameter's files hold, by kind."""
+        """Return the content of a parameter's files, by kind."""
         folder = self.directory / "zero" / name
         found = sorted(path.stem for path in folder.glob("*.pt"))
         if MASTERS not in found:
@@ -223,8 +223,8 @@ class UniversalReader:
             self.pieces.extend(replace(p, tensor=rounded, is_rounded=True) for p in placed)
 
     def _padding(self, tensor: Tensor, first: int | None) -> Iterator[FilePiece]:
-        """Yield the rows of a vocabulary's padding from ``first`` on, which ds_to_universal cut off
-        and DeepSpeed's loader fills with zeros."""
+        """Yield a vocabulary's padding, rows from ``first`` on: ds_to_universal cuts it off, and
+        DeepSpeed's loader fills in zeros."""
         if first is None:
             return
         count = tensor.shape[0] - first
@@ -258,12 +258,12 @@ class UniversalReader:
 
 
 def _as_dictionary(entry: Any) -> Mapping[str, Any]:
-    """Return what a parameter's file says beside its values; stage 3 has these alone."""
+    """Return a file's entries beside the values; in stage 3 a file has values alone."""
     return entry if isinstance(entry, dict) else {}
 
 
 def _rows(entry: Mapping[str, Any], shape: Shape) -> Shape:
-    """Return the shape of what a parameter's file has: of a vocabulary without its padding."""
+    """Return the shape in a parameter's file: for a vocabulary without padding."""
     stored = entry.get("param")
     if not entry.get("vocab_tensor") or not isinstance(stored, StoredTensor):
         return shape

@@ -14,14 +14,14 @@ from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import flat_range
 
 Filled = dict[NewTensor, list[FilePiece]]
-"""What lies in a new tensor, by identity; positions count from its start."""
+"""Pieces of a new tensor, by identity; positions count from its start."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Archives:
-    """Files, what is known of their bytes, and which pieces fill the rest.
+    """Files, their known bytes, and the pieces to fill the rest.
 
-    ``shards``: what the rank has whose files are laid out; pieces are of those.
+    ``shards``: the parts of the rank with these files; pieces refer to them.
     """
 
     pieces: list[FilePiece] = field(default_factory=list)
@@ -30,11 +30,11 @@ class Archives:
     shards: Shards = EVERYTHING
 
     def of(self, shards: Shards) -> "Archives":
-        """Return the same files, to which those of another rank are added."""
+        """Return the same files, to add those of another rank."""
         return replace(self, shards=shards)
 
     def add(self, path: str, value: Any, filled: Mapping[NewTensor, Sequence[FilePiece]]) -> None:
-        """Add a file that torch reads as ``value``."""
+        """Add a file; torch reads it as ``value``."""
         archive = lay_out_archive(value, Path(path).stem)
         for tensor, begin in zip(archive.tensors, archive.begin, strict=True):
             for own in filled.get(tensor, ()):
@@ -47,12 +47,12 @@ class Archives:
         self.files.append(CheckpointFile(path, archive.size_bytes))
 
     def placed(self) -> Placed:
-        """Return the rows to be filled."""
+        """Return the rows to fill."""
         return place(self.pieces, self.files)
 
 
 def pieces_of(tensor: Tensor, span: Span) -> Iterator[FilePiece]:
-    """Yield a span of a tensor as boxes, with bytes that count from the start of its buffer."""
+    """Yield a span of a tensor as boxes, with bytes counted from the start of its buffer."""
     item = ITEM_BYTES[tensor.dtype]
     begin = span.at * item
     for box in flat_range(tensor.shape, span.low, span.high):

@@ -1,4 +1,4 @@
-"""The flat buffers of a target with ZeRO: which parameters each holds, and what fills it."""
+"""The flat buffers of a target with ZeRO: the parameters and content of each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +33,11 @@ class Buffer:
     """A flat buffer of the target.
 
     Attributes:
-        shapes: Of its parameters, in order.
-        flat: Where they lie.
-        group: Its parameter group.
-        gaps: Elements behind each parameter; none in stage 3.
-        ep: Of experts, how many expert-parallel ranks there are: each ``ep``-th data-parallel rank
-            has a part of this buffer.
+        shapes: Shapes of its parameters, in order.
+        flat: Places of its parameters.
+        group: Number of its parameter group.
+        gaps: Elements between each parameter and the next; empty in stage 3.
+        ep: Expert-parallel ranks of an expert buffer: each ``ep``-th data-parallel rank has a part.
     """
 
     shapes: Mapping[str, Shape]
@@ -49,20 +48,20 @@ class Buffer:
 
     @property
     def parts(self) -> int:
-        """Into how many parts it is cut."""
+        """Number of its parts."""
         return len(self.flat.spans)
 
     def padding(self, rank: int) -> int:
-        """Return how many elements of a data-parallel rank's part belong to no parameter."""
+        """Return the elements without a parameter in a data-parallel rank's part."""
         return self.flat.padding[rank // self.ep]
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """Return what lies in a data-parallel rank's part."""
+        """Return the spans of a data-parallel rank's part."""
         return self.flat.spans[rank // self.ep]
 
 
 def buffers_of(draft: Draft) -> Iterator[Buffer]:
-    """Yield the target's flat buffers: a parameter group each, or in stage 3 a part of one."""
+    """Yield the target's flat buffers: one per parameter group, or in stage 3 per part of one."""
     for number, names in enumerate(draft.job.groups):
         shapes = {name: draft.parameter(name).shape for name in names}
         if draft.stage == 3:
@@ -75,7 +74,7 @@ def buffers_of(draft: Draft) -> Iterator[Buffer]:
         is_bf16_optimizer = uses_bf16_optimizer(draft.config, draft.stage)
         if round_robins(draft.config) and not is_bf16_optimizer:
             shapes = {name: shapes[name] for name in round_robin(names, dp)}
-        # DeepSpeed looks at the first of the parameters for the size of an element.
+        # DeepSpeed takes the size of an element from the first parameter.
         item = ITEM_BYTES[draft.parameter(next(iter(shapes))).dtype]
         is_aligned = aligns_parameters(draft.config) and not is_bf16_optimizer
         gaps = gaps_of(shapes, item, is_aligned=is_aligned)
@@ -83,7 +82,7 @@ def buffers_of(draft: Draft) -> Iterator[Buffer]:
 
 
 def members(draft: Draft, buffers: Sequence[Buffer]) -> list[list[int]]:
-    """Return by parameter group the numbers of its buffers."""
+    """Return the numbers of each parameter group's buffers."""
     found: list[list[int]] = [[] for _ in draft.job.groups]
     for number, buffer in enumerate(buffers):
         found[buffer.group].append(number)
@@ -93,17 +92,17 @@ def members(draft: Draft, buffers: Sequence[Buffer]) -> list[list[int]]:
 def part(
     draft: Draft, kind: str | None, buffer: Buffer, rank: int, elements: int, filled: Filled
 ) -> NewTensor:
-    """Return a rank's part of a buffer, and note in ``filled`` what fills it.
+    """Return a rank's part of a buffer, and note its content in ``filled``.
 
     Args:
         draft: The target.
-        kind: What of the parameters it holds; None: their masters.
-        buffer, rank: Which part.
-        elements: How many of them are kept.
+        kind: Kind of the parameters' tensors; None: their masters.
+        buffer, rank: The buffer, and the data-parallel rank.
+        elements: Elements to keep.
         filled: Gets the pieces.
 
     Raises:
-        RefusedError: They have several dtypes.
+        RefusedError: The tensors have several dtypes.
     """
     tensors = {name: draft.stored(kind, name) for name in buffer.shapes}
     dtypes = {tensor.dtype for tensor in tensors.values()}
@@ -122,7 +121,7 @@ def part(
 def inner_state(
     draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
 ) -> dict[str, Any]:
-    """Return a rank's ``state_dict`` of the optimizer that works on the buffers."""
+    """Return a rank's ``state_dict`` of the optimizer within ZeRO's."""
     states = {}
     for number, buffer in enumerate(buffers):
         names, elements = list(buffer.shapes), buffer.flat.rank_elements

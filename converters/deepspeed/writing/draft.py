@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint that is being laid out: for which job, stage and ranks, from what."""
+"""The draft of a DeepSpeed checkpoint: its job, stage and ranks, and the source's tensors."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ from scalai.core.tensors.region import whole
 
 
 def job_of(source: Checkpoint, options: WriteOptions) -> DeepSpeedJob:
-    """Return the job that the target is for: the source's, or that of ``--args-from``.
+    """Return the target's job: the source's, else the reference's (``--args-from``).
 
     Raises:
-        RefusedError: There is none.
+        RefusedError: Neither has one.
     """
     for values in (source.values, options.reference):
         job = values.extra.get(STATE) if values is not None else None
@@ -42,17 +42,17 @@ class Draft:
     """A target that is being laid out.
 
     Attributes:
-        source, options: What is written, and how.
-        job: What will read it, with the parameters that this model-parallel rank has.
-        stage, dp: Of the target.
+        source, options: The source, and how to write it.
+        job: The job that will read the target, with this model-parallel rank's parameters.
+        stage, dp: ZeRO stage and data-parallel ranks of the target.
         archives: The target's files so far.
         folder: The tag's directory.
         degrees: ``tp`` and ``pp`` of the target.
-        rank: Which model-parallel rank this is.
-        ep, ep_rank: How many expert-parallel ranks there are, and of which the job's groups are.
-        origins: Which of the source's parameter groups each of the job's is; None: the same.
+        rank: Model-parallel rank.
+        ep, ep_rank: Number of expert-parallel ranks; the rank with the job's groups.
+        origins: Number of the source's parameter group for each of the job's; None: the same.
         tensors: The source's tensors by name, in the rank's own shapes.
-        kept: By parameter, what the optimizer keeps of it.
+        kept: Kinds of optimizer state by parameter.
     """
 
     source: Checkpoint
@@ -89,7 +89,7 @@ class Draft:
             )
 
     def of_experts(self) -> list["Draft"]:
-        """Return drafts of the expert-parallel ranks: the job's groups as each has them."""
+        """Return a draft for each expert-parallel rank, with its part of the job's groups."""
         experts = self.job.experts
         if experts is None:
             return [self]
@@ -106,7 +106,7 @@ class Draft:
         return drafts
 
     def local(self, name: str) -> str:
-        """Return what this expert-parallel rank calls a parameter."""
+        """Return this expert-parallel rank's name of a parameter."""
         experts = self.job.experts
         return name if experts is None else experts.local(name, self.ep)
 
@@ -127,11 +127,12 @@ class Draft:
 
     @property
     def clip_grad(self) -> dict[str, float]:
-        """The largest norm of the gradient, as the source's optimizer or configuration says; empty
-        where neither does: the engine then keeps its own, whose default releases have changed.
+        """The largest norm of the gradient, from the source's optimizer or configuration.
+
+        Empty: not stated; the engine then uses its default, which has changed between releases.
 
         Raises:
-            RefusedError: It is no number.
+            RefusedError: It is not a number of 0 or more.
         """
         stated = self.job.optimizer.get("clip_grad", self.config.get("gradient_clipping"))
         if stated is None:
@@ -145,15 +146,15 @@ class Draft:
 
     @property
     def spreads_frozen_experts(self) -> bool:
-        """Whether expert-parallel ranks have frozen parameters that are not the same on all.
+        """Whether frozen parameters differ between expert-parallel ranks.
 
-        With stage 2 DeepSpeed keeps those of rank 0 a second time, and gives them to all ranks when
-        it loads (``load_module_state_dict`` of deepspeed/runtime/engine.py, 0.19.8).
+        With stage 2 DeepSpeed saves rank 0's a second time, and loads them into all ranks
+        (``load_module_state_dict`` of deepspeed/runtime/engine.py, 0.19.8).
         """
         return self.ep > 1 and any(map(expert_of, self.job.frozen))
 
     def notes(self) -> Iterator[str]:
-        """Yield what the target's job must know."""
+        """Yield notes for the target's job."""
         if self.stage == 2 and self.spreads_frozen_experts:
             yield (
                 "frozen experts are kept once: DeepSpeed 0.19.8 with stage 2 saves those of rank 0 "
@@ -171,12 +172,14 @@ class Draft:
             )
 
     def parameter(self, name: str) -> Tensor:
-        """Return a parameter's, or a buffer's, own tensor."""
+        """Return the tensor of a parameter or a buffer."""
         return self.tensors[f"{PARAM}/{name}"]
 
     def sizes(self, names: Iterable[str]) -> OrderedDict[str, Any]:
-        """Return the shapes of parameters as torch has them, or as tuples: of a model with experts
-        DeepSpeed saves a copy, in which they are (``clone_tensors_for_torch_save``)."""
+        """Return shapes of parameters as torch has them; with experts as tuples.
+
+        With experts DeepSpeed saves a copy, which has tuples (``clone_tensors_for_torch_save``).
+        """
         size = foreign("torch", "Size") if self.job.experts is None else tuple
         return OrderedDict((name, size(self.parameter(name).shape)) for name in names)
 
@@ -184,7 +187,7 @@ class Draft:
         """Return a parameter's tensor of a kind; ``kind`` None: its master.
 
         Raises:
-            RefusedError: There is no master.
+            RefusedError: There is no fp32 master.
         """
         if kind is not None:
             return self.tensors[f"{kind}/{name}"]
@@ -198,10 +201,10 @@ class Draft:
         return tensor
 
     def kinds(self, names: Sequence[str]) -> list[str]:
-        """Return what the optimizer keeps of parameters of one group, in the source's order.
+        """Return the kinds of optimizer state of one group's parameters, in the source's order.
 
         Raises:
-            RefusedError: It is not the same of all.
+            RefusedError: Parameters differ in their kinds.
         """
         kinds = list(dict.fromkeys(kind for name in names for kind in self.kept.get(name, ())))
         for name in names:
@@ -215,7 +218,7 @@ class Draft:
         return kinds
 
     def step(self, name: str, filled: Filled) -> dict[str, Any]:
-        """Return the optimizer's step for a parameter, under its key; nothing if it has none."""
+        """Return the optimizer's step of a parameter, under its key; empty: it has none."""
         tensor = self.tensors.get(f"{STEP}/{name}")
         if tensor is None:
             return {}
@@ -229,7 +232,7 @@ class Draft:
         """Return the optimizer's groups, each with the numbers of its tensors.
 
         Raises:
-            RefusedError: The source has not as many.
+            RefusedError: The source has another number of groups.
         """
         values, origins = self._group_values(), self.origins
         count = len(members) if origins is None else len(set(origins))
@@ -244,12 +247,13 @@ class Draft:
         ]
 
     def _of_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a group says of the target's ranks: DeepSpeed finds them by its name."""
+        """Return the entries of a group that depend on the target's ranks: DeepSpeed finds them by
+        its name."""
         return {"name": f"ep_size_{self.ep}"} if group.get("moe") else {}
 
     @property
     def knows_param_groups(self) -> bool:
-        """Whether there are hyperparameters of the groups; elastic checkpoints have none."""
+        """Whether the groups have hyperparameters; in elastic checkpoints they have none."""
         return bool(self._group_values())
 
     def _group_values(self) -> Sequence[Mapping[str, Any]]:

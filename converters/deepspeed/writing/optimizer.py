@@ -1,10 +1,9 @@
 """Lays out DeepSpeed's optim_states files: a rank's parts of the flat buffers of ZeRO 1 to 3.
 
-Which entries there are depends on the engine's optimizer: that of stages 1 and 2, that of stage 3,
-or ``BF16_Optimizer``, which shards as stage 1 does and keeps the padding of the masters. Under
-``elastic_checkpoint`` stages 1 and 2 write states without padding, and no groups: their step is
-taken from the parameter groups, where FusedAdam keeps it; with another optimizer DeepSpeed writes
-what it cannot load.
+The entries depend on the engine's optimizer: stages 1 and 2's, stage 3's, or ``BF16_Optimizer``,
+with shards as in stage 1 and with the padding of the masters. Under ``elastic_checkpoint`` stages 1
+and 2 write states without padding or groups. Their step comes from the parameter groups,
+FusedAdam's place for it; with another optimizer DeepSpeed writes files it cannot load.
 
 Source: the ``state_dict`` of deepspeed/runtime/zero/stage_1_and_2.py (also
 ``_restore_elastic_base_optimizer_state``), zero/stage3.py and bf16_optimizer.py, ``ZeroStageEnum``
@@ -46,7 +45,7 @@ def add_optimizer(draft: Draft, rank: int, buffers: Sequence[Buffer]) -> None:
 
 
 def global_state(draft: Draft) -> dict[str, Any]:
-    """Return what all ranks' optimizers keep alike."""
+    """Return the optimizer entries common to all ranks."""
     return {
         **static_scale(),
         **draft.job.optimizer,
@@ -111,12 +110,12 @@ def _bf16_optimizer(
 
 
 def _masters(draft: Draft, buffer: Buffer, rank: int, padding: int, filled: Filled) -> NewTensor:
-    """Return a rank's masters, without as many elements at the end."""
+    """Return a rank's masters, without ``padding`` elements at the end."""
     return part(draft, None, buffer, rank, buffer.flat.rank_elements - padding, filled)
 
 
 def _fragments(draft: Draft, buffers: Sequence[Buffer], rank: int) -> list[OrderedDict[str, Any]]:
-    """Return where parameters lie in a rank's parts, as ds_to_universal asks."""
+    """Return the places of parameters in a rank's parts, for ds_to_universal."""
     return [
         OrderedDict((draft.local(span.name), _fragment(span)) for span in buffer.spans(rank))
         for buffer in buffers
@@ -126,7 +125,7 @@ def _fragments(draft: Draft, buffers: Sequence[Buffer], rank: int) -> list[Order
 def _elastic_state(
     draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
 ) -> Mapping[str, Any]:
-    """Return the entries of a rank's base optimizer for a job that keeps its own groups."""
+    """Return a rank's base optimizer entries, for a job that keeps its own groups."""
     states = []
     for buffer in buffers:
         names = list(buffer.shapes)
@@ -139,11 +138,11 @@ def _elastic_state(
 
 
 def _zero_stage(stage: int) -> Foreign:
-    """Return a stage as DeepSpeed's configuration has it."""
+    """Return a stage as DeepSpeed's enum."""
     return foreign("deepspeed.runtime.zero.config", "ZeroStageEnum")(stage)
 
 
 def _fragment(span: Span) -> Foreign:
-    """Return where a part of a parameter lies in a rank's buffer."""
+    """Return the place of a parameter's part in a rank's buffer."""
     address = foreign("deepspeed.utils.tensor_fragment", "fragment_address")
     return made(address, {"numel": span.high - span.low, "start": span.at})

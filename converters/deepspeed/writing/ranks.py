@@ -1,4 +1,4 @@
-"""The model-parallel ranks of a DeepSpeed checkpoint that is to be written: what each has."""
+"""The model-parallel ranks of a DeepSpeed target, and each one's part."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ class Ranks:
     """The ranks of a target.
 
     Attributes:
-        source, options, job, stage: As of ``Draft``, but for all ranks.
+        source, options, job, stage: As in ``Draft``, but for all ranks.
         dp, tp, pp, ep: The target's degrees.
-        known: How parameters are cut, as far as anything says.
-        cuts: How they are at the target's ``tp``.
-        stages: By stage its units; none without a pipeline.
-        how: How the stages were found.
+        known: Known cuts of parameters.
+        cuts: The cuts at the target's ``tp``.
+        stages: Units by stage; empty without a pipeline.
+        how: Origin of the stages, for the notes.
     """
 
     source: Checkpoint
@@ -44,11 +44,11 @@ class Ranks:
     def of(
         cls, source: Checkpoint, job: DeepSpeedJob, stage: int, options: WriteOptions
     ) -> "Ranks":
-        """Find out what each rank of a target has.
+        """Find each rank's part of a target.
 
         Raises:
-            RefusedError: The degrees are not known or not possible, or nothing says how parameters
-                are cut, or where stages begin.
+            RefusedError: The degrees are unknown or impossible; or the cuts of parameters, or the
+                bounds of stages, are unknown.
         """
         dp, tp, pp, ep = _degrees(source, options, job)
         if job.experts is not None and (stage == 3 or tp * pp > 1):
@@ -64,7 +64,7 @@ class Ranks:
         return cls(source, options, job, stage, dp, tp, pp, ep, known, cuts, stages, how)
 
     def notes(self) -> Iterator[str]:
-        """Yield what the target's job must know."""
+        """Yield notes for the target's job."""
         if self.how:
             yield (
                 f"stages begin where they do by {self.how}; DeepSpeed refuses other ones, and "
@@ -111,7 +111,7 @@ class Ranks:
         return (degrees.get("tp"), degrees.get("pp")) == (self.tp, self.pp)
 
     def _job(self, rank: int) -> DeepSpeedJob:
-        """Return the job with what a rank has."""
+        """Return the job with a rank's part."""
         job = self.job
         if self._is_same and len(job.of_ranks) == self.tp * self.pp:
             job = replace(job, model=job.of_ranks[rank])
@@ -123,11 +123,11 @@ class Ranks:
         return self._of_stage(job, rank // self.tp)
 
     def _alone(self) -> dict[str, Cut]:
-        """Return how parameters are cut where one rank has all of them."""
+        """Return the cuts of parameters at tp=1."""
         return {name: cut.recut(name, 1) for name, cut in self.known.items()}
 
     def _of_stage(self, job: DeepSpeedJob, stage: int) -> DeepSpeedJob:
-        """Return the job with what a stage of a pipeline has."""
+        """Return the job with a pipeline stage's part."""
         units = self.stages[stage]
         groups = tuple(tuple(n for n in group if unit_of(n) in units) for group in job.groups)
         for number, group in enumerate(groups):
@@ -149,7 +149,6 @@ class Ranks:
 def _degrees(
     source: Checkpoint, options: WriteOptions, job: DeepSpeedJob
 ) -> tuple[int, int, int, int]:
-    """Return ``dp``, ``tp``, ``pp`` and ``ep`` of the target."""
     degrees = {**source.values.degrees, **options.degrees}
     known = ("dp", "tp", "pp", "ep") if job.experts is not None else ("dp", "tp", "pp")
     for axis, size in sorted(degrees.items()):
@@ -174,7 +173,7 @@ def _stages(
     shapes: Mapping[str, Shape],
     options: WriteOptions,
 ) -> tuple[tuple[frozenset[str], ...], str]:
-    """Return by stage its units, none without a pipeline; and how they were found."""
+    """Return the units by stage, empty without a pipeline; and their origin."""
     if job.pipeline is None:
         if pp != 1:
             raise RefusedError(
@@ -201,8 +200,8 @@ def _reference(options: WriteOptions) -> DeepSpeedJob | None:
 def _known(
     job: DeepSpeedJob, shapes: Mapping[str, Shape], options: WriteOptions, *, is_needed: bool
 ) -> Mapping[str, Cut]:
-    """Return how parameters are cut: as the source's; else as it or a file says, or as those of
-    ``--args-from``. Raises where it ``is_needed`` and nothing says it."""
+    """Return the cuts of parameters: the source's; else by its rules or a file's, or the
+    reference's (``--args-from``). Raises if some ``is_needed`` and unknown."""
     if job.cuts:
         return job.cuts
     rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.cuts))

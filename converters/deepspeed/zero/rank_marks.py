@@ -1,8 +1,8 @@
-"""Of which rank is a file? What files that were exchanged for each other give away.
+"""Detects files exchanged between ranks.
 
 Stages 1 and 2 keep weights beside the masters, so exchanged files contradict them. Stage 3 keeps
-nothing twice: what is left are the name under which torch saved a file, the devices of its tensors,
-and the padding behind the last rank's parts, whose moments are zero.
+nothing twice: the remaining marks are a file's name when torch saved it, the devices of its
+tensors, and the padding at the end of the last rank's parts, with moments of zero.
 
 Source: ``archive_name`` of caffe2/serialize/inline_container.cc of torch 2.13; ``partition`` of
 runtime/zero/partition_parameters.py of DeepSpeed 0.19.8.
@@ -23,7 +23,7 @@ from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.store.files import map_file
 
 MAX_PADDED = 256
-"""Parameters whose padding is looked at."""
+"""Parameters with padding to check."""
 NO_SECOND_COPY = (
     "stage 3 keeps no second copy of masters and moments, and these files do not say of which rank "
     "they are: optim_states.pt of two ranks that were exchanged for each other are not noticed"
@@ -34,17 +34,17 @@ _DEVICE = re.compile(r"[a-z]+:\d+")
 
 
 def check_names(directory: Path, trees: Mapping[str, Any]) -> bool:
-    """Compare the names of files with those under which torch saved them.
+    """Compare the names of files with their names when torch saved them.
 
     Args:
-        directory: Where they lie.
-        trees: By file what it holds.
+        directory: Directory of the files.
+        trees: Content by file.
 
     Returns:
-        Whether every file says its name.
+        Whether every file has a name of its own to compare.
 
     Raises:
-        RefusedError: One is another rank's.
+        RefusedError: A file is another rank's.
     """
     has_all = True
     for name, tree in trees.items():
@@ -63,13 +63,13 @@ def check_names(directory: Path, trees: Mapping[str, Any]) -> bool:
 def check_devices(
     directory: Path, models: Mapping[str, Any], optimizers: Mapping[str, Any]
 ) -> bool:
-    """Compare the devices of each rank's two files, given in the order of ranks.
+    """Compare the devices of each rank's two files, in the order of ranks.
 
     Returns:
-        Whether they tell all ranks apart.
+        Whether they distinguish all ranks.
 
     Raises:
-        RefusedError: The files of a rank were saved from two devices.
+        RefusedError: A rank's two files are from different devices.
     """
     seen = []
     for (model, one), (optimizer, two) in zip(models.items(), optimizers.items(), strict=True):
@@ -87,15 +87,15 @@ def check_devices(
 def check_padding(
     directory: Path, shapes: Mapping[str, Shape], ranks: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> None:
-    """Look for a rank whose padding another one has.
+    """Look for a rank with another rank's padding.
 
     Args:
-        directory: Where the files lie.
-        shapes: Shapes of the parameters of a buffer of stage 3, in its order.
-        ranks: By rank its file, and by kind the flat buffers of moments.
+        directory: Directory of the files.
+        shapes: Shapes of the parameters of a stage 3 buffer, in its order.
+        ranks: By rank its file, and the flat buffers of moments by kind.
 
     Raises:
-        RefusedError: There are numbers where a rank has padding, and another one has none there.
+        RefusedError: A rank has numbers in its padding, and another rank has none there.
     """
     for rank, (file, _) in enumerate(ranks):
         places = list(_padding(shapes, len(ranks), rank))[:MAX_PADDED]
@@ -111,7 +111,7 @@ def check_padding(
 
 
 def _padding(shapes: Mapping[str, Shape], dp: int, rank: int) -> Iterator[range]:
-    """Yield which elements of a rank's buffer belong to no parameter."""
+    """Yield the elements of a rank's buffer without a parameter."""
     at = 0
     for shape in shapes.values():
         part = part_of(shape, dp)
@@ -124,7 +124,7 @@ def _padding(shapes: Mapping[str, Shape], dp: int, rank: int) -> Iterator[range]
 def _are_zero(
     directory: Path, file: str, moments: Mapping[str, Any], places: Sequence[range]
 ) -> bool:
-    """Tell whether all moments are zero there; a rank without moments has nothing to tell."""
+    """Tell whether all moments are zero at these places; true without moments."""
     data = map_file(directory / file)
     for stored in moments.values():
         item = ITEM_BYTES[stored.dtype]
@@ -136,7 +136,7 @@ def _are_zero(
 
 
 def _devices(tree: Any) -> set[str]:
-    """Return the devices with a number."""
+    """Return the numbered devices."""
     found = (t.storage.device for t in _tensors(tree) if t.storage is not None)
     return {device for device in found if _DEVICE.fullmatch(device)}
 

@@ -1,4 +1,4 @@
-"""Reads what one model-parallel rank keeps with ZeRO: flat buffers, cut over data-parallel ranks.
+"""Reads one model-parallel rank's ZeRO state: flat buffers, cut over data-parallel ranks.
 
 Source: as ``layout``.
 """
@@ -37,21 +37,21 @@ from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import flat_range, whole
 
 MASTERS = "fp32"
-"""What the flat buffer of the masters is called here, beside the optimizer's own names."""
+"""Key of the flat buffer of masters here, beside the optimizer's own names."""
 
 _MADE_ANEW = (
     "base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings", "partition_count",
     "param_slice_mappings", "param_alignment_paddings", "optimizer_state_dict", "fp32_flat_groups",
     "zero_stage", "ds_version", "base_optimizer_state_step",
 )  # fmt: skip
-"""Entries of a rank's optimizer state that a writer makes anew."""
+"""Entries of a rank's optimizer state that a writer rebuilds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A flat buffer of all ranks, or of those that share experts.
+    """A flat buffer of all ranks, or of the ranks with the same experts.
 
-    ``states`` is, by one of its ``ranks``, what the optimizer keeps of its part, and the masters as
+    ``states``: by one of its ``ranks``, the optimizer's state of its part, with the masters as
     ``MASTERS``.
     """
 
@@ -97,8 +97,7 @@ def open_rank(files: TagFiles, model: ModelStates, trust: bool) -> "ZeroReader":
 
 
 def _as_rigid(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``elastic_checkpoint`` wrote in the form that it has otherwise; groups remain
-    unknown."""
+    """Return an ``elastic_checkpoint`` state in the usual form; groups remain unknown."""
     base = state.get("base_optimizer_state")
     if not isinstance(base, list):
         return state
@@ -118,7 +117,7 @@ class ZeroReader:
     steps: dict[str, CheckpointFile] = field(default_factory=dict)
 
     def read(self) -> RankState:
-        """Return what the rank's files hold. Raises ``RefusedError`` where they do not agree."""
+        """Return the rank's state. Raises ``RefusedError`` if its files disagree."""
         groups = list(self._groups())
         notes = [*self._notes(), *self._marks(groups)]
         self.pieces.extend(self.model.pieces())
@@ -140,7 +139,7 @@ class ZeroReader:
         return self.files.directory / self.files.optimizer[rank]
 
     def _inner(self, rank: int) -> Mapping[str, Any]:
-        """Return the state of the framework's optimizer in ZeRO's."""
+        """Return the state of the framework's optimizer within ZeRO's."""
         key = "optimizer_state_dict" if self.files.is_stage_3 else "base_optimizer_state"
         inner = self.optimizers[rank].get(key)
         if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
@@ -148,7 +147,7 @@ class ZeroReader:
         return inner
 
     def stage(self) -> int:
-        """Return the stage of ZeRO."""
+        """Return the ZeRO stage."""
         if self.files.is_stage_3:
             return 3
         if self._is_bf16_optimizer():
@@ -157,7 +156,7 @@ class ZeroReader:
         return int(getattr(stage, "args", (stage,))[0])
 
     def _is_bf16_optimizer(self) -> bool:
-        """Tell whether this is of ``BF16_Optimizer``, which shards as stage 1 does."""
+        """Tell whether the optimizer is ``BF16_Optimizer``, with shards as in stage 1."""
         return self.optimizers[0].get("zero_stage") is None
 
     def _placed_files(self) -> list[CheckpointFile]:
@@ -168,8 +167,11 @@ class ZeroReader:
         return [*stored, *self.model.expert_files(), *self.steps.values()]
 
     def _groups(self) -> Iterator[_Group]:
-        """Yield the flat buffers: a parameter group each, for experts as often as they are spread
-        over ranks; or in stage 3 a part of a group."""
+        """Yield the flat buffers.
+
+        One per parameter group, for experts one per expert-parallel rank; in stage 3 one per part
+        of a group.
+        """
         is_3 = self.files.is_stage_3
         key = "fp32_flat_groups" if is_3 else "single_partition_of_fp32_groups"
         for number, of_rank in enumerate(self.model.shapes()):
@@ -196,7 +198,7 @@ class ZeroReader:
     def _shares(
         self, shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[Sequence[int], Mapping[str, tuple[int, ...]]]]:
-        """Yield the ranks that share a buffer, and its parameters by their names in the model."""
+        """Yield the ranks of each buffer, and its parameters by their names in the model."""
         dp, ep, experts = self.model.dp, self.model.experts.ep, self.model.experts.experts
         if not any(map(expert_of, shapes)):
             yield range(dp), shapes
@@ -206,7 +208,7 @@ class ZeroReader:
             yield range(ep_rank, dp, ep), names
 
     def _check_sizes(self, rank: int, state: Mapping[str, Any], flat: Flat, padding: int) -> None:
-        """Refuse buffers that are not as long as these parameters make them."""
+        """Refuse buffers with another length than their parameters give."""
         sizes = {flat.rank_elements, flat.rank_elements - padding}
         for key, entry in state.items():
             if not _is_flat(entry):
@@ -220,7 +222,7 @@ class ZeroReader:
                 )
 
     def _check_steps(self, group: _Group) -> None:
-        """Refuse ranks that are not equally far."""
+        """Refuse ranks with different steps."""
         steps = [
             scalar_of(state.get("step"), self._path(rank))
             for rank, state in zip(group.ranks, group.states, strict=True)
@@ -234,7 +236,7 @@ class ZeroReader:
                 )
 
     def _place_group(self, group: _Group) -> None:
-        """Place masters and states of a group's parameters, and a step of each."""
+        """Place the masters, states and steps of a group's parameters."""
         for rank, state, spans in zip(group.ranks, group.states, group.flat.spans, strict=True):
             for key, entry in state.items():
                 if _is_flat(entry):
@@ -270,7 +272,6 @@ class ZeroReader:
         self.pieces.append(FilePiece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
 
     def _job(self, groups: Sequence[_Group]) -> tuple[DeepSpeedJob, Sequence[Mapping[str, Any]]]:
-        """Return the job, and its parameter groups."""
         names = [tuple(shapes) for shapes in self.model.shapes()]
         param_groups = carried(self._inner(0)["param_groups"], self._path(0))
         if self.files.is_stage_3:
@@ -291,8 +292,8 @@ class ZeroReader:
         return job, param_groups
 
     def _marks(self, groups: Sequence[_Group]) -> Iterator[str]:
-        """Yield what the files leave open about whose they are. Raises ``RefusedError`` where they
-        are of other ranks than their names say."""
+        """Yield notes on ranks the files do not identify. Raises ``RefusedError`` if a file is of
+        another rank than its name says."""
         directory = self.files.directory
         optimizers = dict(zip(self.files.optimizer, self.optimizers, strict=True))
         is_certain = check_names(directory, optimizers)
