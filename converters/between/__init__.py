@@ -1,1 +1,1 @@
-"""What one framework's state is in the other's words: names, order, schedules, vocabularies."""
+"""Translation between frameworks: names, order, schedules, vocabularies."""

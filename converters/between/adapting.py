@@ -1,9 +1,7 @@
-"""What a conversion between frameworks changes before a layout is asked: names, rows of the
-vocabulary, values.
+"""Changes between frameworks before a layout writes: names, rows of the vocabulary, values.
 
-In this order: their names become ours, the vocabulary is padded anew, the values become those of
-the target's framework, our names become theirs. Layouts write what they would write of a state that
-was their own.
+Order: names become ours, the vocabulary gets new padding, the values become the target framework's,
+names become theirs. A layout then writes as if the state were its own framework's.
 """
 
 from collections.abc import Mapping
@@ -32,15 +30,15 @@ from scalai.core.errors import RefusedError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class TargetRequest:
-    """What is to become of a source.
+    """The requested target of a source.
 
     Attributes:
-        layout: The target's.
+        layout: The target's layout.
         mapping: Names of another framework; None: names stay.
-        reference: What ``--args-from`` says.
-        repad: Rows of the vocabulary; 0: as many as the target's framework makes; None: they stay.
-        tp: Tensor parallelism of the target, which decides how many Megatron makes; None: it stays,
-            or between frameworks is 1.
+        reference: Values of ``--args-from``.
+        repad: Rows of the vocabulary; 0: the target framework's number; None: they stay.
+        tp: Tensor parallelism of the target, for Megatron's number of rows; None: unchanged, or
+            between frameworks 1.
     """
 
     layout: str
@@ -51,7 +49,7 @@ class TargetRequest:
 
     @property
     def framework(self) -> str:
-        """The framework that reads the target; empty: any."""
+        """The framework of the target's reader; empty: any."""
         if self.layout.startswith("deepspeed"):
             return "deepspeed"
         if self.layout == "safetensors" or (self.layout == "scalai" and self.mapping is None):
@@ -60,11 +58,11 @@ class TargetRequest:
 
 
 def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Values | None]:
-    """Return a source as the target's layout wants it, and values for what it lacks.
+    """Return a source in the form for the target's layout, and values for its gaps.
 
     Raises:
-        RefusedError: Names, values or the vocabulary's size are not known.
-        UsageError: A mapping that is needed was not given, or does not fit.
+        RefusedError: Names, values or the vocabulary's size are unknown.
+        UsageError: A mapping is missing, or does not fit.
     """
     target, mapping = request.framework, request.mapping
     if request.layout != "scalai" or mapping is not None:
@@ -95,11 +93,11 @@ def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Val
 
 
 def _as_configured(source: Checkpoint, request: TargetRequest) -> Checkpoint:
-    """Return a source with notes of what its ``config.json`` asks of Megatron.
+    """Return a source with notes on its ``config.json`` for Megatron.
 
     Raises:
-        RefusedError: Megatron computes no such model, or the arguments of the checkpoint that
-            ``--args-from`` names are those of another one.
+        RefusedError: Megatron computes no such model, or the checkpoint of ``--args-from`` has
+            arguments of another one.
     """
     reference = request.reference
     shaped = shape_arguments(parameters_of(source), None)
@@ -113,7 +111,7 @@ def _as_configured(source: Checkpoint, request: TargetRequest) -> Checkpoint:
 
 
 def _heads(source: Checkpoint, request: TargetRequest) -> Heads:
-    """Return what the source says of them, else ``--args-from``."""
+    """Return the source's heads, else the reference's (``--args-from``)."""
     stated = heads_of(source)
     return stated if request.reference is None else stated.or_else(request.reference.heads)
 

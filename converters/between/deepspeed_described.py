@@ -1,14 +1,13 @@
-"""A DeepSpeed job from its configuration and the rules of a mapping: for a first checkpoint of it.
+"""A DeepSpeed job from its configuration and the rules of a mapping, for its first checkpoint.
 
     [deepspeed]
     config = "ds_config.json"            # or a table [deepspeed.config]
-
     [[deepspeed.group]]                  # in the optimizer's order; none: one of all parameters
     parameters = ["*.bias", "*.ln_?.weight"]
-    [[deepspeed.group]]                  # without parameters: all that are left
+    [[deepspeed.group]]                  # without parameters: the rest
 
-A module's parameters stand in the order of the mapping's rules, and so they do in each group; those
-of a group that lists names alone, without wildcards, in the list's order.
+A module's parameters have the order of the mapping's rules, in each group too; a group with a list
+of names without wildcards has the list's order.
 
 Source: ``_common_checkpoint_state`` and ``_load_checkpoint`` of deepspeed/runtime/engine.py
 (0.19.8).
@@ -28,23 +27,23 @@ from scalai.converters.source_files import made_steps
 from scalai.core.errors import RefusedError, UsageError
 
 VERSION = "0.19.8"
-"""Of the layout that is written."""
+"""DeepSpeed release of the written layout."""
 
 ADAMW: Mapping[str, Any] = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
     "differentiable": False, "fused": None, "decoupled_weight_decay": True, "bias_correction": True,
 }  # fmt: skip
-"""What a parameter group of AdamW has beside its rates, of torch or of DeepSpeed."""
+"""Entries of an AdamW group beside its rates, for torch's and DeepSpeed's."""
 
 
 def described_job(
     table: Mapping[str, Any], where: Path, source: Checkpoint, mapping: NameMapping
 ) -> tuple[DeepSpeedJob, tuple[dict[str, Any], ...]]:
-    """Return a job, and its parameter groups as far as the file says them.
+    """Return a job, and the stated values of its parameter groups.
 
     Args:
         table: ``[deepspeed]`` of the file.
-        where: The file.
+        where: Path of the file.
         source: The state, under their names.
         mapping: The rules.
 
@@ -98,11 +97,11 @@ def members(
     *,
     are_some: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the parameters of each group: of the first that names them, else of the one that names
-    none.
+    """Return each group's parameters: to the first group with a matching pattern, else to the group
+    without patterns.
 
     Args:
-        are_some: Parameters may be in no group, as frozen ones are, and groups have none of these.
+        are_some: Allow parameters outside all groups, such as frozen ones, and empty groups.
 
     Raises:
         RefusedError: A parameter is in no group. UsageError: A group has none.

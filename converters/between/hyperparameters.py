@@ -1,4 +1,4 @@
-"""Parameter groups of one framework with the rates of another's: by which parameters they have."""
+"""Parameter groups of one framework with the rates of another's, matched by their parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from scalai.converters.between.translation import INVENTED, LEFT_OUT
 
 RATES = ("lr", "betas", "eps", "weight_decay")
-"""What an Adam goes by, under the names of torch, which both frameworks use."""
+"""Adam's hyperparameters under torch's names; both frameworks use them."""
 
 Group = Mapping[str, Any]
 
@@ -17,9 +17,9 @@ def with_rates(
     """Return the target's groups with the source's rates.
 
     Args:
-        bases: The target's groups, as its job has them.
-        sources: For each of them, the source's groups that its parameters come from.
-        notes: Gets a line for what is not the source's.
+        bases: The target's groups from its job.
+        sources: For each of them, the source's groups of its parameters.
+        notes: Gets a line for each rate not the source's.
     """
     return tuple(
         {**base, **_rates(base, groups, number, notes)}

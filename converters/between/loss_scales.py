@@ -1,8 +1,8 @@
-"""The dynamic fp16 loss scale of one framework as the other keeps it.
+"""The dynamic fp16 loss scale of one framework in the other's form.
 
-Both double the scale after as many steps without an overflow, and halve it at an overflow for which
-no hysteresis is left. Megatron counts the good steps; DeepSpeed remembers when the last bad one
-was, and grows one step later after it.
+Both double the scale after a number of steps without an overflow, and halve it at an overflow
+without hysteresis left. Megatron counts good steps; DeepSpeed keeps the last bad step, and grows
+one step later.
 
 Source: ``DynamicGradScaler`` of megatron/core/optimizer/grad_scaler.py (0.16.1) and
 ``DynamicLossScaler`` of deepspeed/runtime/fp16/loss_scaler.py (0.19.8).
@@ -20,18 +20,18 @@ from scalai.converters.torch_archive import NewTensor
 from scalai.store.files import number_of
 
 _WINDOW = 1000
-"""Good steps until a scale grows, by default in both."""
+"""Good steps before growth, by default in both."""
 
 
 def to_deepspeed_scale(
     scaler: Mapping[str, Any], config: Mapping[str, Any], step: int
 ) -> dict[str, Any] | None:
-    """Return ZeRO's entries for Megatron's scale; None: the job does not have a dynamic one.
+    """Return ZeRO's entries for Megatron's scale; None: the job has no dynamic one.
 
     Args:
-        scaler: The state of Megatron's, which may be empty.
-        config: DeepSpeed's.
-        step: Steps done.
+        scaler: State of Megatron's scaler, possibly empty.
+        config: DeepSpeed's configuration.
+        step: Number of steps done.
     """
     section = config.get("fp16") or {}
     if not section.get("enabled") or section.get("loss_scale") or "scale" not in scaler:
@@ -50,7 +50,7 @@ def to_deepspeed_scale(
 
 
 def to_megatron_scale(job: DeepSpeedJob) -> dict[str, Any] | None:
-    """Return the state of Megatron's scale for DeepSpeed's; None: it is not dynamic."""
+    """Return Megatron's state for DeepSpeed's scale; None: it is not dynamic."""
     scaler = job.optimizer.get("loss_scaler")
     state = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else {}
     if not state.get("dynamic"):

@@ -1,27 +1,22 @@
-"""Names of another framework for our tensors, and how fused ones are cut: mapping files.
+"""Mapping files: another framework's names for our tensors, and the cuts of fused ones.
 
-    prefix = "model."                            # theirs may come without it
+    prefix = "model."                            # optional in theirs
     ignored = ["model.layers.{layer}.self_attn.rotary_emb.inv_freq"]   # left out knowingly
-
-    [attention]                                  # where the checkpoints do not say it
+    [attention]                                  # if the checkpoints do not state it
     num_attention_heads = 32
     num_query_groups = 8
-
-    [tied]                                       # shared where we have no tensor of this name
+    [tied]                                       # shared if we have no tensor of this name
     "lm_head.weight" = "model.embed_tokens.weight"
-
     [[tensor]]
     ours = "decoder.layers.{layer}.self_attention.linear_qkv.weight"
     theirs = ["model.layers.{layer}.self_attn.q_proj.weight", "...k_proj...", "...v_proj..."]
     fused = "qkv"
 
 ``fused`` is ``qkv`` (Megatron's rows by query group: its queries, key, value), ``gate_up`` (one
-half each), or absent: the same tensor under another name. ``theirs`` of a fused tensor is a name
-for each part, or one name where they have the parts one above the other. ``transposed = true``:
-theirs has rows and columns exchanged. ``{layer}`` and other words in braces stand for numbers.
-
-The rules stand in the order of their module's parameters, which is that of an optimizer which was
-given all of them (``in_order``).
+half each), or absent: the same tensor under another name. ``theirs`` of a fused tensor has a name
+per part, or one name for the parts one above the other. ``transposed = true``: theirs has rows and
+columns exchanged. ``{layer}`` and other words in braces stand for numbers. The rules have the order
+of their module's parameters, the same as an optimizer's with all of them (``in_order``).
 
 Source: ``linear_qkv`` of megatron/core/transformer/attention.py and the gated ``linear_fc1`` of
 mlp.py (0.16.1); GPT-2's, GPT-NeoX' and Llama's modules in transformers.
@@ -39,13 +34,13 @@ from scalai.core.tensors.region import Box, whole
 
 Shape = tuple[int, ...]
 Numbers = Mapping[str, str]
-"""What the words in braces stand for in a name."""
+"""Numbers in a name, by the words in braces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Elements that two tensors have in common: ``box`` of ``name`` is ``their_box`` of ``theirs``,
-    element by element, or with its two axes exchanged."""
+    """Common elements of two tensors: ``box`` of ``name`` is ``their_box`` of ``theirs``, possibly
+    with the two axes exchanged."""
 
     name: str
     shape: Shape
@@ -56,7 +51,7 @@ class Link:
     is_transposed: bool = False
 
     def turned(self) -> "Link":
-        """Return the same from the other side."""
+        """Return the link from the other side."""
         return Link(
             self.theirs, self.their_shape, self.their_box,
             self.name, self.shape, self.box, self.is_transposed,
@@ -65,7 +60,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One of our tensors, and what it is in theirs."""
+    """One of our tensors, and its names on their side."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -78,12 +73,12 @@ class NameMapping:
     """The rules of a mapping file.
 
     Attributes:
-        rules: In the order of their module's parameters.
-        heads: What the file says of them.
-        tied: Their names of shared tensors -> the names that these are kept by.
-        ignored: Patterns of tensors, on either side, that are not to be carried.
-        where: The file.
-        prefix: With which their names may begin or not: a model's without its head do not.
+        rules: Rules in the order of their module's parameters.
+        heads: Heads by the file.
+        tied: Their names of shared tensors -> the kept names.
+        ignored: Patterns of tensors to leave out, on either side.
+        where: Path of the file.
+        prefix: Optional start of their names; a model without its head lacks it.
     """
 
     rules: tuple[Rule, ...]
@@ -112,16 +107,16 @@ class NameMapping:
         return ours > theirs
 
     def stored(self, names: Iterable[str]) -> dict[str, str]:
-        """Return their names as the files have them, with the prefix or not, by whole names."""
+        """Return their names as in the files, with or without prefix, by full name."""
         return {self._full(name): name for name in names}
 
     def layers(self, names: Iterable[str]) -> set[int]:
-        """Return the numbers that ``{layer}`` stands for in their names."""
+        """Return the numbers at ``{layer}`` in their names."""
         found = (self._of_theirs(self._full(name)) for name in names)
         return {int(one[1]["layer"]) for one in found if one is not None and "layer" in one[1]}
 
     def is_ignored(self, name: str) -> bool:
-        """Tell whether a tensor is to be left out."""
+        """Tell whether to leave a tensor out."""
         full = self._full(name)
         return any(_pattern(pattern).fullmatch(full) for pattern in self.ignored)
 
@@ -131,14 +126,14 @@ class NameMapping:
         """Link our tensors to theirs.
 
         Args:
-            shapes: Of our tensors, by name.
-            heads: Where the file does not say them.
+            shapes: Shapes of our tensors, by name.
+            heads: Fallback for the file's heads.
 
         Returns:
-            The links of each of our tensors, and our names that no rule has.
+            The links of each of our tensors, and our names without a rule.
 
         Raises:
-            UsageError: Heads are needed and nobody knows them, or do not fit a shape.
+            UsageError: Needed heads are unknown, or do not fit a shape.
         """
         links: dict[str, list[Link]] = {}
         left = []
@@ -153,10 +148,10 @@ class NameMapping:
     def from_theirs(
         self, shapes: Mapping[str, Shape], heads: Heads
     ) -> tuple[dict[str, list[Link]], list[str]]:
-        """Link their tensors to ours: ``from_ours`` backwards.
+        """Link their tensors to ours: the reverse of ``from_ours``.
 
         Raises:
-            UsageError: As ``from_ours``; or a part of a fused tensor is not there.
+            UsageError: As ``from_ours``; or a part of a fused tensor is missing.
         """
         stored = self.stored(shapes)
         shapes = {full: shapes[name] for full, name in stored.items()}
@@ -177,7 +172,7 @@ class NameMapping:
     def _fused(
         self, rule: Rule, numbers: Numbers, ours: str, shapes: Mapping[str, Shape], heads: Heads
     ) -> Iterator[Link]:
-        """Yield the links of one of our tensors that is made of theirs, of these shapes."""
+        """Yield the links of one of our tensors to its parts, of these shapes."""
         names = [pattern.format(**numbers) for pattern in rule.theirs]
         missing = [name for name in names if name not in shapes]
         if missing:
@@ -196,8 +191,10 @@ class NameMapping:
             yield link
 
     def in_order(self, theirs: Iterable[str]) -> list[str]:
-        """Return their names in the order of their module's parameters: layer by layer, in a layer
-        module by module, each as the file mentions it first."""
+        """Return their names in the order of their module's parameters.
+
+        Layer by layer, in a layer module by module, each by its first mention in the file.
+        """
         patterns = [pattern for rule in self.rules for pattern in rule.theirs]
         modules = list(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
         sections = [0]
@@ -215,7 +212,7 @@ class NameMapping:
         return sorted(theirs, key=place)
 
     def _full(self, name: str) -> str:
-        """Return one of their names with the prefix that it may lack."""
+        """Return one of their names with its optional prefix."""
         full = f"{self.prefix}{name}"
         known = (*self.ignored, *(pattern for rule in self.rules for pattern in rule.theirs))
         return full if any(_pattern(pattern).fullmatch(full) for pattern in known) else name
@@ -234,8 +231,7 @@ class NameMapping:
         return None
 
     def _known(self, rule: Rule, rows: Sequence[int], heads: Heads) -> Heads:
-        """Return the heads; the query groups by the rows of queries and keys, if nobody says
-        them."""
+        """Return the heads; unknown query groups follow from the rows of queries and keys."""
         known = self.heads.or_else(heads)
         if known.heads is None or known.groups is not None or len(rows) != FUSED_PARTS["qkv"]:
             return known
@@ -244,7 +240,6 @@ class NameMapping:
     def _links(
         self, rule: Rule, numbers: Numbers, ours: str, shape: Shape, heads: Heads
     ) -> Iterator[Link]:
-        """Yield the links of one of our tensors."""
         names = [pattern.format(**numbers) for pattern in rule.theirs]
         if not shape:
             yield Link(ours, shape, whole(shape), names[0], shape, whole(shape))
@@ -273,5 +268,5 @@ def _transposed(link: Link) -> Link:
 
 @cache
 def _pattern(text: str) -> re.Pattern[str]:
-    """Return the pattern of a name in which words in braces stand for numbers."""
+    """Return a regular expression for a name with words in braces."""
     return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(text)))

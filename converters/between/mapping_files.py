@@ -1,7 +1,7 @@
-"""Mapping files: found by path or by a bare name, and read.
+"""Finds mapping files by path or bare name, and reads them.
 
-``llama`` is ``names_llama.toml`` among the shipped ones, if there is no file of that name; of files
-of cuts, ``cuts_llama.toml``.
+Without a file ``llama``, the name means the shipped ``names_llama.toml``, or ``cuts_llama.toml``
+for cuts.
 """
 
 import tomllib
@@ -19,10 +19,10 @@ _RULE_KEYS = {"ours", "theirs", "fused", "transposed"}
 
 
 def find_mapping(text: str, kind: str = "names") -> Path:
-    """Return the mapping file of this path or name; ``kind`` is what shipped ones begin with.
+    """Return the mapping file of this path or name; ``kind``: prefix of the shipped files.
 
     Raises:
-        UsageError: There is none; names those that are shipped.
+        UsageError: There is none; lists the shipped ones.
     """
     shipped = Path(str(files("scalai.configs")))
     for path in (Path(text), shipped / f"{kind}_{text}.toml"):
@@ -36,7 +36,7 @@ def read_mapping(path: Path) -> NameMapping:
     """Read a mapping file.
 
     Raises:
-        UsageError: It cannot be read, or says something that no mapping file does.
+        UsageError: It cannot be read, or has unknown keys.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Megatron's arguments, schedule and parameter groups from the tensors and a few values.
 
-For a checkpoint of another framework: shapes say most of the model, Megatron's defaults the rest.
+For a checkpoint of another framework: shapes give most of the model, Megatron's defaults the rest.
 
 Source: megatron/training/arguments.py, ``get_optimizer_param_scheduler`` of
 megatron/training/training.py and ``_get_param_groups`` of megatron/core/optimizer/__init__.py
@@ -32,14 +32,14 @@ SCHEDULE_DEFAULTS: Mapping[str, Any] = {
 
 
 def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[str, Any]:
-    """Return the arguments that the model's parameters state.
+    """Return the arguments that follow from the model's parameters.
 
     Args:
         tensors: Parameters by our names.
-        heads: Attention heads; without them nothing is said of query groups.
+        heads: Number of attention heads; None: leave out heads and query groups.
 
     Raises:
-        RefusedError: There is no embedding.
+        RefusedError: There is no embedding, or the heads do not fit the shapes.
     """
     if EMBEDDING not in tensors:
         raise RefusedError(
@@ -77,7 +77,7 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
 
 
 def _of_layer(shapes: Mapping[str, Shape], ending: str, axis: int) -> int | None:
-    """Return a size of the first dense tensor of a layer whose name ends so."""
+    """Return a size of the first dense tensor with this ending of its name."""
     found = (
         s[axis] for name, s in shapes.items() if name.endswith(ending) and "expert" not in name
     )
@@ -85,7 +85,7 @@ def _of_layer(shapes: Mapping[str, Shape], ending: str, axis: int) -> int | None
 
 
 def _groups(shapes: Mapping[str, Shape], hidden: int, heads: int) -> dict[str, Any]:
-    """Return the query groups that the rows of queries, keys and values make."""
+    """Return the query groups by the rows of queries, keys and values."""
     rows, wide = (_of_layer(shapes, f"linear_{part}.weight", axis) for part, axis in
                   (("qkv", 0), ("proj", 1)))  # fmt: skip
     width = (wide or hidden) // heads
@@ -105,11 +105,11 @@ def _groups(shapes: Mapping[str, Shape], hidden: int, heads: int) -> dict[str, A
 def whole_arguments(
     shaped: Mapping[str, Any], given: Mapping[str, Any], step: int, consumed: int
 ) -> dict[str, Any]:
-    """Return arguments as a checkpoint keeps them.
+    """Return arguments in a checkpoint's form.
 
     Args:
-        shaped: What ``shape_arguments`` says.
-        given: What a person says; wins.
+        shaped: Result of ``shape_arguments``.
+        given: The user's values, with priority.
         step, consumed: Optimizer steps done, and samples.
     """
     degrees = {name: 1 for name in DEGREE_ARGUMENTS.values()}
@@ -131,7 +131,7 @@ def whole_arguments(
 
 
 def schedule_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the state of the schedule of learning rate and weight decay; None: not told enough.
+    """Return the schedule's state for learning rate and weight decay; None: values are missing.
 
     It counts samples, as Megatron's does.
     """
@@ -166,7 +166,7 @@ def schedule_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def standard_groups(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return Megatron's two parameter groups: what decays, and biases and norms."""
+    """Return Megatron's two parameter groups: with decay, and without (biases and norms)."""
     values = {**OPTIMIZER_DEFAULTS, **arguments}
     return tuple(
         {

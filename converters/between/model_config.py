@@ -1,7 +1,7 @@
-"""What Hugging Face's ``config.json`` says of a model beside its tensors, as Megatron's arguments.
+"""Hugging Face's ``config.json`` as Megatron's arguments.
 
-Equal tensors are not an equal model: all of the file is read. What Megatron computes goes to its
-arguments, what it does not compute is refused, and an entry that is not known here is named.
+Equal tensors may belong to different models, so the whole file is read. Entries in Megatron's terms
+become arguments; models Megatron does not compute are refused; unknown entries are named.
 
 Source: configuration_{llama,mistral,qwen2,qwen3,gpt2,gpt_neox}.py of transformers 5.24; the flags
 of megatron/training/arguments.py, ``load_args_from_checkpoint`` of checkpointing.py, and
@@ -22,7 +22,7 @@ _BY_SHAPE = {
     "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "tie_word_embeddings",
     "vocab_size", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm",
 }  # fmt: skip
-"""Entries that the tensors' shapes and names say too."""
+"""Entries also given by the tensors' shapes and names."""
 _NO_FUNCTION = {
     "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward",
     "classifier_dropout", "dtype", "eos_token_id", "gradient_checkpointing", "id2label",
@@ -35,10 +35,10 @@ _NO_FUNCTION = {
     "transformers_version", "unk_token_id", "use_bfloat16", "use_cache", "use_sliding_window",
     "attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
-"""Entries that change nothing of what is computed with the tensors, or are looked at below."""
+"""Entries without effect on the computation, or checked below."""
 _READ_CLASSES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-"""Values of ``model_type`` whose classes were read. Others may compute otherwise from tensors of
-the same names, and no entry says so: interleaved positions, norms by one plus the weight."""
+"""Values of ``model_type`` with known classes. Others may compute differently from tensors of the
+same names, without an entry for it: interleaved positions, norms by one plus the weight."""
 _NORMS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -53,43 +53,44 @@ _SCALINGS = {
     "no_rope_layers", "query_pre_attn_scalar", "residual_multiplier",
     "scale_attn_by_inverse_layer_idx", "add_cross_attention",
 }  # fmt: skip
-"""Entries that change what is computed, and of which Megatron's GPT has nothing."""
+"""Entries that change the computation, without a counterpart in Megatron's GPT."""
 _CLASS_DEFAULTS: Mapping[str, Config] = {
     "gpt_neox": {"use_parallel_residual": True, "rotary_pct": 0.25, "hidden_act": "gelu"},
     "gpt2": {"activation_function": "gelu_new"},
 }
-"""Defaults of classes that are not Megatron's, of files that leave them out."""
+"""Defaults of classes that differ from Megatron's, for files without the entries."""
 _LLAMA_3: Config = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
-"""What Megatron's ``--use-rope-scaling`` has no flags for."""
+"""Values without flags in Megatron's ``--use-rope-scaling``."""
 
 FLAGS = {
     "norm_epsilon": 1e-5, "bias_gelu_fusion": True, "use_rope_scaling": False,
     "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None, "quick_geglu": False,
 }  # fmt: skip
-"""Arguments, and Megatron's defaults, that ``--use-checkpoint-args`` does not take."""
+"""Arguments, with Megatron's defaults, not taken by ``--use-checkpoint-args``."""
 _REGULARIZING = {"attention_dropout", "hidden_dropout"}
 _OFF: Config = {
     "apply_layernorm_1p": False, "apply_residual_connection_post_layernorm": False,
     "quick_geglu": False, "rotary_seq_len_interpolation_factor": None, "squared_relu": False,
     "use_rope_scaling": False, "window_size": None,
 }  # fmt: skip
-"""Arguments of what none of these classes computes unless an entry asks for it."""
+"""Arguments off in all these classes, unless an entry turns them on."""
 
 
 def config_arguments(
     config: Config, shaped: Mapping[str, Any], directory: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what ``config.json`` says as Megatron's arguments, and notes.
+    """Return Megatron's arguments by ``config.json``, and notes.
 
     Args:
-        config: The file's content; none of it says nothing.
-        shaped: What the tensors say (``shape_arguments``).
-        directory: Where the file lies.
+        config: Content of the file; empty: no arguments.
+        shaped: Result of ``shape_arguments``.
+        directory: Directory of the file.
 
     Raises:
-        RefusedError: Megatron computes no such model with these tensors; names every entry.
+        RefusedError: Megatron computes no such model with these tensors (names every entry); or the
+            file is damaged.
     """
     try:
         return _arguments(config, shaped, directory) if config else ({}, [])
@@ -131,8 +132,7 @@ def _arguments(
 
 
 def contradictions(said: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where Megatron's arguments say another model than ``config.json`` (by
-    ``config_arguments``)."""
+    """Yield differences between Megatron's arguments and ``config.json`` (``config_arguments``)."""
     for name in sorted(said.keys() - _REGULARIZING - {"max_position_embeddings"}):
         mine, theirs = said[name], arguments.get(name)
         is_off = not mine and (not theirs or (theirs == 1 and theirs is not True))
@@ -150,7 +150,7 @@ def _first(config: Config, entries: tuple[str, ...]) -> Any:
 
 
 def _blocks(config: Config) -> Iterator[str]:
-    """Yield what blocks compute otherwise than Megatron's."""
+    """Yield differences of blocks from Megatron's."""
     for name in ("use_parallel_residual", "parallel_attn"):
         if config.get(name):
             yield f"{name} (attention and MLP side by side)"
@@ -204,7 +204,7 @@ def _activation(config: Config, shaped: Mapping[str, Any], found: dict[str, Any]
     elif not is_gated and name == "relu2":
         found["squared_relu"] = True
     elif not is_gated and name == "gelu":
-        # The fused one is that by tanh.
+        # The fused one uses tanh.
         found["bias_gelu_fusion"] = False
     elif not is_gated and name in _TANH and shaped.get("add_bias_linear"):
         found["bias_gelu_fusion"] = True
@@ -236,7 +236,7 @@ def _notes(config: Config, found: Mapping[str, Any], shaped: Mapping[str, Any]) 
 
 
 def unknown_notes(config: Config) -> Iterator[str]:
-    """Yield what a ``config.json`` says that is not known here."""
+    """Yield a note on unknown entries of a ``config.json``."""
     known = {
         *_BY_SHAPE, *_NO_FUNCTION, *_SCALINGS, *_NORMS, *_ACTIVATIONS, *_BASES, *_PARTS,
         *_POSITIONS, *_ATTENTION_DROPOUTS, *_DROPOUTS, "rope_parameters", "rope_scaling",

@@ -1,16 +1,15 @@
-"""What ``--args-from`` names: another checkpoint of the target's job, or a TOML file about it.
+"""``--args-from``: another checkpoint of the target's job, or a TOML file about it.
 
-    [megatron]                    # arguments of Megatron-LM, as its checkpoints call them
+    [megatron]                    # arguments of Megatron-LM, under its checkpoints' names
     num_attention_heads = 12
     vocab_size = 50257            # of tokens: for --repad
     lr = 6e-4                     # with the next two: the schedule
     global_batch_size = 512
     train_iters = 100000
-
     [deepspeed]                   # scalai.converters.between.deepspeed_described
     config = "ds_config.json"
 
-What neither says follows from the tensors' shapes and from Megatron's defaults, and is listed.
+Other values follow from the tensors' shapes and from Megatron's defaults, and are listed.
 """
 
 import tomllib
@@ -47,12 +46,12 @@ _TABLES = {"megatron", "deepspeed"}
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A checkpoint of the target's job, or what a file says about it.
+    """A checkpoint of the target's job, or a file about it.
 
     Attributes:
-        where: The path.
-        checkpoint: None: it is a file.
-        given: The file's tables.
+        where: Path of either.
+        checkpoint: The checkpoint; None: it is a file.
+        given: Tables of the file.
     """
 
     where: Path
@@ -61,7 +60,7 @@ class Reference:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Megatron's arguments, as far as they are said."""
+        """Megatron's stated arguments."""
         if self.checkpoint is None:
             return self.given.get("megatron", {})
         is_megatron = self.checkpoint.values.framework == "megatron"
@@ -69,7 +68,7 @@ class Reference:
 
     @property
     def order(self) -> Order | None:
-        """How a DeepSpeed engine's optimizer orders the parameters of a module, if it is said."""
+        """The order of parameters in a DeepSpeed engine's optimizer; None: not stated."""
         if self.checkpoint is None:
             entries = self.given.get("deepspeed", {}).get("group")
             if entries is None:
@@ -93,8 +92,8 @@ class Reference:
         """Return values of a Megatron job.
 
         Args:
-            source: The state, under our names: its shapes say what a file leaves out.
-            notes: Gets a line for each value that nobody said.
+            source: The state, under our names: its shapes fill a file's gaps.
+            notes: Gets a line for each value from elsewhere than the user.
 
         Raises:
             RefusedError: The checkpoint is not Megatron's.
@@ -131,7 +130,7 @@ class Reference:
 
         Args:
             source: The state, under their names.
-            mapping: The rules: they say in which order parameters stand.
+            mapping: The rules, for the order of parameters.
             notes: As for ``megatron``.
 
         Raises:
@@ -153,10 +152,10 @@ class Reference:
 
 
 def read_reference(path: Path, options: ReadOptions) -> Reference:
-    """Read what ``--args-from`` names.
+    """Read the checkpoint or file of ``--args-from``.
 
     Raises:
-        UsageError: There is no such path, or the file says something that means nothing here.
+        UsageError: The path is missing, or the file has unknown tables.
         RefusedError: The checkpoint cannot be read.
     """
     if not path.is_file():

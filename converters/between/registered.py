@@ -1,4 +1,4 @@
-"""Tensors that a script registered beside its model: only Scalai's own generations keep them."""
+"""Tensors registered by a script beside its model; only Scalai's own generations keep them."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from scalai.core.tensors.collection import Collection
 
 
 def without_registered(source: Checkpoint) -> Checkpoint:
-    """Return a source without the tensors that a script registered, with a note of each."""
+    """Return a source without a script's registered tensors, with a note on each."""
     placed, tensors = source.placed, source.placed.collection.tensors
     is_kept = np.array([not t.name.startswith(f"{USER}/") for t in tensors], dtype=bool)
     if is_kept.all():

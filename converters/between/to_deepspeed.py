@@ -1,7 +1,7 @@
-"""Megatron's values as a DeepSpeed job has them, so that its layouts can write them.
+"""Megatron's values as a DeepSpeed job's, for its layouts to write.
 
-The tensors have their names already (``between.translation``). What DeepSpeed needs and
-Megatron does not say, the order of its parameters above all, is that of ``--args-from``.
+The tensors already have their names (``between.translation``). Values Megatron lacks, above all the
+order of parameters, come from ``--args-from``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,13 +28,13 @@ from scalai.converters.source_files import SourceFiles, made_steps
 from scalai.core.errors import RefusedError
 
 _COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
-"""What torch's and DeepSpeed's schedules count steps in."""
+"""Step counters of torch's and DeepSpeed's schedules."""
 _KNOWN = (
     "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
     "global_steps", "global_samples", "mp_world_size", "checkpoint_parallel_dimensions",
     "ds_config", "ds_version", "dp_world_size",
 )  # fmt: skip
-"""Entries of a model's file that are DeepSpeed's own; others are the client's."""
+"""DeepSpeed's own entries of a model's file; others are the client's."""
 
 
 def to_deepspeed(
@@ -44,14 +44,14 @@ def to_deepspeed(
     groups: Sequence[Mapping[str, Any]],
     reference: Checkpoint | None,
 ) -> Checkpoint:
-    """Return a state of Megatron's as one of a DeepSpeed job.
+    """Return Megatron's state as a DeepSpeed job's.
 
     Args:
-        source: Under their names, with Megatron's values.
-        links: From which of our names.
-        job: What reads it.
+        source: The state under their names, with Megatron's values.
+        links: Links by our names.
+        job: The job to read it.
         groups: Its parameter groups.
-        reference: The job's own checkpoint, of any step, if there is one: its buffers are taken.
+        reference: The job's own checkpoint, of any step, for its buffers; None: there is none.
 
     Raises:
         RefusedError: The job's module is another.
@@ -96,7 +96,7 @@ def to_deepspeed(
 
 
 def client_state(model: Mapping[str, Any]) -> list[str]:
-    """Return the entries of a model's file that are the client's."""
+    """Return the client's entries of a model's file."""
     return sorted(model.keys() - set(_KNOWN))
 
 
@@ -105,7 +105,7 @@ def _only(values: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def _check_names(source: Checkpoint, job: DeepSpeedJob, names: Iterable[str]) -> None:
-    """Refuse a job whose module has other parameters."""
+    """Refuse a job with other parameters."""
     mine, theirs = set(names), {job.aliases.get(name, name) for name in job.module}
     trained = {name for group in job.groups for name in group}
     for what, wrong in (
@@ -133,10 +133,8 @@ def _check_shapes(source: Checkpoint, reference: Checkpoint) -> None:
 
 
 def _at_step(job: DeepSpeedJob, source: Checkpoint, notes: list[str]) -> DeepSpeedJob:
-    """Return the reference's job at the source's step.
-
-    Its schedule makes no step where the optimizer makes none, at an overflow.
-    """
+    """Return the reference's job at the source's step; like the optimizer, its schedule skips
+    overflows."""
     step, samples = source.values.step, source.values.counters.get("consumed_train_samples")
     made = made_steps(source)
     made_before = job.model["global_steps"] - (job.model.get("skipped_steps") or 0)
@@ -159,7 +157,7 @@ def _at_step(job: DeepSpeedJob, source: Checkpoint, notes: list[str]) -> DeepSpe
 def _with_buffers(
     source: Checkpoint, job: DeepSpeedJob, reference: Checkpoint, notes: list[str]
 ) -> Checkpoint:
-    """Return a state with the reference's buffers of modules, held in memory: they are small."""
+    """Return a state with the reference's module buffers, small enough for memory."""
     placed, opened = reference.placed, SourceFiles(reference.directory)
     pieces, files = [], []
     for row in range(len(placed.collection)):
@@ -177,7 +175,7 @@ def _with_buffers(
 
 
 def _left_out(source: Checkpoint) -> list[str]:
-    """Return a line for each value of Megatron's that DeepSpeed has no place for."""
+    """Return a line for each value of Megatron's without a place in DeepSpeed."""
     values = source.values
     present = {
         "Megatron's arguments": values.arguments,

@@ -1,7 +1,7 @@
-"""A DeepSpeed job's values as Megatron has them, so that its layouts can write them.
+"""A DeepSpeed job's values as Megatron's, for its layouts to write.
 
-The tensors have our names already (``between.translation``). What Megatron needs and
-DeepSpeed does not say, its arguments and its schedule, is that of ``--args-from``.
+The tensors already have our names (``between.translation``). Values DeepSpeed lacks, arguments and
+schedule, come from ``--args-from``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,26 +22,26 @@ from scalai.converters.source_files import made_steps
 from scalai.core.errors import RefusedError
 
 _KEPT = ("keys", "is_local", "is_grouped", "checkpoint_version", "content_metadata", FORM)
-"""What of a Megatron checkpoint's extra values says how its job names things."""
+"""Extra values of a Megatron checkpoint for its job's names."""
 
 
 _COMPARED = (
     "num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size", "max_position_embeddings",
     "num_experts", "swiglu", "untie_embeddings_and_output_weights",
 )  # fmt: skip
-"""Arguments that the tensors' shapes must agree with, where both say them."""
+"""Arguments to compare with the tensors' shapes."""
 
 
 def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoint:
-    """Return a DeepSpeed job's state as one of Megatron's.
+    """Return a DeepSpeed job's state as Megatron's.
 
     Args:
-        source: Under our names, with DeepSpeed's values.
-        links: From which of their names.
-        reference: What Megatron's arguments, schedule and parameter groups are taken from.
+        source: The state under our names, with DeepSpeed's values.
+        links: Links by their names.
+        reference: Source of Megatron's arguments, schedule and parameter groups.
 
     Raises:
-        RefusedError: The reference is of another model, or has no arguments.
+        RefusedError: The reference is of another model.
     """
     values, notes = source.values, list(source.notes)
     samples = values.counters.get("consumed_train_samples")
@@ -58,7 +58,7 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
             "global_batch_size and train_iters under [megatron], or a checkpoint"
         )
     else:
-        # It counts the samples of the steps that the optimizer made.
+        # It counts the samples of the optimizer's steps, without the skipped ones.
         made = counted["consumed_train_samples"] * made_steps(source) // max(values.step, 1)
         scheduler = {**scheduler, "num_steps": made}
         notes.append(f"{INVENTED}schedule of --args-from, at {made} samples")
@@ -84,7 +84,7 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
 
 
 def _left_out(values: Values) -> Iterator[str]:
-    """Yield what Megatron has no place for."""
+    """Yield the values without a place in Megatron."""
     if values.scheduler:
         yield "DeepSpeed's lr_scheduler"
     if values.arguments:
@@ -111,7 +111,7 @@ def _check(source: Checkpoint, arguments: Mapping[str, Any]) -> None:
 def _groups(
     source: Checkpoint, links: Links, reference: Values, notes: list[str]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Return Megatron's parameter groups with the rates that the parameters had."""
+    """Return Megatron's parameter groups with the parameters' previous rates."""
     job, theirs = source.values.extra.get(STATE), source.values.param_groups
     if not isinstance(job, DeepSpeedJob) or not theirs:
         return reference.param_groups

@@ -1,9 +1,8 @@
 """A checkpoint under the names of another framework: its rows renamed, cut, fused and transposed.
 
-Weights, masters and moments of a parameter are cut alike, so whatever has its shape goes through
-the links of its name; what has no dims (a step) goes to every tensor that takes part of it. No
-layout knows of this: a row may have any strides, so that a part of a fused tensor, or a transposed
-one, is a row of a source like others.
+Weights, masters and moments of a parameter are cut alike: each tensor of its shape goes through its
+links; a scalar (a step) goes to every linked tensor. Layouts need no knowledge of it: with any
+strides, a part of a fused tensor, or a transposed one, is a row of a source like others.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,23 +27,23 @@ from scalai.core.tensors.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.tensors.region import Box
 
 Links = dict[str, list[Link]]
-"""By a parameter's name, what of it goes where."""
+"""Links of each parameter, by its name."""
 
 LEFT_OUT = "left out: "
-"""Begins the notes on what does not travel."""
+"""Prefix of notes on dropped values."""
 INVENTED = "invented: "
-"""Begins the notes on what the source does not say."""
+"""Prefix of notes on values not from the source."""
 
 
 def in_our_names(
     source: Checkpoint, mapping: NameMapping, heads: Heads | None = None
 ) -> tuple[Checkpoint, Links]:
-    """Return a checkpoint under our names, and from which of theirs.
+    """Return a checkpoint under our names, and its links by their names.
 
     Args:
-        source: Under their names.
+        source: The checkpoint, under their names.
         mapping: The rules.
-        heads: Where neither the mapping nor the source says them.
+        heads: Fallback for the heads of the mapping and the source.
 
     Raises:
         RefusedError: A tensor has no name on the other side.
@@ -56,21 +55,22 @@ def in_our_names(
 def in_their_names(
     source: Checkpoint, mapping: NameMapping, heads: Heads | None = None
 ) -> tuple[Checkpoint, Links]:
-    """Return a checkpoint under their names, and from which of ours: ``in_our_names`` backwards."""
+    """Return a checkpoint under their names, and its links by ours: the reverse of
+    ``in_our_names``."""
     return _translated(source, mapping, mapping.from_ours, heads, is_theirs=False)
 
 
 def is_in_our_names(source: Checkpoint, mapping: NameMapping) -> bool:
-    """Tell on which side of a mapping a checkpoint's names are.
+    """Tell whether a checkpoint has our names of a mapping.
 
     Raises:
-        UsageError: On neither.
+        UsageError: It has the names of neither side.
     """
     return mapping.is_ours(_shapes(source))
 
 
 def heads_of(source: Checkpoint) -> Heads:
-    """Return the attention heads that a checkpoint says: its arguments, or ``config.json``."""
+    """Return the attention heads by a checkpoint's arguments or ``config.json``."""
     config = source.values.extra.get(CONFIG, {})
     number = config.get("num_attention_heads", config.get("n_head"))
     return argument_heads(source.values.arguments or {}).or_else(
@@ -79,7 +79,6 @@ def heads_of(source: Checkpoint) -> Heads:
 
 
 def _shapes(source: Checkpoint) -> dict[str, Shape]:
-    """Return the shapes of the parameters."""
     return {name: tensor.shape for name, tensor in parameters_of(source).items()}
 
 
@@ -122,8 +121,8 @@ def _translated(
 
 
 def _unneeded(source: Checkpoint, mapping: NameMapping) -> set[str]:
-    """Return what is no other framework's business: buffers of modules, second copies of tensors
-    that are shared."""
+    """Return tensors of no use to another framework: module buffers, second copies of shared
+    tensors."""
     job = source.values.extra.get(STATE)
     found = set(job.buffers) if isinstance(job, DeepSpeedJob) else set()
     if _config(source).get("tie_word_embeddings"):
@@ -142,7 +141,7 @@ def _config(source: Checkpoint) -> Mapping[str, Any]:
 
 
 def _check_copies(source: Checkpoint, tied: Mapping[str, str]) -> None:
-    """Refuse tensors that ``config.json`` says are shared, and that are not equal."""
+    """Refuse unequal tensors that ``config.json`` declares shared."""
     tensors = parameters_of(source)
     for name, owner in tied.items():
         differences: list[object] = [f"{name} is {tensors[name].shape}, {owner} is not there"]
@@ -157,8 +156,7 @@ def _check_copies(source: Checkpoint, tied: Mapping[str, str]) -> None:
 
 
 def _check_whole(source: Checkpoint, mapping: NameMapping, shapes: Mapping[str, Shape]) -> None:
-    """Refuse a model of which a layer, a part of one or its head is missing: nothing else says that
-    they exist."""
+    """Refuse a model without a layer, a part of one or its head; nothing else would notice."""
     config = _config(source)
     short = short_layer(name for name in shapes if not mapping.is_ignored(name))
     if short is not None:
@@ -196,7 +194,7 @@ def _renamed(placed: Placed, links: Links, shapes: Mapping[str, Shape]) -> Place
 def _pieces(
     placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape]
 ) -> Iterator[FilePiece]:
-    """Yield what becomes of a row."""
+    """Yield a row's pieces in the target."""
     tensor, box = placed.collection.box(row)
     kind, name = split_name(tensor.name)
     if tensor.shape not in ((), shapes.get(name)):

@@ -1,9 +1,9 @@
-"""The padded vocabulary: rows of the embedding and of the output layer that no token has.
+"""The padded vocabulary: rows of the embedding and of the output layer without a token.
 
-Megatron rounds the number of rows up to a multiple of ``make_vocab_size_divisible_by * tp``. The
-rows are trained like others and take part in every softmax, so another number of them makes other
-losses. New rows are zeros, in weights, masters and moments: what Megatron's own loader leaves where
-a ``torch_dist`` checkpoint has fewer.
+Megatron rounds the rows up to a multiple of ``make_vocab_size_divisible_by * tp``. Padding rows are
+trained and take part in every softmax, so another number of them changes the losses. New rows are
+zeros, in weights, masters and moments, as in Megatron's own loader for a ``torch_dist`` checkpoint
+with fewer rows.
 
 Source: ``_vocab_size_with_padding`` of megatron/training/tokenizer/tokenizer.py and
 ``allow_shape_mismatch`` of megatron/core/dist_checkpointing/strategies/torch.py (0.16.1).
@@ -27,22 +27,22 @@ from scalai.core.tensors.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.tensors.region import Box, whole
 
 ZEROS = CheckpointFile("(zeros)", 8, bytes(8))
-"""A file in memory that new rows lie in, all of them at its first element."""
+"""A file in memory for new rows, all at its first element."""
 
 _PADDED = (EMBEDDING, OUTPUT, OUTPUT.replace("weight", "bias"))
 
 
 def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoint:
-    """Return a checkpoint whose vocabulary is padded to other rows.
+    """Return a checkpoint with the vocabulary padded to other rows.
 
     Args:
-        source: Under our names.
-        rows: How many; all that are there are kept, or the last ones are dropped.
-        vocabulary: How many of them are of tokens.
+        source: The checkpoint, under our names.
+        rows: Number of rows; keeps the existing ones, or drops the last.
+        vocabulary: Number of tokens; None: unknown.
 
     Raises:
-        RefusedError: The vocabulary is not known, or rows of tokens would be dropped; or there is
-            no embedding.
+        RefusedError: The vocabulary is unknown, rows of tokens would be dropped, or there is no
+            embedding.
     """
     named = parameters_of(source)
     if EMBEDDING not in named:
@@ -94,7 +94,7 @@ def _with_rows(values: Mapping[str, Any] | None, rows: int) -> Mapping[str, Any]
 
 
 def _cut(placed: Placed, rows: int) -> Placed:
-    """Return all rows, of the vocabulary only those below ``rows``, and zeros for what is new."""
+    """Return all rows, of the vocabulary only those below ``rows``, and zeros for new ones."""
     padded = {tensor: replace(tensor, shape=(rows, *tensor.shape[1:]))
               for tensor in placed.collection.tensors if _is_padded(tensor)}  # fmt: skip
     pieces = [piece for row in range(len(placed.collection)) for piece in _kept(placed, row, rows)]
@@ -115,7 +115,7 @@ def _kept(placed: Placed, row: int, rows: int) -> Iterator[FilePiece]:
         tensor = replace(tensor, shape=(rows, *tensor.shape[1:]))
         common = box.intersect(whole(tensor.shape))
     if common is not None:
-        # Rows are dropped at the end, so that what is kept begins where it did.
+        # Rows are dropped at the end, so the rest begins at the same place.
         yield FilePiece(
             tensor,
             common,

@@ -1,7 +1,7 @@
-"""The state of DeepSpeed's loss scale, as ZeRO keeps it and as the optimizers of stage 0 do.
+"""The state of DeepSpeed's loss scale, in ZeRO's form and in stage 0's.
 
-ZeRO pickles an object (``loss_scaler``). Stage 0 writes some of its attributes, and no hysteresis:
-what is not said is as the configuration would begin it.
+ZeRO pickles an object (``loss_scaler``). Stage 0 writes some of its attributes, without hysteresis;
+missing ones get the configuration's initial values.
 
 Source: deepspeed 0.19.8: ``LossScaler`` and ``DynamicLossScaler`` of runtime/fp16/loss_scaler.py,
 ``DeepSpeedFP16Config`` of runtime/precision_config.py, the ``state_dict`` of
@@ -16,20 +16,20 @@ from scalai.core.errors import RefusedError
 
 _MODULE = "deepspeed.runtime.fp16.loss_scaler"
 _ATTRIBUTES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-"""What both keep of a dynamic scale."""
+"""Attributes of a dynamic scale in both forms."""
 
 
 def static_scale(scale: float = 1.0) -> dict[str, Any]:
-    """Return ZeRO's entries of a scale that does not change; 1: the loss is not scaled."""
+    """Return ZeRO's entries of a static scale; 1: the loss is not scaled."""
     scaler = made(foreign(_MODULE, "LossScaler"), {"cur_scale": scale, "dynamic": False})
     return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
 def to_zero(tree: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ZeRO's entries for the state of an optimizer of stage 0.
+    """Return ZeRO's entries for the state of a stage 0 optimizer.
 
     Args:
-        tree: What the optimizer's ``state_dict`` holds.
+        tree: The optimizer's ``state_dict``.
         config: The job's configuration, for the hysteresis and the smallest scale.
     """
     if not tree.get("dynamic_loss_scale"):
@@ -54,12 +54,12 @@ def to_zero(tree: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any
 
 
 def to_plain(entries: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Return what an optimizer of stage 0 keeps of the scale, of ZeRO's entries.
+    """Return stage 0's entries of the scale, from ZeRO's.
 
-    ``steps``: how many the engine has made; of a static scale ZeRO does not count them.
+    ``steps``: the engine's steps; ZeRO does not count them for a static scale.
 
     Raises:
-        RefusedError: A part of it is missing.
+        RefusedError: An attribute is missing.
     """
     scaler = entries.get("loss_scaler")
     state = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else {}

@@ -1,6 +1,6 @@
-"""A module's ``state_dict`` in which dictionaries lie in each other.
+"""Nested dictionaries in a module's ``state_dict``.
 
-So does Megatron-DeepSpeed save a model that is no pipeline: the parameter
+Megatron-DeepSpeed saves models other than pipelines so: the parameter
 ``language_model.embedding.word_embeddings.weight`` lies in four of them.
 
 Source: ``save_checkpoint`` of megatron/checkpointing.py and ``state_dict_for_save_checkpoint`` of
@@ -17,11 +17,11 @@ Path = tuple[str, ...]
 def flatten(
     module: Mapping[str, Any], trained: Sequence[str]
 ) -> tuple[Mapping[str, Any], dict[str, Path]]:
-    """Return a module by its parameters' names, and where each was; nothing where it was so.
+    """Return a module by its parameters' names, and the path of each; without paths: it was flat.
 
     Args:
         module: The state_dict.
-        trained: The names of parameters that must be in it.
+        trained: Names of parameters that must be in it.
     """
     if all(name in module for name in trained):
         return module, {}
@@ -31,7 +31,7 @@ def flatten(
 
 
 def nest(module: Mapping[str, Any], paths: Mapping[str, Path]) -> OrderedDict[str, Any]:
-    """Return what ``flatten`` was given."""
+    """Undo ``flatten``."""
     nested: OrderedDict[str, Any] = OrderedDict()
     for name, value in module.items():
         *folders, last = paths[name]

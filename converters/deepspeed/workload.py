@@ -1,4 +1,4 @@
-"""What a step of a DeepSpeed job computes and keeps, of its configuration and a model's shape.
+"""The computation and state of a DeepSpeed step, from a configuration and a model's shape.
 
 Source: ``get_data_types`` of deepspeed/runtime/engine.py, ``DeepSpeedZeroOptimizer`` of
 runtime/zero/stage_1_and_2.py (flat masters, ``ipg_buffer``), runtime/zero/stage3.py, 0.19.8.
@@ -16,15 +16,15 @@ from scalai.core.planner.model import ModelShape
 BUCKET_ELEMENTS = 500_000_000
 """``reduce_bucket_size`` of deepspeed/runtime/zero/config.py."""
 GATHERS_PER_LAYER = 4
-"""Stage 3 gathers each matrix by itself."""
+"""Stage 3 gathers each matrix separately."""
 
 
 def workload_of(config: Mapping[str, Any], shape: ModelShape, global_batch: int) -> Workload:
-    """Return what a step computes.
+    """Return the workload of a step.
 
     Raises:
-        RefusedError: A part of the state is not on the devices, which is not modelled, or the
-            configuration does not say the precision.
+        RefusedError: A part of the state is offloaded, a case without a model here; or the
+            precision is unknown.
     """
     zero = zero_config(config)
     if is_offloaded(config) or zero.get("offload_param") or zero.get("cpu_offload_param"):

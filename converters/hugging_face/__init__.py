@@ -1,1 +1,1 @@
-"""What Hugging Face's trainers save beside a DeepSpeed engine's checkpoint."""
+"""Files of Hugging Face's trainers beside a DeepSpeed engine's checkpoint."""

@@ -1,8 +1,8 @@
-"""Says which of a trainer's files go with a checkpoint to its target, and as what.
+"""Takes a trainer's files along to a checkpoint's target.
 
-All are copied byte for byte, so that no pickle among them is read. Two depend on the number of
-ranks: RNG states, which a rank of the target takes from one of the source, and a schedule that
-Accelerate has stepped by every rank.
+Copies all byte for byte, pickles unread, except two that depend on the number of ranks: a target's
+rank gets the RNG states of a source's rank; a schedule stepped by every rank under Accelerate is
+rewritten.
 """
 
 import re
@@ -17,23 +17,22 @@ from scalai.converters.hugging_face.schedule import FUNCTIONS, counts_ranks, rea
 from scalai.core.errors import RefusedError
 
 _OF_MODEL = re.compile(r"(?!trainer_state|zero_to_).*\.(?:json|txt|model|jinja|tiktoken|py)")
-"""What describes a model and its tokenizer: all that ``from_pretrained`` reads but weights."""
+"""Files of a model and its tokenizer: all that ``from_pretrained`` reads, except weights."""
 _INDEX = ".index.json"
 _SCHEDULE = re.compile(r"scheduler(?:_\d+)?\.bin")
 _PLACES = re.compile(r"dl_state_dict(?:_\d+)?\.bin")
 
 
 def accompanied(source: Checkpoint, target: Target, degrees: Mapping[str, int]) -> Target:
-    """Return a target with what a trainer has saved beside the source.
+    """Return a target with the trainer's files from beside the source.
 
     Args:
-        source: What is converted.
-        target: What it becomes.
-        degrees: Of the target; those not named are the source's.
+        source: The checkpoint to convert.
+        target: Its target.
+        degrees: Degrees of the target; the source's by default.
 
     Raises:
-        RefusedError: RNG states are not those of the source's ranks; or as
-            ``find_companions``.
+        RefusedError: RNG states do not match the source's ranks; or as ``find_companions``.
     """
     companions = find_companions(source)
     if companions is None or source.changed:
@@ -74,7 +73,7 @@ def _copy(companions: Companions, name: str, path: str | None = None) -> Auxilia
 
 @dataclass(frozen=True, slots=True)
 class _Carrying:
-    """What goes to a target of ``after`` ranks from a source of ``before``."""
+    """The files for a target of ``after`` ranks from a source of ``before``."""
 
     source: Checkpoint
     companions: Companions
@@ -82,7 +81,7 @@ class _Carrying:
     after: int
 
     def files(self, notes: list[str]) -> Iterator[AuxiliaryFile]:
-        """Yield the target's files; adds to ``notes`` what was changed."""
+        """Yield the target's files; adds changes to ``notes``."""
         for name in self.companions.files:
             is_of_ranks = self.companions.saved_by == "Accelerate" and self.before != self.after
             content = self._schedule(name, notes) if is_of_ranks else None
@@ -96,7 +95,7 @@ class _Carrying:
                 yield _copy(self.companions, of, self.companions.stream_file(rank, self.after))
 
     def notes(self) -> Iterator[str]:
-        """Yield what the target's job must know."""
+        """Yield notes for the target's job."""
         yield (
             f"saved by {self.companions.saved_by}: {len(self.companions.files)} files beside the "
             "engine's go along"
@@ -121,14 +120,14 @@ class _Carrying:
         )
 
     def _samples(self) -> int | None:
-        """Return the samples of a step, as far as the engine's configuration says."""
+        """Return the samples of a step by the engine's configuration; None: not stated."""
         job = self.source.values.extra.get(STATE)
         config = job.model.get("ds_config") if isinstance(job, DeepSpeedJob) else None
         size = config.get("train_batch_size") if isinstance(config, Mapping) else None
         return size if isinstance(size, int) else None
 
     def _schedule(self, name: str, notes: list[str]) -> bytes | None:
-        """Return another content of a file that counts what all ranks did; None: it stays."""
+        """Return the new content of a file with a count over all ranks; None: keep the file."""
         if _PLACES.fullmatch(name):
             notes.append(
                 f"{name} is torchdata's place in the data of {self.before} ranks: without it, "
@@ -157,7 +156,7 @@ class _Carrying:
 
 
 def describe_companions(checkpoint: Checkpoint) -> dict[str, object] | None:
-    """Return who saved a checkpoint and what lies beside it, as plain values; None: nothing."""
+    """Return a checkpoint's trainer and files as plain values; None: there are none."""
     found = find_companions(checkpoint)
     if found is None:
         return None

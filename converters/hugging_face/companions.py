@@ -1,10 +1,9 @@
-"""Finds the files that a trainer has saved beside an engine's checkpoint, and their ranks.
+"""Finds a trainer's files beside an engine's checkpoint, and their ranks.
 
     checkpoint-100/             transformers' Trainer
         global_step100/  latest                     the engine's
         trainer_state.json  scheduler.pt  rng_state_<rank>.pth  training_args.bin
         config.json  generation_config.json  tokenizer files  model.safetensors
-
     <output_dir>/               Accelerate's save_state
         pytorch_model/  latest                      the engine's
         random_states_<rank>.pkl  scheduler.bin  sampler.bin  custom_checkpoint_<n>.pkl
@@ -26,7 +25,7 @@ from scalai.core.errors import RefusedError
 
 TRAINER_STATE = "trainer_state.json"
 ONE_RANK = "rng_state.pth"
-"""What Trainer calls the RNG states of a job of one rank."""
+"""Trainer's file of RNG states in a job of one rank."""
 
 _STREAMS = re.compile(r"(?:rng_state_(\d+)\.pth|random_states_(\d+)\.pkl)")
 _OF_ENGINE = frozenset({LATEST, "latest_universal", REPORT})
@@ -39,10 +38,10 @@ class Companions:
     """Files beside an engine's checkpoint.
 
     Attributes:
-        directory: Where they lie; the engine's tag is a folder of it.
-        saved_by: Who has saved them.
-        files: Their paths in the directory, sorted; without the RNG states.
-        streams: The files of the ranks' RNG states, by rank.
+        directory: Directory of the files, and of the engine's tag.
+        saved_by: Trainer that saved them.
+        files: Paths in the directory, sorted; without the RNG states.
+        streams: Files of RNG states, by rank.
         other_tags: Folders of further engines, or of other steps.
     """
 
@@ -53,14 +52,14 @@ class Companions:
     other_tags: tuple[str, ...]
 
     def stream_file(self, rank: int, world: int) -> str:
-        """Return what a rank's file of RNG states is called in a job of ``world`` ranks."""
+        """Return a rank's file of RNG states in a job of ``world`` ranks."""
         if self.saved_by == "Accelerate":
             return f"random_states_{rank}.pkl"
         return ONE_RANK if world == 1 else f"rng_state_{rank}.pth"
 
 
 def find_companions(checkpoint: Checkpoint) -> Companions | None:
-    """Return what a trainer has saved beside a DeepSpeed checkpoint; None: nothing.
+    """Return a trainer's files beside a DeepSpeed checkpoint; None: there are none.
 
     Raises:
         RefusedError: A file is a link to outside; a rank's RNG states are missing.
@@ -105,7 +104,7 @@ def _is_tag(directory: Path) -> bool:
 
 
 def _below(directory: Path, tags: set[str]) -> Iterator[str]:
-    """Yield the files of a directory, by their paths in it, that are not the engine's."""
+    """Yield the relative paths of files in a directory, without the engine's."""
     for path in directory.rglob("*"):
         name = path.relative_to(directory)
         is_hidden = any(part.startswith(".") for part in name.parts)
@@ -115,7 +114,7 @@ def _below(directory: Path, tags: set[str]) -> Iterator[str]:
 
 
 def _rank_of(name: str) -> int | None:
-    """Return whose RNG states a file holds; None: it holds none."""
+    """Return the rank of a file of RNG states; None: another file."""
     match = _STREAMS.fullmatch(name)
     if match is None:
         return 0 if name == ONE_RANK else None

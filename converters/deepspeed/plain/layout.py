@@ -1,5 +1,4 @@
-"""DeepSpeed's checkpoints without ZeRO (stage 0): data-parallel ranks are equal, and one file holds
-all of them.
+"""DeepSpeed's checkpoints without ZeRO (stage 0): data-parallel ranks are equal and share one file.
 
 Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
 """
@@ -27,14 +26,14 @@ class DeepSpeedPlainLayout:
     name: str = "deepspeed_zero0"
 
     def find(self, path: Path) -> bool:
-        """Tell whether there is a tag with one file of the model and none of ZeRO's optimizer."""
+        """Tell whether there is a tag with a model file and without ZeRO's optimizer files."""
         directory = find_tag(path, None)
         if directory is None or (directory / "zero").exists():
             return False
         return (directory / FILE).is_file() and not any(directory.glob("*zero_pp_rank_*"))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        """Read the metadata of a tag, or of the one that ``latest`` names."""
+        """Read the metadata of a tag, or of the tag in ``latest``."""
         directory = find_tag(path, options.iteration)
         if directory is None:
             raise RefusedError(
@@ -62,5 +61,5 @@ class DeepSpeedPlainLayout:
         return grid.unite(self.name, states, is_split=False)
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
-        """Lay out a tag and ``latest``, as ``engine.load_checkpoint`` finds them."""
+        """Lay out a tag and ``latest``, for ``engine.load_checkpoint``."""
         return writer.lay_out(source, options)

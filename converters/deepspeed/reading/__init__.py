@@ -1,1 +1,1 @@
-"""Reads what a DeepSpeed job keeps at any stage, and puts its model-parallel ranks together."""
+"""Reads a DeepSpeed job's state at any stage, and unites its model-parallel ranks."""

@@ -1,9 +1,8 @@
-"""Which layers a stage of a pipeline without ZeRO has.
+"""The layers of each stage of a pipeline without ZeRO.
 
-Its files do not say it: the optimizer numbers parameters, and layers have files of their own. Every
-stage has some layers one after the other, and they have as many elements as the stage's optimizer
-has states of. Tied layers are not to be told from others, so they have to be named (``tied`` in
-``[pipeline]`` of a file of cuts).
+The files do not record them: the optimizer numbers parameters, and layers have files of their own.
+Each stage has consecutive layers, with as many elements as its optimizer has states. Tied layers
+look like others, so the user names them (``tied`` in ``[pipeline]`` of a file of cuts).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,14 +27,14 @@ def units_by_stage(
     """Return the units of each stage.
 
     Args:
-        directory: The tag's.
-        files: The layers that have files.
-        tied: The units of tied layers, by place.
-        tensors: Of all layers, by the engine's names.
-        states: What the model's file of each stage holds.
+        directory: The tag's directory.
+        files: Layers with files.
+        tied: Units of tied layers, by place.
+        tensors: Tensors of all layers, by the engine's names.
+        states: Content of each stage's model file.
 
     Raises:
-        RefusedError: None, or more than one way to cut the layers fits.
+        RefusedError: No cut of the layers fits, or more than one.
     """
     buffers = [frozenset(state.get("buffer_names") or ()) for state in states]
     sizes: dict[str, int] = {}
@@ -62,8 +61,8 @@ def units_by_stage(
 def _ways(
     units: Sequence[str], sizes: Mapping[str, int], totals: Sequence[int]
 ) -> Iterator[Stages]:
-    """Yield the ways to cut units, in order, into stages with these sums; a unit that a stage has
-    twice counts once."""
+    """Yield the cuts of units, in order, into stages with these sums; a stage counts a repeated
+    unit once."""
     if not totals:
         if not units:
             yield ()
@@ -76,7 +75,7 @@ def _ways(
 
 
 def _elements(tree: Mapping[str, Any]) -> int:
-    """Return of how many elements an optimizer has states, in whatever form."""
+    """Return the elements with optimizer states, in any form."""
     inner = tree.get("optimizer_state_dict", tree)
     return sum(
         max((prod(t.shape) for t in state.values() if isinstance(t, StoredTensor)), default=0)

@@ -1,1 +1,1 @@
-"""Which part of a model each rank of a DeepSpeed job has: flat buffers, cuts, stages, experts."""
+"""Each rank's part of a model in a DeepSpeed job: flat buffers, cuts, stages, experts."""

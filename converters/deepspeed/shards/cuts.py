@@ -17,8 +17,8 @@ from scalai.core.tensors.region import Box, row_major
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``size`` elements along the cut dimension: from ``local`` of a shard, ``start`` of the whole.
-    """
+    """``size`` elements along the cut dimension, from ``local`` of a shard and ``start`` of the
+    whole."""
 
     local: int
     start: int

@@ -1,10 +1,10 @@
-"""How DeepSpeed calls experts (``deepspeed.moe.layer.MoE``) and their files.
+"""DeepSpeed's names of experts (``deepspeed.moe.layer.MoE``) and of their files.
 
     layer_<l>_expert_<e>_mp_rank_00_model_states.pt   the weights of one expert
     expp_rank_<r>_mp_rank_00_optim_states.pt          without ZeRO: an expert-parallel rank's
                                                       optimizer
 
-``l`` counts the layers that have experts, ``e`` the experts of a layer.
+``l`` counts the layers with experts, ``e`` the experts of a layer.
 
 Source: ``_get_expert_ckpt_name`` and ``_get_optimizer_ckpt_name`` of deepspeed/runtime/engine.py,
 0.19.8.
@@ -29,7 +29,7 @@ _OLD = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A parameter's name, taken apart: of which layer, which expert there, and what of it."""
+    """A parameter's name in parts: the layer, the expert's number, the rest."""
 
     layer: str
     number: int
@@ -40,7 +40,7 @@ class Name:
 
 
 def expert_of(name: str) -> Name | None:
-    """Take an expert's name apart; None: it is of no expert."""
+    """Take an expert's name apart; None: the name is of no expert."""
     found = _EXPERT.fullmatch(name)
     return Name(found["layer"], int(found["number"]), found["rest"]) if found else None
 
@@ -51,7 +51,7 @@ def model_file(layer: int, expert: int) -> str:
 
 
 def optimizer_file(ep_rank: int) -> str:
-    """Return the name of the file of an expert-parallel rank's optimizer, without ZeRO."""
+    """Return the name of an expert-parallel rank's optimizer file, without ZeRO."""
     return f"expp_rank_{ep_rank}_mp_rank_00_optim_states.pt"
 
 
@@ -60,8 +60,8 @@ class ExpertNames:
     """The files of experts in a tag.
 
     Attributes:
-        model: By the place of their layer and their number.
-        optimizers: By expert-parallel rank, without ZeRO.
+        model: Files by the place of the layer and the expert's number.
+        optimizers: Files by expert-parallel rank, without ZeRO.
     """
 
     model: Mapping[tuple[int, int], str]
@@ -69,10 +69,10 @@ class ExpertNames:
 
     @classmethod
     def of(cls, directory: Path, names: Iterable[str]) -> "ExpertNames":
-        """Sort them out of the names of a tag's files.
+        """Find them among the names of a tag's files.
 
         Raises:
-            RefusedError: One is missing, or there are some of a kind that is not read.
+            RefusedError: A file is missing, or of an unsupported kind.
         """
         layers: dict[int, dict[int, str]] = {}
         ranks: dict[int, str] = {}
@@ -112,7 +112,7 @@ NO_EXPERTS = ExpertNames({}, ())
 
 
 def check_numbers(directory: Path, what: str, names: Mapping[int, str]) -> None:
-    """Refuse files that are not numbered from 0 on."""
+    """Refuse a gap in numbers from 0 on."""
     missing = next((at for at, number in enumerate(sorted(names)) if number != at), None)
     if missing is not None:
         like = next(iter(names.values()))

@@ -1,4 +1,4 @@
-"""Where a parameter lies in ZeRO's flat buffers, by stage.
+"""Places of parameters in ZeRO's flat buffers, by stage.
 
 Source: DeepSpeed 0.19.8. Stages 1 and 2: ``flatten_dense_tensors_aligned`` and
 ``_round_robin_reorder`` of runtime/zero/stage_1_and_2.py. Stage 3:
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 ALIGNMENT = 2
-"""Elements to a multiple of which each rank's part is padded in stages 1 and 2."""
+"""Elements; stages 1 and 2 pad each rank's part to a multiple."""
 
 Shape = tuple[int, ...]
 
@@ -32,8 +32,8 @@ class Flat:
 
     Attributes:
         rank_elements: Elements of each rank's part.
-        padding: By rank, how many of them, at the end, belong to no parameter.
-        spans: By rank, what lies in its part, in order.
+        padding: Elements of padding at the end of each rank's part.
+        spans: Spans of each rank's part, in order.
     """
 
     rank_elements: int
@@ -42,12 +42,12 @@ class Flat:
 
 
 def split_whole(shapes: Mapping[str, Shape], dp: int, gaps: Sequence[int] = ()) -> Flat:
-    """Lay parameters one behind the other and cut the whole: stages 1 and 2.
+    """Lay parameters one after the other and cut the whole: stages 1 and 2.
 
     Args:
         shapes: Shapes of a group's parameters, in the order of the buffer.
-        dp: Data-parallel ranks.
-        gaps: Elements between each parameter and the next, if there are: see ``gaps_of``.
+        dp: Number of data-parallel ranks.
+        gaps: Elements between each parameter and the next, see ``gaps_of``; empty: none.
     """
     begins, end = {}, 0
     for number, (name, shape) in enumerate(shapes.items()):
@@ -66,12 +66,12 @@ def split_whole(shapes: Mapping[str, Shape], dp: int, gaps: Sequence[int] = ()) 
 
 
 def gaps_of(shapes: Mapping[str, Shape], item_bytes: int, *, is_aligned: bool) -> list[int]:
-    """Return the elements behind each parameter of stages 1 and 2.
+    """Return the elements between each parameter and the next in stages 1 and 2.
 
     Args:
         shapes: Shapes in the order of the buffer.
-        item_bytes: Of an element as it is computed with.
-        is_aligned: ``parameter_alignment``: all but the last begin at multiples of 16 bytes.
+        item_bytes: Bytes of an element of the weights.
+        is_aligned: ``parameter_alignment``: parameters begin at multiples of 16 bytes.
     """
     alignment = 16 // gcd(16, item_bytes) if is_aligned else 1
     gaps, end = [], 0
@@ -97,15 +97,15 @@ def split_each(shapes: Mapping[str, Shape], dp: int) -> Flat:
 
 
 def part_of(shape: Shape, dp: int) -> int:
-    """Return how many elements of a parameter a rank holds in stage 3, padding included."""
+    """Return a rank's elements of a parameter in stage 3, padding included."""
     return -(-prod(shape) // dp)
 
 
 def sub_groups(
     shapes: Mapping[str, Shape], dp: int, sub_group_elements: int
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the parameters of each of a group's buffers in stage 3: it fills one until it holds
-    ``sub_group_elements`` on a rank."""
+    """Yield the parameters of each of a group's buffers in stage 3; each ends at
+    ``sub_group_elements`` or more on a rank."""
     names: list[str] = []
     filled = 0
     for name, shape in shapes.items():
@@ -124,7 +124,7 @@ def round_robin(names: Sequence[str], dp: int) -> tuple[str, ...]:
 
 
 def undo_round_robin(names: Sequence[str], dp: int) -> tuple[str, ...]:
-    """Return the order of which ``round_robin`` made this one."""
+    """Undo ``round_robin``."""
     order = round_robin([str(number) for number in range(len(names))], dp)
     by_number = dict(zip(map(int, order), names, strict=True))
     return tuple(by_number[number] for number in range(len(names)))

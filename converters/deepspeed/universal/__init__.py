@@ -1,1 +1,1 @@
-"""DeepSpeed's universal checkpoints: a folder a parameter."""
+"""DeepSpeed's universal checkpoints: a folder per parameter."""

@@ -19,7 +19,7 @@ GLOBAL_STATE = "zero/optimizer_state.pt"
 
 
 def find_universal(path: Path, step: int | None) -> Path | None:
-    """Return a tag's directory: ``path`` itself, or the one that ``latest_universal`` names."""
+    """Return a tag's directory: ``path`` itself, the tag in ``latest_universal``, or the step's."""
     if step is None and (path / GLOBAL_STATE).is_file():
         return path
     tag = read_pointer(path / LATEST) if step is None else f"global_step{step}{SUFFIX}"

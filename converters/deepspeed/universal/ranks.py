@@ -1,7 +1,6 @@
-"""The model-parallel ranks that a universal checkpoint was made of: their model_states files.
+"""The model_states files of the model-parallel ranks in a universal checkpoint.
 
-Their parameters lie whole beside them; how they were cut is said there too, for the ranks' weights
-and for those of a target.
+Their parameters lie whole beside them, with the cuts of the ranks' weights and of a target's.
 
 Source: as ``layout``.
 """
@@ -32,7 +31,7 @@ def read_ranks(directory: Path, trust: bool) -> list[ModelStates]:
     """Read the model_states files of every model-parallel rank, in order.
 
     Raises:
-        RefusedError: There are none, or one is missing.
+        RefusedError: Files are missing.
     """
     whole: dict[int, list[str]] = {}
     parts: dict[int, dict[int, str]] = {}
@@ -66,7 +65,7 @@ def _read(directory: Path, names: Sequence[str], *, is_stage_3: bool, trust: boo
     check_config(state.get("ds_config"), str(directory / names[0]))
     layers: dict[str, StoredTensor] | None = None
     if not is_stage_3 and state.get("module") is None:
-        # The files of a pipeline's layers are not there: its weights are the masters, rounded.
+        # A pipeline's layer files are missing: its weights are the rounded masters.
         layers = {
             name: StoredTensor(_weight_dtype(state), tuple(shape), (), 0)
             for shapes in state.get("param_shapes") or ()
@@ -83,7 +82,7 @@ def _weight_dtype(state: Mapping[str, Any]) -> str:
 
 
 def degrees_of(models: Sequence[ModelStates]) -> tuple[int, int]:
-    """Return ``tp`` and ``pp``: as the files say, or by which ranks have equal parameters."""
+    """Return ``tp`` and ``pp``: as the files state, else by the ranks with equal parameters."""
     stated = models[0].first.get(_DEGREES)
     if stated is not None and stated["tp_degree"] * stated["pp_degree"] == len(models):
         return stated["tp_degree"], stated["pp_degree"]
@@ -93,10 +92,10 @@ def degrees_of(models: Sequence[ModelStates]) -> tuple[int, int]:
 
 
 def layer_files(models: Sequence[ModelStates]) -> tuple[LayerFile, ...]:
-    """Return the layers of a pipeline, as far as they have trained parameters.
+    """Return the layers of a pipeline with trained parameters.
 
     Raises:
-        RefusedError: They have buffers, which a universal checkpoint does not keep.
+        RefusedError: They have buffers; a universal checkpoint keeps none.
     """
     lost = [name for model in models for name in model.first.get("buffer_names") or ()]
     if lost:
@@ -127,16 +126,16 @@ def cuts_of(
     tp: int,
     options: ReadOptions,
 ) -> dict[str, Cut]:
-    """Return how parameters were cut.
+    """Return the cuts of parameters.
 
     Args:
-        entries: By parameter, what its file says beside its values.
-        models: Of all ranks.
-        tp: Tensor-parallel ranks.
-        options: May have a mapping file.
+        entries: By parameter, its file's entries beside the values.
+        models: Model files of all ranks.
+        tp: Number of tensor-parallel ranks.
+        options: May have a file of cuts.
 
     Raises:
-        RefusedError: Nothing says it of some, or it does not fit the shapes.
+        RefusedError: A parameter has no rule, or its shapes do not fit.
     """
     shapes: dict[str, list[Shape]] = {}
     for model in models:
@@ -145,7 +144,7 @@ def cuts_of(
                 shapes.setdefault(name, []).append(shape)
     found = {name: _stated(entries[name]) for name in shapes}
     if tp == 1:
-        # Of a job without such ranks every entry is the same, and says nothing.
+        # At tp=1 all entries are the default and mean nothing.
         if all(rule == Rule(0) for rule in found.values()):
             return {}
         found = {name: rule or Rule() for name, rule in found.items()}

@@ -37,7 +37,8 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     """Lay out a universal checkpoint, for engines of every stage.
 
     Raises:
-        RefusedError: The source has no DeepSpeed job's names, or lacks tensors of them.
+        RefusedError: The source has no DeepSpeed job's names, lacks some of its tensors, or has
+            experts.
     """
     job, archives = job_of(source, options), Archives()
     if job.experts is not None:
@@ -128,8 +129,8 @@ def _add_parameter(draft: Draft, ranks: Ranks, name: str, kinds: Sequence[str]) 
 
 
 def _cut_entries(cut: Cut | None, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return how tensor-parallel ranks are to cut a parameter, as ds_to_universal writes it where
-    nothing says it too; nothing: each has all of it."""
+    """Return the entries of a parameter's cut; empty: each rank has all of it. Without a known cut,
+    as ds_to_universal writes it."""
     if cut is None:
         return {"cat_dim": 0}
     if cut.dim is None:
@@ -143,9 +144,7 @@ def _cut_entries(cut: Cut | None, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _sub_parameters(shape: tuple[Any, ...], dim: int) -> Foreign:
-    """Return what a universal checkpoint says of a parameter that is made of several.
-
-    ``shape`` has their sizes as a tuple at ``dim``.
-    """
+    """Return the entry of a fused parameter; ``shape`` has the sizes of its parts as a tuple at
+    ``dim``."""
     cls = foreign("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
     return made(cls, {"patterns": [], "shape": shape, "partition_dim": dim})

@@ -1,1 +1,1 @@
-"""Lays out what a DeepSpeed job loads at any stage: its ranks, and the files of each."""
+"""Lays out a DeepSpeed job's ranks and their files, at any stage."""

@@ -1,4 +1,4 @@
-"""Lays out DeepSpeed's model_states files: weights, buffers, and what an engine asks beside them.
+"""Lays out DeepSpeed's model_states files: weights, buffers, and an engine's other entries.
 
 Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
 """
@@ -28,15 +28,15 @@ def add_model(
     optimizer: Mapping[str, Any] | None = None,
     filled: Filled | None = None,
 ) -> None:
-    """Lay out a model-parallel rank's model_states file: of all its data-parallel ranks, or in
-    stage 3 of one.
+    """Lay out a model-parallel rank's model_states file.
+
+    The file is for all its data-parallel ranks, or in stage 3 for one.
 
     Args:
         draft: The target.
-        rank: The data-parallel rank.
-        buffers: The flat buffers; none in stage 0.
-        optimizer, filled: What stage 0 keeps of the optimizer, and what its tensors are filled
-            with.
+        rank: Data-parallel rank.
+        buffers: Flat buffers; none in stage 0.
+        optimizer, filled: Stage 0's optimizer state, and the content of its tensors.
     """
     filled = Filled() if filled is None else filled
     job = draft.job
@@ -70,7 +70,7 @@ def add_model(
 
 
 def add_layers(draft: Draft) -> None:
-    """Lay out a pipeline's files of layers, as the tensor-parallel rank of this draft has them."""
+    """Lay out a pipeline's layer files for the tensor-parallel rank of this draft."""
     pipeline = draft.job.pipeline
     if pipeline is None:
         return
@@ -87,7 +87,7 @@ def add_layers(draft: Draft) -> None:
 
 
 def add_experts(draft: Draft) -> None:
-    """Lay out the files of experts, if there are."""
+    """Lay out the files of experts, if there are any."""
     for place, layer in enumerate(draft.job.experts.layers if draft.job.experts else ()):
         for number in range(layer.count):
             filled = Filled()
@@ -99,7 +99,6 @@ def add_experts(draft: Draft) -> None:
 
 
 def _whole(draft: Draft, name: str, filled: Filled) -> NewTensor:
-    """Return a parameter, or a buffer, as the module has it."""
     tensor = draft.parameter(name)
     new = NewTensor(tensor.dtype, tensor.shape)
     filled[new] = [FilePiece(tensor, whole(tensor.shape), "", 0)]
@@ -131,7 +130,7 @@ def _module(draft: Draft, filled: Filled) -> OrderedDict[str, Any]:
 def _frozen(
     draft: Draft, name: str, rank: int, module: Mapping[str, Any], filled: Filled
 ) -> NewTensor:
-    """Return what a rank keeps of a parameter that is not trained."""
+    """Return a rank's part of an untrained parameter."""
     if draft.stage == 2:
         same: NewTensor = module[name] if name in module else _whole(draft, name, filled)
         return same

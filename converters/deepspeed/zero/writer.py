@@ -1,7 +1,7 @@
 """Lays out a DeepSpeed checkpoint with ZeRO for any number of ranks and any stage.
 
-What is written is what ``engine.load_checkpoint`` of a job at the target's degree and stage reads;
-DeepSpeed itself refuses to load at another degree or stage.
+``engine.load_checkpoint`` of a job at the target's degree and stage reads it; DeepSpeed refuses to
+load at other degrees or stages.
 
 Source: deepspeed 0.19.8, as ``layout``. Differs in: no copies of the recovery scripts
 (``zero_to_fp32.py``).
@@ -27,7 +27,7 @@ def lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> Target:
     """Lay out a checkpoint of ``source`` at other degrees, with ZeRO's ``stage`` 1 to 3.
 
     Raises:
-        RefusedError: The source has no DeepSpeed job's names, or lacks tensors of them.
+        RefusedError: The source has no DeepSpeed job's names, or lacks some of its tensors.
     """
     job, archives = job_of(source, options), Archives()
     ranks = Ranks.of(source, job, stage, options)
