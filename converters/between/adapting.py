@@ -153,7 +153,6 @@ def _lacking(source: Checkpoint, request: TargetRequest) -> Values | None:
 
 
 def _repadded(source: Checkpoint, request: TargetRequest, tp: int) -> Checkpoint:
-    """Return a state with the vocabulary padded as requested."""
     stated: Mapping[str, object] = {} if request.reference is None else request.reference.arguments
     known = {
         **(source.values.arguments or {}),

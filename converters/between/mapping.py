@@ -212,7 +212,6 @@ class NameMapping:
         return sorted(theirs, key=place)
 
     def _full(self, name: str) -> str:
-        """Return one of their names with its optional prefix."""
         full = f"{self.prefix}{name}"
         known = (*self.ignored, *(pattern for rule in self.rules for pattern in rule.theirs))
         return full if any(_pattern(pattern).fullmatch(full) for pattern in known) else name
@@ -261,12 +260,10 @@ class NameMapping:
 
 
 def _transposed(link: Link) -> Link:
-    """Return a link to the same elements with their axes exchanged."""
     box = Box(link.their_box.offset[::-1], link.their_box.shape[::-1])
     return Link(link.name, link.shape, link.box, link.theirs, link.their_shape[::-1], box, True)
 
 
 @cache
 def _pattern(text: str) -> re.Pattern[str]:
-    """Return a regular expression for a name with words in braces."""
     return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(text)))

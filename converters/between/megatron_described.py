@@ -85,7 +85,6 @@ def _of_layer(shapes: Mapping[str, Shape], ending: str, axis: int) -> int | None
 
 
 def _groups(shapes: Mapping[str, Shape], hidden: int, heads: int) -> dict[str, Any]:
-    """Return the query groups by the rows of queries, keys and values."""
     rows, wide = (_of_layer(shapes, f"linear_{part}.weight", axis) for part, axis in
                   (("qkv", 0), ("proj", 1)))  # fmt: skip
     width = (wide or hidden) // heads

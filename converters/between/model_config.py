@@ -150,7 +150,6 @@ def _first(config: Config, entries: tuple[str, ...]) -> Any:
 
 
 def _blocks(config: Config) -> Iterator[str]:
-    """Yield differences of blocks from Megatron's."""
     for name in ("use_parallel_residual", "parallel_attn"):
         if config.get(name):
             yield f"{name} (attention and MLP side by side)"

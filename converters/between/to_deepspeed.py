@@ -105,7 +105,6 @@ def _only(values: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def _check_names(source: Checkpoint, job: DeepSpeedJob, names: Iterable[str]) -> None:
-    """Refuse a job with other parameters."""
     mine, theirs = set(names), {job.aliases.get(name, name) for name in job.module}
     trained = {name for group in job.groups for name in group}
     for what, wrong in (
@@ -120,7 +119,6 @@ def _check_names(source: Checkpoint, job: DeepSpeedJob, names: Iterable[str]) ->
 
 
 def _check_shapes(source: Checkpoint, reference: Checkpoint) -> None:
-    """Refuse a reference of another model."""
     mine, theirs = parameters_of(source), parameters_of(reference)
     for name in sorted(mine.keys() & theirs.keys()):
         if mine[name] != theirs[name]:
@@ -175,7 +173,6 @@ def _with_buffers(
 
 
 def _left_out(source: Checkpoint) -> list[str]:
-    """Return a line for each value of Megatron's without a place in DeepSpeed."""
     values = source.values
     present = {
         "Megatron's arguments": values.arguments,

@@ -84,7 +84,6 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
 
 
 def _left_out(values: Values) -> Iterator[str]:
-    """Yield the values without a place in Megatron."""
     if values.scheduler:
         yield "DeepSpeed's lr_scheduler"
     if values.arguments:
@@ -95,7 +94,6 @@ def _left_out(values: Values) -> Iterator[str]:
 
 
 def _check(source: Checkpoint, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of another model."""
     shaped = shape_arguments(parameters_of(source), arguments.get("num_attention_heads"))
     names = [*_COMPARED, *(["num_query_groups"] * bool(arguments.get("group_query_attention")))]
     for name in names:

@@ -194,7 +194,6 @@ def _renamed(placed: Placed, links: Links, shapes: Mapping[str, Shape]) -> Place
 def _pieces(
     placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape]
 ) -> Iterator[FilePiece]:
-    """Yield a row's pieces in the target."""
     tensor, box = placed.collection.box(row)
     kind, name = split_name(tensor.name)
     if tensor.shape not in ((), shapes.get(name)):

@@ -94,7 +94,6 @@ def _with_rows(values: Mapping[str, Any] | None, rows: int) -> Mapping[str, Any]
 
 
 def _cut(placed: Placed, rows: int) -> Placed:
-    """Return all rows, of the vocabulary only those below ``rows``, and zeros for new ones."""
     padded = {tensor: replace(tensor, shape=(rows, *tensor.shape[1:]))
               for tensor in placed.collection.tensors if _is_padded(tensor)}  # fmt: skip
     pieces = [piece for row in range(len(placed.collection)) for piece in _kept(placed, row, rows)]

@@ -107,11 +107,7 @@ class FoundConfig:
 
     @property
     def block(self) -> Mapping[str, Any] | None:
-        """The elastic configuration; None: absent.
-
-        Raises:
-            UsageError: The key's value is not an object.
-        """
+        """The elastic configuration; None: absent. ``UsageError``: it is not an object."""
         block = self.content.get(BLOCK)
         if block is not None and not isinstance(block, dict):
             raise UsageError(
@@ -215,8 +211,8 @@ def step_samples(config: Mapping[str, Any]) -> int | None:
 def find_config(script_args: Sequence[str]) -> FoundConfig | None:
     """Return the DeepSpeed configuration among a script's arguments; None: there is none.
 
-    A block decides, then order. Candidates: the value of a DeepSpeed flag, a path or base64; any
-    ``.json`` file with the block.
+    Candidates: the value of a DeepSpeed flag, a path or base64; any ``.json`` file with the block.
+    One with the block comes first.
 
     Raises:
         UsageError: Two have a block; or a file with a block, or behind a DeepSpeed flag, is
@@ -232,8 +228,7 @@ def find_config(script_args: Sequence[str]) -> FoundConfig | None:
 
 
 def json_config(text: str, name: str) -> FoundConfig | None:
-    """Return the configuration of a file's text; None: the text does not begin as JSON, with or
-    without comments.
+    """Return the configuration of a JSON text, with or without comments; None: other text.
 
     Raises:
         UsageError: It is no object, or has no block.
@@ -258,10 +253,10 @@ def stated_stages(script_args: Sequence[str]) -> int | None:
 
 
 def read_config(source: str) -> dict[str, Any] | None:
-    """Read a configuration from a path or from base64, as DeepSpeed does; None: it is neither.
+    """Read a configuration from a path or base64, as DeepSpeed does; None: neither.
 
     Raises:
-        UsageError: The file or the decoded text is no JSON object.
+        UsageError: It is no JSON object.
     """
     try:
         text = Path(source).read_text() if Path(source).is_file() else _decoded(source)
@@ -294,7 +289,6 @@ def _candidates(script_args: Sequence[str]) -> Iterator[FoundConfig]:
 
 
 def _of_any_json(path: str) -> dict[str, Any] | None:
-    """Return a file's content if it has a block; ignore other JSON, readable or not."""
     try:
         text = Path(path).read_text()
         return config if BLOCK in (config := _parsed(text, path)) else None

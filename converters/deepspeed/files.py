@@ -162,7 +162,6 @@ def _rank_files(directory: Path, names: Sequence[tuple[re.Match[str], str]]) -> 
 
 
 def _check_layers(directory: Path, layers: Mapping[int, Mapping[int, str]]) -> None:
-    """Refuse tensor-parallel ranks with different layers."""
     for tp, files in sorted(layers.items()):
         first = layers[min(layers)]
         missing = sorted(first.keys() ^ files.keys())

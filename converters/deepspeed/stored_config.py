@@ -27,11 +27,11 @@ def check_config(config: Any, where: str) -> None:
     """Refuse a configuration with a part in another form than DeepSpeed takes.
 
     Args:
-        config: Configuration from a checkpoint or a file; None: nothing to check.
+        config: A stored configuration; None: nothing to check.
         where: Its origin, for the message.
 
     Raises:
-        RefusedError: Names the key, the value found and the expected form.
+        RefusedError: Names the key, the value and the expected form.
     """
     if config is None:
         return
@@ -48,7 +48,7 @@ def check_config(config: Any, where: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a finite number, or text of one, of 0 or more."""
+    """Tell whether a value is a finite number of 0 or more, or its text."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -57,7 +57,6 @@ def is_number(value: Any) -> bool:
 
 
 def _find(config: Mapping[str, Any], keys: str) -> Any:
-    """Return the value under keys joined by dots; None: absent."""
     found: Any = config
     for key in keys.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None

@@ -146,7 +146,6 @@ def _faults_without_norm(config: Mapping[str, Any], stage: int) -> Iterator[str]
 
 
 def _faults_of_masters(config: Mapping[str, Any], stage: int, release: Release) -> Iterator[str]:
-    """Yield the obstacles to 16-bit masters."""
     for switch in _master_switches(config, release):
         if stage == NO_SHARDING:
             yield f"{switch}: without ZeRO masters are in fp32"
@@ -203,7 +202,6 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _data_type(config: Mapping[str, Any], name: str) -> str | None:
-    """Return a dtype of the section ``data_types``; None: not stated."""
     stated = _section(config, "data_types").get(name)
     return None if stated is None else _DTYPES.get(str(stated), str(stated))
 
@@ -213,7 +211,6 @@ def _is_on(config: Mapping[str, Any], section: str) -> bool:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section without its ``auto`` values."""
     section = config.get(name)
     if not isinstance(section, Mapping):
         return {}

@@ -52,7 +52,6 @@ def accompanied(source: Checkpoint, target: Target, degrees: Mapping[str, int]) 
 def _worlds(
     source: Checkpoint, companions: Companions, degrees: Mapping[str, int]
 ) -> tuple[int, int]:
-    """Return the number of ranks of the source and of the target."""
     axes = ("dp", "tp", "pp")
     known = source.values.degrees
     before = prod(known.get(axis, 1) for axis in axes) if "dp" in known else len(companions.streams)

@@ -99,12 +99,10 @@ def _saved_by(directory: Path) -> SavedBy | None:
 
 
 def _is_tag(directory: Path) -> bool:
-    """Tell whether a folder is an engine's."""
     return any(directory.glob("*_states.pt")) or (directory / "zero").is_dir()
 
 
 def _below(directory: Path, tags: set[str]) -> Iterator[str]:
-    """Yield the relative paths of files in a directory, without the engine's."""
     for path in directory.rglob("*"):
         name = path.relative_to(directory)
         is_hidden = any(part.startswith(".") for part in name.parts)

@@ -135,7 +135,6 @@ class _Tree:
         return named, frozenset()
 
     def _check_order(self, named: Names, ends: Sequence[int], advance: Advance) -> None:
-        """Refuse names that do not fit the state."""
         places = [0] * len(ends)
         for group, names in enumerate(named[: len(ends)]):
             for name in names:
@@ -234,7 +233,6 @@ class PlainReader:
         names: Sequence[Sequence[str]],
         known: Collection[str],
     ) -> None:
-        """Place the states of all parameters; known ones as second copies."""
         for group, members in enumerate(names):
             at = 0
             for name in members:
@@ -262,6 +260,5 @@ class PlainReader:
 
 
 def _plain_entries(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's entries other than tensors."""
     large = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat")
     return {key: value for key, value in tree.items() if key not in large}

@@ -36,7 +36,7 @@ _Way = tuple["_Way", str, int] | None
 
 
 class PlainState(Protocol):
-    """An optimizer's state in a file, by parameter group; places count from 0."""
+    """An optimizer's state by parameter group; places count from 0."""
 
     @property
     def path(self) -> Path: ...
@@ -50,11 +50,11 @@ class PlainState(Protocol):
         ...
 
     def fits(self, group: int, place: int, weight: StoredTensor, file: Path) -> bool:
-        """Tell whether a parameter's state, with its weight in ``file``, can begin at a place."""
+        """Tell whether a parameter's state, with its weight in ``file``, can begin there."""
         ...
 
     def at(self, group: int, place: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
-        """Return the state at a place, for a parameter of this shape."""
+        """Return the state at a place."""
         ...
 
 
@@ -129,7 +129,6 @@ def _rounds(masters: StoredTensor | None, path: Path, weight: StoredTensor, file
 
 
 def _first_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the first rows to compare."""
     if not shape:
         return shape
     return (min(shape[0], max(CHECKED // max(prod(shape[1:]), 1), 1)), *shape[1:])
@@ -183,7 +182,6 @@ def _differ(states: Sequence[Mapping[str, Any]], path: Path) -> bool:
 
 
 def _sample(tensor: StoredTensor, path: Path) -> tuple[bytes, bool]:
-    """Return the bytes of a tensor's first rows, and whether they are the whole tensor."""
     rows = _first_rows(tensor.shape)
     return with_bytes(replace(tensor, shape=rows), path).content or b"", rows == tensor.shape
 

@@ -74,7 +74,6 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
 
 
 def _is_cut_alike(source: Checkpoint, options: WriteOptions) -> bool:
-    """Tell whether the target's ranks have the same parameters as the source's."""
     was = source.values.degrees
     return source.layout == "deepspeed_zero0" and all(
         options.degrees.get(axis, was.get(axis, 1)) == was.get(axis, 1)
@@ -83,7 +82,6 @@ def _is_cut_alike(source: Checkpoint, options: WriteOptions) -> bool:
 
 
 def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:
-    """Return the optimizer's tree; note its tensors' content in ``filled``."""
     if not _has_masters(draft):
         return _separate(draft, filled)
     scale = to_plain(draft.job.optimizer, draft.source.values.step)
@@ -132,7 +130,6 @@ def _separate(draft: Draft, filled: Filled) -> dict[str, Any]:
 
 
 def _buffer(draft: Draft, group: int) -> Buffer:
-    """Return a group's flat buffer: one parameter after the other, at any number of ranks."""
     shapes = {name: draft.parameter(name).shape for name in draft.job.groups[group]}
     return Buffer(shapes, split_each(shapes, 1), group)
 

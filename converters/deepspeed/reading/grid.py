@@ -116,7 +116,6 @@ class Grid:
             yield files, model
 
     def _tensors(self, number: int) -> dict[str, StoredTensor]:
-        """Return a rank's possible layer tensors, in the order of its module."""
         rank = number % self.tp
         tensors = self.layers[rank].tensors(self.files[rank])
         units = self.stages[number // self.tp] if self.stages else None
@@ -124,7 +123,6 @@ class Grid:
         return {name: tensors[name] for name in names}
 
     def _files(self, number: int) -> dict[str, str]:
-        """Return the files of a rank's possible layer tensors."""
         if not self.layers:
             return {}
         layers, files = self.layers[number % self.tp], self.files[number % self.tp]
@@ -198,7 +196,6 @@ class Grid:
                 yield CheckpointFile(name, (self.tag.directory / name).stat().st_size)
 
     def _check_alike(self, first: RankState, state: RankState) -> None:
-        """Refuse ranks of two saves, or with other parameter groups."""
         path = state.model.path
         for key in ("global_steps", "dp_world_size"):
             if state.model.first[key] != first.model.first[key]:
@@ -215,7 +212,6 @@ class Grid:
             )
 
     def _cuts(self, states: Sequence[RankState]) -> dict[str, Cut]:
-        """Return the cuts of parameters over the tensor-parallel ranks."""
         if self.tp == 1:
             return {}
         shapes: dict[str, list[Shape]] = {}
@@ -283,12 +279,10 @@ class Grid:
 
 
 def _units(job: DeepSpeedJob) -> frozenset[str]:
-    """Return the trained units of a stage."""
     return frozenset(unit_of(name) for group in job.groups for name in group)
 
 
 def _trained(states: Sequence[Mapping[str, Any]]) -> dict[str, Shape]:
-    """Return the shapes of trained parameters, from the model files."""
     return {
         name: tuple(shape)
         for state in states

@@ -151,7 +151,6 @@ def unused_copies(
 
 
 def _sample(directory: Path, piece: FilePiece) -> npt.NDArray[Any]:
-    """Return some elements of a contiguous fp32 piece."""
     count = prod(piece.box.shape)
     data = np.memmap(directory / piece.file, np.uint8, "r", piece.begin, (4 * count,))
     return data.view(np.float32)[:: max(count // SAMPLED, 1)]

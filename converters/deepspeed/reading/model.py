@@ -249,7 +249,6 @@ class ModelStates:
 
 
 def _check_entries(path: Path, state: Mapping[str, Any], needed: Sequence[str]) -> None:
-    """Raise ``RefusedError`` unless a file has the needed entries."""
     for key in needed:
         if state.get(key) is None:
             raise RefusedError(
@@ -261,7 +260,6 @@ def _check_entries(path: Path, state: Mapping[str, Any], needed: Sequence[str]) 
 def _check_step(
     path: Path, state: Mapping[str, Any], first: str, first_state: Mapping[str, Any]
 ) -> None:
-    """Raise ``RefusedError`` unless a file has the step of the ``first`` one, and of its tag."""
     step, expected = state["global_steps"], first_state["global_steps"]
     if step != expected:
         raise RefusedError(
@@ -277,7 +275,6 @@ def _check_step(
 
 
 def _check_trained(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise ``RefusedError`` unless a file has a tensor of every trained parameter."""
     for shapes in state.get("param_shapes") or ():
         for parameter in shapes:
             if not isinstance(state["module"].get(parameter), StoredTensor):
@@ -299,5 +296,4 @@ def _of_stage(
 
 
 def _plain(groups: Any) -> list[dict[str, tuple[int, ...]]]:
-    """Return shapes as tuples by name, one dictionary per group, in order."""
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]

@@ -75,7 +75,6 @@ def _ways(
 
 
 def _elements(tree: Mapping[str, Any]) -> int:
-    """Return the elements with optimizer states, in any form."""
     inner = tree.get("optimizer_state_dict", tree)
     return sum(
         max((prod(t.shape) for t in state.values() if isinstance(t, StoredTensor)), default=0)

@@ -215,11 +215,7 @@ def _of_parts(parts: Mapping[str, Any], widths: Any) -> Rule:
 
 
 def _of_map(name: str, entry: Mapping[str, Any]) -> Rule:
-    """Return the rule of an affine map: boxes cut along one dimension.
-
-    Raises:
-        RefusedError: The map is of another kind.
-    """
+    """Return the rule of an affine map of boxes cut along one dimension; refuse others."""
     shape = entry["logical_shape"]
     pieces = [entry["ranks"][rank]["pieces"] for rank in sorted(entry["ranks"], key=int)]
     firsts = [tuple(of[0]["shape"]) for of in pieces]
@@ -242,7 +238,6 @@ def _of_map(name: str, entry: Mapping[str, Any]) -> Rule:
 
 
 def _is_map(entry: Mapping[str, Any], pieces: Sequence[Any], cut: Cut) -> bool:
-    """Tell whether a map's pieces are the runs of this cut."""
     shape = tuple(entry["logical_shape"])
     step = _step(shape, cut.dim or 0)
     if cut.whole(shape) != shape:
@@ -258,7 +253,6 @@ def _is_map(entry: Mapping[str, Any], pieces: Sequence[Any], cut: Cut) -> bool:
 
 
 def _step(shape: Shape, dim: int) -> int:
-    """Return the elements of a step along a dimension."""
     count = 1
     for size in shape[dim + 1 :]:
         count *= size

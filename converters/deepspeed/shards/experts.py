@@ -112,7 +112,6 @@ class Experts:
 
 
 def _runs(names: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
-    """Yield successive names of one layer's experts, or of none."""
     run: list[str] = []
     before: str | None = None
     for name in names:

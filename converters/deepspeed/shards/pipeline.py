@@ -206,7 +206,6 @@ def _places(pipeline: Pipeline, given: Given) -> list[str]:
 
 
 def _fitting(pipeline: Pipeline, places: Sequence[str], trained: Shapes) -> Iterator[str]:
-    """Yield the methods that give the source's stages."""
     for method in METHODS:
         parts = partition(method, places, trained, len(pipeline.stages))
         if _stages(places, parts) == pipeline.stages:

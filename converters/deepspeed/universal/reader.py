@@ -124,7 +124,6 @@ class UniversalReader:
         )
 
     def _rank(self, model: ModelStates) -> RankState:
-        """Return a model-parallel rank's weights and job."""
         path = self.directory / GLOBAL_STATE
         groups = self.state.get("param_groups")
         if not isinstance(groups, list):
@@ -148,10 +147,7 @@ class UniversalReader:
         return replace(job, tag=job.tag.removesuffix(SUFFIX))
 
     def _check_folders(self) -> None:
-        """Refuse folders of parameters unknown to the model.
-
-        For stages 1 and 2 ds_to_universal also makes folders of untrained parameters.
-        """
+        """Refuse folders unknown to the model; in stages 1 and 2 they include untrained parameters."""
         names = {name for model in self.models for name in model.first["module"]}
         folders = sorted(path.name for path in (self.directory / "zero").iterdir() if path.is_dir())
         stray = next((name for name in folders if name not in names), None)
@@ -162,7 +158,6 @@ class UniversalReader:
             )
 
     def _check_steps(self) -> None:
-        """Refuse parameters with different steps."""
         if len(self.steps) > 1:
             few = ", ".join(f"{name}: {step:g}" for step, name in list(self.steps.items())[:3])
             raise RefusedError(
@@ -175,7 +170,6 @@ class UniversalReader:
         self.files.setdefault(name, CheckpointFile(name, size))
 
     def _entries(self, name: str) -> dict[str, Any]:
-        """Return the content of a parameter's files, by kind."""
         folder = self.directory / "zero" / name
         found = sorted(path.stem for path in folder.glob("*.pt"))
         if MASTERS not in found:

@@ -22,7 +22,7 @@ from scalai.core.tensors.region import whole
 
 
 def job_of(source: Checkpoint, options: WriteOptions) -> DeepSpeedJob:
-    """Return the target's job: the source's, else the reference's (``--args-from``).
+    """Return the target's job: the source's, else the one of ``--args-from``.
 
     Raises:
         RefusedError: Neither has one.

@@ -130,7 +130,6 @@ def _module(draft: Draft, filled: Filled) -> OrderedDict[str, Any]:
 def _frozen(
     draft: Draft, name: str, rank: int, module: Mapping[str, Any], filled: Filled
 ) -> NewTensor:
-    """Return a rank's part of an untrained parameter."""
     if draft.stage == 2:
         same: NewTensor = module[name] if name in module else _whole(draft, name, filled)
         return same

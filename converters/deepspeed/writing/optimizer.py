@@ -110,7 +110,6 @@ def _bf16_optimizer(
 
 
 def _masters(draft: Draft, buffer: Buffer, rank: int, padding: int, filled: Filled) -> NewTensor:
-    """Return a rank's masters, without ``padding`` elements at the end."""
     return part(draft, None, buffer, rank, buffer.flat.rank_elements - padding, filled)
 
 
@@ -138,11 +137,9 @@ def _elastic_state(
 
 
 def _zero_stage(stage: int) -> Foreign:
-    """Return a stage as DeepSpeed's enum."""
     return foreign("deepspeed.runtime.zero.config", "ZeroStageEnum")(stage)
 
 
 def _fragment(span: Span) -> Foreign:
-    """Return the place of a parameter's part in a rank's buffer."""
     address = foreign("deepspeed.utils.tensor_fragment", "fragment_address")
     return made(address, {"numel": span.high - span.low, "start": span.at})

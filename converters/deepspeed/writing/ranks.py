@@ -106,12 +106,10 @@ class Ranks:
 
     @property
     def _is_same(self) -> bool:
-        """Whether the source has the same model-parallel ranks."""
         degrees = self.source.values.degrees
         return (degrees.get("tp"), degrees.get("pp")) == (self.tp, self.pp)
 
     def _job(self, rank: int) -> DeepSpeedJob:
-        """Return the job with a rank's part."""
         job = self.job
         if self._is_same and len(job.of_ranks) == self.tp * self.pp:
             job = replace(job, model=job.of_ranks[rank])
@@ -123,11 +121,9 @@ class Ranks:
         return self._of_stage(job, rank // self.tp)
 
     def _alone(self) -> dict[str, Cut]:
-        """Return the cuts of parameters at tp=1."""
         return {name: cut.recut(name, 1) for name, cut in self.known.items()}
 
     def _of_stage(self, job: DeepSpeedJob, stage: int) -> DeepSpeedJob:
-        """Return the job with a pipeline stage's part."""
         units = self.stages[stage]
         groups = tuple(tuple(n for n in group if unit_of(n) in units) for group in job.groups)
         for number, group in enumerate(groups):

@@ -1,10 +1,10 @@
 """DeepSpeed's own checkpoints with ZeRO, stages 1 to 3.
 
-Stages 1 and 2 are one layout: the weights whole, masters and moments in flat buffers that are cut
-over the ranks. Stage 3 keeps no 16-bit weights at all: they are its masters, rounded. So converting
-from it rounds them, as its own loader does.
+Stages 1 and 2 are one layout: the weights whole, masters and moments in flat buffers cut over the
+ranks. Stage 3 keeps no 16-bit weights: they are its rounded masters. A conversion rounds them, as
+DeepSpeed's loader does.
 
-Names are those of the module's ``state_dict``; buffers and frozen parameters are ``param`` too.
+Names are the module's ``state_dict`` keys; buffers and frozen parameters are ``param`` too.
 
 Source: deepspeed 0.19.8: runtime/engine.py (``_save_zero_checkpoint``), the ``state_dict`` of
 runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py.
@@ -25,7 +25,7 @@ from scalai.core.errors import RefusedError
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedZeroLayout:
-    """The layout ``deepspeed_zero<stage>``. All stages are found and read by any of them."""
+    """The layout ``deepspeed_zero<stage>``. Each finds and reads all stages."""
 
     stage: int
 
@@ -39,7 +39,7 @@ class DeepSpeedZeroLayout:
         return directory is not None and any(directory.glob("*zero_pp_rank_*_optim_states.pt"))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        """Read the metadata of a tag, or of the one that ``latest`` names."""
+        """Read the metadata of a tag, or of the tag in ``latest``."""
         directory = find_tag(path, options.iteration)
         if directory is None:
             raise RefusedError(
@@ -48,12 +48,11 @@ class DeepSpeedZeroLayout:
         return _read(list_files(directory), options)
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
-        """Lay out a tag and ``latest``, as ``engine.load_checkpoint`` finds them."""
+        """Lay out a tag and ``latest``, for ``engine.load_checkpoint``."""
         return writer.lay_out(source, options, self.stage)
 
 
 def _read(tag: Tag, options: ReadOptions) -> Checkpoint:
-    """Read all pickles of a tag, check that they are of one save, and put its ranks together."""
     trust = options.trust_pickle
     grid = Grid.of(tag, options)
 

@@ -111,7 +111,6 @@ def check_padding(
 
 
 def _padding(shapes: Mapping[str, Shape], dp: int, rank: int) -> Iterator[range]:
-    """Yield the elements of a rank's buffer without a parameter."""
     at = 0
     for shape in shapes.values():
         part = part_of(shape, dp)
@@ -136,7 +135,6 @@ def _are_zero(
 
 
 def _devices(tree: Any) -> set[str]:
-    """Return the numbered devices."""
     found = (t.storage.device for t in _tensors(tree) if t.storage is not None)
     return {device for device in found if _DEVICE.fullmatch(device)}
 

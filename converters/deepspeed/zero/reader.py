@@ -139,7 +139,6 @@ class ZeroReader:
         return self.files.directory / self.files.optimizer[rank]
 
     def _inner(self, rank: int) -> Mapping[str, Any]:
-        """Return the state of the framework's optimizer within ZeRO's."""
         key = "optimizer_state_dict" if self.files.is_stage_3 else "base_optimizer_state"
         inner = self.optimizers[rank].get(key)
         if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
@@ -198,7 +197,6 @@ class ZeroReader:
     def _shares(
         self, shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[Sequence[int], Mapping[str, tuple[int, ...]]]]:
-        """Yield the ranks of each buffer, and its parameters by their names in the model."""
         dp, ep, experts = self.model.dp, self.model.experts.ep, self.model.experts.experts
         if not any(map(expert_of, shapes)):
             yield range(dp), shapes
@@ -208,7 +206,6 @@ class ZeroReader:
             yield range(ep_rank, dp, ep), names
 
     def _check_sizes(self, rank: int, state: Mapping[str, Any], flat: Flat, padding: int) -> None:
-        """Refuse buffers with another length than their parameters give."""
         sizes = {flat.rank_elements, flat.rank_elements - padding}
         for key, entry in state.items():
             if not _is_flat(entry):
@@ -222,7 +219,6 @@ class ZeroReader:
                 )
 
     def _check_steps(self, group: _Group) -> None:
-        """Refuse ranks with different steps."""
         steps = [
             scalar_of(state.get("step"), self._path(rank))
             for rank, state in zip(group.ranks, group.states, strict=True)
@@ -236,7 +232,6 @@ class ZeroReader:
                 )
 
     def _place_group(self, group: _Group) -> None:
-        """Place the masters, states and steps of a group's parameters."""
         for rank, state, spans in zip(group.ranks, group.states, group.flat.spans, strict=True):
             for key, entry in state.items():
                 if _is_flat(entry):
