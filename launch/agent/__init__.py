@@ -1,1 +1,1 @@
-"""The agent of a host: it carries out what the law of the host decides."""
+"""The agent of a host: performs the decisions of the host's law."""

@@ -1,5 +1,5 @@
-"""A host's copies of generations to the durable directory while the job trains, in a lane of their
-own: a slow or hung disk holds up nothing else."""
+"""A host's copies of generations to the durable directory during training, in their own lane: a
+slow or hung disk delays nothing else."""
 
 import logging
 import threading
@@ -29,9 +29,9 @@ class Archiver:
     """Obeys one command after the other. Only the agent's own thread calls it.
 
     Args:
-        store: This host's.
-        directory: ``<durable_dir>/<job>``; None where this host was given none.
-        tell: Reports to the coordinator, in the agent's loop.
+        store: This host's store.
+        directory: ``<durable_dir>/<job>``; None: this host has none.
+        tell: Sends a report to the coordinator, in the agent's loop.
         put: Hands the agent's loop something to do.
         examine: Examines a generation for damage, in the agent's loop.
         lanes: Run blocking work beside the loop.
@@ -50,10 +50,10 @@ class Archiver:
         self._examine, self._lanes = examine, lanes
         self._newest: Command | None = None
         self._snapshots: dict[int, str] = {}
-        """Of the generation that was written last, the name of its snapshot."""
+        """Snapshot name of the generation written last."""
 
     def obey(self, command: Command) -> None:
-        """Do this next; a copy that is being made is given up for another one."""
+        """Do this next; a new copy ends the present one."""
         if self._directory is None:
             if not isinstance(command, commands.Retire):
                 reason = "it was started without --durable-dir."
@@ -65,12 +65,12 @@ class Archiver:
         self._lanes.run(ARCHIVE, "archiving", partial(self._done, command), self._tell_done)
 
     def give_up(self, reason: str) -> None:
-        """Make no copy any more that was asked for."""
+        """Cancel all copies."""
         self._newest = None
         self._store.give_up_archive(reason)
 
     def close(self) -> None:
-        """End. Does not wait for a disk that hangs."""
+        """End. Does not wait for a hanging disk."""
         self.give_up("the agent ends.")
         if self._directory is not None:
             ended = threading.Event()

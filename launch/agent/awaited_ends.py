@@ -1,4 +1,4 @@
-"""Killed processes are waited for until they are gone, with the memory of their devices."""
+"""Waits for killed processes to be gone, with the memory of their devices."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from select import POLLIN, poll
 from scalai.core.job.deadlines import GONE_S
 
 GONE_REPORT_S = 5.0
-"""After how long it is said that a killed worker has not ended."""
+"""Seconds before a lasting killed worker is logged."""
 LOOK_MS = 500.0
 
 log = logging.getLogger(__name__)
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def awaited_ends(pids: Iterable[int], is_over: Callable[[], bool]) -> Iterator[None]:
-    """Wait, at the end of this context, until processes that were killed in it are gone: ``GONE_S``
-    at most, or until ``is_over``.
+    """Wait, at the end of this context, for the processes killed in it: ``GONE_S`` at most, or
+    until ``is_over``.
 
-    Torch waits for a moment (2.13 and newer): a kernel that hangs on a device, or much pinned
+    Torch waits only a moment (2.13 and newer); a kernel with a hanging device, or much pinned
     memory, takes longer.
     """
     watched = dict[int, int]()
@@ -37,7 +37,7 @@ def awaited_ends(pids: Iterable[int], is_over: Callable[[], bool]) -> Iterator[N
 
 
 def _wait(watched: dict[int, int], is_over: Callable[[], bool]) -> None:
-    """Take out of ``watched``, processes by their descriptors, those that have ended."""
+    """Remove ended processes from ``watched``, by descriptor."""
     waiter, began, next_report_s = poll(), time.monotonic(), GONE_REPORT_S
     for descriptor in watched:
         waiter.register(descriptor, POLLIN)

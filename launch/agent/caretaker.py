@@ -1,5 +1,5 @@
-"""The agent that started the coordinator, the job's first or a later one, where the two are in one
-container: it stays until the job has ended, because its own end would end the coordinator."""
+"""The agent that started a coordinator in its own container: stays until the job has ended, because
+its end would end the coordinator."""
 
 import logging
 import subprocess
@@ -22,13 +22,13 @@ AHEAD = (
 
 
 def say_ahead(spec: JobSpec) -> None:
-    """This agent has just started a coordinator: say what comes of that in a container."""
+    """This agent has just started a coordinator: warn of the consequences in a container."""
     if spec.max_hosts > 1 and all_end_with_this_process():
         log.warning(AHEAD)
 
 
 def stay(coordinator: "subprocess.Popen[bytes]", must_end: Callable[[], bool]) -> None:
-    """Return once the coordinator has ended, or at a signal; at once where it needs nobody."""
+    """Return after the coordinator's end, or at a signal; at once if it needs nobody."""
     if coordinator.poll() is not None or not all_end_with_this_process():
         return
     log.info(

@@ -1,4 +1,4 @@
-"""Containers: what is killed with this process, because it is, or leads to, the first process of a
+"""Containers: processes killed with this one, because it is, or leads to, the first process of a
 PID namespace (of a pod, say)."""
 
 import os
@@ -12,14 +12,14 @@ _WAITERS = {
     "ash", "bash", "busybox", "catatonit", "dash", "docker-init", "dumb-init", "env", "nice",
     "nohup", "sh", "tini", "tini-static", "timeout", "zsh",
 }  # fmt: skip
-"""Programs that a container begins with, and that end when what they have started ends."""
+"""First programs of containers that end with their child."""
 
 
 def all_end_with_this_process() -> bool:
-    """Return whether the kernel kills every process of this container once this one has ended:
-    it is the container's first process, or that one does nothing but wait for it.
+    """Return whether the kernel kills every process of this container after this one's end.
 
-    What else may end a container, such as its pod's deletion, cannot be seen from inside.
+    True if it is the container's first process, or the first only waits for it. Other ends of a
+    container, such as its pod's deletion, are invisible from inside.
     """
     if os.stat("/proc/self/ns/pid").st_ino == _INITIAL_NAMESPACE:
         return False
@@ -29,8 +29,8 @@ def all_end_with_this_process() -> bool:
 
 
 def _ancestors(pid: int) -> Iterator[int]:
-    """Yield the processes above one, up to the container's first; 0 where one was started from
-    outside (``docker exec``)."""
+    """Yield the processes above one, up to the container's first; 0: started from outside (``docker
+    exec``)."""
     while pid > 1:
         # Its second field, the program's name in brackets, may hold anything.
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,5 +1,4 @@
-"""A connection to the coordinator that is made anew whenever it breaks, and how the coordinator has
-answered lately."""
+"""A self-renewing connection to the coordinator, and the coordinator's recent answers."""
 
 import logging
 import threading
@@ -22,7 +21,7 @@ from scalai.runtime.calls import CONNECT_S, Channel
 Answer = TypeVar("Answer")
 
 LONGEST_ANSWER_S = 60.0
-"""How long the answer to a call may take at most, after answers that did not come in time."""
+"""Seconds; longest time for an answer, after late ones."""
 RETRY_S = 0.25
 
 log = logging.getLogger(__name__)
@@ -30,16 +29,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long an agent waits for its coordinator, in seconds.
+    """An agent's time limits for its coordinator, in seconds.
 
     Args:
         connect_s: For a connection.
-        knock_s: For the connection by which an agent joins first, in as many tries as that takes.
-        poll_s: For the answer to a poll, beyond the time for which the coordinator may keep it.
-        tell_s: For the answer to an event: the coordinator may prove a state meanwhile. Where it
-            takes longer, the event is told again, and counts once.
+        knock_s: For the first joining connection, in any number of tries.
+        poll_s: For the answer to a poll, beyond the coordinator's keeping time.
+        tell_s: For the answer to an event, including proof of a state; a late event is sent again,
+            and counts once.
         join_s: For the answer to a join.
-        dead_s: A coordinator whose port refuses connections for so long has ended.
+        dead_s: A coordinator refusing connections for so long has ended.
     """
 
     connect_s: float = CONNECT_S
@@ -51,11 +50,11 @@ class Waits:
 
 
 class Health:
-    """How the coordinator has answered lately. Shared by the threads that call it.
+    """The coordinator's recent answers. Shared by the calling threads.
 
     Args:
-        silence_s: After how much silence the coordinator counts as gone.
-        dead_s: After how long it does whose port refuses connections.
+        silence_s: Seconds of silence before the coordinator counts as gone.
+        dead_s: Seconds of refused connections before it does.
     """
 
     def __init__(self, silence_s: float, dead_s: float) -> None:
@@ -66,7 +65,7 @@ class Health:
         self._is_silent = False
 
     def answered(self) -> None:
-        """It has answered."""
+        """Record an answer."""
         with self._mutex:
             if self._is_silent:
                 after_s = time.monotonic() - self._answered_at
@@ -75,9 +74,11 @@ class Health:
             self._absent_since, self._is_silent = None, False
 
     def failed(self, error: PeerError, tries: int) -> None:
-        """A call has failed so often. Raises ``error`` where the coordinator counts as gone. One
-        failure says nothing: it may have been this agent that stood still meanwhile. Nor does who
-        answers and has proven nothing: that is silence of the coordinator."""
+        """Record a call's failed tries. Raises ``error`` if the coordinator counts as gone.
+
+        One failure proves nothing: this agent may have stood still. An answer without proof counts
+        as silence.
+        """
         if isinstance(error, MessageError):
             raise error  # the next try would end alike
         with self._mutex:
@@ -102,20 +103,20 @@ class Health:
                 )  # fmt: skip
 
     def silence_s(self) -> float | None:
-        """Return for how long the coordinator has been silent, None where it is not."""
+        """Return the seconds of the coordinator's silence; None: it is not silent."""
         with self._mutex:
             return time.monotonic() - self._answered_at if self._is_silent else None
 
 
 class Line:
-    """A connection to the coordinator that is made anew whenever it breaks. For one thread.
+    """A self-renewing connection to the coordinator, for one thread.
 
     Args:
-        place: Where the coordinator is.
-        connect_s: How long a connection to it may take.
-        answer_s: How long it may take to answer.
-        health: Is told how it answers.
-        is_over: Set when nobody needs an answer any more.
+        place: Address of the coordinator.
+        connect_s: Seconds for a connection.
+        answer_s: Seconds for an answer.
+        health: Records its answers.
+        is_over: Set when answers are no longer needed.
     """
 
     def __init__(
@@ -130,11 +131,10 @@ class Line:
         self._health, self._is_over = health, is_over
         self._channel: Channel | None = None
         self._wait_s = answer_s
-        """How long the next answer may take: longer where one did not come in time, because it may
-        have been a long one on its way."""
+        """Seconds for the next answer; more after a late one, possibly long on its way."""
 
     def allow(self, answer_s: float) -> None:
-        """Wait so long for the next answer."""
+        """Set the seconds for the next answer."""
         self._wait_s = answer_s
 
     def call(self, request: Request[Answer]) -> Answer:
@@ -142,7 +142,7 @@ class Line:
 
         Raises:
             AnswerError: The answer is an error.
-            PeerError: The coordinator counts as gone, or nobody needs the answer any more.
+            PeerError: The coordinator counts as gone, or no answer is needed any more.
         """
         tries = 0
         while True:
@@ -183,7 +183,7 @@ class Line:
         return answer
 
     def cut(self) -> None:
-        """End the connection, if there is one. Any thread may."""
+        """Close the connection, if any. Any thread may call it."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()

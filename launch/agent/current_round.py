@@ -1,4 +1,4 @@
-"""What others read of a host's present workers, in threads of their own."""
+"""A host's present workers, for readers in other threads."""
 
 from typing import Protocol
 
@@ -7,12 +7,12 @@ from scalai.launch.agent.worker_group import WorkerGroup
 
 
 class CurrentRound(Protocol):
-    """The present round and its workers, as the agent has them (``launch.agent.loop.Agent``)."""
+    """The present round and its workers (``launch.agent.loop.Agent``)."""
 
     @property
     def round(self) -> Round | None:
-        """The present round, None where there is none."""
+        """The present round; None: there is none."""
 
     @property
     def group(self) -> WorkerGroup | None:
-        """Its workers, None where there are none."""
+        """Its workers; None: there are none."""

@@ -1,8 +1,8 @@
-"""The data plane: an agent serves its host's committed generations, others fetch parts of pieces.
+"""The data plane: an agent serves its host's committed generations; others fetch parts of pieces.
 
-Plain sockets, because membership may change and because they are as fast as gloo here. After the
-handshake a request is one message and its answer one; behind the answer to a ``Fetch`` the parts'
-bytes follow in order, in frames of at most ``BLOCK_BYTES``, sealed and numbered by the framing.
+Plain sockets: membership may change, and they are as fast as gloo here. After the handshake,
+requests and answers are one message each; after the answer to a ``Fetch`` the parts' bytes follow
+in order, in frames of at most ``BLOCK_BYTES``, sealed and numbered by the framing.
 """
 
 import logging
@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 60.0
 BLOCK_BYTES = 1 << 20
-"""Of one frame: sealing it makes a copy, which should stay in the cache."""
+"""Bytes of a frame: sealing copies it, and the copy should fit the cache."""
 REQUEST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPieces:
-    """Say what the first ``rows`` pieces of a committed generation of ``host`` are."""
+    """Ask for the first ``rows`` pieces of a committed generation of ``host``."""
 
     host: str
     generation: int
@@ -56,7 +56,7 @@ class ReadPieces:
 
 @dataclass(frozen=True, slots=True)
 class ReadRankStates:
-    """Hand out the states of the ranks of ``host`` at these coordinates, of those that it has."""
+    """Ask for the states of ranks of ``host`` at these coordinates; absent ones are left out."""
 
     host: str
     generation: int
@@ -65,10 +65,12 @@ class ReadRankStates:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Fetch:
-    """Hand out parts of pieces of a committed generation of ``host``: of the rows ``row`` [parts]
-    of its manifest the boxes at ``offset`` of ``shape`` [parts, MAX_NDIM], in elements,
-    right-aligned. ``is_checked``: of pieces that are not asked for as wholes, which the other can
-    compare itself, compare them with what was committed before."""
+    """Ask for parts of pieces of a committed generation of ``host``.
+
+    Rows ``row`` [parts] of its manifest; boxes at ``offset`` of ``shape`` [parts, MAX_NDIM], in
+    elements, right-aligned. ``is_checked``: first compare partly requested pieces with the
+    committed state; the requester can compare whole ones itself.
+    """
 
     host: str
     generation: int
@@ -88,7 +90,7 @@ Request = ReadPieces | ReadRankStates | Fetch
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PiecesHeld:
-    """The answer to ``ReadPieces``; ``committed`` is what is stated of the tensors."""
+    """The answer to ``ReadPieces``; ``committed``: statements on the tensors."""
 
     pieces: Pieces
     committed: Committed | None
@@ -110,8 +112,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The host does not have what was asked for; says why. ``is_damaged``: what it had is not what
-    was committed."""
+    """The host lacks the requested data, with the reason. ``is_damaged``: it differs from the
+    committed state."""
 
     reason: str
     is_damaged: bool = False
@@ -122,9 +124,10 @@ A = TypeVar("A", bound=Answer)
 
 
 class DataPlaneServer:
-    """Serves one host's store to peers that know the job's token, one thread a connection.
+    """Serves one host's store to peers with the job's token, one thread per connection.
 
-    Bound to one interface: ``address`` is where it listens. ``close`` ends it and its connections.
+    Bound to one interface; ``address``: the listening address. ``close`` ends it and its
+    connections.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class DataPlaneServer:
 
     @property
     def is_giving(self) -> bool:
-        """Whether parts of pieces are being sent to some peer. Any thread may ask."""
+        """Whether parts of pieces are being sent. Any thread may ask."""
         return self._giving > 0
 
     def close(self) -> None:
@@ -210,7 +213,7 @@ class DataPlaneServer:
         with self._store.open_rows(generation) as rows:
             collection = rows.manifest.collection
             parts, cut = list[Bits](), set[int]()
-            # All of it is checked before the first byte goes, so that a refusal can be said.
+            # Everything is checked before the first byte, so a refusal is still possible.
             columns = (request.row, request.offset, request.shape)
             for row, offset, shape in zip(*(each.tolist() for each in columns), strict=True):
                 if not 0 <= row < len(collection):
@@ -231,7 +234,7 @@ class DataPlaneServer:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another host's data plane: where it listens, the job's token, and which host it should be."""
+    """Another host's data plane: its address, the job's token, and its expected name."""
 
     address: Address
     token: bytes = field(repr=False)
@@ -243,10 +246,10 @@ class Peer:
         return connect(self.address, key, self.timeout_s)
 
     def pieces(self, generation: int, reference: Reference) -> PiecesHeld:
-        """Ask which pieces of a committed generation the host has.
+        """Ask for the host's pieces of a committed generation.
 
         Raises:
-            StoreError: It is not committed there, or others than the ``reference`` names are.
+            StoreError: It is not committed there, or its pieces differ from the ``reference``.
             PeerError: The peer is dead or not of this job.
         """
         with self._connect() as framed:
@@ -260,11 +263,11 @@ class Peer:
         return held
 
     def rank_states(self, generation: int, coordinates: Sequence[str]) -> Mapping[str, Json]:
-        """Fetch the states of ranks by their coordinates, of those that the host has.
+        """Fetch the host's states of ranks by their coordinates; absent ones are left out.
 
         Raises:
             StoreError: The generation is not committed there.
-            PeerError: The peer is dead or not of this job, or sends something else.
+            PeerError: The peer is dead or not of this job, or its answer is invalid.
         """
         with self._connect() as framed:
             request = ReadRankStates(self.host, generation, tuple(coordinates))
@@ -288,21 +291,21 @@ class Peer:
         """Fetch parts of stored pieces into a local file; returns the bytes. Blocks.
 
         Args:
-            generation: A generation that is committed there.
-            row: The pieces' rows in that host's manifest, [parts].
-            pieces: Which box of each piece, [parts].
-            path: An existing file, long enough.
-            begin: Where each part goes, row-major, in bytes [parts].
-            arrived: Is told of each block that has come, in bytes.
-            is_checked: Where parts are no whole pieces, the host compares their pieces with what
-                was committed before it gives anything: a part has no fingerprint of its own.
+            generation: Number of a generation committed there.
+            row: Rows of the pieces in the host's manifest, [parts].
+            pieces: Box of each piece, [parts].
+            path: Path of an existing file, long enough.
+            begin: Start of each part in the file, row-major, in bytes [parts].
+            arrived: Callback for each arrived block, in bytes.
+            is_checked: Whether the host first compares partly requested pieces with the committed
+                state; a part has no fingerprint of its own.
 
         Raises:
-            StoreError: The generation is not committed there, a box is outside of its piece, or the
+            StoreError: The generation is not committed there, a box is outside its piece, or the
                 file cannot be written.
-            DamageError: The host finds that a piece is not what was committed.
-            PeerError: The peer is dead, silent, not of this job, or a block arrives damaged. What
-                is in the file is undefined then; fetch again, or from another host.
+            DamageError: The host finds a damaged piece.
+            PeerError: The peer is dead, silent, not of this job, or a block arrives damaged. The
+                file's content is then undefined; fetch again, or from another host.
         """
         with self._connect() as framed:
             asked = Fetch(self.host, generation, row, pieces.offset, pieces.shape, is_checked)

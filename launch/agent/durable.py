@@ -1,8 +1,8 @@
-"""The durable directory of a job: what an agent finds there when it starts, and what it leaves.
+"""The durable directory of a job: an agent's look at the start, its records at the end.
 
-``<durable_dir>/<job>/generation-<n>/<host>/`` are saved parts, ``finished.json`` says that the job
-has come to its end, ``ledger-<host>.json`` which samples it had consumed. An agent attaches what it
-can see before it joins; the coordinator decides.
+``<durable_dir>/<job>/generation-<n>/<host>/`` are saved parts; ``finished.json`` marks the end of
+the job; ``ledger-<host>.json`` lists its consumed samples. An agent attaches visible parts before
+it joins; the coordinator decides.
 """
 
 import json
@@ -25,14 +25,14 @@ from scalai.store.secure import DURABLE, Folder, open_below
 
 FINISHED = "finished.json"
 FINAL_LEDGER = "ledger-"
-"""How the names of the ledgers of a finished job begin, one of each host that drew samples."""
+"""Prefix of a finished job's ledgers, one for each host with drawn samples."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Seen:
-    """What a durable directory holds of a job: parts by generation, and what is damaged, why."""
+    """Content of a job's durable directory: parts by generation, and damage with the reason."""
 
     parts: dict[int, list[tuple[Path, HostManifest]]] = field(default_factory=dict)
     damaged: dict[int, str] = field(default_factory=dict)
@@ -43,9 +43,11 @@ class Seen:
 
 
 def look(folder: Path) -> Seen:
-    """Read the manifests of all parts below ``<durable_dir>/<job>``. What a running job removes
-    meanwhile, as older than what it keeps, is not there; what another user owns or may write to
-    cannot be used. Raises ``StoreError`` where the directory itself cannot be read, or is such."""
+    """Read the manifests of all parts below ``<durable_dir>/<job>``.
+
+    Parts removed meanwhile by a running job count as absent; parts of another user, or writable by
+    one, as damaged. Raises ``StoreError``: the directory itself is unreadable, or another user's.
+    """
     seen = Seen()
     try:
         with open_below(folder.parent, folder.name, flag=DURABLE) as job:
@@ -68,13 +70,13 @@ def look(folder: Path) -> Seen:
 
 
 def numbers(folder: Path) -> list[int]:
-    """Return the numbers that generations have below ``<durable_dir>/<job>``, read or not."""
+    """Return the generations' numbers below ``<durable_dir>/<job>``, readable or not."""
     found = (NUMBERED.fullmatch(entry.name) for entry in folder.glob("generation-*"))
     return sorted(int(match[2]) for match in found if match is not None)
 
 
 def _look_into(job: Folder, entry: Path, number: int, seen: Seen) -> None:
-    """Read the parts of one generation. Raises ``FileNotFoundError`` where it was removed."""
+    """Read the parts of one generation. Raises ``FileNotFoundError``: it was removed."""
     try:
         with job.below(entry.name) as generation:
             for path in sorted(entry.iterdir()):
@@ -96,10 +98,10 @@ def _read(generation: Folder, path: Path, number: int, seen: Seen) -> None:
 
 
 def attach_durable(store: HostStore, folder: Path) -> dict[int, str]:
-    """Make all that ``<durable_dir>/<job>`` shows part of this host's store, by links.
+    """Attach all parts in ``<durable_dir>/<job>`` to this host's store, by links.
 
     Returns:
-        What cannot be used, with the reason, by generation.
+        Unusable generations, with the reason.
     """
     seen = look(folder)
     for number, parts in sorted(seen.parts.items()):
@@ -114,8 +116,10 @@ def attach_durable(store: HostStore, folder: Path) -> dict[int, str]:
 
 
 def check_writable(folder: Path) -> None:
-    """Write a file and remove it again, so that a state that cannot be saved is known at the start.
-    Raises ``StoreError``, also where others may change what is there."""
+    """Write and remove a file, to detect an unwritable directory at the start.
+
+    Raises ``StoreError``: not writable, or others may change its content.
+    """
     probe = folder / f".probe-{os.getpid()}-{time.monotonic_ns()}"
     try:
         make_folder(folder)
@@ -132,22 +136,22 @@ def check_writable(folder: Path) -> None:
 
 
 def write_finished(folder: Path, step: int, generation: int | None) -> None:
-    """Say in ``<durable_dir>/<job>`` that the job has come to its end. Raises ``OSError``."""
+    """Mark the job's end in ``<durable_dir>/<job>``. Raises ``OSError``."""
     make_folder(folder)
     record = {"step": step, "generation": generation, "at": _now("%Y-%m-%dT%H:%M:%SZ")}
-    # The agents of all hosts say so, of one directory.
+    # Shared: the agents of all hosts write it.
     replace_file(folder / FINISHED, json.dumps(record).encode(), mode=0o600, is_shared=True)
 
 
 def write_ledger(folder: Path, host: str, ledger: JsonText) -> None:
-    """Keep the ledger of a job at its end in ``<durable_dir>/<job>``. Raises ``OSError``."""
+    """Keep the job's final ledger in ``<durable_dir>/<job>``. Raises ``OSError``."""
     make_folder(folder)
     replace_file(folder / f"{FINAL_LEDGER}{host}.json", ledger.text.encode(), mode=0o600)
 
 
 def refuse_finished(folder: Path) -> None:
-    """Raise ``RefusedError`` where the job of this directory has come to its end, ``StoreError``
-    where the directory is not this user's alone."""
+    """Raise ``RefusedError`` if this directory's job has finished; ``StoreError`` if others may
+    write to it."""
     path = folder / FINISHED
     try:
         with open_below(folder.parent, folder.name, flag=DURABLE) as job:
@@ -167,8 +171,9 @@ def refuse_finished(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename ``<durable_dir>/<job>``, so that the job begins anew; never removes it. Returns the
-    new name, None where nothing is there.
+    """Rename ``<durable_dir>/<job>`` for a new beginning; never removes it.
+
+    Returns the new name; None: there was nothing.
 
     Raises:
         StoreError: It cannot be renamed.

@@ -1,9 +1,9 @@
-"""Locks of torch's extension builds. A build that was killed leaves its lock, and whoever wants the
-extension afterwards waits for it without a word and without end.
+"""Locks of torch's extension builds. A killed build leaves its lock; later users of the extension
+wait for it silently and forever.
 
 Source: ``FileBaton`` of torch/utils/file_baton.py and ``_get_build_directory`` of
-torch/utils/cpp_extension.py, 2.13: who builds keeps the lock's file open. That module is not
-imported, because it brings setuptools along.
+torch/utils/cpp_extension.py, 2.13: a builder keeps the lock's file open. Not imported, because it
+needs setuptools.
 """
 
 import logging
@@ -17,18 +17,17 @@ from pathlib import Path
 VARIABLE = "TORCH_EXTENSIONS_DIR"
 LOCK = "lock"
 PATIENCE_S = 30.0
-"""After so long a lock is told of while workers start: builds take minutes."""
+"""Seconds before a lock is reported during a start; builds take minutes."""
 
 Identity = tuple[int, int]
-"""A file's device and inode: another lock at the same path is another file."""
+"""A file's device and inode; they distinguish successive locks at one path."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """A lock: where, how old, and which process of this host has it open (None: none that may be
-    looked at)."""
+    """A lock: its path, its age, and the process of this host with it open (None: no visible one)."""
 
     path: Path
     age_s: float
@@ -36,7 +35,7 @@ class Lock:
 
 
 def extensions_root() -> Path:
-    """Return the directory below which torch builds extensions for this environment.
+    """Return torch's build directory of extensions in this environment.
 
     Source: ``user_cache_dir`` of torch/_appdirs.py, 2.13, on Linux.
     """
@@ -45,23 +44,23 @@ def extensions_root() -> Path:
 
 
 def find_locks(root: Path) -> Iterator[Lock]:
-    """Yield the locks below a directory. Torch's own has one more level, for Python's version and
-    the accelerator."""
+    """Yield the locks below a directory; torch's default one has another level, for Python's
+    version and the accelerator."""
     try:
         found = sorted({*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")})
-    except OSError:  # a network's file system does not answer for it now
+    except OSError:  # a network file system does not answer
         return
     for path in found:
         try:
             age_s = time.time() - path.stat().st_mtime
         except OSError:
-            continue  # that build has just ended, or its file system does not say
+            continue  # the build has just ended, or the file system does not answer
         yield Lock(path, age_s, _holder(path))
 
 
 def _holder(path: Path) -> int | None:
-    """Return a process that has a file open. What other processes have open is only read by name:
-    it may lie on a file system that answers nobody."""
+    """Return a process with a file open. Reads only names of open files: they may lie on a hanging
+    file system."""
     wanted = os.path.realpath(path)
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
@@ -73,10 +72,9 @@ def _holder(path: Path) -> int | None:
 
 
 class WorkersLocks:
-    """What workers of one round build, and the locks that they leave when they are killed.
+    """Extension builds of one round's workers, and the locks of killed ones.
 
-    Only a lock that one of them was seen to hold is ever removed: others of this directory may
-    belong to another job, or to another host.
+    Removes only locks seen in a worker's hands: others may belong to another job or host.
     """
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,13 +84,13 @@ class WorkersLocks:
         self._logged: set[Path] = set()
 
     def look(self, pids: Iterable[int]) -> None:
-        """Note which locks these workers hold. What one held that has just died stays noted."""
+        """Note the locks these workers hold; a dead worker's stay noted."""
         for pid in pids:
             if _is_alive(pid):
                 self._held[pid] = dict(_held_by(pid, self._root))
 
     def remove_left(self) -> None:
-        """All these workers are dead: remove the locks that they have left."""
+        """All these workers are dead: remove their leftover locks."""
         for path, identity in [item for held in self._held.values() for item in held.items()]:
             try:
                 if _identity(path) == identity and _holder(path) is None:
@@ -100,13 +98,12 @@ class WorkersLocks:
                     log.info("event=build_lock removed=%s: its worker was killed", path)
             except FileNotFoundError:
                 pass
-            except OSError as error:  # who ends workers must come to their end
+            except OSError as error:  # ending workers must not fail here
                 log.warning("event=build_lock left=%s: its worker was killed (%s)", path, error)
         self._held.clear()
 
     def tell_of_waits(self) -> None:
-        """Tell once of each lock that is there for long while workers start: they may wait for
-        it."""
+        """Log each old lock once during a start: workers may wait for it."""
         for lock in find_locks(self._root):
             since = self._since.setdefault(lock.path, self._clock())
             if self._clock() - since < PATIENCE_S or lock.path in self._logged:
@@ -124,7 +121,7 @@ class WorkersLocks:
 
 
 def _held_by(pid: int, root: Path) -> Iterator[tuple[Path, Identity]]:
-    """Yield the locks below a directory that a process has open."""
+    """Yield a process's open locks below a directory."""
     folder = Path("/proc", str(pid), "fd")
     with suppress(OSError):  # it ends meanwhile
         for name in os.listdir(folder):
@@ -140,7 +137,7 @@ def _identity(path: Path) -> Identity:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process has not ended. One that nobody has waited for yet has no files any more."""
+    """Whether a process lives; a zombie has no files."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

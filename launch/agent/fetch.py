@@ -1,5 +1,5 @@
-"""Plan and move: what this host's new workers want, from its own store and from other hosts', as
-orders to read."""
+"""Restore and replication: plans reads for this host's new workers, and fetches missing pieces from
+other hosts."""
 
 import logging
 import time
@@ -40,20 +40,21 @@ from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read
 from scalai.store.parts import Extras, summary_bytes
 
 FETCHED_AT_ONCE = 64
-"""Hosts that are fetched from side by side, at most."""
+"""Largest number of hosts to fetch from in parallel."""
 CHECKED_BYTES_PER_S = 1e8
-"""A host compares pieces with what was committed at this rate, at least."""
+"""Lowest rate of a host's comparison of pieces with the committed ones."""
 NAMED = 5
-"""Hosts, or pieces, named in an error."""
+"""Largest number of hosts, or pieces, in an error."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """What the workers of one host read, by global rank, and what it took to get it here. ``grown``
-    is this host's part of the generation with what was fetched, None where nothing was;
-    ``suspected`` are hosts that gave nothing because what they have is damaged.
+    """Read orders for one host's workers, by global rank, and the cost of fetching.
+
+    ``grown``: this host's part of the generation with the fetched pieces; None: nothing was
+    fetched. ``suspected``: hosts skipped for damaged pieces.
     """
 
     sources: Mapping[int, Source]
@@ -65,7 +66,7 @@ class Restore:
     suspected: Suspected | None = None
 
     def to_events(self, round: int) -> Iterable[events.Event]:
-        """Yield it as events of the host's round."""
+        """Yield the events for the host's round."""
         if self.grown is not None:
             yield Grown(summary_bytes(self.grown))
         if self.suspected is not None:
@@ -82,18 +83,18 @@ def prepare_restore(
     token: bytes,
     arrived: Callable[[int], None] = lambda count: None,
 ) -> Restore:
-    """Plan for the workers of this host and fetch what it lacks. Blocks.
+    """Plan for this host's workers and fetch missing pieces. Blocks.
 
     Args:
-        store: This host's.
+        store: This host's store.
         start: The coordinator's command, with sources.
-        wants: What each new worker of this host wants, by global rank.
+        wants: Pieces for each new worker of this host, by global rank.
         token: The job's secret.
-        arrived: Is told of what comes from other hosts, in bytes, by several threads at once.
+        arrived: Callback for bytes from other hosts; several threads call it.
 
     Raises:
-        LayoutError: Nobody holds what is wanted. StoreError, PeerError: A host does not give what
-        it holds. ProofError: What it gives is not what it says.
+        LayoutError: Nobody holds a wanted piece. StoreError, PeerError: A host does not give its
+            pieces. ProofError: They differ from its statement.
     """
     assert start.sources is not None
     began, listed = time.monotonic(), start.sources.value
@@ -130,8 +131,7 @@ def prepare_restore(
 
 
 def suspected(generation: int, damaged: Mapping[str, str]) -> Suspected | None:
-    """Return what the coordinator is to know of hosts that gave, or say that they have, what was
-    not committed, by the reason; None of none."""
+    """Return a report of hosts with damaged pieces, by reason; None: there are none."""
     reasons = "; ".join(damaged.values())
     return Suspected(generation, tuple(sorted(damaged)), reasons) if damaged else None
 
@@ -142,7 +142,7 @@ def _sources(
     orders: Mapping[int, ReadOrder],
     states: Mapping[int, Mapping[str, Json]],
 ) -> dict[int, Source]:
-    """Return what each rank reads; ``orders`` by its place among the ranks."""
+    """Return each rank's source; ``orders`` by its place among the ranks."""
     assert start.sources is not None
     listed = start.sources.value
     about = mapped(listed.about.value(), "about")
@@ -161,8 +161,8 @@ def _sources(
 
 
 class _Fetch(NamedTuple):
-    """What has come, this host's part with it, None where nothing had to come, and how many bytes
-    did not have to cross, because another generation of this host has them."""
+    """Fetched lists; this host's part with them, None: nothing was missing; and bytes copied from
+    another generation of this host."""
 
     fetched: list[Fetched]
     grown: HostManifest | None
@@ -170,8 +170,8 @@ class _Fetch(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """A plan that was carried out, from these parts: what has come, when its bytes began to move,
-    and which hosts say that what they have is damaged, with the reason."""
+    """A plan after its execution: its parts, the fetched pieces, the start time of the transfer,
+    and hosts with damaged pieces, with the reason."""
 
     plan: Plan
     parts: Parts
@@ -193,17 +193,17 @@ def bring(
     *,
     is_replica: bool = False,
 ) -> Brought:
-    """Bring what this host is to have of a generation and lacks into its store. Blocks.
+    """Bring this host's missing target pieces of a generation into its store. Blocks.
 
     Args:
-        parts: Who has what.
-        targets: What it is to have.
-        hosts: All that do so now, it among them: of replicas each asks another one.
-        extras: What goes with the pieces.
-        arrived: Is told of bytes that come, by several threads.
-        expect: Is told how many will come, before they do.
-        is_replica: It is for others: it leaves room for this host's own next snapshot, and what
-            has not changed since another generation that this host holds is copied from there.
+        parts: Pieces of each host.
+        targets: Pieces this host should have.
+        hosts: All hosts doing so now, this one included; each asks another replica.
+        extras: Values to store with the pieces.
+        arrived: Callback for arriving bytes; several threads call it.
+        expect: Callback for the expected bytes, before they arrive.
+        is_replica: For other hosts' sake: leaves room for this host's own next snapshot, and copies
+            pieces unchanged since another generation of this host.
 
     Raises: As ``prepare_restore``.
     """
@@ -236,9 +236,9 @@ def _plan_and_fetch(
     hosts: Sequence[str],
     fetch: Callable[[Parts, list[FetchList], dict[str, ScalaiError]], _Fetch],
 ) -> Brought:
-    """Plan and fetch, anew without those hosts that do not give theirs: replicas may have it."""
+    """Plan and fetch; on failure again without the failing hosts, since replicas may help."""
     damaged = dict[str, str]()
-    while True:  # each turn leaves out a host, so there is a last one
+    while True:  # ends: each turn leaves out a host
         try:
             planned, gone = _plan(parts, targets, hosts), dict[str, ScalaiError]()
         except PeerError as error:
@@ -259,10 +259,10 @@ def _plan_and_fetch(
 
 
 def _plan(parts: Parts, targets: Sequence[Holder], hosts: Sequence[str]) -> Plan:
-    """Plan from what those hold that have said it.
+    """Plan from the known parts.
 
     Raises:
-        LayoutError: Nobody holds what is wanted. PeerError: Those might that did not say.
+        LayoutError: Nobody holds a wanted piece. PeerError: A silent host may hold it.
     """
     try:
         return plan(holders_of(parts.all), targets, hosts)
@@ -289,8 +289,10 @@ def _fetch_all(
     *,
     is_replica: bool,
 ) -> _Fetch:
-    """Fetch every list into one new file of the store, peers side by side; the store then holds it
-    for good. Hosts that do not give theirs are noted in ``gone``, with the reason."""
+    """Fetch every list into one new file of the store, peers in parallel, and keep it.
+
+    Notes failing hosts in ``gone``, with the reason.
+    """
     if not lists:
         return _Fetch([], None)
     number, others = listed.generation, {part.host: part for part in parts.others}
@@ -348,8 +350,7 @@ def _fetch_all(
 def _without(
     fetched: Sequence[Fetched], rows: Mapping[int, int]
 ) -> tuple[npt.NDArray[np.int64], list[Fetched]]:
-    """Return which rows of all lists, one behind the other, are left without these, and the lists
-    of them."""
+    """Return the remaining rows of all lists, concatenated, and their lists."""
     if not rows:
         return np.arange(sum(len(entry.begin) for entry in fetched)), list(fetched)
     left, lists, first = list[int](), list[Fetched](), 0
@@ -367,7 +368,7 @@ def _without(
 
 
 def _is_whole(asked: FetchList, part: Pieces) -> npt.NDArray[np.bool_]:
-    """Return of which of the pieces that are asked for the host has no more than that, [rows]."""
+    """Tell for each requested piece whether it is the host's whole piece, [rows]."""
     held, pieces = part.collection, asked.pieces
     is_whole: npt.NDArray[np.bool_] = (held.offset[asked.row] == pieces.offset).all(axis=1)
     is_whole &= (held.shape[asked.row] == pieces.shape).all(axis=1)
@@ -375,15 +376,14 @@ def _is_whole(asked: FetchList, part: Pieces) -> npt.NDArray[np.bool_]:
 
 
 def _patience_s(asked: FetchList, part: Pieces) -> float:
-    """Return how long a host may take to compare the pieces of which parts are asked for."""
+    """Return the seconds for a host's comparison of partly requested pieces."""
     cut = np.unique(asked.row[~_is_whole(asked, part)])
     size_bytes = int(part.collection.select(cut).size_bytes().sum())
     return DEFAULT_TIMEOUT_S + size_bytes / CHECKED_BYTES_PER_S
 
 
 def stated_fingerprints(lists: Sequence[FetchList], parts: Mapping[str, Pieces]) -> dict[int, int]:
-    """Return what hosts say of the whole pieces among those that are asked for, by their row in all
-    ``lists``, one behind the other."""
+    """Return hosts' fingerprints of requested whole pieces, by row of the concatenated ``lists``."""
     found: dict[int, int] = {}
     first = 0
     for asked in lists:
@@ -400,11 +400,12 @@ def check_arrived(
     parts: Mapping[str, Pieces],
     found: npt.NDArray[np.uint64],
 ) -> None:
-    """Compare the whole pieces among those fetched with what their hosts say of them. A part of a
-    piece has no fingerprint of its own: the proof of the whole state tells.
+    """Compare fetched whole pieces with their hosts' fingerprints.
+
+    Parts of pieces have none of their own; the proof of the whole state covers them.
 
     Args:
-        parts: What the hosts say that gave them.
+        parts: Statements of the giving hosts.
         found: Fingerprints of all fetched boxes, in the order of ``lists``, [boxes].
 
     Raises:

@@ -1,5 +1,4 @@
-"""The health check of a host: a command that a person gave, run beside the agent's loop when the
-job asks for it."""
+"""A host's health check: a user's command, run beside the agent's loop at the job's request."""
 
 import logging
 import os
@@ -12,9 +11,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 END_S = 5.0
-"""How long a command that was killed may take to end."""
+"""Seconds for a killed command to end."""
 KEPT_BYTES = 4096
-"""Of what a command writes, the end is kept: its last line is logged."""
+"""Bytes kept from the end of a command's output; its last line is logged."""
 LINE = 200
 """Most characters of that line."""
 LOOK_S = 0.1
@@ -25,36 +24,35 @@ log = logging.getLogger(__name__)
 class HealthCheck:
     """Runs the command of a host, one check after the other.
 
-    A command that has not ended in time is killed with its process group. One that cannot even be
-    killed, because its driver does not answer, is left alone, and no other is started beside it.
+    A late command is killed with its process group. One that cannot be killed, because its driver
+    hangs, is left alone, and blocks further checks.
 
     Args:
-        command: Words of a shell, run without one; None: there is no check, and the host is
-            healthy.
-        timeout_s: How long the command may take.
-        variables: What the command finds in its environment beside the agent's own.
+        command: Words of a shell, run without one; None: no check, the host is healthy.
+        timeout_s: Seconds for the command.
+        variables: Additions to the agent's environment for the command.
     """
 
     def __init__(self, command: str | None, timeout_s: float, variables: Mapping[str, str]) -> None:
         self._words = shlex.split(command or "")
         self._timeout_s, self._variables = timeout_s, variables
         self._stuck: subprocess.Popen[bytes] | None = None
-        """A command that was killed and has not ended."""
+        """A killed command still running."""
 
     def fault(self, reason: str) -> str | None:
-        """Return the fault of this host, None where it is healthy or has no command. Blocks as long
-        as ``run``; one thread at a time."""
+        """Return the fault of this host; None: healthy, or no command. Blocks like ``run``; one
+        thread at a time."""
         if not self._words:
             return None
         try:
             return self.run(reason)
-        except Exception as error:  # our own slip: the job would wait for an answer for ever
+        except Exception as error:  # our own slip: else the job waits forever for an answer
             log.exception("event=error in a health check")
             return f"the check itself failed: {error!r}"
 
     def run(self, reason: str) -> str | None:
-        """Return why this host is not healthy, None where it is. Blocks for the command's time and
-        5 s at most."""
+        """Return the reason this host is unhealthy; None: healthy. Blocks for the command's time
+        plus 5 s at most."""
         if self._stuck is not None and self._stuck.poll() is None:
             return f"process {self._stuck.pid} of an earlier check was killed and has not ended"
         self._stuck, began = None, time.monotonic()
@@ -67,7 +65,7 @@ class HealthCheck:
                 start_new_session=True,
                 env={**os.environ, **self._variables, "SCALAI_REASON": reason},
             )
-        except (OSError, ValueError) as error:  # it is not there, or a null byte is in it
+        except (OSError, ValueError) as error:  # it is missing, or has a null byte
             return f"{self._words[0]}: {getattr(error, 'strerror', None) or error}"
         line = self._listen(process, began + self._timeout_s)
         code = process.poll()
@@ -83,8 +81,8 @@ class HealthCheck:
 
     @staticmethod
     def _listen(process: "subprocess.Popen[bytes]", end: float) -> str:
-        """Read what a command writes until it has ended or its time is over; whatever it has
-        started may go on writing. Returns the last line."""
+        """Return a command's last line of output, at its end or after its time; its children may
+        write on."""
         assert process.stdout is not None
         descriptor, kept, is_open = process.stdout.fileno(), b"", True
         os.set_blocking(descriptor, False)
@@ -105,7 +103,7 @@ class HealthCheck:
         return lines[-1].strip()[:LINE] if lines else ""
 
     def _end(self, process: "subprocess.Popen[bytes]", *, is_late: bool) -> None:
-        """Leave nothing of a command."""
+        """Kill a command and its group."""
         with suppress(ProcessLookupError):  # nobody of its group is left
             os.killpg(process.pid, signal.SIGKILL)
         if is_late:

@@ -1,5 +1,5 @@
-"""What a host holds of the job's state, beside the rounds: found at the start, doubted, saved, and
-left behind at the end."""
+"""A host's part of the job's state between rounds: found at the start, doubted, saved, left at the
+end."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -29,16 +29,19 @@ from scalai.store.manifest import UNNUMBERED
 from scalai.store.parts import summary_bytes
 
 NAMED = 5
-"""Damaged pieces that a host names."""
+"""Largest number of damaged pieces in a report."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a host brings to a job: manifests, as bytes, of committed generations (``parts``) and of
-    what is ``sealed`` and has no number; what it cannot read, by number, with the reason; and what
-    of its parts it has found damaged when it read them again (``examined``), by number."""
+    """State a host brings to a job.
+
+    ``parts``: manifests, as bytes, of committed generations; ``sealed``: of snapshots without a
+    number; ``damaged``: unreadable ones by number, with the reason; ``examined``: damage found by
+    reading parts again, by number.
+    """
 
     parts: tuple[bytes, ...]
     sealed: tuple[bytes, ...]
@@ -51,10 +54,10 @@ class Holdings:
 
     Args:
         spec: The job.
-        store: This host's.
-        tell: Reports to the coordinator.
+        store: This host's store.
+        tell: Sends a report to the coordinator.
         lanes: Run blocking work beside the loop.
-        put: Hands the agent's loop something to do.
+        put: Hands work to the agent's loop.
     """
 
     def __init__(
@@ -71,12 +74,12 @@ class Holdings:
         self.archiver = Archiver(store, self._folder, tell, put, self.examine, lanes)
         self._is_fresh = spec.is_fresh
         self._seen_damaged: dict[int, str] = {}
-        """What cannot be used of the durable directory, as it was seen last, by number."""
+        """Unusable parts of the durable directory at the last look, by number."""
         self._keeps = True
 
     def found(self) -> "Found":
-        """Return what this host brings to the job: what its store holds, with what ``attach`` has
-        seen. Touches no disk."""
+        """Return the state this host brings: its store's, with the result of ``attach``. Touches no
+        disk."""
         damaged = {**self._store.damaged, **self._seen_damaged}
         unread = [(UNNUMBERED, why) for why in self._store.damaged_snapshots.values()]
         if not damaged and self._is_empty() and not self._is_fresh:
@@ -89,21 +92,24 @@ class Holdings:
         return not self._store.generations() and not self._store.sealed()
 
     def attach(self) -> None:
-        """Attach what the durable directory shows. Waits for a disk that hangs, and says so; any
-        thread may. Raises ``StoreError`` where the directory cannot be read."""
+        """Attach the durable directory's parts. Any thread may call it.
+
+        Waits for a hanging disk, with a log line. Raises ``StoreError``: the directory cannot be
+        read.
+        """
         if self._folder is None:
             return
         with said(f"{self._folder}, which may hold the job's state"):
             if self._is_fresh:
-                # Where it stays (a late host's own disk), a new generation must not come before it.
+                # If it stays (a late host's own disk), new generations need higher numbers.
                 self._seen_damaged = dict.fromkeys(numbers(self._folder), "given up by --fresh")
             else:
                 repair(self._folder, self._store.host)
                 self._seen_damaged = attach_durable(self._store, self._folder)
 
     def attach_beside(self, then: Callable[[Exception | None], None]) -> None:
-        """Attach beside the loop where the store holds nothing, and go on ``then``, in the loop,
-        with what has failed: a host that holds something needs no disk to join again."""
+        """If the store is empty, attach beside the loop; then call ``then`` in the loop, with the
+        error if any."""
         if self._folder is None or not self._is_empty():
             then(None)
             return
@@ -122,17 +128,17 @@ class Holdings:
         return tuple(summary_bytes(self._store.manifest(n)) for n in self._store.generations())
 
     def newest(self) -> str:
-        """Say what the newest generation is that this host holds a part of."""
+        """Describe the newest generation with a part on this host."""
         numbers = self._store.generations()
         if not numbers:
             return "nothing yet"
         return f"newest: generation {numbers[-1]} of step {self._store.manifest(numbers[-1]).step}"
 
     def begin(self, answer: Joined) -> None:
-        """The coordinator has taken this host in: where the job begins anew, what is in the durable
-        directory makes way."""
+        """The coordinator has accepted this host. If the job begins anew, the durable directory is
+        set aside."""
         if self._folder is not None and answer.sets_aside:
-            self._is_fresh = False  # from now on what is there is the job's own
+            self._is_fresh = False  # from now on the directory is the job's own
             self._seen_damaged = {}
             with said(f"{self._folder}, which is to make way"):
                 moved = set_aside(self._folder)
@@ -140,13 +146,13 @@ class Holdings:
                 log.info("event=set_aside directory=%s now=%s", self._folder, moved)
 
     def doubt(self, generation: int) -> None:
-        """A proof of a generation has failed: give up what was fetched of it."""
+        """A proof of a generation has failed: drop its fetched pieces."""
         kept = self._store.forget_unproven(generation)
         left = None if kept is None else summary_bytes(kept)
         self._tell(reports.Doubted(generation, left))
 
     def examine(self, generation: int) -> None:
-        """Compare this host's part of a generation with its manifest, beside the loop, and tell."""
+        """Compare this host's part of a generation with its manifest, beside the loop, and report."""
 
         def examine() -> None:
             damage: list[str] = []
@@ -160,7 +166,7 @@ class Holdings:
         self._lanes.submit(lane, f"examining generation {generation}", examine)
 
     def _tell_examined(self, generation: int, damage: Sequence[str]) -> None:
-        """Tell what was found, and what this host holds now: more may have come meanwhile."""
+        """Report the damage and this host's present part, which may have grown."""
         directory, left = str(self._store.directory), None
         with suppress(StoreError):  # it was dropped
             part = self._store.manifest(generation)
@@ -170,7 +176,7 @@ class Holdings:
         self._tell(reports.Examined(generation, _named(damage), directory, left))
 
     def look(self) -> None:
-        """Nothing in memory is whole: tell what the durable directory holds."""
+        """Memory holds nothing whole: report the durable directory's content."""
 
         def attach() -> None:
             try:
@@ -186,7 +192,7 @@ class Holdings:
         self._tell(reports.Attached(self._parts(), tuple(sorted(damaged.items()))))
 
     def save(self, generation: int) -> None:
-        """Bring this host's part of a generation to the durable directory, and tell."""
+        """Copy this host's part of a generation to the durable directory, and report."""
         folder = self._folder
         assert folder is not None
         self.archiver.give_up("the job ends, and is saved.")
@@ -203,8 +209,8 @@ class Holdings:
         self._lanes.submit(DISK, f"saving generation {generation}", save)
 
     def told_to_exit(self, leave: LeaveState) -> None:
-        """The coordinator ends this host's part; if the job has come to its end, that is kept in
-        the durable directory, with the ledger of all samples."""
+        """The coordinator ends this host's part; the end of the job is recorded in the durable
+        directory, with the ledger of all samples."""
         self._keeps, ending = leave.command.keeps_state, leave.command.ending
         if ending is None or self._folder is None or not leave.last_step:
             return
@@ -220,8 +226,8 @@ class Holdings:
             log.error("event=not_marked %s: the job has finished; %s", self._folder, error)
 
     def close(self) -> None:
-        """Remove the store where the job goes on elsewhere, is done, or lies in the durable
-        directory; leave everything that could still be resumed."""
+        """Remove the store if the job goes on elsewhere, is done, or is in the durable directory;
+        keep any resumable state."""
         store = self._store
         self.archiver.close()
         if self._keeps:
@@ -234,6 +240,6 @@ class Holdings:
 
 
 def _named(damage: Sequence[str]) -> tuple[str, ...]:
-    """Return the first lines, and how many more there are."""
+    """Return the first lines, and the number of the rest."""
     more = [f"and {len(damage) - NAMED} more"] if len(damage) > NAMED else []
     return (*damage[:NAMED], *more)

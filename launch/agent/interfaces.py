@@ -1,7 +1,7 @@
-"""Which network interface leads to the coordinator: gloo and NCCL are told of it.
+"""The network interface towards the coordinator, for gloo and NCCL.
 
-Left to themselves they look up the host's name, which on many hosts is a loopback address, or take
-any interface that is up: other hosts then cannot connect.
+By default they use the address of the host's name, often a loopback, or any active interface; other
+hosts may be unable to connect.
 """
 
 import array
@@ -15,7 +15,7 @@ from pathlib import Path
 from scalai.core.errors import UsageError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""Where gloo, NCCL and TensorPipe look for the name of their interface."""
+"""Variables of gloo, NCCL and TensorPipe for their interface."""
 
 _SIOCGIFCONF = 0x8912
 _ENTRY_BYTES = 40
@@ -25,10 +25,10 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def address_towards(peer: tuple[str, int]) -> str:
-    """Return the address of this host from which packets to ``peer`` leave. Sends nothing.
+    """Return this host's source address for packets to ``peer``. Sends nothing.
 
     Raises:
-        UsageError: The name is unknown, or no route leads there.
+        UsageError: The name is unknown, or there is no route.
     """
     host, port = peer
     try:
@@ -44,8 +44,8 @@ def address_towards(peer: tuple[str, int]) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface of this host that has an address, by name or number; None
-    where none has it."""
+    """Return the name of this host's interface with an address, by name or number; None: there is
+    none."""
     try:
         numbers = {str(found[4][0]) for found in socket.getaddrinfo(address, None)}
     except socket.gaierror:
@@ -54,18 +54,18 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_environment(address: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that name the interface of ``address``, as far as ``given`` has not set
-    them; none where no interface has it."""
+    """Return the variables for the interface of ``address``, without those in ``given``; empty: no
+    interface has it."""
     name = interface_of(address)
     if name is None:
         return {}
-    # NCCL takes a name for the beginning of several (eth1: eth1, eth10) unless "=" stands before.
+    # NCCL takes a name as a prefix (eth1: eth1, eth10) unless it begins with "=".
     exact = {"NCCL_SOCKET_IFNAME": f"={name}"}
     return {variable: exact.get(variable, name) for variable in VARIABLES if variable not in given}
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """Yield each address of this host and the interface that has it: (interface, address)."""
+    """Yield this host's addresses: (interface, address)."""
     yield from _ipv4_addresses()
     if _IPV6_ADDRESSES.exists():
         for line in _IPV6_ADDRESSES.read_text().splitlines():
@@ -82,5 +82,5 @@ def _ipv4_addresses() -> Iterator[tuple[str, str]]:
     for at in range(0, size_bytes, _ENTRY_BYTES):
         entry = entries[at : at + _ENTRY_BYTES].tobytes()
         label = os.fsdecode(entry[:16].split(b"\0", 1)[0])
-        # An address that was added under a label, such as eth0:1, is on eth0 all the same.
+        # A labelled address, such as eth0:1, is on eth0.
         yield label.partition(":")[0], socket.inet_ntoa(entry[20:24])

@@ -1,4 +1,4 @@
-"""Which hosts this one reaches at their data planes, found out beside the agent's loop."""
+"""Finds the hosts with reachable data planes, beside the agent's loop."""
 
 import logging
 import select
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 TRIES = 3
-"""One packet that is lost is no broken link."""
+"""One lost packet is no broken link."""
 KNOCK_S, PAUSE_S = 5.0, 1.0
-"""How long the others may take, each time, and the time between two tries."""
+"""Seconds for the others in each try, and between tries."""
 AT_ONCE = 256
 
 Address = tuple[str, int]
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def unheard(peers: Peers) -> tuple[str, ...]:
-    """Return the hosts that do not answer ``knock``; none where the system has no descriptors."""
+    """Return the hosts without an answer to ``knock``; none if the system has no descriptors."""
     try:
         return knock(peers)
     except (OSError, RuntimeError) as error:
@@ -29,8 +29,11 @@ def unheard(peers: Peers) -> tuple[str, ...]:
 
 
 def knock(peers: Peers) -> tuple[str, ...]:
-    """Return those of the hosts of which none takes a connection in ``TRIES``: a kernel does that
-    by itself, however busy its agent is, and a wall that refuses it would refuse the workers'."""
+    """Return the hosts without a connection in ``TRIES`` tries.
+
+    The kernel accepts connections even for a busy agent; a firewall that refuses them would refuse
+    the workers' too.
+    """
     left = dict(peers)
     for number in range(TRIES):
         if number:
@@ -45,7 +48,7 @@ def knock(peers: Peers) -> tuple[str, ...]:
 
 
 def _taken(peers: Mapping[str, Address]) -> list[str]:
-    """Return the hosts that have taken a connection, which is ended at once."""
+    """Return the hosts with an accepted connection; closes it at once."""
     with ExitStack() as closing:
         poll, waiting, taken = select.poll(), dict[int, str](), list[str]()
         for host, (name, port) in peers.items():

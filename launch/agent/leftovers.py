@@ -1,4 +1,4 @@
-"""What a dead job has left: the state that removing it would lose, and how old that is."""
+"""Leftovers of a dead job: the state a removal would lose, and its age."""
 
 import logging
 import time
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A host's part of a generation, or a snapshot that was sealed and not committed.
+    """A host's part of a generation, or a sealed snapshot without a commit.
 
-    ``text`` says what it is. ``is_resumable``: a job may go on from it, alone or with the parts of
-    other hosts.
+    ``text`` describes it. ``is_resumable``: a job can resume from it, alone or with other hosts'
+    parts.
     """
 
     path: Path
@@ -31,9 +31,11 @@ class Leftover:
 
 
 def find_leftovers(host: Path) -> list[Leftover]:
-    """List what lies in a host's directory of a store: generations, then sealed snapshots. What was
-    torn by the death of its agent is no state, and not among it."""
-    # What was damaged and made way for an attached generation may still be mended, too.
+    """List a host's directory of a store: generations, then sealed snapshots.
+
+    Leaves out files torn by the agent's death: they hold no state.
+    """
+    # Damaged parts set aside for an attached generation may still be repaired.
     aside = sorted(host.glob("damaged-*"))
     numbered = [(NUMBERED.fullmatch(path.name), path) for path in sorted(host.iterdir())]
     parts = [path for match, path in numbered if match is not None and match[1] == "generation"]
@@ -49,12 +51,12 @@ def find_leftovers(host: Path) -> list[Leftover]:
 
 
 def left_by_others(own: Path) -> dict[int, str]:
-    """Say by number which generations other hosts of the job have left on this machine, whose
-    agents are gone: the same machine, perhaps, under an earlier name (a container's is new at each
-    start).
+    """Describe generations left on this machine by other hosts' dead agents, by number.
+
+    They may be this machine's own under an earlier name: a container's changes at each start.
 
     Args:
-        own: The directory of a host's store.
+        own: Directory of a host's store.
     """
     reasons: dict[int, str] = {}
     for lock in sorted(own.parent.glob(f"*/{LOCK}")):
@@ -70,7 +72,7 @@ def left_by_others(own: Path) -> dict[int, str]:
                         f"{each.path} holds {each.text}, and no agent of host {host.name!r} runs "
                         f"here. Start one (--host-id {host.name})"
                     )
-        except (StoreError, OSError) as error:  # it comes, goes, or is another user's
+        except (StoreError, OSError) as error:  # it appears, disappears, or is another user's
             log.warning("event=not_looked_at directory=%s: %s", host, error)
     return reasons
 
@@ -89,14 +91,14 @@ def _leftover(path: Path, kind: str) -> Leftover:
     try:
         manifest = read_manifest(path)
     except StoreError as error:
-        # Somebody may still repair it, or move back what was renamed.
+        # It may still be repaired, or a renamed file moved back.
         return Leftover(path, f"damaged: {error}", is_resumable=True)
     what = f"generation {manifest.generation}" if kind == "generation" else "a sealed snapshot"
     text = f"{what} of host {manifest.host}, step {manifest.step}, {_age(path, manifest)} old, "
     text += size_text(manifest.size_bytes)
     if _is_attached(path, manifest):
         return Leftover(path, f"{text}, in the durable directory", is_resumable=False)
-    # Nothing has been trained before the first step.
+    # Step 0 holds no training.
     return Leftover(path, text, is_resumable=manifest.step > 0)
 
 
@@ -106,13 +108,13 @@ def _age(path: Path, manifest: HostManifest) -> str:
 
 
 def _is_attached(path: Path, manifest: HostManifest) -> bool:
-    """Whether all of it lies elsewhere, and links lead there."""
+    """Whether all files are links to elsewhere."""
     files = [path / stored.name for stored in manifest.files]
     return bool(files) and all(file.is_symlink() for file in files)
 
 
 def sizes(folder: Path) -> Iterator[int]:
-    """Yield the bytes of each file below a folder; links count nothing."""
+    """Yield the bytes of each file below a folder, links excluded."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             yield path.stat().st_size

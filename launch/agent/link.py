@@ -1,8 +1,7 @@
-"""An agent's link to its coordinator: what it tells, and the commands that it fetches.
+"""An agent's link to its coordinator: sends reports, fetches commands.
 
-Nothing that the agent's loop calls here waits for the coordinator. What is told waits in a queue
-for a thread that sends it; a connection that breaks is made anew; events and commands are numbered,
-so that each arrives once.
+No call from the agent's loop waits for the coordinator. A thread sends queued reports; a broken
+connection is renewed; numbers on events and commands make each arrive once.
 """
 
 import logging
@@ -40,12 +39,12 @@ from scalai.launch.coordinator.discovery import Place
 Answer = TypeVar("Answer")
 
 KEEP_S = 1.0
-"""How long an agent's first poll may be kept; the coordinator says how long the next one."""
+"""Seconds the coordinator may keep an agent's first poll; its answer gives the next one's."""
 LONGEST_KEPT_S = 12.0
 REJOIN_S = 0.5
-"""How long an agent that was expelled waits before it joins again."""
+"""Seconds before an expelled agent joins again."""
 CLOSE_S = 2.0
-"""How long an agent that ends waits until what it has told is delivered."""
+"""Seconds an ending agent waits for delivery of its reports."""
 
 _OUTDATED = (
     "the coordinator that answers is of an earlier term than the one that this agent joined."
@@ -56,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Membership:
-    """One try of this agent to take part: an incarnation, with what it tells and has received."""
+    """One membership of this agent: an incarnation, with its outgoing and received messages."""
 
     incarnation: str
     is_over: threading.Event
@@ -65,27 +64,26 @@ class _Membership:
     untold: "queue.Queue[Report | None]" = field(default_factory=queue.Queue)
     received: int = 0
     extra_s: float = 0.0
-    """How much longer answers may take: many agents may all tell something at once, and where they
-    are many the coordinator keeps their polls for longer."""
+    """Additional seconds for answers: with many agents, reports arrive together and the coordinator
+    keeps polls longer."""
     is_told_to_exit: bool = False
     threads: list[threading.Thread] = field(default_factory=list)
 
 
 class CoordinatorLink:
-    """Two connections: one to tell of events, one that waits for commands, each with a thread.
+    """Two connections, each with a thread: one for reports, one for commands.
 
     Args:
-        place: Where the coordinator is.
+        place: Address of the coordinator.
         job, host: Names of the job, and of this host in it.
-        silence_s: After how much silence the coordinator counts as gone.
-        put: Hands the agent's loop something to do.
-        lost: Is told, in the loop, that the coordinator is gone, or refuses this host, before it
-            had all of its commands.
-        expelled: Is told, in the loop, that this host is not in the job any more.
-        waits: How long the coordinator is waited for.
-        succeed: Returns where the coordinator is that takes the place of one that is gone; None: no
-            other one does.
-        replaced: Is told, in the loop, that another one has.
+        silence_s: Seconds of silence before the coordinator counts as gone.
+        put: Hands work to the agent's loop.
+        lost: Called in the loop if the coordinator is gone, or refuses this host, with commands
+            left.
+        expelled: Called in the loop once this host is no longer in the job.
+        waits: Time limits for the coordinator.
+        succeed: Returns the place of a lost coordinator's successor; None: there is no succession.
+        replaced: Called in the loop after a succession.
     """
 
     def __init__(
@@ -111,29 +109,29 @@ class CoordinatorLink:
         self._member = self._new_member()
         self._commanded: Callable[[Command], None] | None = None
         self._taken_in = ""
-        """The last incarnation that was part of the job."""
+        """The last incarnation in the job."""
         self._is_closed = False
 
     @property
     def term(self) -> int:
-        """The number of the coordinator that this agent has joined last; 0: none."""
+        """Term of the coordinator joined last; 0: none."""
         return self._term
 
     @property
     def place(self) -> Place:
-        """Where the coordinator is that this agent follows."""
+        """Address of this agent's coordinator."""
         return self._place
 
     @property
     def silence_s(self) -> float | None:
-        """For how long the coordinator has been silent, None where it is not."""
+        """Seconds of the coordinator's silence; None: it is not silent."""
         return self._health.silence_s()
 
     def join(self, brings: Callable[[str], Join]) -> Joined:
-        """Become part of the job; returns the coordinator's answer.
+        """Join the job; returns the coordinator's answer.
 
         Args:
-            brings: Returns what the host joins with, as the incarnation that it is given.
+            brings: Returns the host's request for an incarnation.
 
         Raises:
             PeerError: It is refused, or nobody answers.
@@ -144,15 +142,14 @@ class CoordinatorLink:
             try:
                 answer = self._ask(member, member.calls.try_call, request)
                 break
-            except SilentError:  # of many that come at once it takes some in later; twice is once
+            except SilentError:  # overloaded; joining twice counts once
                 if time.monotonic() - began > self._waits.knock_s:
                     raise
         self._taken_in, self._term = member.incarnation, answer.term
         return answer
 
     def rejoin(self, brings: Callable[[str], Join], joined: Callable[[], None]) -> None:
-        """Become part of the job again, as a new incarnation, beside the loop; ``joined`` is called
-        in it then."""
+        """Join again beside the loop, as a new incarnation; then call ``joined`` in the loop."""
         member = self._member = self._new_member()
         request = brings(member.incarnation)
 
@@ -172,12 +169,12 @@ class CoordinatorLink:
         call: Callable[[Request[Joined]], Joined],
         request: Request[Joined],
     ) -> Joined:
-        """Call the coordinator about a join, which may take its time."""
+        """Call the coordinator about a join, with the longer time limit."""
         member.calls.allow(self._waits.join_s)
         return call(request)
 
     def tell(self, report: Report) -> None:
-        """Report to the coordinator. Returns at once; reports arrive in this order."""
+        """Queue a report for the coordinator. Returns at once; keeps the order."""
         self._member.untold.put(report)
 
     def follow(
@@ -186,8 +183,10 @@ class CoordinatorLink:
         obey: Callable[[Command], None],
         stalled: Callable[[], Stalled | None] = lambda: None,
     ) -> None:
-        """From now on deliver what is told and fetch commands, telling how far the workers are and
-        which of them have ``stalled``, and have the loop ``obey`` them."""
+        """Start to deliver reports and fetch commands, for the loop to ``obey``.
+
+        Polls carry the workers' progress and the ``stalled`` ones.
+        """
         member, self._commanded = self._member, obey
         poll = partial(self._poll, member, present, obey, stalled)
         for work in (partial(self._send, member), poll):
@@ -196,8 +195,10 @@ class CoordinatorLink:
             thread.start()
 
     def close(self) -> None:
-        """The agent ends: deliver what it has told, and say goodbye. Waits ``CLOSE_S`` for that at
-        most, and not at all for a coordinator that is silent."""
+        """Deliver the remaining reports and say goodbye.
+
+        Waits at most ``CLOSE_S``; not at all for a silent coordinator.
+        """
         member, self._is_closed = self._member, True
         self._closing.set()
         end = time.monotonic() + CLOSE_S
@@ -226,7 +227,7 @@ class CoordinatorLink:
         try:
             try:
                 work()
-            except AnswerError:  # this host is not in the job (any more), or that is over
+            except AnswerError:  # this host is not in the job, or the job is over
                 farewell = self._ask_farewell(member)
                 if farewell is None:
                     raise
@@ -234,7 +235,7 @@ class CoordinatorLink:
         except PeerError as error:
             if not member.is_over.is_set():
                 self._put(partial(self._ended, member, error))
-        except Exception as error:  # our own slip: the agent would wait for a thread that is gone
+        except Exception as error:  # our own slip: else the agent waits for a dead thread
             if not member.is_over.is_set():
                 self._put(partial(_fail, error))
 
@@ -259,9 +260,9 @@ class CoordinatorLink:
         stalled: Callable[[], Stalled | None],
     ) -> None:
         is_last, keep_s = False, KEEP_S
-        told = (0, 0)  # the round, and the step of which the coordinator has heard last
+        told = (0, 0)  # the round, and the last reported step
         while not member.is_over.is_set() and not is_last:
-            # Who is told to exit calls once more, to say that it was.
+            # An agent with an Exit polls once more, to acknowledge it.
             is_last = member.is_told_to_exit
             current, group = present.round, present.group
             if current is None or current.number != told[0]:
@@ -298,12 +299,12 @@ class CoordinatorLink:
         obey: Callable[[Command], None],
         command: Command,
     ) -> None:
-        if member is self._member:  # else it was for an incarnation that is gone
+        if member is self._member:  # else for a past incarnation
             obey(command)
 
     def _ask_farewell(self, member: _Membership) -> Exit | None:
-        """Return the command by which the job has ended its agents, None where it goes on, or who
-        answers is the coordinator of a job that this host was no part of."""
+        """Return the command of the job's end; None: the job goes on, or the coordinator is of a
+        job without this host."""
         waits = self._waits
         line = Line(self._place, waits.connect_s, waits.tell_s, self._health, member.is_over)
         try:
@@ -312,7 +313,7 @@ class CoordinatorLink:
             line.cut()
 
     def _dismissed(self, member: _Membership, farewell: Exit) -> None:
-        """The job has ended while this host was cut off: in the loop, for the first that knows."""
+        """In the loop, once: the job ended while this host was cut off."""
         if member is not self._member or member.is_over.is_set():
             return
         self._give_up(member)
@@ -322,11 +323,11 @@ class CoordinatorLink:
         self._commanded(farewell)
 
     def _ended(self, member: _Membership, error: PeerError) -> None:
-        """One of the threads has ended: in the loop, for the first of them."""
+        """In the loop, once: a thread has ended."""
         if member is not self._member or member.is_over.is_set():
             return
         self._give_up(member)
-        # Else it went before this host had done all that it was told.
+        # Otherwise the coordinator left with commands unfinished.
         if member.is_told_to_exit or self._is_closed:
             return
         kind = error.kind if isinstance(error, AnswerError) else None
@@ -338,14 +339,14 @@ class CoordinatorLink:
             self._lost(error)
 
     def _search(self, succeed: Callable[[Place, int, threading.Event], Place]) -> None:
-        """Look for who takes the coordinator's place, beside the loop."""
+        """Look for the coordinator's successor, beside the loop."""
 
         def look() -> None:
             try:
                 place = succeed(self._place, self._term, self._closing)
             except PeerError as error:
                 self._put(partial(self._not_found, error))
-            except Exception as error:  # our own slip: the agent would wait for ever
+            except Exception as error:  # our own slip: else the agent waits forever
                 self._put(partial(_fail, error))
             else:
                 self._put(partial(self._found, place))
@@ -364,5 +365,5 @@ class CoordinatorLink:
 
 
 def _fail(error: Exception) -> None:
-    """What must not happen to a thread of the link ends the agent, whose loop calls this."""
+    """End the agent: a thread of the link has failed."""
     raise RuntimeError("the link to the coordinator has failed") from error

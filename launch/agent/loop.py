@@ -1,10 +1,9 @@
-"""The agent: one a host. It starts and stops workers, owns the host's Tensor Store, and does what
-the coordinator says.
+"""The agent, one per host: starts and stops workers, owns the host's Tensor Store, obeys the
+coordinator.
 
-One thread decides: commands of the coordinator, calls of workers and results of background work
-reach it through one queue as events of the law of the host (``core.host.law``), and what the law
-answers with is carried out by ``Performer``. An ``Agent`` is built of its parts and opens nothing;
-``launch.agent.participant.open_agent`` opens them.
+One thread decides: the coordinator's commands, workers' calls and results of background work reach
+it through one queue, as events of the host's law (``core.host.law``); ``Performer`` performs the
+law's actions. An ``Agent`` gets its parts opened, by ``launch.agent.participant.open_agent``.
 """
 
 import logging
@@ -35,22 +34,20 @@ MEMORY, DISK, NETWORK, ENDS, ARCHIVE, HEALTH = LANES = (
     "archive",
     "health",
 )
-"""Lanes of work beside the loop: snapshots and forks; disks of others; other hosts; ends of
-workers; copies to the durable directory, in order; health checks, one at a time."""
+"""Lanes of work beside the loop: snapshots and forks; others' disks; other hosts; ends of workers;
+ordered copies to the durable directory; health checks, one at a time."""
 THREADS = {MEMORY: 4, DISK: 4, NETWORK: 4, ENDS: 4, ARCHIVE: 1, HEALTH: 1}
 
 log = logging.getLogger(__name__)
 
 
 class Loop:
-    """Does one thing after the other, and a tick now and then by the clock, however much there is
-    to do. Any thread may ``put``."""
+    """Does one thing at a time, with regular ticks under any load. Any thread may ``put``."""
 
     def __init__(self) -> None:
         self._due: queue.Queue[Callable[[], None]] = queue.Queue()
 
     def put(self, due: Callable[[], None]) -> None:
-        """Have the loop do something."""
         self._due.put(due)
 
     def run(self, tick: Callable[[], None], is_over: Callable[[], bool]) -> None:
@@ -67,7 +64,7 @@ class Loop:
 
 
 class Doer(Protocol):
-    """What an agent needs of whoever carries out what its law decides (``Performer``)."""
+    """An agent's view of its ``Performer``."""
 
     @property
     def groups(self) -> Mapping[int, WorkerGroup]: ...
@@ -82,10 +79,10 @@ class Agent:
     """One host's part in a job: the loop around the law.
 
     Args:
-        state: What the host knows at first.
-        performer: Carries out what the law decides.
-        loop: Brings what happens.
-        watches: What looks at the workers now and then, and decides nothing.
+        state: Initial state of the host.
+        performer: Performs the law's actions.
+        loop: Brings the events.
+        watches: Looks at the workers at each tick; decides nothing.
     """
 
     def __init__(
@@ -101,13 +98,13 @@ class Agent:
 
     @property
     def exit(self) -> int | None:
-        """With which code the agent ends, None as long as it works."""
+        """The agent's exit code; None: it works."""
         return self.state.exit if self._forced is None else self._forced
 
     def is_over(self) -> bool:
         return self.exit is not None
 
-    # What others read of the present workers, in threads of their own.
+    # Read by other threads.
 
     @property
     def round(self) -> Round | None:
@@ -123,7 +120,8 @@ class Agent:
     # ------------------------------------------------------------------ events in, actions out
 
     def feed(self, event: Event) -> None:
-        """Let the law decide about an event and what comes of it. Only the loop calls it."""
+        """Feed the law an event, and all events that follow from its actions. Only the loop calls
+        it."""
         pending = deque([event])
         while pending:
             held = self._performer.generations()
@@ -134,7 +132,7 @@ class Agent:
                 try:
                     pending.extend(self._performer.perform(action))
                 except (ScalaiError, OSError) as error:
-                    # For want of room, of a file or of a process: the round fails, not the agent.
+                    # No room, file or process: the round fails, not the agent.
                     log.exception("event=error host=%s", self.state.host)
                     pending.append(events.WorkFailed(None, str(error)))
 
@@ -143,15 +141,15 @@ class Agent:
         self._loop.put(lambda: self.feed(event))
 
     def obey(self, command: Command) -> None:
-        """Do what the coordinator says; in the loop."""
+        """Perform the coordinator's command; in the loop."""
         self.feed(events.Commanded(command, self._performer.seen(self.state.round)))
 
     def call(self, answer: "Future[Any]", request: WorkerRequest) -> None:
-        """Carry out a worker's call; in the loop."""
+        """Answer a worker's call; in the loop."""
         self.feed(events.Called(self._performer.take_call(answer), request))
 
     def worker_gone(self, round: int, rank: int) -> None:
-        """The connection of a worker has ended; in the loop."""
+        """A worker's connection has ended; in the loop."""
         self.feed(events.WorkerGone(round, rank, self._performer.seen(self.state.round)))
 
     def tick(self) -> None:
@@ -163,7 +161,7 @@ class Agent:
             self._watches()
 
     def run(self) -> int:
-        """Work until the coordinator says to exit. Returns the exit code."""
+        """Work until the coordinator ends it. Returns the exit code."""
         self._loop.run(self.tick, self.is_over)
         assert self.exit is not None
         return self.exit
@@ -175,18 +173,18 @@ class Agent:
         self.put(events.LeaveAsked())
 
     def noticed(self, source: str, left_s: float | None) -> None:
-        """A source says that this host will be taken away."""
+        """A source announces this host's removal."""
         self.put(events.Noticed(source, left_s))
 
     def notice_withdrawn(self, source: str) -> None:
-        """It says so no more."""
+        """The source withdraws its notice."""
         self.put(events.NoticeWithdrawn(source))
 
     def stop_now(self, code: int) -> None:
         """A second signal: end at once; the state stays in the store for a restarted agent."""
-        self._forced = code  # now, because the loop may be waiting for workers to leave
+        self._forced = code  # now: the loop may be waiting for workers to leave
         self._loop.put(lambda: None)
 
     def set_slots(self, slots: int) -> None:
-        """The device probe reports another number."""
+        """The device probe reports a new number."""
         self.put(Slots(slots))

@@ -1,5 +1,5 @@
-"""One question to a cloud's metadata server over HTTP, which is never believed more than needed:
-within a deadline for all of it, of bounded size, through no proxy, and following nowhere."""
+"""One question to a cloud's metadata server over HTTP, with little trust: a total deadline, a size
+limit, no proxy, no redirects."""
 
 import io
 import socket
@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 from scalai.core.errors import PeerError
 
 TIMEOUT_S = 3.0
-"""How long a question may take, from the connection to the last byte of the answer."""
+"""Seconds for a question, from the connection to the answer's last byte."""
 MOST_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server says: its status and text; ``at``: its own time in seconds since 1970, None
-    where it does not tell."""
+    """A server's answer: status and text; ``at``: its own time in seconds since 1970, None: not
+    stated."""
 
     status: int
     text: str
@@ -36,12 +36,10 @@ def ask(
     method: str = "GET",
     timeout_s: float = TIMEOUT_S,
 ) -> Answer:
-    """Ask for ``path`` at ``address`` (``http://HOST:PORT``). Blocks. Whoever asks decides about
-    the status.
+    """Ask for ``path`` at ``address`` (``http://HOST:PORT``). Blocks. The caller judges the status.
 
     Raises:
-        PeerError: Nobody answers within the time, or what comes is no answer, too long, or of no
-            text.
+        PeerError: There is no answer in time, or it is invalid, too long, or not text.
     """
     end = time.monotonic() + timeout_s
     parts = urlsplit(address)
@@ -62,7 +60,7 @@ def ask(
 
 
 def _answer(connection: socket.socket, end: float, method: str) -> Answer:
-    # All that it asks of a socket is ``makefile``.
+    # It uses only the socket's ``makefile``.
     response = HTTPResponse(_Within(connection, end), method=method)  # type: ignore[arg-type]
     try:
         response.begin()
@@ -88,7 +86,7 @@ def _left(end: float) -> float:
 
 
 class _Within:
-    """A connection of which all is read by a time, and not too much."""
+    """A connection with a deadline and a size limit for reads."""
 
     def __init__(self, connection: socket.socket, end: float) -> None:
         self._connection, self._end = connection, end

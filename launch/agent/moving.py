@@ -1,15 +1,15 @@
-"""How many bytes have come from other hosts for a round, as the coordinator hears of it."""
+"""Bytes from other hosts in a round, as reported to the coordinator."""
 
 import threading
 import time
 
 TELL_EVERY_S = 10.0
-"""How often the coordinator hears of bytes that arrive."""
+"""Seconds between reports of arriving bytes."""
 
 
 class Moving:
-    """Bytes that come from other hosts for one round. ``arrived`` is called by the threads that
-    fetch them, the rest by the agent's own."""
+    """Bytes from other hosts for one round. Fetching threads call ``arrived``, the agent's own the
+    rest."""
 
     def __init__(self, round: int) -> None:
         self.round = round
@@ -18,13 +18,12 @@ class Moving:
         self._report_at = 0.0
 
     def arrived(self, count: int) -> None:
-        """Count bytes that have come."""
+        """Count arrived bytes."""
         with self._mutex:
             self._bytes += count
 
     def news(self) -> int | None:
-        """Return how many bytes have come, where that is to be reported: now and then, and only
-        where there are more than before."""
+        """Return the bytes so far, if due for a report: at intervals, and only after a change."""
         now = time.monotonic()
         if self._bytes == self._reported or now < self._report_at:
             return None

@@ -1,5 +1,5 @@
-"""Asks whoever may say that this host will be taken away, each in a thread of its own: one that
-hangs holds up neither the others nor the agent."""
+"""Asks each source of removal notices in its own thread; a hanging one delays neither others nor
+the agent."""
 
 import logging
 import threading
@@ -11,10 +11,10 @@ from scalai.launch.agent.notices import LEAST_S, FileNotice, Notices, Question, 
 from scalai.launch.config.elastic_config import NoticeSource
 
 LONGEST_S = 60.0
-"""A source that does not answer is asked again after twice as long each time, at most so long."""
+"""Seconds; longest interval between questions, doubled after each failure."""
 
 SILENT_S = 30.0
-"""A question that takes so long is said: a file system may hang for ever."""
+"""Seconds before a pending question is logged: a file system may hang forever."""
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +23,13 @@ Withdrawn = Callable[[str], None]
 
 
 class NoticeWatch:
-    """Asks one source, and tells what is new.
+    """Asks one source, and passes on notices.
 
     Args:
-        source: Whom.
-        question: What it is asked.
-        noticed, withdrawn: Hear of notices; told again as long as they hold.
-        interval_s: Between two questions.
+        source: The source.
+        question: Its question.
+        noticed, withdrawn: Callbacks for notices; repeated while they hold.
+        interval_s: Seconds between questions.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class NoticeWatch:
         self._is_said = False
 
     def look(self) -> float:
-        """Ask once. Returns after how many seconds to ask again. No answer withdraws nothing."""
+        """Ask once. Returns the seconds before the next question. Without an answer, notices stay."""
         self._asked_at = time.monotonic()
         try:
             found = self._question.read()
-        except Exception as error:  # also our own slip: nobody would hear of notices any more
+        except Exception as error:  # also our own slip: else notices would stop
             self._failed(error)
             return min(self._interval_s * 2.0 ** min(self._failures, 10), LONGEST_S)
         finally:
@@ -81,14 +81,14 @@ class NoticeWatch:
                 if self._question.problem:
                     log.warning("event=notice_unclear %s", self._question.problem)
             if name in self._known and left_s is not None and left_s <= LEAST_S:
-                continue  # it is over: the same again puts it off no more
+                continue  # its time is over: a repeat postpones nothing
             self._noticed(name, left_s)
         for name in sorted(self._known - found.keys()):
             self._withdrawn(name)
         self._known = frozenset(found)
 
     def check(self, now: float) -> None:
-        """Say, once, that a question has had no answer for long. Any thread may call it."""
+        """Log once a question without an answer for long. Any thread may call it."""
         asked_at = self._asked_at
         if asked_at is None or self._is_said or now - asked_at < SILENT_S:
             return
@@ -111,8 +111,10 @@ def watch(
     interval_s: float,
     default_s: float,
 ) -> None:
-    """Ask each of these sources from now on, but for signals, in threads that end with the
-    process. ``default_s``: what a file leaves that says nothing."""
+    """Start to ask these sources, signals excluded, in threads that end with the process.
+
+    ``default_s``: seconds left for a file without content.
+    """
     asked: list[NoticeWatch] = []
     for source in sources:
         if source.kind == "signal":

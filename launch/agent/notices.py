@@ -1,5 +1,4 @@
-"""What the sources of preemption notices say at present: each is one question, asked again and
-again by ``notice_watch``.
+"""Sources of preemption notices: each answers one question, asked repeatedly by ``notice_watch``.
 
 Sources: AWS, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations",
 with IMDSv2; Google Cloud, "Preemption process" (``instance/preempted``); Azure, "Scheduled Events".
@@ -20,41 +19,41 @@ from scalai.launch.agent.metadata import Answer, ask
 from scalai.launch.config.elastic_config import NoticeSource
 
 Notices = Mapping[str, float | None]
-"""By what is said the seconds that are left; None: nobody knows when."""
+"""Seconds left by notice; None: unknown."""
 
 GCP_S = 30.0
-"""What a preempted host of Google's has, from the notice on."""
+"""Seconds a Google host has after its notice."""
 LEAST_S = 5.0
-"""A time that has passed already, or nearly, counts as so much: it is another clock's."""
+"""Smallest time left; past times may come from another clock."""
 TOKEN_S = 21600
 EPOCH = 1e9
-"""A number in a file from here on is a time since 1970, below it a number of seconds."""
+"""From here on a file's number is seconds since 1970, below it seconds left."""
 MOST_FILE_BYTES = 256
 AZURE_TAKES = ("Preempt", "Terminate", "Reboot", "Redeploy")
-"""Events after which what was in memory is gone; a Freeze is only a pause."""
+"""Events that clear the memory; a Freeze is only a pause."""
 
 _OK, _UNAUTHORIZED, _NOT_FOUND = 200, 401, 404
 
 
 class FileNotice:
-    """A file that appears. It may say the seconds that are left since it was seen, or the time.
+    """A file that appears, with the seconds left since then, or the time, as optional content.
 
     Args:
-        path: Of the file.
-        default_s: What is left where it says nothing.
+        path: Path of the file.
+        default_s: Seconds left for a file without content.
     """
 
     def __init__(self, path: str, default_s: float) -> None:
         self._path, self._default_s = path, default_s
         self._seen: tuple[object, float] | None = None
         self.problem = ""
-        """What its content is, where that says no time."""
+        """Description of content without a time."""
 
     def read(self) -> Notices:
-        """Return what it says now.
+        """Return the present notices.
 
         Raises:
-            OSError: Nobody can tell whether it is there.
+            OSError: The file's existence is unknown.
         """
         try:
             found = os.stat(self._path)
@@ -109,13 +108,13 @@ def _until(text: str, now: float) -> float:
 
 
 class AwsNotice:
-    """A spot host's interruption, and the recommendation that comes before one."""
+    """A spot host's interruption, and the earlier rebalance recommendation."""
 
     def __init__(self, address: str) -> None:
         self._address, self._token = address, ""
 
     def read(self) -> Notices:
-        """Return what it says now. Raises ``PeerError``."""
+        """Return the present notices. Raises ``PeerError``."""
         found: dict[str, float | None] = {}
         action = self._get("/latest/meta-data/spot/instance-action")
         if action is not None:
@@ -153,7 +152,7 @@ class GcpNotice:
         self._since: float | None = None
 
     def read(self) -> Notices:
-        """Return what it says now. Raises ``PeerError``."""
+        """Return the present notices. Raises ``PeerError``."""
         path = "/computeMetadata/v1/instance/preempted"
         answer = ask(self._address, path, {"Metadata-Flavor": "Google"})
         found, where = _there(answer, f"{self._address}{path}"), f"{self._address}{path}"
@@ -170,13 +169,13 @@ class GcpNotice:
 
 
 class AzureNotice:
-    """Events that are scheduled for this host; those of others of its scale set are told too."""
+    """Scheduled events of this host; the server also lists others of its scale set."""
 
     def __init__(self, address: str) -> None:
         self._address, self._name = address, ""
 
     def read(self) -> Notices:
-        """Return what it says now. Raises ``PeerError``."""
+        """Return the present notices. Raises ``PeerError``."""
         path = "/metadata/scheduledevents?api-version=2020-07-01"
         answer = self._get(path)
         if answer is None:
@@ -210,7 +209,7 @@ class AzureNotice:
 
 
 def _there(answer: Answer, where: str) -> Answer | None:
-    """Return the answer, None where there is nothing. Raises ``PeerError`` for any other status."""
+    """Return the answer; None: not found. Raises ``PeerError`` for any other status."""
     if answer.status == _NOT_FOUND:
         return None
     if answer.status != _OK:
@@ -238,7 +237,7 @@ def _rfc(text: str) -> datetime:
 
 
 def _left_s(text: object, answer: Answer, read: Callable[[str], datetime]) -> float:
-    """Return the seconds until a time that a server says, by its own clock where it tells that."""
+    """Return the seconds until a server's time, by its own clock if known."""
     try:
         moment = read(str(text))
         if moment.tzinfo is None:
@@ -253,7 +252,7 @@ Question = FileNotice | AwsNotice | GcpNotice | AzureNotice
 
 
 def question_of(source: NoticeSource, default_s: float) -> Question:
-    """Return what is asked of a source that is no signal."""
+    """Return the question for a source; signals have none."""
     match source.kind:
         case "file":
             return FileNotice(source.where, default_s)

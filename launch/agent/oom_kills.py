@@ -1,4 +1,4 @@
-"""Whether the kernel has killed processes of this host for want of memory."""
+"""Counts the kernel's out-of-memory kills on this host."""
 
 import re
 from collections.abc import Mapping
@@ -11,9 +11,8 @@ PROC = Path("/proc")
 
 
 def oom_kills(cgroups: Path = CGROUPS, proc: Path = PROC) -> dict[str, int]:
-    """Return how many processes the kernel has killed for want of memory so far, by where it has
-    counted them: in this process's cgroup (version 2, else 1), and on the whole machine. What
-    cannot be read is left out."""
+    """Return the number of out-of-memory kills so far, by counter: this process's cgroup (version
+    2, else 1), and the whole machine. Unreadable ones are left out."""
     own = _text(proc / "self/cgroup")
     path = re.search(r"^0::/?(.*)$", own, re.MULTILINE)
     old = re.search(r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/?(.*)$", own, re.MULTILINE)
@@ -29,7 +28,7 @@ def oom_kills(cgroups: Path = CGROUPS, proc: Path = PROC) -> dict[str, int]:
 
 
 def describe_rise(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """Say that such processes were killed in between; empty where none was."""
+    """Describe kills in between; empty: there were none."""
     for where in ("cgroup", "machine"):
         rise = after.get(where, 0) - before.get(where, 0)
         if where in before and rise > 0:

@@ -1,4 +1,4 @@
-"""An agent as a member of its job: what it opens, how it joins, and how it ends."""
+"""An agent as a member of its job: opening, joining, ending."""
 
 import logging
 import subprocess
@@ -42,19 +42,19 @@ from scalai.store.host import HostStore
 from scalai.store.secure import Folder
 
 REPLACE_SILENT_S = 60.0
-"""After so much silence a coordinator of this machine is replaced."""
+"""Seconds of silence before a coordinator on this machine is replaced."""
 
 log = logging.getLogger(__name__)
 
 
 class Participant:
-    """An agent as a member of its job: with its store, its servers and its link to the coordinator.
+    """An agent as a member of its job, with its store, its servers and its link to the coordinator.
 
     Args:
-        spec: The job, as this host's command line states it.
-        agent: Decides.
-        served: What it serves.
-        progress: Which workers make no steps.
+        spec: The job, by this host's command line.
+        agent: Makes the decisions.
+        served: Opened store, servers and link.
+        progress: Watches for workers without steps.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Participant:
     # ------------------------------------------------------------------ the job
 
     def enter(self) -> None:
-        """Become part of the job. Raises ``PeerError`` where that is refused, or nobody answers."""
+        """Join the job. Raises ``PeerError``: it is refused, or nobody answers."""
         self._served.holdings.attach()
         answer = self._served.link.join(self._brings())
         self._served.holdings.begin(answer)
         self._follow()
 
     def rejoin(self) -> None:
-        """Join again beside the loop. Where workers live, or the store holds something, no disk is
-        waited for."""
+        """Join again beside the loop; with live workers or a filled store, without waiting for a
+        disk."""
 
         def joined() -> None:
             self._agent.feed(events.Rejoined())
@@ -96,8 +96,7 @@ class Participant:
         self._served.link.follow(self._agent, self._agent.obey, lambda: self._progress.stalled)
 
     def _brings(self) -> Callable[[str], Join]:
-        """Return what this host joins with, as an incarnation: its devices, what its store holds,
-        and its command line."""
+        """Return a join request by incarnation: devices, stored parts, command line."""
         served, state = self._served, self._agent.state
         found, spec, named = served.holdings.found(), JsonText.of(self._spec.to_json()), HostLists()
         parts, sealed = named.take(found.parts), named.take(found.sealed)
@@ -123,7 +122,6 @@ class Participant:
         )
 
     def _underway(self) -> Underway | None:
-        """Return the round that this host's workers are in."""
         state = self._agent.state
         if state.round is None:
             return None
@@ -131,11 +129,11 @@ class Participant:
 
     @property
     def started(self) -> "subprocess.Popen[bytes] | None":
-        """The process of the coordinator that this agent follows, where it has started that."""
+        """The coordinator's process, if this agent started it."""
         return self._served.link.place.started
 
     def replaced(self) -> None:
-        """Another coordinator has taken the place of one that is gone; in the loop."""
+        """A new coordinator has replaced a lost one; in the loop."""
         if self.started is not None:
             say_ahead(self._spec)
         self._agent.feed(events.CoordinatorReplaced())
@@ -157,7 +155,7 @@ class Participant:
         )
 
     def run(self) -> int:
-        """Work until the coordinator says to exit. Returns the exit code."""
+        """Work until the coordinator ends it. Returns the exit code."""
         served = self._served
         with ExitStack() as closing:  # the last one first, whatever goes wrong in another
             closing.callback(served.holdings.close)
@@ -167,7 +165,7 @@ class Participant:
             closing.callback(served.performer.close)
             try:
                 return self._agent.run()
-            except Exception:  # our own slip: its workers must not outlive the loop unseen
+            except Exception:  # our own slip: workers must not outlive the loop unseen
                 log.exception(
                     "event=crashed host=%s: the agent itself has failed. Its workers end; the "
                     "state stays in %s.", self._agent.state.host, served.store.directory,
@@ -190,12 +188,12 @@ class Participant:
         self._agent.leave()
 
     def noticed(self, source: str, left_s: float | None) -> None:
-        """A source says that this host will be taken away, in so many seconds (None: at some
-        time); told again as long as it holds."""
+        """A source announces this host's removal in ``left_s`` seconds (None: unknown); repeated
+        while it holds."""
         self._agent.noticed(source, left_s)
 
     def notice_withdrawn(self, source: str) -> None:
-        """It says so no more."""
+        """The source withdraws its notice."""
         self._agent.notice_withdrawn(source)
 
     def stop_now(self, code: int) -> None:
@@ -203,13 +201,13 @@ class Participant:
         self._agent.stop_now(code)
 
     def set_slots(self, slots: int) -> None:
-        """The device probe reports another number."""
+        """The device probe reports a new number."""
         self._agent.set_slots(slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a member of a job has open."""
+    """Open resources of a member."""
 
     store: HostStore
     holdings: Holdings
@@ -227,14 +225,14 @@ def open_agent(
     interface: str,
     make_workers: Callable[[], WorkerSet],
 ) -> Participant:
-    """Open what an agent needs, and join the job.
+    """Open an agent's resources, and join the job.
 
     Args:
-        spec: The job, as this host's command line states it.
+        spec: The job, by this host's command line.
         host: Name of this host in the job.
-        slots: Workers that this host can run.
-        place: Where the coordinator is.
-        interface: Address that other hosts reach this one by.
+        slots: Number of workers this host can run.
+        place: Address of the coordinator.
+        interface: Address of this host for others.
         make_workers: Returns an empty set of workers.
 
     Raises:
@@ -295,7 +293,7 @@ def _open_link(
     loop: Loop,
     member: Callable[[], Participant],
 ) -> CoordinatorLink:
-    """Return the link to the coordinator; ``member`` is there by the time at which it joins."""
+    """Return the link to the coordinator; ``member`` must exist before it joins."""
     link = CoordinatorLink(
         place, spec.job, host, _patience_s(spec, place), loop.put,
         lambda error: member().lost(error), lambda error: member().expelled(error),
@@ -306,8 +304,11 @@ def _open_link(
 
 
 def _patience_s(spec: JobSpec, place: Place) -> float:
-    """Return after how much silence the coordinator counts as gone. Where that is a process of this
-    machine, it is ended then, and another one started; with a register, that tells who is."""
+    """Return the seconds of silence before the coordinator counts as gone.
+
+    Less for a process of this machine, to be ended and replaced, and with a register, to look up
+    the successor.
+    """
     most_s = spec.config.resize.coordinator_timeout_s
     is_found = place.is_here or registers_of(spec)[0] is not None
     return min(most_s, REPLACE_SILENT_S) if is_found else most_s
@@ -324,7 +325,7 @@ def _check_slots(slots: int) -> None:
 
 
 def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> HostState:
-    """Return what the law knows of a host that has no workers yet."""
+    """Return the state of a host without workers."""
     settings = Settings(
         host,
         spec.is_elastic,
@@ -352,7 +353,7 @@ def _watch(
 
 
 def _identity(directory: Path) -> StoreIdentity:
-    """Return what tells a store's directory from any other."""
+    """Return a unique identity of a store's directory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     found = directory.stat()
     return StoreIdentity(boot, found.st_dev, found.st_ino)

@@ -1,7 +1,7 @@
-"""Carries out what the law of a host decides: the hands of an agent.
+"""Performs the decisions of a host's law: the hands of an agent.
 
-What blocks (faulting pages in, planning and fetching, sealing) runs in threads, and what comes of
-it reaches the agent's loop as an event.
+Blocking work (faulting pages in, planning and fetching, sealing) runs in threads; its results reach
+the agent's loop as events.
 """
 
 import contextlib
@@ -57,15 +57,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Hands:
-    """What a performer works with; nothing of it is opened by the performer itself.
+    """A performer's tools; the performer opens none itself.
 
     Attributes:
-        token: The job's secret, for the data planes of other hosts.
-        tell: Reports to the coordinator; returns at once.
+        token: The job's secret, for other hosts' data planes.
+        tell: Sends a report to the coordinator; returns at once.
         feed: Hands the agent's loop an event; any thread may call it.
-        rejoin: Joins the job again with what the store holds, beside the loop.
-        is_over: Whether the agent itself must end, and waits no longer.
-        health: Checks whether this host may run workers.
+        rejoin: Joins the job again with the store's content, beside the loop.
+        is_over: Whether the agent must end and waits no longer.
+        health: Checks this host's fitness for workers.
         lanes: Run blocking work beside the loop.
     """
 
@@ -85,11 +85,11 @@ class Hands:
 
 
 class Performer:
-    """Carries out the actions of one host's law. Only the agent's own thread calls it.
+    """Performs the actions of one host's law. Only the agent's own thread calls it.
 
     Args:
-        hands: What it works with.
-        replicas: Makes what this host keeps for others; None: as fast as it can.
+        hands: Its tools.
+        replicas: Makes this host's replicas for others; None: without a rate limit.
     """
 
     def __init__(self, hands: Hands, replicas: Replicas | None = None) -> None:
@@ -99,18 +99,18 @@ class Performer:
         self._calls, self._last_call = dict[Call, Future[Any]](), 0
         self._oom_kills = oom_kills()
         self._ends = deque[threading.Event](maxlen=THREADS[ENDS])
-        """Set once workers that were ended beside the loop are gone."""
+        """Set after workers ended beside the loop are gone."""
         self._moving: Moving | None = None
         self._replicas = replicas or Replicas(hands.store, hands.token)
 
     # ------------------------------------------------------------------ what is to be seen
 
     def generations(self) -> frozenset[int]:
-        """Return the generations that the store holds."""
+        """Return the store's generations."""
         return frozenset(self._store.generations())
 
     def seen(self, current: Round | None) -> GroupSeen | None:
-        """Return how the workers of a round are, None where there are none."""
+        """Return the state of a round's workers; None: there are none."""
         group = None if current is None else self.groups.get(current.number)
         if current is None or group is None:
             return None
@@ -124,7 +124,7 @@ class Performer:
         )
 
     def arrivals(self) -> Iterable[Event]:
-        """Yield news of bytes that come from other hosts."""
+        """Yield news of bytes from other hosts."""
         news = None if self._moving is None else self._moving.news()
         if self._moving is not None and news is not None:
             yield reports.Moved(self._moving.round, news)
@@ -162,10 +162,10 @@ class Performer:
     # ------------------------------------------------------------------ actions
 
     def perform(self, action: Action) -> Iterable[Event]:
-        """Carry an action out.
+        """Perform an action.
 
         Returns:
-            What came of it already; of what runs in a thread the agent's loop hears later.
+            Immediate results; a thread's results reach the agent's loop later.
 
         Raises:
             ScalaiError, OSError: There is no room, or a file or a process is missing.
@@ -193,7 +193,7 @@ class Performer:
         try:
             self._hands.rejoin()
         except (ScalaiError, OSError) as error:
-            # Without a round there is none to fail, and nobody would try again.
+            # Without a round to fail, nothing would try again.
             log.exception("event=not_rejoined host=%s", self._hands.host)
             return [
                 events.JobLost(
@@ -334,7 +334,7 @@ class Performer:
         return obstacle(policy, workers, present, on_devices=action.on_devices)
 
     def _end_group(self, round: int, grace_s: float) -> None:
-        """End workers beside the loop: the kernel may not be able to for long."""
+        """End workers beside the loop: the kernel may take long."""
         group, is_over, ended = self.groups.pop(round), self._hands.is_over, threading.Event()
         self._ends.append(ended)
         deadline = time.monotonic() + grace_s
@@ -358,14 +358,14 @@ class Performer:
             return []
         failures = outcome.failures
         memory = any(f"exited with {OUT_OF_MEMORY_EXIT}" in failure for failure in failures)
-        # Whom a signal kills may take others with it that talk to it.
+        # A worker killed by a signal may take its peers along.
         is_chance = any("was killed by" in failure for failure in failures)
         if is_chance:
             failures = self._with_the_kernels_word(failures)
         return [GroupOver(round, failures, memory, is_chance)]
 
     def _with_the_kernels_word(self, failures: tuple[str, ...]) -> tuple[str, ...]:
-        """Say of those that SIGKILL ended whether the kernel has killed for want of memory."""
+        """Add the kernel's out-of-memory kills to failures by SIGKILL."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         rise = describe_rise(before, self._oom_kills)
         return tuple(f"{f} ({rise})" if rise and "SIGKILL" in f else f for f in failures)
@@ -377,7 +377,7 @@ class Performer:
                 os.kill(pids[str(rank)], signal.SIGKILL)
 
     def close(self) -> None:
-        """End all workers; whoever waits for an answer gets an error."""
+        """End all workers; pending calls get an error."""
         for group in self.groups.values():
             group.end(self._hands.is_over)
         self.groups.clear()
@@ -389,7 +389,7 @@ class Performer:
     # ------------------------------------------------------------------ the store
 
     def _run(self, lane: str, round: int, what: str, work: Callable[[], Iterable[Event]]) -> None:
-        """Have a thread work for a round, and feed its results."""
+        """Do a round's work in a thread, and feed its results."""
 
         def safely() -> Iterable[Event]:
             try:
@@ -425,7 +425,7 @@ class Performer:
                     taken_over=action.taken_over,
                 )  # fmt: skip
             except (ScalaiError, OSError):
-                # The round fails by it. Nobody else would, and later snapshots need the room.
+                # The round fails. Discard here: later snapshots need the room.
                 self._store.discard(slot)
                 raise
             log.info("event=seal step=%d took_s=%.3f", action.step, time.monotonic() - began)
@@ -447,7 +447,7 @@ class Performer:
             except ProofError as error:
                 return [reports.Unproven(round, str(error))]  # the coordinator decides
             finally:
-                moving.round = -1  # what is reported next says more
+                moving.round = -1  # the next report says more
             return found.to_events(round)
 
         source = start.sources
@@ -455,7 +455,7 @@ class Performer:
         self._run(lane, round, "planning and moving", fetch)
 
     def _lane_of(self, generation: int) -> str:
-        """Return the lane of reads that may touch a durable directory."""
+        """Return the lane of reads from a possible durable directory."""
         return DISK if self._store.is_attached(generation) else NETWORK
 
     def _replicate(self, command: Replicate) -> None:
@@ -488,6 +488,6 @@ class Performer:
 
 
 def _files(slot: object) -> Snapshot:
-    """Return the store's own slot: the law knows of it only who writes what."""
+    """Return the store's own slot; the law knows only its writers."""
     assert isinstance(slot, Snapshot)
     return slot

@@ -1,4 +1,4 @@
-"""How many devices of this host work: a question that an agent asks again and again."""
+"""The number of working devices of this host, asked repeatedly by an agent."""
 
 import re
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from scalai.launch.config.elastic_config import ProbeConfig
 
 _FIELDS = ("index", "uuid", "temperature.gpu", "remapped_rows.failure", "gpu_recovery_action")
 _FEWER_FIELDS = _FIELDS[:3]
-"""What drivers know that have no row remapping or no recovery action."""
+"""Fields of drivers without row remapping or recovery action."""
 
 
 class DeviceProbe:
     """Asks for the number of working devices of this host.
 
-    A device that fell off the bus, gives no readings, has run out of spare rows or waits for a
-    reset does not count. A count of past uncorrected errors says nothing: it stays after the driver
-    has replaced the row, so it is not looked at.
+    A device does not count if it fell off the bus, gives no readings, has run out of spare rows or
+    waits for a reset. Past uncorrected errors are ignored: their count stays after the driver has
+    replaced the row.
     """
 
     def __init__(
@@ -26,28 +26,27 @@ class DeviceProbe:
         visible: Sequence[str] | None = None,
         commands: Commands | None = None,
     ) -> None:
-        """Take over what to ask.
+        """Set the question.
 
         Args:
-            visible: Indices or UUIDs of the devices that the job may use (CUDA_VISIBLE_DEVICES);
-                None: all. Only ``nvidia-smi`` is narrowed by it.
-            commands: What runs commands; None: with the usual deadlines.
+            visible: Indices or UUIDs of the job's devices (CUDA_VISIBLE_DEVICES), for
+                ``nvidia-smi`` only; None: all.
+            commands: Runs commands; None: with the usual deadlines.
         """
         self._config = config
         self._visible = visible
         self._seen: set[str] = set()
         self._commands = commands or Commands()
         self.problem: str | None = None
-        """Why the last ``read`` gave None; None where it gave a number."""
+        """Reason for the last ``read``'s None; None: it gave a number."""
         self.narrowed: str | None = None
-        """What CUDA_VISIBLE_DEVICES has to be for workers, so that they take the devices that work:
-        their UUIDs, once one has not worked; None: as it is."""
+        """Workers' CUDA_VISIBLE_DEVICES after a device failed: UUIDs of the working ones; None:
+        unchanged."""
 
     def read(self) -> int | None:
-        """Return the number of working devices, or None where there is no answer (see ``problem``).
+        """Return the number of working devices; None: no answer (see ``problem``).
 
-        No answer is not zero devices: whoever asks should leave the job as it is. Blocks for up to
-        35 s.
+        No answer is not zero devices: callers should leave the job as it is. Blocks for up to 35 s.
         """
         self.problem = None
         try:
@@ -95,9 +94,9 @@ def visible_devices(output: str, visible: Sequence[str] | None = None) -> dict[s
     """Return whether each device works, by UUID, in the order of ``visible``, else of the answer.
 
     Args:
-        output: nvidia-smi's answer: CSV, ``index, uuid, temperature, ...``. Lines that are no
-            device, as messages about lost ones, are left out.
-        visible: As CUDA_VISIBLE_DEVICES names devices; None: all are.
+        output: nvidia-smi's answer: CSV, ``index, uuid, temperature, ...``. Other lines, such as
+            messages about lost devices, are skipped.
+        visible: Devices as in CUDA_VISIBLE_DEVICES; None: all.
     """
     lines = [[value.strip() for value in line.split(",")] for line in output.splitlines()]
     listed = {
@@ -119,13 +118,13 @@ def _is_working(readings: Sequence[str]) -> bool:
     temperature, *health = readings
     has_failed_rows = bool(health) and health[0].lower() == "yes"
     action = health[1].lower() if len(health) > 1 else "none"
-    # "[N/A]" where the device or the driver has no such thing.
+    # "[N/A]": the device or the driver lacks it.
     waits = action != "none" and not action.startswith("[") and not action.startswith("drain p2p")
     return temperature.isdecimal() and not has_failed_rows and not waits
 
 
 def _names(name: str, index: str, uuid: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES means this device: by its index or the start of its UUID."""
+    """Whether an entry of CUDA_VISIBLE_DEVICES means this device: its index or its UUID's start."""
     return name == index or (name.startswith("GPU-") and uuid.startswith(name))
 
 

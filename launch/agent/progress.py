@@ -1,4 +1,4 @@
-"""Whether the workers of this host make steps, judged from the control page alone."""
+"""Progress of this host's workers, by the control page alone."""
 
 import logging
 import time
@@ -13,10 +13,9 @@ from scalai.launch.agent.current_round import CurrentRound
 from scalai.launch.agent.stacks import Stacks
 
 USUAL = 32
-"""Steps whose times make up what is usual."""
+"""Number of recent steps for the usual time."""
 KNOWN = 8
-"""As long as there were fewer in a round, which begins with steps that compile and warm up, it is
-not known."""
+"""Least number of steps in a round for a usual time; the first ones compile and warm up."""
 SPREAD = 3 * 1.4826
 """Three standard deviations of a normal distribution, as median deviations."""
 
@@ -24,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Finds out since when the slowest worker has made no step. Reads no clock.
+    """Measures the time since the slowest worker's last step. Reads no clock.
 
     Args:
-        stall_s: What is shorter is no stall.
+        stall_s: Seconds; shorter waits are no stall.
     """
 
     def __init__(self, stall_s: float = STALL_S) -> None:
@@ -36,32 +35,32 @@ class Progress:
         self._lowest, self._since, self._reports = 0, 0.0, 0
         self._took: deque[float] = deque(maxlen=USUAL)
         self.longest_s = 0.0
-        """How long the longest step took, an evaluation or a save within it included."""
+        """Seconds of the longest step, including an evaluation or a save."""
 
     @property
     def patience_s(self) -> float:
-        """How long the next step may take."""
+        """Seconds allowed for the next step."""
         return max(self._stall_s, STALL_STEPS * median(self._took) if self._took else 0.0)
 
     @property
     def usual_s(self) -> float:
-        """How long a step of this round takes at most, as a rule; 0: not known yet. Few steps that
-        take much longer do not change it."""
+        """Usual longest time of a step in this round, in seconds; 0: unknown. A few outliers do not
+        change it."""
         if len(self._took) < KNOWN:
             return 0.0
         middle = median(self._took)
         return middle + SPREAD * median(abs(each - middle) for each in self._took)
 
     def stalled_s(self, steps: Mapping[int, int], now: float) -> float | None:
-        """Take note of how far the workers are.
+        """Record the workers' steps.
 
         Args:
-            steps: Step that each has ended, by rank; of those that train.
-            now: The time, in seconds.
+            steps: Last ended step of each training rank.
+            now: Present time, in seconds.
 
         Returns:
-            For how long the slowest has made no step, in seconds, where that is to be reported:
-            once, and again after twice as long each time.
+            Seconds since the slowest worker's last step, if due for a report: once, then at doubled
+            times.
         """
         lowest = min(steps.values(), default=0)
         made = lowest - self._lowest
@@ -82,27 +81,26 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Stall:
-    """Workers that make no step since a time, in seconds."""
+    """Workers without a step since a time, in seconds."""
 
     ranks: tuple[int, ...]
     step: int
     since: float
 
     def left(self, steps: Mapping[int, int]) -> "_Stall | None":
-        """Return those that train and have made no step since, None where there are none."""
+        """Return those training and still without a step; None: there are none."""
         ranks = tuple(rank for rank in self.ranks if steps.get(rank) == self.step)
         return replace(self, ranks=ranks) if ranks else None
 
 
 class ProgressWatch:
-    """Reports workers of the present round that make no steps. Only the agent's own thread calls
-    it.
+    """Reports workers of the present round without steps. Only the agent's own thread calls it.
 
     Args:
         host: Name of this host in the job.
-        present: Whose round it is.
-        stacks: Has them say where they stand.
-        stall_s: As of ``Progress``.
+        present: Owner of the round.
+        stacks: Requests workers' stacks.
+        stall_s: As in ``Progress``.
     """
 
     def __init__(self, host: str, present: CurrentRound, stacks: Stacks, stall_s: float) -> None:
@@ -111,13 +109,12 @@ class ProgressWatch:
         self._stall: _Stall | None = None
         self._is_within = False
         self.seen: tuple[int, int] | None = None
-        """The round and the step that all of its workers have ended, None where none train."""
+        """The round and the step ended by all its workers; None: none train."""
 
     @property
     def stalled(self) -> Stalled | None:
-        """The workers that were reported and have made no step since; None where there are none.
-        Any thread may ask."""
-        stall = self._stall  # the agent's thread may take it away meanwhile
+        """Reported workers still without a step; None: there are none. Any thread may ask."""
+        stall = self._stall  # the agent's thread may clear it meanwhile
         if stall is None:
             return None
         for_s = round(time.monotonic() - stall.since, 1)
@@ -132,7 +129,7 @@ class ProgressWatch:
         )
 
     def watch(self) -> None:
-        """Look once. Nothing is ended here: the job's law decides what is a hang."""
+        """Look once. Ends nothing: the job's law decides on hangs."""
         current, group = self._present.round, self._present.group
         if current is None or group is None:
             self._stall = self.seen = None
@@ -156,4 +153,4 @@ class ProgressWatch:
             "event=no_progress host=%s rank=%s step=%d since=%.0f s",
             self._host, ",".join(map(str, ranks)), last, waited,
         )  # fmt: skip
-        self._stacks.ask(group.pids())  # of all: who waits says for what
+        self._stacks.ask(group.pids())  # all: waiting workers show their reason

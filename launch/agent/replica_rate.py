@@ -1,4 +1,4 @@
-"""How fast replicas come to this host: as fast as the training's steps bear it, and in time."""
+"""The rate of this host's replicas: as fast as the training's steps allow, and in time."""
 
 import logging
 import threading
@@ -18,20 +18,19 @@ from scalai.core.tensors.replica_pace import (
 )
 
 NAP_S = 0.1
-"""Who waits looks so often whether it still must."""
+"""Seconds between checks during a wait."""
 
 log = logging.getLogger(__name__)
 
 
 class ReplicaRate:
-    """Learns from the steps of this host's workers, and holds back those who fetch. Any thread may
-    call it.
+    """Learns from the steps of this host's workers, and delays fetching. Any thread may call it.
 
     Args:
-        host: This host.
-        slowdown: By what part of its time a step may take longer.
-        clock: Seconds that only grow.
-        sleep: Waits for so many.
+        host: Name of this host.
+        slowdown: Largest slowdown of a step (0.01 = 1 %).
+        clock: Monotonic seconds.
+        sleep: Sleeps for seconds.
     """
 
     def __init__(
@@ -49,27 +48,29 @@ class ReplicaRate:
         self._bucket = Bucket()
         self._traffic = Traffic.NONE
         self._step: int | None = None
-        """The workers', None before they make any."""
+        """The workers' step; None before the first."""
         self._of_step = 0
         self._left_bytes = self._came_bytes = 0
         self._is_hurried = self._was_hurried = False
-        """Whether the present replicas are, and whether those before them were: then it is said."""
+        """Whether the present replicas, and the previous ones, are hurried; a change is logged."""
 
     def space(self, every: int) -> None:
-        """So many steps lie between generations; 0: nobody knows when the next one comes."""
+        """Set the steps between generations; 0: unknown."""
         with self._mutex:
             self._every = every
 
     def look(self, seen: tuple[int, int] | None, *, is_giving: bool = False) -> None:
-        """Take note of the round of the workers and the step that all have ended; None: there are
-        none that train. Called often. ``is_giving``: this host gives pieces to others."""
+        """Record the workers' round and the step all have ended; None: none train. Called often.
+
+        ``is_giving``: this host gives pieces to others.
+        """
         with self._mutex:
             if seen is None:
                 self._step = None
                 return
             round, self._step = seen
-            # What is hurried comes faster than the rate, of which the steps then say nothing; and
-            # who only gives sees steps beside replicas whose rate is another host's.
+            # Hurried replicas exceed the rate, so steps tell nothing about it; a host that only
+            # gives sees steps beside another host's rate.
             is_free = self._traffic is Traffic.NONE
             traffic = (
                 Traffic.OTHER if (is_giving if is_free else self._is_hurried) else self._traffic
@@ -85,26 +86,25 @@ class ReplicaRate:
         )  # fmt: skip
 
     def begin(self, step: int, *, is_urgent: bool) -> None:
-        """Replicas of the generation of this step are made; those that are urgent as fast as they
-        come."""
+        """Begin replicas of the generation of this step; urgent ones without a limit."""
         with self._mutex:
             self._of_step, self._left_bytes = step, 0
             self._was_hurried, self._is_hurried = self._is_hurried, False
             self._traffic = Traffic.OTHER if is_urgent else Traffic.REPLICAS
 
     def end(self) -> None:
-        """They are made, or given up."""
+        """The replicas are done, or given up."""
         with self._mutex:
             self._traffic = Traffic.NONE
 
     def expect(self, size_bytes: int) -> None:
-        """So many bytes will come."""
+        """Set the bytes to come."""
         with self._mutex:
             self._left_bytes = size_bytes
 
     def came(self, size_bytes: int, check: Callable[[], None]) -> None:
-        """Bytes have come; blocks until the next ones may. ``check`` raises where nobody needs them
-        any more."""
+        """Count arrived bytes; blocks until the next ones may come. ``check`` raises once they are
+        not needed."""
         with self._mutex:
             now = self._clock()
             self._came_bytes += size_bytes

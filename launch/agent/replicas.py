@@ -1,5 +1,5 @@
-"""What this host keeps for others, fetched from them beside the training, so that the job's state
-outlives the loss of hosts."""
+"""This host's replicas for others, fetched beside the training, so the job's state survives the
+loss of hosts."""
 
 import logging
 import threading
@@ -34,10 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """This host's part of a generation with what it keeps for others, None where nothing had to
-    come; how many bytes have come, and why something could not, empty where nothing failed;
-    ``unchanged_bytes`` of it were copied from another generation of this host; ``suspected``: who
-    gave nothing because what they have is damaged."""
+    """Result of making replicas.
+
+    ``grown``: this host's part with them; None: nothing was missing. ``size_bytes``: bytes
+    received. ``reason``: a partial failure; empty: none. ``unchanged_bytes``: bytes copied from
+    another generation of this host. ``suspected``: hosts skipped for damaged pieces.
+    """
 
     grown: HostManifest | None
     size_bytes: int
@@ -50,9 +52,9 @@ class Replicas:
     """Makes the replicas of one host, one order at a time; a later order ends an earlier one.
 
     Args:
-        store: This host's.
+        store: This host's store.
         token: The job's secret.
-        rate: How fast they come; None: as fast as they can.
+        rate: Limits their rate; None: no limit.
     """
 
     def __init__(self, store: HostStore, token: bytes, rate: ReplicaRate | None = None) -> None:
@@ -62,19 +64,19 @@ class Replicas:
         self._order = 0
 
     def give_up(self) -> None:
-        """Nobody needs what is fetched now: a round begins, which fetches for itself."""
+        """Stop the present order: a new round fetches for itself."""
         self._order = 0
 
     def begin(self, order: int) -> None:
-        """From now on only this order counts."""
+        """Make this order the only valid one."""
         self._order = order
 
     def keep(self, command: Replicate) -> Kept:
-        """Fetch what this host is to keep. Blocks.
+        """Fetch this host's replicas. Blocks.
 
         Raises:
-            StoreError: It was given up, this host's part is another one than the coordinator knows,
-                or there is no room. LayoutError, PeerError, ProofError: as for a restore.
+            StoreError: The order was given up, this host's part differs from the coordinator's
+                record, or there is no room. LayoutError, PeerError, ProofError: as for a restore.
         """
 
         def check() -> None:
@@ -95,8 +97,7 @@ class Replicas:
                 self._rate.end()
 
     def replicated(self, command: Replicate) -> tuple[Report, ...]:
-        """Do the work of ``keep``, and return its results as reports; ``Replicated`` is the
-        last."""
+        """Do ``keep``, and return its results as reports, ``Replicated`` last."""
         order = command.order
         try:
             kept = self.keep(command)
@@ -157,8 +158,7 @@ def _keep(
 
 
 def _alike(parts: Parts, hosts: tuple[str, ...], command: Replicate) -> dict[str, Collection]:
-    """Return what each host holds of what was asked for; who holds the same as this one was not
-    asked."""
+    """Return each host's known pieces; hosts equal to this one were not asked."""
     found = {part.host: part.collection for part in parts.all}
     listed, own = command.sources.value, parts.own
     if own is not None and own.host in hosts:
@@ -170,7 +170,7 @@ def _alike(parts: Parts, hosts: tuple[str, ...], command: Replicate) -> dict[str
 
 
 def _states(command: Replicate, host: str, wards: frozenset[str], token: bytes) -> dict[str, Json]:
-    """Fetch the states of the ranks of hosts whose replicas this one keeps, by coordinate."""
+    """Fetch, by coordinate, the rank states of hosts with replicas here."""
     listed, ring = command.sources.value, command.ring.value
     found: dict[str, Json] = {}
     for ward in sorted(wards):
@@ -185,7 +185,7 @@ def _states(command: Replicate, host: str, wards: frozenset[str], token: bytes) 
 def _with_states(
     store: HostStore, command: Replicate, states: dict[str, Json]
 ) -> HostManifest | None:
-    """Keep states of ranks where no pieces go with them."""
+    """Keep rank states without pieces."""
     listed = command.sources.value
     store.adopt_empty(first_part(store.host, listed))
     return store.add_states(listed.generation, states)

@@ -1,5 +1,5 @@
-"""What the hosts of a source list hold, asked from them: a host asks those that hold anything of
-what its workers want, and of replicas only one."""
+"""Pieces of the hosts in a source list: asks each host with wanted pieces, and only one of equal
+replicas."""
 
 import logging
 from collections.abc import Mapping, Sequence, Set
@@ -22,14 +22,14 @@ from scalai.store.manifest import HostManifest
 from scalai.store.parts import pieces_of
 
 ASKED_AT_ONCE = 16
-"""Hosts that are asked side by side: they are waited for, and cost little."""
+"""Hosts to ask in parallel; they wait more than they work."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GivenPart:
-    """What another host holds, as it says it."""
+    """Another host's pieces, by its own statement."""
 
     host: str
     address: tuple[str, int]
@@ -37,16 +37,16 @@ class GivenPart:
 
     @property
     def collection(self) -> Collection:
-        """Its pieces."""
+        """Its pieces' boxes."""
         return self.pieces.collection
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Parts:
-    """Of whom a host knows what they hold: its own part first, where it has one, and others.
+    """Known parts: this host's own, and others'.
 
-    ``committed`` is what is stated of the others' tensors. ``silent`` are hosts that hold something
-    of what is wanted and did not say what, with the reason.
+    ``committed``: statements on the others' tensors. ``silent``: hosts with wanted pieces but
+    without an answer, with the reason.
     """
 
     own: HostManifest | None
@@ -55,7 +55,7 @@ class Parts:
     silent: Mapping[str, str]
 
     def without(self, gone: Mapping[str, str]) -> "Parts":
-        """Return what is left where these hosts, with the reason, give nothing."""
+        """Return the parts without these hosts, given with reasons."""
         others = tuple(part for part in self.others if part.host not in gone)
         return replace(self, others=others, silent={**self.silent, **gone})
 
@@ -69,11 +69,12 @@ class Parts:
 
 
 def own_part(store: HostStore, listed: SourceList) -> HostManifest | None:
-    """Return this host's part of a generation, None where it has none; also one of which the
-    coordinator does not know yet, because it came with a round that has ended.
+    """Return this host's part of a generation; None: there is none.
+
+    Includes a part from an ended round, unknown to the coordinator.
 
     Raises:
-        StoreError: It is another one than the coordinator knows.
+        StoreError: It differs from the coordinator's record.
     """
     if store.host not in listed.hosts:
         with suppress(StoreError):
@@ -101,16 +102,15 @@ def ask_parts(
     token: bytes,
     position: int,
 ) -> Parts:
-    """Return what a host holds, and, where that is not all that its workers want, what others do.
-    Blocks.
+    """Return this host's part and, if it does not suffice, others'. Blocks.
 
     Args:
-        own: What it holds, None where that is nothing.
-        host: Its name.
-        listed: Who holds the generation.
-        targets: What each worker of this host wants.
+        own: This host's part; None: there is none.
+        host: Name of this host.
+        listed: Holders of the generation.
+        targets: Pieces for each worker of this host.
         token: The job's secret.
-        position: The host's place among those of the round: of replicas each asks another one.
+        position: Place of this host in the round; spreads hosts over replicas.
     """
     names = {tensor.name for target in targets for tensor in target.collection.tensors}
     if own is not None and _has_all(own, targets, names):
@@ -120,7 +120,7 @@ def ask_parts(
     asked: dict[str, list[int]] = {}
     for number in listed.holders(names):
         digest = listed.reference(number).digest
-        if digest != mine:  # a replica of what is here adds nothing
+        if digest != mine:  # a replica of the own part adds nothing
             asked.setdefault(digest, []).append(number)
     given: dict[str, PiecesHeld] = {}
     silent: dict[str, str] = {}
@@ -151,10 +151,10 @@ def ask_parts(
 
 
 def _has_all(own: HostManifest, targets: Sequence[Holder], names: Set[str]) -> bool:
-    """Whether a host holds all that its workers want."""
+    """Whether a host holds all pieces its workers want."""
     empty = {t.name for h in targets for t in h.collection.tensors if not t.numel}
     held = {tensor.name for tensor in own.collection.tensors}
-    if not names - empty <= held:  # the usual case where something is missing, and cheap
+    if not names - empty <= held:  # the usual case of a missing piece, and cheap
         return False
     try:
         return not plan([Holder(own.host, own.collection)], targets).bytes_remote
@@ -168,11 +168,12 @@ def ask_rank_states(
     coordinates: Mapping[int, str],
     token: bytes,
 ) -> dict[int, dict[str, Json]]:
-    """Return the state of each rank of this host by its coordinate, by rank; of all ranks of the
-    job, or of none. Blocks.
+    """Return the state of each rank of this host under its coordinate, by rank. Blocks.
+
+    Either all ranks of the job have states, or none.
 
     Raises:
-        PeerError, StoreError: Who has some does not give them: other ranks would go on with theirs.
+        PeerError, StoreError: A holder does not give them; other ranks would go on with theirs.
     """
     found: dict[int, dict[str, Json]] = {rank: {} for rank in coordinates}
     asked: dict[int, list[int]] = {}
@@ -201,7 +202,7 @@ def ask_rank_states(
 
 
 def first_part(host: str, listed: SourceList) -> HostManifest:
-    """Return a part of a generation for a host that holds nothing of it yet."""
+    """Return an empty part of a generation, for a host without one."""
     none = np.zeros(0, dtype=np.int64)
     rows = Collection.of(())
     return HostManifest(

@@ -1,5 +1,4 @@
-"""Where the workers of this host stand: asked for by a signal, and logged once they have
-answered."""
+"""Stacks of this host's workers: requested by a signal, logged after their answer."""
 
 import contextlib
 import logging
@@ -13,9 +12,9 @@ from scalai.core.messages.reports import FRAMES_APART, SILENT
 from scalai.runtime.agent_folder import STACK_SIGNAL, stacks_path
 
 ANSWER_S = 1.0
-"""How long a worker may take to write its stacks; it needs no lock for it."""
+"""Seconds for a worker to write its stacks; it needs no lock."""
 FRAMES = 6
-"""Innermost frames of the main thread that are logged; the file has all."""
+"""Innermost frames of the main thread to log; the file has all."""
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +24,11 @@ class _Asked:
     rank: str
     pid: int
     begin: int
-    """Size of the file before: what comes behind it is the answer."""
+    """Size of the file before the answer."""
 
 
 class Stacks:
-    """The workers of one host. Only the agent's own thread calls it; nothing here blocks.
+    """Stacks of one host's workers. Only the agent's own thread calls it; never blocks.
 
     Args:
         directory: The agent's own.
@@ -37,15 +36,15 @@ class Stacks:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        for left in directory.glob("stacks-*"):  # of an agent that was killed
+        for left in directory.glob("stacks-*"):  # of a killed agent
             left.unlink(missing_ok=True)
         self.where: tuple[tuple[int, str], ...] = ()
-        """Where the workers stood that were asked last, by rank. Any thread may read it."""
+        """Places of the workers asked last, by rank. Any thread may read it."""
         self._asked: list[_Asked] = []
         self._answers_at = 0.0
 
     def ask(self, pids: Mapping[str, int]) -> None:
-        """Have these workers, process numbers by rank, write where they stand."""
+        """Ask these workers, process numbers by rank, to write their stacks."""
         if self._asked:
             return
         self.where = ()
@@ -60,7 +59,7 @@ class Stacks:
         self._answers_at = time.monotonic() + ANSWER_S
 
     def watch(self) -> None:
-        """Log what has been answered."""
+        """Log the answers."""
         if not self._asked or time.monotonic() < self._answers_at:
             return
         for asked in self._asked:
@@ -78,8 +77,8 @@ class Stacks:
 
 
 def main_thread(text: str) -> list[str]:
-    """Return the frames of the main thread, innermost first, from what ``faulthandler`` writes: it
-    lists the main thread last."""
+    """Return the main thread's frames, innermost first, from ``faulthandler``'s output: it comes
+    last."""
     lines = text.splitlines()
     starts = [number for number, line in enumerate(lines) if line.rstrip().endswith(":")]
     found = lines[starts[-1] + 1 :] if starts else []
@@ -87,14 +86,14 @@ def main_thread(text: str) -> list[str]:
 
 
 def can_answer(pid: int) -> bool:
-    """Whether the process runs and catches the signal: it would die of it otherwise."""
+    """Whether the process runs and catches the signal; without a handler it would die."""
     status = _status(pid)
     caught = int(status.get("SigCgt", "0"), 16) >> (STACK_SIGNAL - 1) & 1
     return bool(caught) and status["State"][0] not in "TtZ"
 
 
 def describe(pid: int) -> str:
-    """Say what the kernel knows of a process that does not answer."""
+    """Describe a silent process by the kernel's data."""
     state = _status(pid).get("State", "gone")
     waits = ""
     with contextlib.suppress(OSError):

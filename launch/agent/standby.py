@@ -1,5 +1,5 @@
-"""Whether this host can build the next round's model beside the one that trains, and that the
-training is not what pays where that was a mistake."""
+"""Decides whether to build the next round's model beside the running one; after a wrong guess on
+memory, the kernel kills the new workers first."""
 
 import contextlib
 import os
@@ -9,19 +9,19 @@ from pathlib import Path
 from scalai.store.pool import available_memory
 
 FIRST_TO_GO = "1000"
-"""Adjustment of the kernel's choice of a process to kill when memory runs out (proc(5))."""
+"""Adjustment of the kernel's choice when memory runs out (proc(5))."""
 MEMORY_RESERVE = 1.25
-"""Private memory that a worker to come may take, over what the largest present one takes."""
+"""Private memory of a new worker, relative to the largest present one."""
 
 
 def obstacle(policy: str, workers: int, present: Iterable[int], *, on_devices: bool) -> str | None:
-    """Return why ``workers`` more must not be built now, None where they can.
+    """Return the obstacle to building ``workers`` more now; None: there is none.
 
     Args:
         policy: ``[resize] standby``: ``auto``, ``always`` or ``never``.
-        workers: How many would be built on this host.
-        present: Process numbers of the workers that train here.
-        on_devices: Whether the state of those is in device memory, which seldom holds two models.
+        workers: Number of workers to build on this host.
+        present: Process numbers of the training workers here.
+        on_devices: Whether their state is in device memory, seldom enough for two models.
     """
     if policy == "never":
         return "[resize] standby is never"
@@ -37,8 +37,7 @@ def obstacle(policy: str, workers: int, present: Iterable[int], *, on_devices: b
 
 
 def offer(processes: Iterable[int], *, is_standby: bool) -> None:
-    """Have the kernel kill these processes before any other when memory runs out, or as readily as
-    this one, which started them."""
+    """Mark processes as the kernel's first to kill when memory runs out, or as equal to this one."""
     adjustment = FIRST_TO_GO if is_standby else Path("/proc/self/oom_score_adj").read_text()
     for pid in _with_offspring(processes):
         with contextlib.suppress(OSError):  # it is gone
@@ -46,8 +45,8 @@ def offer(processes: Iterable[int], *, is_standby: bool) -> None:
 
 
 def _with_offspring(workers: Iterable[int]) -> set[int]:
-    """Return these processes and what they have started, such as the writers of their saves: each
-    worker has a session of its own."""
+    """Return these processes and their descendants, such as writers of saves: each worker has its
+    own session."""
     sessions, found = set(workers), set(workers)
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(ValueError, ProcessLookupError):
@@ -57,7 +56,7 @@ def _with_offspring(workers: Iterable[int]) -> set[int]:
 
 
 def private_bytes(pid: int) -> int:
-    """Return the memory that only this process has, in bytes; 0 where it is gone."""
+    """Return the private memory of a process, in bytes; 0: it is gone."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:

@@ -1,11 +1,11 @@
-"""The one place that touches torch.distributed.elastic's private hooks: a host's set of worker
-processes.
+"""A host's worker processes; the only user of torch.distributed.elastic's private hooks.
 
-``WorkerSet`` is torch's ``LocalElasticAgent`` whose rendezvous is an assignment that the
-coordinator made. Starting, environment, logs, error files and death of workers are torch's; when to
-start and to stop them is decided elsewhere.
-``self_check`` refuses a torch whose hooks look different; tests/launch/test_torch_elastic.py holds
-the same as a contract.
+``WorkerSet`` is torch's ``LocalElasticAgent`` with the coordinator's assignment as rendezvous.
+Torch does starting, environment, logs, error files and death of workers; others decide when to
+start and stop them.
+
+``self_check`` refuses a torch with other hooks; tests/launch/test_torch_elastic.py states the same
+contract.
 """
 
 import atexit
@@ -49,11 +49,11 @@ from scalai.launch.agent.awaited_ends import awaited_ends
 WORKER_MODULE = "scalai.patches.worker"
 PRELOAD_MODULE = "scalai.patches.preload"
 STARTED_S = 1.0
-"""How long the kernel may take to show the command line of a process that was started."""
+"""Seconds for the kernel to show a new process's command line."""
 MOST_RAISED = 400
-"""Characters of a script's error that the reason of a failure has."""
+"""Characters of a script's error in a failure's reason."""
 LOCK_S = 1.0
-"""How long a worker may hold the lock of an event that takes it microseconds."""
+"""Seconds to wait for an event's lock, normally held for microseconds."""
 
 _HOOKS: Mapping[str, tuple[str, ...]] = {
     "_initialize_workers": ("self", "worker_group"),
@@ -71,15 +71,14 @@ _WAY_OUT = (
 )
 
 
-# The agent's own handlers drain: torch must not, and need not, register its own.
+# The agent has its own handlers to drain; torch need not register its own.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
     lambda record: "Failed to register signal handlers" not in record.getMessage()
 )
 
 
 def self_check() -> None:
-    """Raise ``RefusedError`` if torch's agent does not have the hooks that this module uses, or
-    Python's event not the parts."""
+    """Raise ``RefusedError`` if torch's agent lacks a hook, or Python's event a part."""
     for name, parameters in _HOOKS.items():
         method = getattr(LocalElasticAgent, name, None)
         found = tuple(inspect.signature(inspect.unwrap(method)).parameters) if method else None
@@ -112,7 +111,7 @@ def self_check() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where this host's workers stand in a round."""
+    """Place of this host's workers in a round."""
 
     round: int
     group_rank: int
@@ -124,19 +123,19 @@ class Placement:
     master_port: int
     environment: Mapping[str, str] = field(default_factory=dict)
     outlives_signals: bool = False
-    """Whether the workers live on when the whole host is sent SIGTERM or SIGINT: the agent alone
-    ends them."""
+    """Whether workers survive SIGTERM or SIGINT to the whole host; then only the agent ends them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the workers ended: no failures means that every one of them exited with 0."""
+    """End of the workers; no failures: all exited with 0."""
 
     failures: tuple[str, ...] = ()
 
 
 class _Assigned(RendezvousHandler):
-    """A rendezvous that is already decided. ``use_agent_store``: the coordinator hosts the workers'
+    """A rendezvous with a given result. ``use_agent_store``: the coordinator hosts the workers'
     store."""
 
     def __init__(self, run_id: str) -> None:
@@ -173,32 +172,31 @@ class _Assigned(RendezvousHandler):
 
 
 def run_forked(*arguments: str) -> None:
-    """Entry of a worker that was forked warm: the same module that a cold worker runs with ``python
-    -m``."""
-    # Processes of the script's own, such as those of a data loader, start as they do in a cold one:
-    # a fork server's children are told to ask that server.
+    """Entry of a worker forked warm: runs the module of a cold worker's ``python -m``."""
+    # The script's own processes, such as a data loader's, start as in a cold worker; children of a
+    # fork server would ask that server.
     multiprocessing.set_start_method(None, force=True)
     try:
         importlib.import_module(WORKER_MODULE).main(list(arguments))
     finally:
-        # multiprocessing leaves by _exit: what the script registered, such as the end of a log
-        # writer's run, would never be called.
+        # multiprocessing leaves by _exit, without the script's exit functions, such as the end of a
+        # log writer's run.
         atexit._run_exitfuncs()
 
 
 class _LettingGo:
-    """Torch's event for which finished workers wait until all have finished, as its parent sees it.
+    """Torch's event for finished workers to wait for each other, from the parent's side.
 
-    ``multiprocessing.Event.set`` waits until each of them has woken, so it would wait for good for
-    one that was killed meanwhile.
+    ``multiprocessing.Event.set`` waits for each waiter to wake, so it would never return after one
+    was killed.
     """
 
     def __init__(self, event: Any) -> None:
         self._flag, self._condition = event._flag, event._cond
 
     def set(self) -> None:
-        """Wake all that wait, and those to come."""
-        is_mine = self._condition.acquire(timeout=LOCK_S)  # who was killed may have it for good
+        """Wake all waiters, present and future."""
+        is_mine = self._condition.acquire(timeout=LOCK_S)  # a killed process may hold it forever
         self._flag.release()
         while self._condition._sleeping_count.acquire(False):
             self._condition._wait_semaphore.release()
@@ -228,13 +226,13 @@ class WorkerSet(LocalElasticAgent):
         self._is_up = False
 
     def start(self, place: Placement, arguments: Sequence[str], *, warm: bool) -> None:
-        """Start the workers of ``place``; ``arguments`` are the script and what follows it.
+        """Start the workers of ``place``; ``arguments``: the script and its arguments.
 
-        ``warm``: fork them from the server that ``warm_up`` started; else a plain exec.
+        ``warm``: fork them from the server of ``warm_up``; else a plain exec.
 
         Raises:
             OSError: A process or a thread cannot be started, or the server has died; none of these
-                workers is left then.
+                workers remains.
         """
         spec = self._worker_group.spec
         spec.entrypoint = run_forked if warm else sys.executable
@@ -247,8 +245,8 @@ class WorkerSet(LocalElasticAgent):
             with signals, _without_main() if warm else nullcontext():
                 self._initialize_workers(self._worker_group)
         except BaseException as error:
-            # Torch knows nothing yet of those that were started before the one that was not: they
-            # would keep their devices' memory.
+            # Torch does not know the workers started before the failure; they would keep their
+            # devices' memory.
             _kill_workers(_children() - others)
             if isinstance(error, EOFError | RuntimeError):  # no server, no thread
                 raise OSError(f"a worker or a thread cannot be started: {error!r}") from error
@@ -262,8 +260,10 @@ class WorkerSet(LocalElasticAgent):
         self._is_up = True
 
     def poll(self) -> Outcome | None:
-        """Return how the workers ended, or None while any runs. Where one has failed the others
-        live on if they outlive signals, and are ended with it if they do not."""
+        """Return the workers' end; None: some run.
+
+        After one fails, the others live on if they outlive signals, else they are ended too.
+        """
         place = self._assigned.placement
         if not self._is_up or place is None:
             return None
@@ -277,13 +277,13 @@ class WorkerSet(LocalElasticAgent):
             return None
         self._is_up = False
         codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())}
-        # Torch ends the others by SIGTERM and then counts them among the failed.
+        # Torch ends the others by SIGTERM and counts them as failed too.
         first = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
         is_good = result.state is WorkerState.SUCCEEDED
         return Outcome(self._endings(first) or (() if is_good else (result.state.name,)))
 
     def _endings(self, codes: Mapping[int, int]) -> tuple[str, ...]:
-        """Say of each rank how it ended, and what its script has raised."""
+        """Return each rank's end, with its script's error."""
         place, files = self._assigned.placement, getattr(self._pcontext, "error_files", {})
         assert place is not None
         return tuple(
@@ -292,8 +292,8 @@ class WorkerSet(LocalElasticAgent):
         )
 
     def ended(self) -> dict[int, int]:
-        """Return the exit codes of the workers that have ended, by local rank, and 0 for forked
-        ones that have returned and wait for the others. Ends nobody."""
+        """Return exit codes of ended workers by local rank, 0 for forked ones that returned and
+        wait. Ends none."""
         if not self._is_up:
             return {}
         context = self._pcontext
@@ -308,23 +308,26 @@ class WorkerSet(LocalElasticAgent):
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def stop(self, timeout_s: int = 5, is_over: Callable[[], bool] = lambda: False) -> None:
-        """End whatever workers live: SIGTERM, then SIGKILL after ``timeout_s``; those that outlive
-        signals at once. Blocks until they are gone, ``GONE_S`` at most, or until ``is_over``."""
+        """End all workers: SIGTERM, then SIGKILL after ``timeout_s``; those outliving signals at
+        once.
+
+        Blocks until they are gone, ``GONE_S`` at most, or until ``is_over``.
+        """
         if self._is_up and self._pcontext is not None:
             with awaited_ends(self._pcontext.pids().values(), is_over):
                 self._pcontext.close(signal.SIGTERM, timeout_s)
         self._is_up = False
-        # Its queues hold named semaphores, which go with the last reference and not with _exit.
+        # Its queues hold named semaphores; the last reference frees them, _exit does not.
         self._pcontext = None
-        self._shutdown()  # what else torch has started; before 2.12 it takes no timeout
+        self._shutdown()  # torch's other processes; before 2.12 it takes no timeout
 
     def _end_by_kill(self) -> None:
-        """Have torch end these workers, and what they have started, by SIGKILL: they ignore
-        SIGTERM, or have a handler that means something else by it."""
+        """Make torch end these workers and their children by SIGKILL: they ignore SIGTERM, or use
+        it otherwise."""
         context = self._pcontext
         assert context is not None
         close = type(context)._close
-        # Not to be kept alive by its own attribute: its semaphores go with the last reference.
+        # A weak reference: the context must not keep itself and its semaphores alive.
         weakly = weakref.ref(context)
 
         def kill(death_sig: signal.Signals, timeout: int = 30) -> None:
@@ -334,7 +337,7 @@ class WorkerSet(LocalElasticAgent):
                 _kill_group(pid)
             close(context, signal.SIGKILL, timeout)
 
-        # Where one worker fails torch ends the others by SIGTERM, and takes no other signal for it.
+        # After a failure torch ends the others by SIGTERM, with no way to choose another signal.
         context._close = kill  # type: ignore[method-assign]
 
     def pids(self) -> dict[int, int]:
@@ -370,17 +373,16 @@ class WorkerSet(LocalElasticAgent):
 
 
 def warm_up(preload_file: str) -> None:
-    """Start the fork server that imports what the file lists. Returns at once; the imports run
-    beside.
+    """Start the fork server with the file's imports. Returns at once; imports run in the server.
 
-    The server of an earlier call is left to its children and a new one takes its place.
+    A previous server is left to its children and replaced.
     """
     os.environ.update(SCALAI_PRELOAD=preload_file, SCALAI_AGENT_PID=str(os.getpid()))
-    # Frameworks ask for devices as they are imported; asked this way CUDA is not begun by it.
+    # Frameworks look for devices during import; this way the look does not start CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     server = forkserver.ForkServer()
     server.set_forkserver_preload([PRELOAD_MODULE])
-    with host_signals.blocked():  # some it ignores, and unblocks; it begins with the others blocked
+    with host_signals.blocked():  # it ignores and unblocks some; the others start blocked
         resource_tracker.ensure_running()
     with host_signals.blocked():
         server.ensure_running()
@@ -398,10 +400,10 @@ def warm_up(preload_file: str) -> None:
 
 
 def wait_until_warm() -> None:
-    """Return once the server of ``warm_up`` has imported everything and has forked a process.
+    """Return once the server has imported everything and forked a process.
 
     Raises:
-        RefusedError: Its processes cannot use devices, because it does itself.
+        RefusedError: The server has begun CUDA, so its processes cannot use devices.
     """
     process = get_context("forkserver").Process(target=_end_by_use_of_devices)
     with _without_main():
@@ -414,7 +416,7 @@ def wait_until_warm() -> None:
 
 
 def _end_by_use_of_devices() -> None:
-    """End this fork, with 1 where its server has begun CUDA."""
+    """End this fork, with 1 if its server has begun CUDA."""
     torch = sys.modules.get("torch")
     sys.exit(int(torch is not None and torch.cuda._is_in_bad_fork()))
 
@@ -424,9 +426,8 @@ _MAIN_MUTEX = threading.Lock()
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Keep the processes that are forked meanwhile from running this one's main module again: it is
-    an agent's, and they are workers (``get_preparation_data`` of CPython's multiprocessing/spawn.py
-    names it to them)."""
+    """Hide the agent's main module from processes forked meanwhile; they would run it again
+    (``get_preparation_data`` of CPython's multiprocessing/spawn.py)."""
     with _MAIN_MUTEX:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
@@ -437,7 +438,7 @@ def _without_main() -> Iterator[None]:
 
 
 def _children() -> set[int]:
-    """Return the processes that this one has started, by itself or through the fork server."""
+    """Return this process's children, direct or through the fork server."""
     found = {process.pid for process in multiprocessing.active_children() if process.pid}
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
@@ -448,7 +449,7 @@ def _children() -> set[int]:
 
 
 def _kill_workers(children: Iterable[int]) -> None:
-    """Kill those of the processes that are workers, with what they have started."""
+    """Kill the workers among the processes, with their children."""
     forked = {process.pid for process in multiprocessing.active_children()}
     for pid in children:
         with suppress(OSError):  # it has ended
@@ -458,12 +459,15 @@ def _kill_workers(children: Iterable[int]) -> None:
 
 
 def _kill_group(leader: int) -> None:
-    """Kill a worker's group, and what else is of its session: a build (ninja) gives each of its
-    compilers a group of its own, and they would write on where the next build does."""
-    with suppress(ProcessLookupError):  # it leads no group (yet), or nobody is left of it
+    """Kill a worker's group and session.
+
+    A build (ninja) gives each compiler a group of its own; survivors would write beside the next
+    build.
+    """
+    with suppress(ProcessLookupError):  # it leads no group (yet), or the group is empty
         os.killpg(leader, signal.SIGKILL)
     killed = set[int]()
-    while left := set(_session_of(leader)) - killed:  # who is killed has begun no other
+    while left := set(_session_of(leader)) - killed:  # killed processes start no others
         killed |= left
         for pid in left:
             with suppress(ProcessLookupError):
@@ -471,7 +475,7 @@ def _kill_group(leader: int) -> None:
 
 
 def _session_of(leader: int) -> Iterator[int]:
-    """Yield the processes of a session, its leader's too."""
+    """Yield the processes of a session, its leader included."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
             stat = Path("/proc", pid, "stat").read_text(errors="replace")
@@ -480,8 +484,7 @@ def _session_of(leader: int) -> Iterator[int]:
 
 
 def _command_of(pid: int) -> bytes:
-    """Return the command line of a process. Just behind its start the kernel shows none, so that is
-    waited for."""
+    """Return a process's command line; waits, because the kernel shows none right after the start."""
     end = time.monotonic() + STARTED_S
     while True:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -491,7 +494,7 @@ def _command_of(pid: int) -> bytes:
 
 
 def _raised(error_file: str | None) -> str:
-    """Return the error that a worker has left in its file, in one line, as the end of a text."""
+    """Return the error in a worker's file as one line, for the end of a text."""
     try:
         found = json.loads(Path(error_file or os.devnull).read_text())["message"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Where the workers of one host call their agent."""
+"""Server for the calls of one host's workers to their agent."""
 
 import secrets
 from collections.abc import Callable
@@ -16,12 +16,11 @@ class WorkerCalls:
     """Hands each call to the agent's loop, and its answer back.
 
     Args:
-        directory: The agent's own; gets the socket and the token that workers need.
+        directory: The agent's own; gets the workers' socket and token.
         put: Hands the loop something to do.
-        carry_out: ``carry_out(answer, request)`` carries a call out, in the loop, and answers it at
-            once or later.
-        gone: ``gone(round, rank)`` is called in the loop where the connection of a worker has
-            ended.
+        carry_out: ``carry_out(answer, request)`` performs a call, in the loop, and answers at once
+            or later.
+        gone: ``gone(round, rank)``, in the loop, after a worker's connection has ended.
     """
 
     def __init__(
@@ -33,9 +32,9 @@ class WorkerCalls:
     ) -> None:
         self._put, self._carry_out, self._gone = put, carry_out, gone
         self._callers: dict[Peer, Hello] = {}
-        """Who has said hello on which connection. In the loop alone."""
+        """Callers by connection, after their hello. In the loop alone."""
         token = secrets.token_bytes(32)
-        # Open as long as the server, which removes its socket by this path.
+        # Open as long as the server: it removes its socket by this path.
         self._folder = Folder.open(directory)
         self._folder.write(TOKEN, token)
         self._folder.remove(SOCKET)

@@ -1,5 +1,5 @@
-"""The worker processes of one round on this host: what they are started with, what a later round's
-are forked from, and the page that they share with their agent."""
+"""The worker processes of one round on this host: their start, the fork server for later rounds,
+and their control page shared with the agent."""
 
 import json
 import logging
@@ -28,21 +28,21 @@ from scalai.runtime.control import ControlPage, control_path
 from scalai.store.secure import Folder
 
 OWN_MODULES = ("scalai.launch.agent.torch_elastic", "scalai.patches.worker")
-"""What every forked process needs besides: where it begins, and what it runs."""
+"""Additional modules of every forked process: its entry and its main."""
 LOOK_S = 2.0
-"""How often the locks of extension builds are looked at."""
+"""Seconds between looks at the locks of extension builds."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
-"""What torch does where its watchdog sees that a collective of NCCL's has failed (torch 2.11,
-ProcessGroupNCCL.cpp); the second name is of older releases. By default it ends the process a minute
-later, all of them about at once where a link has failed, and the state goes with them. By 0 they
-wait, tell of it (``scalai.runtime.emergency``), and are ended once their state is written."""
+"""Torch's reaction to a failed NCCL collective (torch 2.11, ProcessGroupNCCL.cpp); the second name
+is of older releases. By default the watchdog ends the process a minute later, after a failed link
+all at about once, and the state is lost. With 0 workers wait, report it
+(``scalai.runtime.emergency``), and are ended after their state is written."""
 
 log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """The workers of one round. Made by ``WorkerGroups.start``; ``end`` leaves nothing of them."""
+    """The workers of one round, from ``WorkerGroups.start``; ``end`` leaves nothing of them."""
 
     def __init__(
         self, place: Placement, workers: WorkerSet, page: ControlPage, path: Path, *,
@@ -59,33 +59,34 @@ class WorkerGroup:
         return {str(first + local): pid for local, pid in self._workers.pids().items()}
 
     def newest_step(self) -> int:
-        """Return the highest step that any worker has ended; 0 before the first."""
+        """Return the highest step any worker has ended; 0 before the first."""
         return max(0, self.page.newest_step(self._place.local_world_size))
 
     def steps(self) -> dict[int, int]:
-        """Return the step that each worker has ended, by global rank; -1 before it takes part."""
+        """Return each worker's last ended step, by global rank; -1 before it takes part."""
         steps = self.page.steps(self._place.local_world_size)
         return {self._place.first_rank + local: step for local, step in enumerate(steps)}
 
     def space(self, begin: int, every: int) -> int:
-        """From step ``begin`` on have snapshots every so many steps. Return the newest step that a
-        worker had ended by then."""
+        """Set the snapshot interval from step ``begin`` on, in steps; return the newest ended step."""
         self.page.space(Schedule(every, begin))
         return self.newest_step()
 
     def are_within_steps(self) -> bool:
-        """Return whether every worker says to be within a step."""
+        """Return whether every worker reports being within a step."""
         return self.page.are_within_steps(self._place.local_world_size)
 
     def ended(self) -> dict[int, int]:
-        """Return the exit codes of the workers that have ended, by global rank, and 0 for those
-        that have come to their script's end and wait for the others; ends nobody, unlike
-        ``poll``."""
+        """Return exit codes of ended workers by global rank, 0 for those waiting at their script's
+        end.
+
+        Ends none, unlike ``poll``.
+        """
         first = self._place.first_rank
         return {first + local: code for local, code in self._workers.ended().items()}
 
     def poll(self) -> Outcome | None:
-        """Return how the workers ended, or None while any runs."""
+        """Return the workers' end; None: some run."""
         self._look_at_builds()
         outcome = self._workers.poll()
         if outcome is not None:
@@ -93,7 +94,7 @@ class WorkerGroup:
         return outcome
 
     def _look_at_builds(self) -> None:
-        """Extensions are built before the first step as a rule, and rarely afterwards."""
+        """Look often before the first step, the usual time of builds, and rarely afterwards."""
         now, has_stepped = time.monotonic(), self.newest_step() > 0
         if has_stepped and now < self._looks_at:
             return
@@ -104,8 +105,8 @@ class WorkerGroup:
                 self._locks.tell_of_waits()
 
     def end(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """End whatever workers live. Blocks until they are gone; those that the kernel cannot end
-        are not waited for any more once ``is_over``."""
+        """End all workers. Blocks until they are gone; after ``is_over``, not for those the kernel
+        cannot end."""
         self._locks.look(self._workers.pids().values())
         self._workers.stop(1, is_over)
         self._locks.remove_left()
@@ -113,11 +114,11 @@ class WorkerGroup:
 
 
 class WorkerGroups:
-    """Starts the workers of one job on this host, warm once some have shown what they import.
+    """Starts the workers of one job on this host, warm once their imports are known.
 
     Args:
         spec: The job.
-        directory: The agent's own, with the socket and the token that workers need.
+        directory: The agent's own, with the workers' socket and token.
         make_workers: Returns an empty set of workers.
     """
 
@@ -154,14 +155,14 @@ class WorkerGroups:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        # Megatron-LM builds no extension by torch: a lock there is another job's.
+        # Megatron-LM builds no torch extension: such locks are another job's.
         builds = not is_megatron(self._spec.options.script_args)
         return WorkerGroup(place, workers, page, path, builds=builds)
 
     def _environment(self) -> dict[str, str]:
         environment = {"SCALAI_AGENT_PID": str(os.getpid())}
         if (devices := os.environ.get(VISIBLE_DEVICES)) is not None:
-            # Of now: a fork server has those of its start.
+            # The present value; a fork server has its start's.
             environment[VISIBLE_DEVICES] = devices
         if self._spec.is_elastic:
             environment |= {"SCALAI_ELASTIC": "1", "SCALAI_AGENT": str(self._directory)}
@@ -171,9 +172,9 @@ class WorkerGroups:
         return environment
 
     def warm_up(self, imports: Imports, beside: Callable[[Callable[[], None]], object]) -> None:
-        """Start the fork server of later groups with what a worker has imported, once.
+        """Start the fork server for later groups with a worker's imports, once.
 
-        Until it has imported all of it groups start cold: who forks from it sooner waits for it.
+        Until it is ready groups start cold; a fork from it would wait.
         """
         if self._is_warming:
             return
@@ -201,10 +202,10 @@ class WorkerGroups:
 
 
 def write_preload(path: Path, imports: Imports) -> Path:
-    """Write the order that ``scalai.patches.preload`` reads; return its path.
+    """Write the order for ``scalai.patches.preload``; return its path.
 
     Args:
-        imports: What a worker has imported.
+        imports: A worker's imports.
 
     Raises:
         StoreError: It cannot be written.
@@ -220,8 +221,8 @@ def worker_arguments(spec: JobSpec, wanted: Workers) -> list[str]:
 
     Args:
         spec: The job.
-        wanted: The round's workers on a host; ``facts`` are those that workers of earlier rounds
-            reported, such as ``padded_vocab_size``.
+        wanted: The round's workers on a host; ``facts`` come from workers of earlier rounds, such
+            as ``padded_vocab_size``.
     """
     options, known = spec.options, spec.script.arguments
     assert options.script is not None
