@@ -111,7 +111,6 @@ def _as_configured(source: Checkpoint, request: TargetRequest) -> Checkpoint:
 
 
 def _heads(source: Checkpoint, request: TargetRequest) -> Heads:
-    """Return the source's heads, else the reference's (``--args-from``)."""
     stated = heads_of(source)
     return stated if request.reference is None else stated.or_else(request.reference.heads)
 

@@ -172,7 +172,6 @@ class NameMapping:
     def _fused(
         self, rule: Rule, numbers: Numbers, ours: str, shapes: Mapping[str, Shape], heads: Heads
     ) -> Iterator[Link]:
-        """Yield the links of one of our tensors to its parts, of these shapes."""
         names = [pattern.format(**numbers) for pattern in rule.theirs]
         missing = [name for name in names if name not in shapes]
         if missing:

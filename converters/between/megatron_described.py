@@ -77,7 +77,6 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
 
 
 def _of_layer(shapes: Mapping[str, Shape], ending: str, axis: int) -> int | None:
-    """Return a size of the first dense tensor with this ending of its name."""
     found = (
         s[axis] for name, s in shapes.items() if name.endswith(ending) and "expert" not in name
     )

@@ -109,7 +109,6 @@ def _check(source: Checkpoint, arguments: Mapping[str, Any]) -> None:
 def _groups(
     source: Checkpoint, links: Links, reference: Values, notes: list[str]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Return Megatron's parameter groups with the parameters' previous rates."""
     job, theirs = source.values.extra.get(STATE), source.values.param_groups
     if not isinstance(job, DeepSpeedJob) or not theirs:
         return reference.param_groups

@@ -149,9 +149,9 @@ class StatedBatch:
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a configuration.
+    """Return the ZeRO stage of a configuration; the old form ``true`` is stage 1.
 
-    Source: ``get_zero_config`` of deepspeed/runtime/config.py; the old form ``true`` is stage 1.
+    Source: ``get_zero_config`` of deepspeed/runtime/config.py.
 
     Raises:
         UsageError: Unknown stage.

@@ -27,19 +27,19 @@ class DeepSpeedJob:
         tag: Name of the tag.
         groups: Names of trained parameters by parameter group, in the optimizer's order.
         module: Keys of the module's ``state_dict``, in order.
-        module_values: Its entries that are no tensors.
+        module_values: Its entries other than tensors.
         module_metadata: Its ``_metadata``: versions of modules.
-        module_nesting: Paths of its tensors not kept under their names (``nested``).
+        module_nesting: Paths of its tensors not under their names (``nested``).
         dtypes: Dtypes of the module's tensors.
         aliases: Names of shared parameters -> names of the kept ones.
         buffers: Names of buffers.
-        frozen: Names of parameters without training.
+        frozen: Names of untrained parameters.
         model: Other entries of the model's file, client_state included.
         optimizer: Other entries of a rank's optimizer state: loss scaler, clip_grad.
         has_number_steps: Whether the optimizer's step is a number, not a tensor.
         is_bf16: Whether the engine trains in bf16: its files have a prefix.
-        is_fused: Whether the optimizer is DeepSpeed's FusedAdam, with flat buffers in stage 0;
-            None: not stated.
+        is_fused: Whether the optimizer is FusedAdam, with flat buffers in stage 0; None: not
+            stated.
         cuts: Cuts of parameters among tensor-parallel ranks; empty: no such ranks.
         of_ranks: ``model`` by model-parallel rank; empty: the same for all.
         pipeline: Layers of a pipeline engine; None: another engine.

@@ -1,7 +1,7 @@
-"""Checks the parts of a DeepSpeed configuration that Scalai uses.
+"""Checks the used parts of a DeepSpeed configuration.
 
 Source: deepspeed 0.19.8: runtime/zero/config.py, runtime/precision_config.py and
-``DeepSpeedConfigModel`` of runtime/config_utils.py, which drops ``"auto"``.
+``DeepSpeedConfigModel`` of runtime/config_utils.py, dropping ``"auto"``.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Configurations that DeepSpeed refuses in a ZeRO stage, at any degrees.
+"""DeepSpeed's refusals of a configuration in a ZeRO stage, at any degrees.
 
 DeepSpeed refuses only in the first round of a stage, possibly after a running job's change.
-``core/degrees/degrees.py`` checks the faults that depend on degrees.
+``core/degrees/degrees.py`` checks faults by degree.
 
 Source: ``DeepSpeedConfig`` of deepspeed/runtime/config.py, validators of runtime/zero/config.py,
 ``_do_sanity_check`` and ``_do_optimizer_sanity_check`` of runtime/engine.py, the optimizers of
@@ -24,9 +24,9 @@ Release = tuple[int, ...]
 AUTOTP_WITH_WEIGHTS = (0, 19, 1)
 """First release with weights sharded among tensor-parallel ranks."""
 BF16_SUMS_ARE_BF16 = (0, 17, 6)
-"""First release, at the latest, without fp32 sums of bf16 gradients without ZeRO."""
+"""First release, at the latest, with bf16 sums of bf16 gradients without ZeRO."""
 PARAM_DTYPE_COUNTS = (0, 19, 4)
-"""First release that reads ``data_types.param_dtype``."""
+"""First release to read ``data_types.param_dtype``."""
 SUMS_COUNT = (0, 19, 5)
 """First release with sums of gradients in place of averages."""
 TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw")
@@ -35,7 +35,7 @@ MASTERS_IN_ALL_STAGES = (0, 18, 1)
 """First release with 16-bit masters in all stages of ZeRO, in bf16 too; before, stage 2 in fp16
 only."""
 SWITCHES_COUNT_ALONE = (0, 17, 6)
-"""First release, at the latest, that reads the switch without its precision."""
+"""First release, at the latest, to read the switch without its precision."""
 _DTYPES: Mapping[str, str] = {
     f"{prefix}{alias}": name
     for name, aliases in {
@@ -93,7 +93,6 @@ def refuse_invalid(
 
 
 def _faults(config: Mapping[str, Any], release: Release) -> Iterator[str]:
-    """Yield the faults in every stage."""
     if _is_on(config, "fp16") and enables_bf16(config):
         yield "fp16 and bf16 are both enabled; it trains in one of them"
     stated, precision = _data_type(config, "param_dtype"), precision_of(config)
@@ -161,8 +160,7 @@ def _faults_of_masters(config: Mapping[str, Any], stage: int, release: Release) 
 
 
 def _master_switches(config: Mapping[str, Any], release: Release) -> Iterator[str]:
-    """Yield the switches for 16-bit masters that are on in a release. Old releases also need the
-    precision enabled."""
+    """Yield the enabled switches for 16-bit masters; old releases also need the precision enabled."""
     fp16, is_old = _section(config, "fp16"), release < SWITCHES_COUNT_ALONE
     if fp16.get("fp16_master_weights_and_grads") and (not is_old or _is_on(config, "fp16")):
         yield "fp16_master_weights_and_grads"

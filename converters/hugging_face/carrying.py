@@ -119,7 +119,6 @@ class _Carrying:
         )
 
     def _samples(self) -> int | None:
-        """Return the samples of a step by the engine's configuration; None: not stated."""
         job = self.source.values.extra.get(STATE)
         config = job.model.get("ds_config") if isinstance(job, DeepSpeedJob) else None
         size = config.get("train_batch_size") if isinstance(config, Mapping) else None

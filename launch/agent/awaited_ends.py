@@ -37,7 +37,6 @@ def awaited_ends(pids: Iterable[int], is_over: Callable[[], bool]) -> Iterator[N
 
 
 def _wait(watched: dict[int, int], is_over: Callable[[], bool]) -> None:
-    """Remove ended processes from ``watched``, by descriptor."""
     waiter, began, next_report_s = poll(), time.monotonic(), GONE_REPORT_S
     for descriptor in watched:
         waiter.register(descriptor, POLLIN)

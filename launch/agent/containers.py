@@ -16,7 +16,7 @@ _WAITERS = {
 
 
 def all_end_with_this_process() -> bool:
-    """Return whether the kernel kills every process of this container after this one's end.
+    """Return whether this process's end makes the kernel kill its whole container.
 
     True if it is the container's first process, or the first only waits for it. Other ends of a
     container, such as its pod's deletion, are invisible from inside.

@@ -344,7 +344,6 @@ def _receive(
     begins: Sequence[int],
     arrived: Callable[[int], None],
 ) -> int:
-    """Receive parts of ``sizes`` bytes into ``path`` at ``begins``, block by block."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         for number, (size, begin) in enumerate(zip(sizes, begins, strict=True)):

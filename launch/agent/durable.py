@@ -76,7 +76,6 @@ def numbers(folder: Path) -> list[int]:
 
 
 def _look_into(job: Folder, entry: Path, number: int, seen: Seen) -> None:
-    """Read the parts of one generation. Raises ``FileNotFoundError``: it was removed."""
     try:
         with job.below(entry.name) as generation:
             for path in sorted(entry.iterdir()):

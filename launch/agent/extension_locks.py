@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """A lock: its path, its age, and the process of this host with it open (None: no visible one)."""
+    """A lock: its path, its age, and this host's process with it open (None: no visible one)."""
 
     path: Path
     age_s: float
@@ -121,7 +121,6 @@ class WorkersLocks:
 
 
 def _held_by(pid: int, root: Path) -> Iterator[tuple[Path, Identity]]:
-    """Yield a process's open locks below a directory."""
     folder = Path("/proc", str(pid), "fd")
     with suppress(OSError):  # it ends meanwhile
         for name in os.listdir(folder):

@@ -142,7 +142,6 @@ def _sources(
     orders: Mapping[int, ReadOrder],
     states: Mapping[int, Mapping[str, Json]],
 ) -> dict[int, Source]:
-    """Return each rank's source; ``orders`` by its place among the ranks."""
     assert start.sources is not None
     listed = start.sources.value
     about = mapped(listed.about.value(), "about")
@@ -236,7 +235,7 @@ def _plan_and_fetch(
     hosts: Sequence[str],
     fetch: Callable[[Parts, list[FetchList], dict[str, ScalaiError]], _Fetch],
 ) -> Brought:
-    """Plan and fetch; on failure again without the failing hosts, since replicas may help."""
+    """Plan and fetch; after a failure again without the failing hosts, since replicas may help."""
     damaged = dict[str, str]()
     while True:  # ends: each turn leaves out a host
         try:
@@ -368,7 +367,6 @@ def _without(
 
 
 def _is_whole(asked: FetchList, part: Pieces) -> npt.NDArray[np.bool_]:
-    """Tell for each requested piece whether it is the host's whole piece, [rows]."""
     held, pieces = part.collection, asked.pieces
     is_whole: npt.NDArray[np.bool_] = (held.offset[asked.row] == pieces.offset).all(axis=1)
     is_whole &= (held.shape[asked.row] == pieces.shape).all(axis=1)
@@ -376,14 +374,13 @@ def _is_whole(asked: FetchList, part: Pieces) -> npt.NDArray[np.bool_]:
 
 
 def _patience_s(asked: FetchList, part: Pieces) -> float:
-    """Return the seconds for a host's comparison of partly requested pieces."""
     cut = np.unique(asked.row[~_is_whole(asked, part)])
     size_bytes = int(part.collection.select(cut).size_bytes().sum())
     return DEFAULT_TIMEOUT_S + size_bytes / CHECKED_BYTES_PER_S
 
 
 def stated_fingerprints(lists: Sequence[FetchList], parts: Mapping[str, Pieces]) -> dict[int, int]:
-    """Return hosts' fingerprints of requested whole pieces, by row of the concatenated ``lists``."""
+    """Return hosts' fingerprints of requested whole pieces, by row of all ``lists``, concatenated."""
     found: dict[int, int] = {}
     first = 0
     for asked in lists:

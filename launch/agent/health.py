@@ -103,7 +103,6 @@ class HealthCheck:
         return lines[-1].strip()[:LINE] if lines else ""
 
     def _end(self, process: "subprocess.Popen[bytes]", *, is_late: bool) -> None:
-        """Kill a command and its group."""
         with suppress(ProcessLookupError):  # nobody of its group is left
             os.killpg(process.pid, signal.SIGKILL)
         if is_late:

@@ -152,7 +152,7 @@ class Holdings:
         self._tell(reports.Doubted(generation, left))
 
     def examine(self, generation: int) -> None:
-        """Compare this host's part of a generation with its manifest, beside the loop, and report."""
+        """Compare this host's part of a generation with its manifest, beside the loop; report."""
 
         def examine() -> None:
             damage: list[str] = []
@@ -240,6 +240,5 @@ class Holdings:
 
 
 def _named(damage: Sequence[str]) -> tuple[str, ...]:
-    """Return the first lines, and the number of the rest."""
     more = [f"and {len(damage) - NAMED} more"] if len(damage) > NAMED else []
     return (*damage[:NAMED], *more)

@@ -65,7 +65,6 @@ def interface_environment(address: str, given: Mapping[str, str]) -> dict[str, s
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """Yield this host's addresses: (interface, address)."""
     yield from _ipv4_addresses()
     if _IPV6_ADDRESSES.exists():
         for line in _IPV6_ADDRESSES.read_text().splitlines():

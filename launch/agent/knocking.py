@@ -48,7 +48,6 @@ def knock(peers: Peers) -> tuple[str, ...]:
 
 
 def _taken(peers: Mapping[str, Address]) -> list[str]:
-    """Return the hosts with an accepted connection; closes it at once."""
     with ExitStack() as closing:
         poll, waiting, taken = select.poll(), dict[int, str](), list[str]()
         for host, (name, port) in peers.items():

@@ -108,7 +108,6 @@ def _age(path: Path, manifest: HostManifest) -> str:
 
 
 def _is_attached(path: Path, manifest: HostManifest) -> bool:
-    """Whether all files are links to elsewhere."""
     files = [path / stored.name for stored in manifest.files]
     return bool(files) and all(file.is_symlink() for file in files)
 

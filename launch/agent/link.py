@@ -339,8 +339,6 @@ class CoordinatorLink:
             self._lost(error)
 
     def _search(self, succeed: Callable[[Place, int, threading.Event], Place]) -> None:
-        """Look for the coordinator's successor, beside the loop."""
-
         def look() -> None:
             try:
                 place = succeed(self._place, self._term, self._closing)
@@ -365,5 +363,4 @@ class CoordinatorLink:
 
 
 def _fail(error: Exception) -> None:
-    """End the agent: a thread of the link has failed."""
     raise RuntimeError("the link to the coordinator has failed") from error

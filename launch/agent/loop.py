@@ -48,6 +48,7 @@ class Loop:
         self._due: queue.Queue[Callable[[], None]] = queue.Queue()
 
     def put(self, due: Callable[[], None]) -> None:
+        """Queue work for the loop."""
         self._due.put(due)
 
     def run(self, tick: Callable[[], None], is_over: Callable[[], bool]) -> None:

@@ -48,7 +48,7 @@ class NoticeWatch:
         self._is_said = False
 
     def look(self) -> float:
-        """Ask once. Returns the seconds before the next question. Without an answer, notices stay."""
+        """Ask once. Returns the seconds before the next question. A failure keeps known notices."""
         self._asked_at = time.monotonic()
         try:
             found = self._question.read()

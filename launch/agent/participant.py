@@ -96,7 +96,6 @@ class Participant:
         self._served.link.follow(self._agent, self._agent.obey, lambda: self._progress.stalled)
 
     def _brings(self) -> Callable[[str], Join]:
-        """Return a join request by incarnation: devices, stored parts, command line."""
         served, state = self._served, self._agent.state
         found, spec, named = served.holdings.found(), JsonText.of(self._spec.to_json()), HostLists()
         parts, sealed = named.take(found.parts), named.take(found.sealed)
@@ -197,7 +196,7 @@ class Participant:
         self._agent.notice_withdrawn(source)
 
     def stop_now(self, code: int) -> None:
-        """A second signal: end at once; the state stays in the store for a restarted agent."""
+        """A second signal: end at once; the state stays for a restarted agent."""
         self._agent.stop_now(code)
 
     def set_slots(self, slots: int) -> None:
@@ -325,7 +324,6 @@ def _check_slots(slots: int) -> None:
 
 
 def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> HostState:
-    """Return the state of a host without workers."""
     settings = Settings(
         host,
         spec.is_elastic,
@@ -353,7 +351,6 @@ def _watch(
 
 
 def _identity(directory: Path) -> StoreIdentity:
-    """Return a unique identity of a store's directory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     found = directory.stat()
     return StoreIdentity(boot, found.st_dev, found.st_ino)

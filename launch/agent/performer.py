@@ -103,7 +103,7 @@ class Performer:
         self._moving: Moving | None = None
         self._replicas = replicas or Replicas(hands.store, hands.token)
 
-    # ------------------------------------------------------------------ what is to be seen
+    # ------------------------------------------------------------------ state of the workers
 
     def generations(self) -> frozenset[int]:
         """Return the store's generations."""

@@ -185,7 +185,6 @@ def _states(command: Replicate, host: str, wards: frozenset[str], token: bytes) 
 def _with_states(
     store: HostStore, command: Replicate, states: dict[str, Json]
 ) -> HostManifest | None:
-    """Keep rank states without pieces."""
     listed = command.sources.value
     store.adopt_empty(first_part(store.host, listed))
     return store.add_states(listed.generation, states)

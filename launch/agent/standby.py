@@ -37,7 +37,7 @@ def obstacle(policy: str, workers: int, present: Iterable[int], *, on_devices: b
 
 
 def offer(processes: Iterable[int], *, is_standby: bool) -> None:
-    """Mark processes as the kernel's first to kill when memory runs out, or as equal to this one."""
+    """Mark processes as the first to kill when memory runs out, or as equal to this one."""
     adjustment = FIRST_TO_GO if is_standby else Path("/proc/self/oom_score_adj").read_text()
     for pid in _with_offspring(processes):
         with contextlib.suppress(OSError):  # it is gone

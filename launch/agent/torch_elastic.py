@@ -78,7 +78,7 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
 
 
 def self_check() -> None:
-    """Raise ``RefusedError`` if torch's agent lacks a hook, or Python's event a part."""
+    """Raise ``RefusedError`` for a torch without the hooks, or a Python with another event."""
     for name, parameters in _HOOKS.items():
         method = getattr(LocalElasticAgent, name, None)
         found = tuple(inspect.signature(inspect.unwrap(method)).parameters) if method else None
@@ -283,7 +283,6 @@ class WorkerSet(LocalElasticAgent):
         return Outcome(self._endings(first) or (() if is_good else (result.state.name,)))
 
     def _endings(self, codes: Mapping[int, int]) -> tuple[str, ...]:
-        """Return each rank's end, with its script's error."""
         place, files = self._assigned.placement, getattr(self._pcontext, "error_files", {})
         assert place is not None
         return tuple(
@@ -416,7 +415,6 @@ def wait_until_warm() -> None:
 
 
 def _end_by_use_of_devices() -> None:
-    """End this fork, with 1 if its server has begun CUDA."""
     torch = sys.modules.get("torch")
     sys.exit(int(torch is not None and torch.cuda._is_in_bad_fork()))
 
@@ -475,7 +473,6 @@ def _kill_group(leader: int) -> None:
 
 
 def _session_of(leader: int) -> Iterator[int]:
-    """Yield the processes of a session, its leader included."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
             stat = Path("/proc", pid, "stat").read_text(errors="replace")
@@ -484,7 +481,7 @@ def _session_of(leader: int) -> Iterator[int]:
 
 
 def _command_of(pid: int) -> bytes:
-    """Return a process's command line; waits, because the kernel shows none right after the start."""
+    """Return a process's command line; waits, because a new process shows none."""
     end = time.monotonic() + STARTED_S
     while True:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -47,7 +47,6 @@ class WorkerCalls:
         self._folder.close()
 
     def _handle(self, peer: Peer, request: WorkerRequest) -> object:
-        """Hand a call to the loop and wait for the answer, in the connection's thread."""
         answer: Future[Any] = Future()
 
         def deliver() -> None:

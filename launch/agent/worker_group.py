@@ -68,7 +68,7 @@ class WorkerGroup:
         return {self._place.first_rank + local: step for local, step in enumerate(steps)}
 
     def space(self, begin: int, every: int) -> int:
-        """Set the snapshot interval from step ``begin`` on, in steps; return the newest ended step."""
+        """Set the steps between snapshots, from step ``begin`` on; return the newest ended step."""
         self.page.space(Schedule(every, begin))
         return self.newest_step()
 

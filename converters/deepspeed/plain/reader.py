@@ -44,7 +44,7 @@ SAY_THE_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """The state of an optimizer in a file, for one expert-parallel rank."""
+    """An optimizer's state in the file of one expert-parallel rank."""
 
     model: ModelStates
     path: Path
@@ -172,7 +172,8 @@ class PlainReader:
         """Return the file's content.
 
         Raises:
-            RefusedError: Its optimizer is of an unknown kind, or its parameters cannot be named.
+            RefusedError: The optimizer is of an unknown kind, or its parameters have no clear
+                names.
         """
         path = self.model.path
         first, *others = self._trees()

@@ -109,7 +109,6 @@ class Flattened:
 
 
 def _is_of_elements(key: str, entry: Any) -> bool:
-    """Tell whether an entry has a value for each element; a step has not."""
     return isinstance(entry, StoredTensor) and key != STEP
 
 

@@ -177,7 +177,7 @@ def _layer(path: Path, tensors: Mapping[str, StoredTensor], count: int) -> Layer
 
 
 def _degree(tag: Tag, experts: Experts, state: Mapping[str, Any]) -> int:
-    """Return the number of expert-parallel ranks: a layer's experts by those of one rank."""
+    """Return the number of expert-parallel ranks: a layer's experts divided by one rank's."""
     if tag.experts.optimizers:
         return len(tag.experts.optimizers)
     counts = experts.counts()

@@ -128,6 +128,7 @@ class ModelStates:
         return self.layer_files.get(name, self.experts.files.get(name, self.files[0]))
 
     def expert_files(self) -> list[CheckpointFile]:
+        """Return the files of experts' weights."""
         names = sorted(set(self.experts.files.values()))
         return [CheckpointFile(name, (self.directory / name).stat().st_size) for name in names]
 
@@ -194,9 +195,8 @@ class ModelStates:
     ) -> DeepSpeedJob:
         """Return the job of these files.
 
-        Args:
-            groups: Names of trained parameters by parameter group, in the optimizer's order.
-            optimizer, has_number_steps, is_bf16, is_fused: As in ``DeepSpeedJob``.
+        ``groups``: names of trained parameters by parameter group, in the optimizer's order; the
+        rest as in ``DeepSpeedJob``.
         """
         module = self.first["module"]
         stored = {name: v.dtype for name, v in module.items() if isinstance(v, StoredTensor)}

@@ -151,8 +151,7 @@ class CutRules:
         return Rule(0, is_vocabulary=True) if _first(words, name) is not None else None
 
     def _default(self) -> Rule | None:
-        """Return the rule of unmatched names: Megatron-DeepSpeed has no patterns for cuts along
-        dimension 0."""
+        """Return the rule of unmatched names; Megatron-DeepSpeed has no patterns for dimension 0."""
         keys = (*_REPLICATED, _ROWS, _TWO_PARTS, _PARTS, _VOCABULARY)
         return Rule(0) if any(self.info.get(key) for key in keys) else None
 
@@ -202,7 +201,6 @@ def _given(section: Mapping[str, Any]) -> Rule:
 
 
 def _first(patterns: Any, name: str) -> Any:
-    """Return the first pattern to match the start of a name, as in DeepSpeed."""
     return next((pattern for pattern in patterns if re.match(pattern, name)), None)
 
 
@@ -215,7 +213,8 @@ def _of_parts(parts: Mapping[str, Any], widths: Any) -> Rule:
 
 
 def _of_map(name: str, entry: Mapping[str, Any]) -> Rule:
-    """Return the rule of an affine map of boxes cut along one dimension; refuse others."""
+    """Return the rule of an affine map of boxes cut along one dimension; ``RefusedError``: another
+    map."""
     shape = entry["logical_shape"]
     pieces = [entry["ranks"][rank]["pieces"] for rank in sorted(entry["ranks"], key=int)]
     firsts = [tuple(of[0]["shape"]) for of in pieces]

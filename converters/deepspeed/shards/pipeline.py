@@ -143,7 +143,7 @@ def partition(method: str, places: Sequence[str], trained: Shapes, pp: int) -> l
 
     Args:
         method: One of ``METHODS``.
-        places: Unit at each place; empty: no parameters there.
+        places: Unit at each place; empty: no parameters.
         trained: Shapes of all trained parameters.
         pp: Number of stages.
     """

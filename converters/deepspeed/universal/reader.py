@@ -252,7 +252,6 @@ class UniversalReader:
 
 
 def _as_dictionary(entry: Any) -> Mapping[str, Any]:
-    """Return a file's entries beside the values; in stage 3 a file has values alone."""
     return entry if isinstance(entry, dict) else {}
 
 

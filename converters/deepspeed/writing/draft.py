@@ -39,18 +39,18 @@ def job_of(source: Checkpoint, options: WriteOptions) -> DeepSpeedJob:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A target that is being laid out.
+    """A target under construction.
 
     Attributes:
         source, options: The source, and how to write it.
-        job: The job that will read the target, with this model-parallel rank's parameters.
+        job: Reader of the target, with this model-parallel rank's parameters.
         stage, dp: ZeRO stage and data-parallel ranks of the target.
         archives: The target's files so far.
         folder: The tag's directory.
         degrees: ``tp`` and ``pp`` of the target.
         rank: Model-parallel rank.
         ep, ep_rank: Number of expert-parallel ranks; the rank with the job's groups.
-        origins: Number of the source's parameter group for each of the job's; None: the same.
+        origins: Source group of each of the job's groups; None: the same.
         tensors: The source's tensors by name, in the rank's own shapes.
         kept: Kinds of optimizer state by parameter.
     """
@@ -127,9 +127,9 @@ class Draft:
 
     @property
     def clip_grad(self) -> dict[str, float]:
-        """The largest norm of the gradient, from the source's optimizer or configuration.
+        """The largest gradient norm, from the source's optimizer or configuration.
 
-        Empty: not stated; the engine then uses its default, which has changed between releases.
+        Empty: not stated; the engine then uses its default, different between releases.
 
         Raises:
             RefusedError: It is not a number of 0 or more.
@@ -176,9 +176,9 @@ class Draft:
         return self.tensors[f"{PARAM}/{name}"]
 
     def sizes(self, names: Iterable[str]) -> OrderedDict[str, Any]:
-        """Return shapes of parameters as torch has them; with experts as tuples.
+        """Return shapes of parameters as torch's sizes; with experts as tuples.
 
-        With experts DeepSpeed saves a copy, which has tuples (``clone_tensors_for_torch_save``).
+        With experts DeepSpeed saves a copy with tuples (``clone_tensors_for_torch_save``).
         """
         size = foreign("torch", "Size") if self.job.experts is None else tuple
         return OrderedDict((name, size(self.parameter(name).shape)) for name in names)
@@ -247,8 +247,7 @@ class Draft:
         ]
 
     def _of_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of a group that depend on the target's ranks: DeepSpeed finds them by
-        its name."""
+        """Return a group's entries for the target's ranks: DeepSpeed finds them by its name."""
         return {"name": f"ep_size_{self.ep}"} if group.get("moe") else {}
 
     @property

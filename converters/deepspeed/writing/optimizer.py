@@ -114,7 +114,6 @@ def _masters(draft: Draft, buffer: Buffer, rank: int, padding: int, filled: Fill
 
 
 def _fragments(draft: Draft, buffers: Sequence[Buffer], rank: int) -> list[OrderedDict[str, Any]]:
-    """Return the places of parameters in a rank's parts, for ds_to_universal."""
     return [
         OrderedDict((draft.local(span.name), _fragment(span)) for span in buffer.spans(rank))
         for buffer in buffers

@@ -196,8 +196,8 @@ def _reference(options: WriteOptions) -> DeepSpeedJob | None:
 def _known(
     job: DeepSpeedJob, shapes: Mapping[str, Shape], options: WriteOptions, *, is_needed: bool
 ) -> Mapping[str, Cut]:
-    """Return the cuts of parameters: the source's; else by its rules or a file's, or the
-    reference's (``--args-from``). Raises if some ``is_needed`` and unknown."""
+    """Return the cuts of parameters: the source's; else by rules, a file's, or those of
+    ``--args-from``. Raises if some ``is_needed`` and unknown."""
     if job.cuts:
         return job.cuts
     rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.cuts))

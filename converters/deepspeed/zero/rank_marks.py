@@ -123,7 +123,6 @@ def _padding(shapes: Mapping[str, Shape], dp: int, rank: int) -> Iterator[range]
 def _are_zero(
     directory: Path, file: str, moments: Mapping[str, Any], places: Sequence[range]
 ) -> bool:
-    """Tell whether all moments are zero at these places; true without moments."""
     data = map_file(directory / file)
     for stored in moments.values():
         item = ITEM_BYTES[stored.dtype]
