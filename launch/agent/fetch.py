@@ -380,7 +380,7 @@ def _patience_s(asked: FetchList, part: Pieces) -> float:
 
 
 def stated_fingerprints(lists: Sequence[FetchList], parts: Mapping[str, Pieces]) -> dict[int, int]:
-    """Return hosts' fingerprints of requested whole pieces, by row of all ``lists``, concatenated."""
+    """Return hosts' fingerprints of requested whole pieces, by row of the joined ``lists``."""
     found: dict[int, int] = {}
     first = 0
     for asked in lists:

@@ -147,7 +147,7 @@ class UniversalReader:
         return replace(job, tag=job.tag.removesuffix(SUFFIX))
 
     def _check_folders(self) -> None:
-        """Refuse folders unknown to the model; in stages 1 and 2 they include untrained parameters."""
+        """Refuse folders unknown to the model; stages 1 and 2 also have untrained parameters'."""
         names = {name for model in self.models for name in model.first["module"]}
         folders = sorted(path.name for path in (self.directory / "zero").iterdir() if path.is_dir())
         stray = next((name for name in folders if name not in names), None)
