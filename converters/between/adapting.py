@@ -33,7 +33,6 @@ class TargetRequest:
     """The requested target of a source.
 
     Attributes:
-        layout: The target's layout.
         mapping: Names of another framework; None: names stay.
         reference: Values of ``--args-from``.
         repad: Rows of the vocabulary; 0: the target framework's number; None: they stay.

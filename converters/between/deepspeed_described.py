@@ -43,9 +43,7 @@ def described_job(
 
     Args:
         table: ``[deepspeed]`` of the file.
-        where: Path of the file.
         source: The state, under their names.
-        mapping: The rules.
 
     Raises:
         UsageError: The file cannot be understood.

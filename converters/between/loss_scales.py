@@ -30,8 +30,6 @@ def to_deepspeed_scale(
 
     Args:
         scaler: State of Megatron's scaler, possibly empty.
-        config: DeepSpeed's configuration.
-        step: Number of steps done.
     """
     section = config.get("fp16") or {}
     if not section.get("enabled") or section.get("loss_scale") or "scale" not in scaler:

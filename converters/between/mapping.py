@@ -74,10 +74,8 @@ class NameMapping:
 
     Attributes:
         rules: Rules in the order of their module's parameters.
-        heads: Heads by the file.
         tied: Their names of shared tensors -> the kept names.
         ignored: Patterns of tensors to leave out, on either side.
-        where: Path of the file.
         prefix: Optional start of their names; a model without its head lacks it.
     """
 

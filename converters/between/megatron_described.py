@@ -106,7 +106,6 @@ def whole_arguments(
     """Return arguments in a checkpoint's form.
 
     Args:
-        shaped: Result of ``shape_arguments``.
         given: The user's values, with priority.
         step, consumed: Optimizer steps done, and samples.
     """

@@ -85,8 +85,6 @@ def config_arguments(
 
     Args:
         config: Content of the file; empty: no arguments.
-        shaped: Result of ``shape_arguments``.
-        directory: Directory of the file.
 
     Raises:
         RefusedError: Megatron computes no such model with these tensors (names every entry); or the

@@ -51,7 +51,6 @@ class Reference:
     Attributes:
         where: Path of either.
         checkpoint: The checkpoint; None: it is a file.
-        given: Tables of the file.
     """
 
     where: Path

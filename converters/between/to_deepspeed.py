@@ -50,7 +50,6 @@ def to_deepspeed(
         source: The state under their names, with Megatron's values.
         links: Links by our names.
         job: The job to read it.
-        groups: Its parameter groups.
         reference: The job's own checkpoint, of any step, for its buffers; None: there is none.
 
     Raises:

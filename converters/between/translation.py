@@ -42,7 +42,6 @@ def in_our_names(
 
     Args:
         source: The checkpoint, under their names.
-        mapping: The rules.
         heads: Fallback for the heads of the mapping and the source.
 
     Raises:

@@ -80,10 +80,8 @@ class Tag:
     """The files of one tag.
 
     Attributes:
-        directory: Directory of the tag.
         ranks: Files by model-parallel rank.
         layers: A pipeline's layer files, by tensor-parallel rank and place.
-        experts: Files of experts.
     """
 
     directory: Path

@@ -24,16 +24,12 @@ class DeepSpeedJob:
     """A job's names and values, for its engine at any degree and stage.
 
     Attributes:
-        tag: Name of the tag.
         groups: Names of trained parameters by parameter group, in the optimizer's order.
         module: Keys of the module's ``state_dict``, in order.
         module_values: Its entries other than tensors.
         module_metadata: Its ``_metadata``: versions of modules.
         module_nesting: Paths of its tensors not under their names (``nested``).
-        dtypes: Dtypes of the module's tensors.
         aliases: Names of shared parameters -> names of the kept ones.
-        buffers: Names of buffers.
-        frozen: Names of untrained parameters.
         model: Other entries of the model's file, client_state included.
         optimizer: Other entries of a rank's optimizer state: loss scaler, clip_grad.
         has_number_steps: Whether the optimizer's step is a number, not a tensor.

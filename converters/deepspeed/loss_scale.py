@@ -29,7 +29,6 @@ def to_zero(tree: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any
     """Return ZeRO's entries for the state of a stage 0 optimizer.
 
     Args:
-        tree: The optimizer's ``state_dict``.
         config: The job's configuration, for the hysteresis and the smallest scale.
     """
     if not tree.get("dynamic_loss_scale"):

@@ -20,7 +20,6 @@ def flatten(
     """Return a module by its parameters' names, and the path of each; without paths: it was flat.
 
     Args:
-        module: The state_dict.
         trained: Names of parameters that must be in it.
     """
     if all(name in module for name in trained):

@@ -52,7 +52,6 @@ def stages_of(config: Mapping[str, Any], by_world: Mapping[str, int]) -> frozens
     """Return the stages a job may come to have.
 
     Args:
-        config: DeepSpeed's configuration.
         by_world: Table ``deepspeed.zero_stage`` of the elastic configuration.
 
     Raises:
@@ -160,7 +159,7 @@ def _faults_of_masters(config: Mapping[str, Any], stage: int, release: Release) 
 
 
 def _master_switches(config: Mapping[str, Any], release: Release) -> Iterator[str]:
-    """Yield the enabled switches for 16-bit masters; old releases also need the precision enabled."""
+    """Yield the enabled switches for 16-bit masters; old releases also need their precision."""
     fp16, is_old = _section(config, "fp16"), release < SWITCHES_COUNT_ALONE
     if fp16.get("fp16_master_weights_and_grads") and (not is_old or _is_on(config, "fp16")):
         yield "fp16_master_weights_and_grads"

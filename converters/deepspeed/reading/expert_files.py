@@ -21,9 +21,7 @@ class ExpertFiles:
     """The experts of a tag.
 
     Attributes:
-        experts: Layers with experts.
         tensors: Tensors of all experts, by their names in the whole model.
-        files: File of each tensor.
         ep: Number of expert-parallel ranks.
         optimizers: Optimizer file by expert-parallel rank, without ZeRO.
     """
@@ -39,9 +37,7 @@ class ExpertFiles:
         """Read a tag's files of experts, if it has some.
 
         Args:
-            tag: The files.
             state: Content of the model's first file.
-            trust: As in ``ReadOptions``.
 
         Raises:
             RefusedError: They are of an unsupported kind, or do not fit together.

@@ -137,7 +137,6 @@ def unused_copies(
     """Return the parameters with copies on this stage that never had a gradient.
 
     Args:
-        directory: Directory of the files.
         pieces: Pieces of one rank of the stage.
         before: Units of earlier stages.
     """

@@ -27,7 +27,6 @@ def units_by_stage(
     """Return the units of each stage.
 
     Args:
-        directory: The tag's directory.
         files: Layers with files.
         tied: Units of tied layers, by place.
         tensors: Tensors of all layers, by the engine's names.

@@ -151,7 +151,7 @@ class CutRules:
         return Rule(0, is_vocabulary=True) if _first(words, name) is not None else None
 
     def _default(self) -> Rule | None:
-        """Return the rule of unmatched names; Megatron-DeepSpeed has no patterns for dimension 0."""
+        """Return the rule of unmatched names; Megatron-DeepSpeed's patterns omit dimension 0."""
         keys = (*_REPLICATED, _ROWS, _TWO_PARTS, _PARTS, _VOCABULARY)
         return Rule(0) if any(self.info.get(key) for key in keys) else None
 

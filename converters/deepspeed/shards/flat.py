@@ -33,7 +33,6 @@ class Flat:
     Attributes:
         rank_elements: Elements of each rank's part.
         padding: Elements of padding at the end of each rank's part.
-        spans: Spans of each rank's part, in order.
     """
 
     rank_elements: int
@@ -46,7 +45,6 @@ def split_whole(shapes: Mapping[str, Shape], dp: int, gaps: Sequence[int] = ()) 
 
     Args:
         shapes: Shapes of a group's parameters, in the order of the buffer.
-        dp: Number of data-parallel ranks.
         gaps: Elements between each parameter and the next, see ``gaps_of``; empty: none.
     """
     begins, end = {}, 0

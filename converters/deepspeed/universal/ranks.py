@@ -130,8 +130,6 @@ def cuts_of(
 
     Args:
         entries: By parameter, its file's entries beside the values.
-        models: Model files of all ranks.
-        tp: Number of tensor-parallel ranks.
         options: May have a file of cuts.
 
     Raises:

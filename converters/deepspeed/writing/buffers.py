@@ -34,8 +34,6 @@ class Buffer:
 
     Attributes:
         shapes: Shapes of its parameters, in order.
-        flat: Places of its parameters.
-        group: Number of its parameter group.
         gaps: Elements between each parameter and the next; empty in stage 3.
         ep: Expert-parallel ranks of an expert buffer: each ``ep``-th data-parallel rank has a part.
     """
@@ -95,7 +93,6 @@ def part(
     """Return a rank's part of a buffer, and note its content in ``filled``.
 
     Args:
-        draft: The target.
         kind: Kind of the parameters' tensors; None: their masters.
         buffer, rank: The buffer, and the data-parallel rank.
         elements: Elements to keep.

@@ -45,10 +45,8 @@ class Draft:
         source, options: The source, and how to write it.
         job: Reader of the target, with this model-parallel rank's parameters.
         stage, dp: ZeRO stage and data-parallel ranks of the target.
-        archives: The target's files so far.
         folder: The tag's directory.
         degrees: ``tp`` and ``pp`` of the target.
-        rank: Model-parallel rank.
         ep, ep_rank: Number of expert-parallel ranks; the rank with the job's groups.
         origins: Source group of each of the job's groups; None: the same.
         tensors: The source's tensors by name, in the rank's own shapes.

@@ -33,8 +33,6 @@ def add_model(
     The file is for all its data-parallel ranks, or in stage 3 for one.
 
     Args:
-        draft: The target.
-        rank: Data-parallel rank.
         buffers: Flat buffers; none in stage 0.
         optimizer, filled: Stage 0's optimizer state, and the content of its tensors.
     """

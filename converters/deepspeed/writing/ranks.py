@@ -20,8 +20,6 @@ class Ranks:
 
     Attributes:
         source, options, job, stage: As in ``Draft``, but for all ranks.
-        dp, tp, pp, ep: The target's degrees.
-        known: Known cuts of parameters.
         cuts: The cuts at the target's ``tp``.
         stages: Units by stage; empty without a pipeline.
         how: Origin of the stages, for the notes.
