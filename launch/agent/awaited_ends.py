@@ -10,7 +10,7 @@ from select import POLLIN, poll
 from scalai.core.job.deadlines import GONE_S
 
 GONE_REPORT_S = 5.0
-"""Seconds before a lasting killed worker is logged."""
+"""Seconds before a killed worker still alive is logged."""
 LOOK_MS = 500.0
 
 log = logging.getLogger(__name__)

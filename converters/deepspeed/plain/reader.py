@@ -157,8 +157,8 @@ class _Tree:
 class PlainReader:
     """One model_states file that is being read, with the optimizer's state in it.
 
-    Each expert-parallel rank has a file with an optimizer's state. Rank 0's experts, and all
-    outside experts, occur there again: as ``duplicates``.
+    With experts, each expert-parallel rank has a file with an optimizer's state. Rank 0's experts,
+    and all parameters outside experts, occur there again: as ``duplicates``.
     """
 
     model: ModelStates

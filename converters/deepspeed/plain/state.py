@@ -1,6 +1,6 @@
 """The optimizer's state of an engine without ZeRO: a tensor per parameter, or flat buffers.
 
-Neither names a parameter. Shapes identify it, and in 16 bits its weights: the masters round to
+Neither names a parameter. Its shape identifies it, and in 16 bits its weights: the masters round to
 them. The match assumes the module's order within each group. Parameters without a distinct state
 are reported (``untold``). Frozen parameters may be in no group.
 
@@ -139,8 +139,8 @@ def untold(
     weights: Mapping[str, StoredTensor],
     file_of: Callable[[str], Path],
 ) -> frozenset[str]:
-    """Return parameters with different states and nothing to tell them apart: equal shapes and, if
-    there are masters, equal weights."""
+    """Return parameters with exchangeable but different states: of equal shapes and, if there are
+    masters, equal weights."""
     alike: dict[Any, list[Mapping[str, Any]]] = {}
     names: dict[Any, list[str]] = {}
     for group, members in enumerate(groups):

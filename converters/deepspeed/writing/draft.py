@@ -43,7 +43,7 @@ class Draft:
 
     Attributes:
         source, options: The source, and how to write it.
-        job: Reader of the target, with this model-parallel rank's parameters.
+        job: The target's job, with this model-parallel rank's parameters.
         stage, dp: ZeRO stage and data-parallel ranks of the target.
         folder: The tag's directory.
         degrees: ``tp`` and ``pp`` of the target.

@@ -41,7 +41,7 @@ def check_names(directory: Path, trees: Mapping[str, Any]) -> bool:
         trees: Content by file.
 
     Returns:
-        Whether every file has a name of its own to compare.
+        Whether every file had a stored name to compare.
 
     Raises:
         RefusedError: A file is another rank's.
