@@ -1,7 +1,7 @@
-"""What becomes of workers that outlive a failure of their round: they make no further update, say
-where they stand, and write their state if it is wanted.
+"""Workers that outlive a failure: they stop updating, report their step, and write their state on
+request.
 
-A thread of each worker does it, while the main thread may hang in a collective whose partner died.
+A thread of each worker does it; the main thread may hang in a collective with a dead partner.
 """
 
 from dataclasses import replace
@@ -16,12 +16,11 @@ from scalai.core.messages import reports
 from scalai.core.messages.worker_messages import AwaitFreeze, RankFailed, RankFrozen
 
 CAUSE_S = 0.5
-"""A process that is killed closes its connections before it has ended: others may raise for that so
-much sooner than its end can be seen."""
+"""Time to look for a dead process, in seconds. A killed process closes its connections before it
+ends: others may raise that much sooner than its end is visible."""
 
 
 def await_freeze(step: Step, call: Call, request: AwaitFreeze) -> None:
-    """A thread of a worker waits beside the training."""
     current = step.present()
     if current.emergency is not None:
         step.answer(call)
@@ -30,8 +29,8 @@ def await_freeze(step: Step, call: Call, request: AwaitFreeze) -> None:
 
 
 def failed(step: Step, request: RankFailed) -> None:
-    """A worker's script has raised. Its process waits to be ended, and may write meanwhile. One
-    that died may be the cause, and is named instead: it is looked for first, for ``CAUSE_S``."""
+    """Record a script's exception. Its process waits to be ended, and may write meanwhile. For
+    ``CAUSE_S`` a dead worker is sought first, and named instead as the likely cause."""
     current = step.present()
     if not current.raised:
         step.change_round(raised=f"rank {request.rank}: {request.reason}", raised_at=step.now)
@@ -39,13 +38,13 @@ def failed(step: Step, request: RankFailed) -> None:
 
 
 def freeze(step: Step) -> None:
-    """Have the workers that live make no further update. Snapshots on the way are given up: who
-    writes one stands at its step, and may write it again."""
+    """Stop further updates by living workers, and give up snapshots on the way: a rank in one
+    stands at its step and may write it again."""
     current = step.present()
     if not current.has_group:
         step.tell(reports.Frozen(current.number, ()))
     if current.emergency is not None and current.has_group:
-        # Another coordinator has told it before, and may not have heard the answer.
+        # Another coordinator has asked before, and may not have heard the answer.
         step.change_round(emergency=replace(current.emergency, is_reported=False))
         _report(step)
     if current.emergency is not None or not current.has_group:
@@ -65,7 +64,7 @@ def freeze(step: Step) -> None:
 
 
 def frozen(step: Step, call: Call, request: RankFrozen) -> None:
-    """A worker says of which step its memory is the state."""
+    """Record the step of a worker's memory."""
     current = step.present()
     emergency = current.emergency
     if emergency is None:
@@ -80,12 +79,11 @@ def frozen(step: Step, call: Call, request: RankFrozen) -> None:
             waiting={**emergency.waiting, request.rank: call},
         )
     )
-    go_on(step, current.number)  # also where it was to write, and cannot
+    go_on(step, current.number)  # also after a failed write
 
 
 def _report(step: Step) -> None:
-    """Tell the coordinator, once, where the workers stand: when all that live have said so, or the
-    time is over."""
+    """Report the workers' steps once: when all living ones have answered, or at the deadline."""
     current = step.present()
     emergency = current.emergency
     if emergency is None or emergency.is_reported:
@@ -101,15 +99,15 @@ def _report(step: Step) -> None:
 
 
 def write(step: Step, at: int) -> None:
-    """Workers that stand at this step write their state, and that of others which they hold too."""
+    """Write the state of workers at this step, with their replicas of others' state."""
     current = step.present()
     if current.emergency is None or not current.emergency.is_reported:
         step.tell(reports.Rescued(current.number, at))
         return
-    if current.emergency.step == at and current.sealed_step == at:  # it was told before
+    if current.emergency.step == at and current.sealed_step == at:  # a repeated command
         _done(step)
         return
-    if current.emergency.has_sealed:  # of a step of which not enough was written
+    if current.emergency.has_sealed:  # of a step without a complete state
         commits.discard(step)
     step.change_round(
         emergency=replace(current.emergency, step=at, has_sealed=False, is_done=False)
@@ -118,7 +116,7 @@ def write(step: Step, at: int) -> None:
 
 
 def go_on(step: Step, number: int) -> None:
-    """Order what can be ordered of a round, and seal what is written."""
+    """Give the possible orders of a round, and seal a complete write."""
     current = step.round
     if current is None or not step.is_present(number) or current.emergency is None:
         return
@@ -142,7 +140,7 @@ def go_on(step: Step, number: int) -> None:
 
 
 def _order(step: Step) -> None:
-    """Give those that stand at the step their orders."""
+    """Give orders to ranks at the step."""
     current = step.present()
     emergency = current.emergency
     assert emergency is not None and emergency.step is not None
@@ -156,8 +154,8 @@ def _order(step: Step) -> None:
 
 
 def cannot(step: Step, reason: str) -> bool:
-    """Whether something has failed that a snapshot needs, in an emergency: then this host writes
-    nothing."""
+    """Handle a failed snapshot of an emergency: this host writes nothing. False without an
+    emergency."""
     current = step.round
     if current is None or current.emergency is None:
         return False
@@ -170,7 +168,7 @@ def cannot(step: Step, reason: str) -> bool:
 
 
 def _done(step: Step) -> None:
-    """Tell the coordinator that this host writes nothing (more) of the step."""
+    """Report that this host writes nothing (more) of the step."""
     current = step.present()
     emergency = current.emergency
     assert emergency is not None and emergency.step is not None
@@ -179,7 +177,7 @@ def _done(step: Step) -> None:
 
 
 def watch(step: Step, seen: GroupSeen | None) -> None:
-    """Do without workers that end or hang meanwhile."""
+    """Count out workers that end or hang meanwhile."""
     current = step.round
     if current is not None and current.raised and step.now - current.raised_at >= CAUSE_S:
         step.fail(current.raised)
@@ -193,8 +191,7 @@ def watch(step: Step, seen: GroupSeen | None) -> None:
 
 
 def _give_up_who_hangs(step: Step) -> None:
-    """Do without workers that have an order and do not write; the clock begins anew whenever one
-    does."""
+    """Count out workers with an order and no write; each write restarts the clock."""
     current = step.present()
     hung = (current.snapshot.unwritten if current.snapshot else frozenset()) - current.absent
     if not hung or hung != current.unwritten:

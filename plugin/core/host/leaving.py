@@ -1,5 +1,5 @@
-"""A host that was told to leave: by a signal, or by whoever says that it will be taken away. It
-drains; what it was told may be withdrawn; and it does not stay for ever."""
+"""A host's leave, by signal or removal notice: it drains, the notice may be withdrawn, and its stay
+has a limit."""
 
 from collections.abc import Mapping
 
@@ -11,18 +11,18 @@ from scalai.core.messages import reports
 
 SIGNAL = "a signal"
 SAME_S = 3.0
-"""Deadlines of one source that differ by less are one."""
+"""Smallest difference between two deadlines of one source, in seconds."""
 
 
 def asked(step: Step) -> None:
-    """A signal: drain, within the drain timeout. A second one says nothing new."""
+    """Drain on a signal, within the drain timeout. A second signal changes nothing."""
     if step.state.leaving_at is None:
         step.change(leaving_at=step.now)
         _tell(step, SIGNAL)
 
 
 def noticed(step: Step, event: Noticed) -> None:
-    """A source says, perhaps again, when this host will be taken away."""
+    """Handle a source's notice of removal, perhaps a repeated one."""
     notices, by = step.state.notices, _by(step, event.left_s)
     if event.source in notices and _is_same(notices[event.source], by):
         return
@@ -40,7 +40,7 @@ def noticed(step: Step, event: Noticed) -> None:
 
 
 def withdrawn(step: Step, source: str) -> None:
-    """A source says that this host stays; what others have said holds on."""
+    """Drop one source's notice; those of others hold."""
     if source not in step.state.notices:
         return
     notices = {name: by for name, by in step.state.notices.items() if name != source}
@@ -58,7 +58,7 @@ def withdrawn(step: Step, source: str) -> None:
 
 
 def tell_again(step: Step) -> None:
-    """The host has joined again: what it was told holds on."""
+    """Repeat the notice after a new join."""
     if step.state.leaving_at is not None:
         _tell(step, SIGNAL)
     elif step.state.notices:
@@ -66,9 +66,11 @@ def tell_again(step: Step) -> None:
 
 
 def is_over(step: Step, seen: GroupSeen | None) -> bool:
-    """Whether the host leaves without a goodbye, because its time is over. The time of a save that
-    it waits for is its own where a signal has told it to leave, as long as the workers look for the
-    save's end; a host that is taken away has no time of its own."""
+    """Whether the host's time is over; it then leaves without a goodbye.
+
+    After a signal, a save in flight stops the clock as long as the workers look for its end. A
+    removal notice allows no extra time.
+    """
     by = _final(step.state.notices)
     if by is not None and step.now > by:
         step.log(
@@ -119,10 +121,10 @@ def _is_same(one: float | None, other: float | None) -> bool:
 
 
 def _final(notices: Mapping[str, float | None]) -> float | None:
-    """Return when the host will be taken away: the soonest that a source has said."""
+    """Soonest removal time."""
     return min((by for by in notices.values() if by is not None), default=None)
 
 
 def _soft(state: HostState) -> float | None:
-    """Return when a host leaves that a signal has told to."""
+    """End of a signalled host's drain timeout."""
     return None if state.leaving_at is None else state.leaving_at + state.settings.drain_timeout_s

@@ -1,7 +1,7 @@
-"""Who writes what at a snapshot, when it is sealed, and who writes for those that died.
+"""Snapshots of a host: orders, sealing, and shares of dead ranks.
 
 A snapshot is written at a stop, on the way (``snapshot_every``), or at the start. Its files are
-made beside the training, so that a worker has only to copy.
+made beside the training; a worker only copies.
 """
 
 from collections.abc import Mapping
@@ -27,20 +27,19 @@ from scalai.core.messages.worker_messages import (
 from scalai.core.tensors.fingerprint import differing_replicas
 
 FILES_S = 20.0
-"""How long a snapshot on the way waits for its files at most: then the training goes on without
-it."""
+"""Longest wait of a snapshot on the way for its files; then training goes on without it."""
 SEALED_KEPT = 2
-"""Snapshots that stay sealed while nobody commits them, as where the coordinator is silent: those
-that all hosts may have."""
+"""Number of uncommitted sealed snapshots to keep, as with a silent coordinator: all hosts may have
+these."""
 PASSED_STEPS = 2
-"""So many steps behind a snapshot every host has begun to write it, and so has sealed the one
-before: the update of the next step waits for the files, and the step after that for the update."""
+"""Steps behind a snapshot after which every host has sealed the one before: the next step's update
+waits for the files, and the step after it for the update."""
 _CHANGES = (
     "A change would keep one rank's values for all: it is made only where a host has to leave. "
     "Have the script keep them equal (sum their gradients over these ranks), or say they are cut."
 )
 AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
-"""How long after a vain try room for the next snapshot is made again: at first, and at most."""
+"""First and longest pause between tries to reserve room, in seconds."""
 
 
 def reserve(step: Step) -> None:
@@ -60,7 +59,7 @@ def reserve(step: Step) -> None:
 
 
 def reserved(step: Step, number: int, slot: Slot) -> None:
-    """There are files; of a round that has ended nobody needs them."""
+    """Use the new files; return them if their round has ended."""
     if not step.is_present(number):
         step.do(actions.ReuseFiles(slot))
         return
@@ -73,8 +72,7 @@ def reserved(step: Step, number: int, slot: Slot) -> None:
 
 
 def no_room(step: Step, number: int, reason: str) -> None:
-    """There is none. A training needs none: it is tried again, later and later, and at the latest
-    when the snapshot is wanted."""
+    """Retry with growing pauses: training needs no room. A snapshot that is due fails the round."""
     if not step.is_present(number):
         return
     current = step.change_round(is_reserving=False)
@@ -98,10 +96,12 @@ def no_room(step: Step, number: int, reason: str) -> None:
 
 
 def watch(step: Step) -> None:
-    """Go on without a snapshot on the way that has waited too long for its files: an older
-    generation keeps their room until the newest one has its replicas, or the coordinator is
-    back. Where a stop is agreed nothing is waited for: its snapshot is newer, and needs the room
-    and the time."""
+    """Skip a snapshot on the way after too long a wait for its files.
+
+    An older generation keeps their room until the newest one has its replicas or the coordinator is
+    back. An agreed stop ends the wait at once: its snapshot is newer and needs the room and the
+    time.
+    """
     current = step.round
     under_way = None if current is None else current.snapshot
     if current is None or current.is_ending:
@@ -118,13 +118,12 @@ def watch(step: Step) -> None:
 
 
 def _patience_s(hang_s: float) -> float:
-    """Return how long a snapshot on the way waits for its files: never until that counts as a
-    hang, as where the coordinator dies between a commit and its replicas."""
+    """Shorter than a hang, as when the coordinator dies between a commit and its replicas."""
     return min(FILES_S, hang_s / 2) if hang_s else FILES_S
 
 
 def _give_up(step: Step, reason: str) -> None:
-    """No rank of this host writes the snapshot that is on the way: they train on."""
+    """Release this host's ranks from the snapshot on the way."""
     under_way = step.present().snapshot
     assert under_way is not None
     text = f"event=snapshot_skipped step={under_way.step} {reason}; the training goes on."
@@ -137,13 +136,12 @@ def _give_up(step: Step, reason: str) -> None:
 
 
 def retry(step: Step) -> None:
-    """Make room where there was none before."""
     if step.round is not None and step.round.reserve_at:
         reserve(step)
 
 
 def give_back(step: Step, ended: Round) -> None:
-    """The workers are gone: the next snapshot's files are used again."""
+    """Reuse the next snapshot's files: the workers are gone."""
     step.do(actions.StopReserving())
     is_sealing = ended.snapshot is not None and ended.snapshot.is_sealing
     if ended.reserved is not None and not is_sealing:
@@ -151,7 +149,7 @@ def give_back(step: Step, ended: Round) -> None:
 
 
 def await_slot(step: Step, call: Call, request: AwaitSlot) -> None:
-    """A worker wants to map its file of the next snapshot, once it is there."""
+    """Answer a worker with its file of the next snapshot, once it exists."""
     current = step.of(request.round)
     if current is None or request.rank not in current.ranks:
         step.answer(call)
@@ -172,8 +170,8 @@ def _give_slots(step: Step) -> None:
 
 
 def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
-    """A worker has come to a step at which it snapshots. At a stop that was taken back meanwhile it
-    gets no order, and goes on."""
+    """Handle a worker's arrival at a snapshot step. A withdrawn stop gives no order; the worker
+    goes on."""
     current = step.present()
     if current.emergency is not None:
         return  # it stands there until its round ends
@@ -184,10 +182,10 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
         under_way = Snapshot(request.reason, request.step, since=step.now)
         current = step.change_round(snapshot=under_way)
     elif request.step < current.snapshot.step:
-        step.answer(call)  # others have passed this one over
+        step.answer(call)  # the others have skipped it
         return
     elif current.snapshot.step != request.step:
-        # The others still write what this rank has written: its next snapshot comes after it.
+        # The others still write this rank's last snapshot; its next one comes after it.
         step.change_round(postponed=(*current.postponed, (call, request)))
         _pass_over(step, current.snapshot, request)
         return
@@ -209,15 +207,15 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
 
 
 def _pass_over(step: Step, under_way: Snapshot, later: BeginSnapshot) -> None:
-    """A worker comes to a later snapshot and has never come to the one on the way: it has learned
-    too late at which steps they are, and writes nothing of it."""
+    """Count a worker out of the snapshot on the way: it learned of the interval too late and is
+    past it."""
     known = under_way.ordered | set(under_way.waiting) | under_way.unwritten_by
     if later.step > under_way.step and not under_way.is_last and later.rank not in known:
         _without(step, later.rank)
 
 
 def spaced(step: Step, event: Spaced) -> None:
-    """The workers can read at which steps snapshots are."""
+    """Record the snapshot interval that workers can now read."""
     round, begin, every = event.command.round, event.command.begin, event.command.every
     if step.is_present(round):
         step.change_round(every=every)
@@ -230,8 +228,8 @@ def spaced(step: Step, event: Spaced) -> None:
 
 
 def tell_arrived(step: Step) -> None:
-    """Report once that all workers of this host that live have ended the step at which to stop: who
-    dies from then on leaves no other rank waiting for it in a collective."""
+    """Report once that all living workers have ended the stop step: a later death leaves no rank
+    waiting in a collective."""
     current = step.present()
     under_way = current.snapshot
     is_stop = under_way is None or under_way.reason == "stop"
@@ -246,7 +244,7 @@ def tell_arrived(step: Step) -> None:
 
 
 def _differing(step: Step) -> str:
-    """Name what ranks of this host hold as replicas and is not the same on all of them."""
+    """Names of replicas on this host with different contents."""
     current = step.present()
     under_way = current.snapshot
     if under_way is None or not under_way.prints:
@@ -262,7 +260,7 @@ def _say_differing(step: Step, found: str) -> None:
 
 
 def withdraw(step: Step) -> None:
-    """The stop is taken back: workers that wait at it go on."""
+    """Release workers that wait at the stop."""
     current = step.present()
     under_way = current.snapshot
     if under_way is None or under_way.reason != "stop" or current.may_write:
@@ -273,8 +271,8 @@ def withdraw(step: Step) -> None:
 
 
 def give_orders(step: Step) -> None:
-    """Answer the workers that wait for their order, once the files and the job's number of tensors
-    are there; at a stop, once the workers of every host have come to it."""
+    """Answer waiting workers once files and the job's number of tensors are there; at a stop, once
+    every host's workers have come."""
     current = step.present()
     under_way = current.snapshot
     if under_way is None or current.reserved is None or current.tensors is None:
@@ -288,7 +286,7 @@ def give_orders(step: Step) -> None:
 
 
 def written(step: Step, call: Call, written: RankWritten) -> None:
-    """A worker has written its share, or what it took over from one that died."""
+    """Record a rank's share, or one taken over from a dead rank."""
     current = step.present()
     under_way = current.snapshot
     if under_way is None or written.step != under_way.step:
@@ -314,8 +312,8 @@ def written(step: Step, call: Call, written: RankWritten) -> None:
 
 
 def unwritten(step: Step, call: Call, request: RankUnwritten) -> None:
-    """Nothing of this worker counts of a snapshot on the way: what others of this host, or of other
-    hosts, have written may be the whole state."""
+    """Drop this worker's share of a snapshot on the way: the shares of others may be the whole
+    state."""
     step.answer(call)
     text = f"event=unwritten rank={request.rank} step={request.step} {request.reason}"
     step.log(Level.WARNING, text)
@@ -333,7 +331,7 @@ def _without(step: Step, rank: int) -> None:
 
 
 def _with_part(under_way: Snapshot, written: RankWritten) -> Snapshot:
-    """Note what a worker has written: its own share first, later what it took over."""
+    """Add a rank's own share first, later those taken over."""
     order = under_way.writing.get(written.rank)
     if order is None:
         return replace(under_way, parts={**under_way.parts, written.rank: written.part})
@@ -343,8 +341,7 @@ def _with_part(under_way: Snapshot, written: RankWritten) -> Snapshot:
 
 
 def seal_if_complete(step: Step) -> None:
-    """Seal the snapshot once every worker that lives has written, and those that died are written
-    for."""
+    """Seal once every living worker has written, the shares of dead ones included."""
     current = step.present()
     under_way = current.snapshot
     is_emergency = current.emergency is not None
@@ -374,7 +371,7 @@ def seal_if_complete(step: Step) -> None:
 
 
 def cannot(step: Step, reason: str) -> bool:
-    """Whether what has failed is the sealing of a snapshot on the way: the training goes on."""
+    """Skip a snapshot on the way with a failed seal; False for any other failure. Training goes on."""
     current = step.present()
     under_way = current.snapshot
     if under_way is None or under_way.reason != "snapshot" or not under_way.is_sealing:
@@ -388,7 +385,7 @@ def cannot(step: Step, reason: str) -> bool:
 
 
 def _skip(step: Step, current: Round, under_way: Snapshot) -> None:
-    """This host has nothing of a snapshot on the way; others may have the whole state."""
+    """Report no part of a snapshot on the way; other hosts may have the whole state."""
     name = _name(current, under_way.step)
     step.tell(reports.Skipped(current.number, name))
     step.change_round(snapshot=None)
@@ -401,7 +398,6 @@ def _name(current: Round, at: int) -> str:
 
 
 def _begin_postponed(step: Step) -> None:
-    """Workers that have come to their next snapshot begin it."""
     postponed = step.present().postponed
     step.change_round(postponed=())
     for call, request in postponed:
@@ -442,8 +438,11 @@ def _lineage(current: Round) -> Json:
 
 
 def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
-    """A snapshot is sealed. Of a round that has ended it is given up, unless the coordinator may
-    count on it by now: the job went on without this host."""
+    """Report a sealed snapshot.
+
+    One of an ended round is dropped, unless the job went on without this host: the coordinator may
+    count on it.
+    """
     if not step.is_present(number):
         if number not in step.state.expelled:
             step.do(actions.ReuseFiles(slot))
@@ -459,8 +458,8 @@ def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
 
 
 def give_up_older(step: Step, newest: int) -> None:
-    """Let sealed snapshots go that nobody has committed, once all hosts have later ones, or may
-    have: the workers' ``newest`` step tells."""
+    """Drop uncommitted sealed snapshots once the workers' ``newest`` step shows later ones on all
+    hosts."""
     current = step.round
     if current is None or len(current.uncommitted) <= SEALED_KEPT or current.sealed_step is None:
         return
@@ -479,7 +478,7 @@ def give_up_older(step: Step, newest: int) -> None:
 
 
 def settled(step: Step, name: str) -> None:
-    """The coordinator has said what becomes of a sealed snapshot."""
+    """Forget a sealed snapshot after the coordinator's decision."""
     current = step.round
     if current is not None and name in current.uncommitted:
         left = tuple(each for each in current.uncommitted if each != name)
@@ -487,7 +486,7 @@ def settled(step: Step, name: str) -> None:
 
 
 def was_given_up(step: Step, name: str) -> bool:
-    """Whether this host no longer has a snapshot because later ones were sealed."""
+    """Whether this host dropped a snapshot because later ones were sealed."""
     current = step.round
     if current is None or current.sealed_step is None:
         return False
@@ -507,12 +506,12 @@ def _tell_sealed(step: Step, manifest: bytes | None) -> None:
 
 
 def _hand_over(step: Step) -> None:
-    """Give what dead workers should have written to replicas of theirs that live."""
+    """Give the shares of dead workers to living replicas."""
     current = step.present()
     under_way, slot, lost = current.snapshot, current.reserved, current.absent
     assert under_way is not None and slot is not None
     alive = set(under_way.parts) - lost
-    # A substitute that dies leaves a gap here; what others hold of it they hold anyway.
+    # A substitute's death leaves a gap here; other holders of the pieces still have them.
     queued = {rank: each for rank, each in under_way.queued.items() if rank not in lost}
     writing = {rank: each for rank, each in under_way.writing.items() if rank not in lost}
     new = sorted(lost - set(under_way.parts) - under_way.replaced)
@@ -534,5 +533,5 @@ def _hand_over(step: Step) -> None:
 
 
 def longest(kept: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """Return of each phase the longest time that any worker needed, in seconds."""
+    """Longest time of any worker by phase, in seconds."""
     return {phase: max(kept.get(phase, 0.0), more.get(phase, 0.0)) for phase in {**kept, **more}}

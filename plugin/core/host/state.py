@@ -1,7 +1,6 @@
-"""What an agent knows of its host's part in a job: the state that ``law.advance`` works on.
+"""State of one host's part in a job, the input of ``law.advance``.
 
-Nothing here is a process, a socket or a file. Calls of workers that wait for an answer are numbers;
-groups of workers are named by their rounds.
+It holds no process, socket or file. Pending worker calls are numbers; worker groups go by round.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,23 +23,23 @@ from scalai.core.messages.worker_messages import (
 from scalai.core.tensors.collection import Collection
 
 Call = int
-"""A worker's call that waits for its answer."""
+"""A worker's pending call."""
 
 
 class Slot(Protocol):
-    """Files that wait for a snapshot, and who writes what into them (``store.snapshot``)."""
+    """Files reserved for a snapshot, with each rank's write order (``store.snapshot``)."""
 
     @property
     def orders(self) -> Mapping[int, WriteOrder]:
-        """What each rank writes."""
+        """Write order by rank."""
 
     def take_over(self, lost: int, alive: Iterable[int]) -> dict[int, WriteOrder]:
-        """Return what others write of that which a dead rank should have written."""
+        """Orders by surviving rank for the share of ``lost``."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Want:
-    """What a worker restores: these ``pieces``, and the state of its ``coordinate``."""
+    """Pieces that a worker restores, and the ``coordinate`` of its rank state."""
 
     pieces: Collection
     coordinate: str
@@ -48,7 +47,7 @@ class Want:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Published:
-    """What one worker holds and wants, and the call that waits for it."""
+    """One worker's held and wanted pieces, and its pending call."""
 
     held: Collection
     want: Want
@@ -57,21 +56,25 @@ class Published:
 
     @property
     def wanted(self) -> Collection:
-        """The pieces that it restores."""
+        """Pieces to restore."""
         return self.want.pieces
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Snapshot:
-    """A snapshot whose workers are writing.
+    """A snapshot that workers are writing.
 
-    ``waiting`` are calls of ranks that have no order yet, ``ordered`` ranks that have had one.
-    ``done`` are ranks that have written at a stop: kept, because a replica of theirs may die.
-    ``taken_over`` is what was written for ranks that died, with its fingerprints; ``replaced`` are
-    those ranks. ``queued`` and ``writing`` are what substitute writers will write, and write now.
-    ``unwritten_by`` are ranks of which nothing counts, and that train on; ``since`` when the first
-    one asked; ``is_given_up``: there were no files, and none are waited for. ``prints``: by rank
-    the fingerprints of what it holds, where replicas are compared.
+    Attributes:
+        waiting: Calls of ranks without an order.
+        ordered: Ranks with an order.
+        done: Calls of ranks that have written at a stop, kept for the share of a dead replica.
+        taken_over: Orders written for dead ranks, with fingerprints.
+        replaced: Dead ranks with substitute writers.
+        queued, writing: Orders of substitute writers: next, and in progress.
+        unwritten_by: Ranks that train on without a valid share.
+        since: Time of the first rank's request, in seconds of the law's clock.
+        is_given_up: No files came; none are awaited.
+        prints: Fingerprints of held pieces by rank, for the comparison of replicas.
     """
 
     reason: str
@@ -94,33 +97,32 @@ class Snapshot:
 
     @property
     def is_last(self) -> bool:
-        """Whether its ranks train no more after it: they may write for others."""
+        """Whether its ranks train no more; they may write for others."""
         return self.reason in ("stop", "emergency")
 
     @property
     def unwritten(self) -> frozenset[int]:
-        """Ranks that have an order and have not written."""
+        """Ranks with an order and nothing written."""
         return (self.ordered - set(self.parts) - self.unwritten_by) | set(self.writing)
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether no rank writes for another one any more."""
+        """Whether every substitute writer is done."""
         return not self.queued and not self.writing
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Emergency:
-    """What becomes of workers that outlive a failure of their round.
+    """Workers that outlive a failure of their round.
 
     Attributes:
-        until: Who has not said by then where it stands is done without, in seconds of the law's
-            clock.
-        steps: By rank the step of which its memory is the state; None: of none.
-        waiting: Calls of ranks that have said so, and wait for their order.
-        is_reported: Whether the coordinator knows.
-        step: The step that is written.
-        has_sealed: Whether a part of an earlier one was sealed, which nobody needs.
-        is_done: Whether the coordinator knows what came of ``step``.
+        until: Deadline for their answers, in seconds of the law's clock.
+        steps: Step of each rank's memory; None: torn between two steps.
+        waiting: Calls of ranks that have answered and await an order.
+        is_reported: The coordinator knows the steps.
+        step: Step to write.
+        has_sealed: A part of an earlier, now useless, step was sealed.
+        is_done: The coordinator knows the result of ``step``.
     """
 
     until: float
@@ -133,7 +135,7 @@ class Emergency:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Those that stand at the step that is written."""
+        """Ranks at the step to write."""
         return frozenset(rank for rank, step in self.steps.items() if step == self.step)
 
 
@@ -142,40 +144,38 @@ class Round:
     """One incarnation of the host's workers.
 
     Attributes:
-        command: The coordinator's; ``Build`` where it was on standby and has not begun.
-        has_group: Whether its processes were started, and none has ended them.
-        is_due: Whether they are started once those of earlier rounds are gone, with their memory.
-        calls: Calls of its workers that wait for an answer.
-        lost: Ranks whose connection has ended.
-        tensors: Tensors of the whole job, once every host has published.
-        reserve_at: When room for the next snapshot is tried for again, in seconds of the law's
-            clock; 0: there was some.
-        postponed: Ranks that begin a snapshot while others still write the one before.
-        watching: Calls of ranks that wait beside the training for a failure of others.
-        emergency: What becomes of those that live, once some have failed.
-        slot_waiters: Ranks that want to map the next snapshot's files ahead of time.
-        stop: The step at which all have agreed to stop.
-        has_arrived: Whether it was reported that every living worker stands at the stop.
-        may_write: Whether the workers of every host do: they write and leave.
-        was_put_off: Whether workers have come to a stop with a save in flight: at the next one they
-            wait for it.
-        has_sealed: Whether the snapshot of the stop was reported.
-        sealed_step: The step of the snapshot that was sealed last.
-        uncommitted: Names of sealed snapshots of which the coordinator has said nothing yet.
-        every: So many steps lie between snapshots, as was told on the way; None: as at first.
-        unwritten: Ranks that had an order when last looked at, and had not written.
-        give_up_at: When ranks that may write and do not count as hung.
-        raised: What the first worker said whose script raised.
-        raised_at: When it did, in seconds.
-        is_proven: Whether its workers may train: what they began from is proven.
-        is_ending: Whether its workers are being ended.
-        failure: What was reported of its failure.
-        is_unhooked: Whether a worker trains that nothing connects to the job.
-        uses_devices: Whether workers keep their state in device memory.
-        probes: Whether its workers make a step more behind their stop.
-        numbers: Of the first step, or, once ``may_write``, of that one.
-        probed: Ranks that have told of it.
-        probe_until: Until when it is waited for, in seconds of the law's clock; 0: it is not.
+        command: The coordinator's command; ``Build`` for a standby that has not begun.
+        has_group: Its processes were started and not ended.
+        is_due: It starts once earlier rounds are gone, with their memory.
+        calls: Pending calls of its workers.
+        lost: Ranks with a closed connection.
+        tensors: Number of tensors in the whole job, once every host has published.
+        reserve_at: Time of the next try to reserve room, in seconds of the law's clock; 0: none.
+        postponed: Snapshot requests of ranks that are ahead of the snapshot in progress.
+        watching: Calls of the workers' freeze threads.
+        emergency: State after a failure of some workers.
+        slot_waiters: Ranks that map the next snapshot's files ahead of time.
+        stop: Agreed stop step.
+        has_arrived: Reported: every living worker stands at the stop.
+        may_write: Workers of every host stand at the stop; they write and leave.
+        was_put_off: Workers came to a stop with a save in flight and wait for it at the next one.
+        has_sealed: The stop's snapshot was reported.
+        sealed_step: Step of the newest sealed snapshot.
+        uncommitted: Names of sealed snapshots without the coordinator's decision.
+        every: Snapshot interval in steps, as changed on the way; None: unchanged.
+        unwritten: Ranks with an order and nothing written, at the last look.
+        give_up_at: Time at which writing ranks count as hung.
+        raised: First report of a worker's exception.
+        raised_at: Its time, in seconds.
+        is_proven: Workers may train: their initial state is proven.
+        is_ending: Its workers are being ended.
+        failure: Reported failure.
+        is_unhooked: A worker trains without hooks.
+        uses_devices: Workers keep state in device memory.
+        probes: Its workers make one more step behind their stop.
+        numbers: Numbers of the first step or, once ``may_write``, of that further step.
+        probed: Ranks that reported the further step.
+        probe_until: Deadline of the further step, in seconds of the law's clock; 0: none.
     """
 
     command: Build | Start
@@ -226,7 +226,6 @@ class Round:
 
     @property
     def workers(self) -> Workers:
-        """Which workers the host runs."""
         return self.command.workers
 
     @property
@@ -240,36 +239,34 @@ class Round:
 
     @property
     def is_draining(self) -> bool:
-        """Whether a stop is agreed."""
         return self.stop is not None
 
     @property
     def absent(self) -> frozenset[int]:
-        """Ranks that write nothing: their connection has ended, or in an emergency they do not
-        stand at the step that is written."""
+        """Ranks that write nothing: lost or, in an emergency, at another step."""
         if self.emergency is None:
             return self.lost
         return self.lost | (frozenset(self.ranks) - self.emergency.ranks)
 
     @property
     def is_restoring(self) -> bool:
-        """Whether the workers take their state from a generation."""
+        """Whether workers take their state from a generation."""
         is_requested = all(entry.is_restoring for entry in self.published.values())
         return isinstance(self.command, Start) and bool(self.command.sources) and is_requested
 
     def is_complete(self, ranks: Iterable[int]) -> bool:
-        """Whether every worker of this host is among ``ranks``."""
+        """Whether ``ranks`` covers this host's workers."""
         return set(ranks) >= set(self.ranks)
 
     def held(self) -> dict[int, Collection]:
-        """Return what each worker holds at a snapshot."""
+        """Pieces of each worker at a snapshot."""
         return {rank: entry.held for rank, entry in self.published.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class HeldStop:
-    """A proposed stop that waits for a save. Times in seconds of the law's clock; ``looks``: how
-    often the workers had looked for the save."""
+    """A proposed stop that waits for a save. Times in seconds of the law's clock; ``looks``: the
+    workers' looks for the save so far."""
 
     round: int
     stop: int
@@ -282,10 +279,13 @@ class HeldStop:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What does not change while the agent lives. ``drain_timeout_s`` is how long workers may take
-    to write once they may, and the host to leave; ``exit_grace_s`` how long workers that have
-    written may take to leave by themselves; ``hang_s`` after how long without a step workers count
-    as hanging, 0: never."""
+    """Constants of the agent's life, in seconds.
+
+    Attributes:
+        drain_timeout_s: Limit for writing at a stop, and for a host's leave.
+        exit_grace_s: Limit for workers to exit after writing.
+        hang_s: Time without a step that counts as a hang; 0: never.
+    """
 
     host: str
     is_elastic: bool
@@ -299,26 +299,25 @@ class HostState:
     """One host's part in a job.
 
     Attributes:
-        now: The law's clock, in seconds; it moves by ``TimePassed`` alone.
-        slots: Workers that the host can run.
-        generations: Those that the host's store holds.
-        round, standby: The present round, and one that was built beside it.
-        probing: A round that has stopped, whose workers make a step more beside the present one.
-        ending: Numbers of rounds whose workers are being ended, and those that were given up.
+        now: The law's clock, in seconds; only ``TimePassed`` moves it.
+        slots: Number of workers that the host can run.
+        generations: Generations in the host's store.
+        round, standby: The present round, and one built beside it.
+        probing: A stopped round with one more step to make beside the present one.
+        ending: Rounds with workers being ended, by number.
         held: A proposed stop that waits for a save.
-        standing: Calls of workers that stand at an agreed stop with a save in flight.
+        standing: Calls of workers at an agreed stop with a save in flight.
         late: Commits by generation that wait for room in the store.
-        expelled: Rounds that ended because the job went on without this host: what they seal may
-            be brought when it joins again.
-        save_looks: How often the workers had looked for a save when a leaving host last asked.
-        leaving_at: Since when the host leaves, because a signal has told it to.
-        notices: Who else says that it will be taken away, and when that is (None: at some time).
-        is_rejoining: Whether the host joins again once its workers are gone.
-        last_step: The last step of workers that came to the end of their script.
-        last_ledger: The ledger of samples that one of them had there; None: none has told one.
-        last_round: The highest number of a round that the host has heard of.
-        remembered: What it keeps of the job for a coordinator that takes this one's place.
-        exit: With which code the agent ends.
+        expelled: Rounds that ended without this host; their snapshots may join the next one.
+        save_looks: Workers' looks for a save at a leaving host's last check.
+        leaving_at: Time of the signal to leave.
+        notices: Removal time by source of the notice; None: unknown.
+        is_rejoining: The host joins again once its workers are gone.
+        last_step: Last step of workers that finished their script.
+        last_ledger: Ledger of samples at that end; None: none reported.
+        last_round: Highest known round number.
+        remembered: The job's record for the next coordinator.
+        exit: Exit code of the agent.
     """
 
     settings: Settings
@@ -348,11 +347,10 @@ class HostState:
         return self.settings.host
 
     def with_expelled(self, round: int) -> frozenset[int]:
-        """Return the rounds that have ended without this host, with this one: the last few, whose
-        snapshots may still be sealed just now."""
+        """The last eight expelled rounds, with ``round``: their snapshots may still be sealed now."""
         return frozenset(sorted({*self.expelled, round})[-8:])
 
     @property
     def is_leaving(self) -> bool:
-        """Whether a signal or a notice says that the host is to be taken away."""
+        """Whether a signal or a notice removes the host."""
         return self.leaving_at is not None or bool(self.notices)

@@ -1,5 +1,4 @@
-"""What becomes of a host whose coordinator was replaced: its workers train on, and it joins the new
-one with what it knows of their round."""
+"""A host with a new coordinator: its workers train on, and it joins with a report of their round."""
 
 from scalai.core.host import actions, commits, rounds, stops
 from scalai.core.host.actions import Level
@@ -11,10 +10,10 @@ from scalai.core.messages import reports
 
 
 def replaced(step: Step) -> None:
-    """Forget what only the coordinator that is gone knew the rest of, and join the new one.
+    """Forget decisions half known to the old coordinator, and join the new one.
 
-    A stop is taken back unless all workers of this host stand at it: then those of another host may
-    have been told to write there. Workers that are being ended are waited for.
+    A stop is withdrawn unless all workers of this host stand at it: another host may then already
+    have the order to write. Workers being ended are waited for.
     """
     host, current = step.state.host, step.round
     step.log(
@@ -36,7 +35,7 @@ def replaced(step: Step) -> None:
 
 
 def tell_again(step: Step) -> None:
-    """What was reported of the present round may not have been heard."""
+    """Repeat reports of the present round: the old coordinator may have missed them."""
     current = step.round
     if current is None:
         return
@@ -47,7 +46,7 @@ def tell_again(step: Step) -> None:
 
 
 def underway(state: HostState, seen: GroupSeen | None) -> Underway | None:
-    """Return what a host brings of its round; None where it has none, or is ending its workers."""
+    """The host's round for the new coordinator; None without one, or while its workers end."""
     current = state.round
     if current is None or current.is_ending:
         return None

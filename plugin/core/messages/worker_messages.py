@@ -1,9 +1,8 @@
-"""What the workers of a host ask their agent, each bound to a rank and a round.
+"""Requests of workers to their agent, each bound to a rank and a round, and the orders and results
+of snapshots and restores.
 
-A worker waits for the answer of each: where that is None it waits only until the agent has heard
-it, or until the others of the job have come as far.
-
-What crosses with them around a snapshot and a restore: orders there, results back.
+A worker waits for each answer. An answer of None says only: the agent has heard it, or the others
+of the job have come as far.
 """
 
 from collections.abc import Mapping
@@ -21,8 +20,8 @@ from scalai.core.tensors.collection import Collection, Columns
 
 @dataclass(frozen=True, slots=True)
 class WriteOrder:
-    """What one rank writes at a snapshot: ``rows`` of its own held collection, each at byte
-    ``begins`` of ``path``.
+    """One rank's share of a snapshot: ``rows`` of its held collection, each at byte ``begins`` of
+    ``path``.
 
     The file exists, with its header and all its pages.
     """
@@ -35,12 +34,14 @@ class WriteOrder:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReadOrder:
-    """What one rank copies at a restore, as columns: copy ``i`` fills a box of a wanted piece.
+    """One rank's copies at a restore, as columns: copy ``i`` fills a box of a wanted piece.
 
-    ``row`` [copies] is the row of the rank's own wanted collection; ``offset`` and ``shape``
-    [copies, MAX_NDIM] the box of the global tensor that is copied, in elements, right-aligned as in
-    a ``Collection``. The source is a row-major piece in ``files[file]`` at byte ``begin``
-    [copies]; ``source_offset`` and ``source_shape`` [copies, MAX_NDIM] say which box that piece is.
+    Attributes:
+        row: [copies] Row of the rank's wanted collection.
+        offset, shape: [copies, MAX_NDIM] Copied box of the global tensor, in elements,
+            right-aligned as in a ``Collection``.
+        file, begin: [copies] Source: a row-major piece in ``files[file]`` at byte ``begin``.
+        source_offset, source_shape: [copies, MAX_NDIM] Box of the source piece.
     """
 
     files: tuple[str, ...]
@@ -58,11 +59,10 @@ class ReadOrder:
 
 @dataclass(frozen=True, slots=True)
 class RankSnapshot:
-    """What one rank reports after writing: ``fingerprints`` of the rows of its order, in that
-    order, and its state.
+    """One rank's result of writing: ``fingerprints`` in the order of its rows, and its state.
 
-    ``rank_state`` belongs to ``coordinate`` alone; ``scalars`` are the same on all ranks that have
-    them."""
+    ``rank_state`` belongs to ``coordinate`` alone; ``scalars`` are equal on all ranks with them.
+    """
 
     fingerprints: tuple[int, ...]
     coordinate: str
@@ -71,20 +71,23 @@ class RankSnapshot:
 
 
 Samples = int | float | None
-"""How many samples a script says that it has trained on: any number. None: not known, as where the
-state comes from a checkpoint that does not say."""
+"""Number of samples trained on, as the script counts them. None: unknown, as after a checkpoint
+without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a worker has to know before it builds its model.
+    """Facts for a worker before it builds its model.
 
-    ``degrees`` are sizes by their short names (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``);
-    ``micro_batch_size`` is in samples; ``is_async``: snapshots on the way are written beside the
-    training; ``has_emergency``: a worker that outlives a failure writes what it has;
-    ``restorable_step`` is the step of the generation that ``Publish`` will hand out, None where
-    there is none; ``facts`` are those of the job's first workers; ``settings`` are the elastic
-    configuration's words to a framework's hooks; ``run`` names this run of the job.
+    Attributes:
+        degrees: Sizes by short names (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``).
+        micro_batch_size: Samples.
+        is_async: Snapshots on the way are written beside the training.
+        has_emergency: A worker that outlives a failure writes its state.
+        restorable_step: Step of the generation for ``Publish``; None: no generation.
+        facts: Facts of the job's first workers.
+        settings: The elastic configuration's values for a framework's hooks.
+        run: Name of this run of the job.
     """
 
     degrees: Mapping[str, int]
@@ -101,7 +104,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Request[Welcome]):
-    """The first word of a worker."""
+    """A worker's first message."""
 
     rank: int
     round: int
@@ -109,11 +112,13 @@ class Hello(Request[Welcome]):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Source:
-    """What a worker restores: which bytes of which files (``order``), and what goes with them.
+    """State for a worker to restore: bytes of files (``order``), and their context.
 
-    ``scalars`` are those of all ranks; ``rank_state`` maps this rank's coordinate to its state, or
-    is empty. ``lost`` are the steps that were done before and are in no generation. ``proves``: the
-    first step is compared with what the workers before have computed.
+    Attributes:
+        scalars: Scalars of all ranks.
+        rank_state: State by this rank's coordinate, or empty.
+        lost: Steps done before and contained in no generation.
+        proves: The first step is compared with that of the workers before.
     """
 
     order: ReadOrder
@@ -127,9 +132,11 @@ class Source:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Publish(Request[Source | None]):
-    """The model is built: ``held`` are the pieces that this rank holds at a snapshot, ``wanted``
-    those that it restores; its own state is that of ``coordinate``. Answered once all that is
-    needed is on this host; None: the workers begin from what they have built."""
+    """The model is built. ``held``: pieces of this rank at a snapshot; ``wanted``: pieces to
+    restore; ``coordinate``: place of its own state.
+
+    Answered once all needed bytes are on this host; None: the workers begin from their built state.
+    """
 
     rank: int
     round: int
@@ -147,8 +154,8 @@ class Publish(Request[Source | None]):
 
 @dataclass(frozen=True, slots=True)
 class AwaitSlot(Request[WriteOrder | None]):
-    """Where this rank will write at the next snapshot, so that it can map the file before; None:
-    the round ends before that is known."""
+    """Asks for this rank's order of the next snapshot, to map the file early; None: the round ends
+    before."""
 
     rank: int
     round: int
@@ -156,10 +163,11 @@ class AwaitSlot(Request[WriteOrder | None]):
 
 @dataclass(frozen=True, slots=True)
 class BeginSnapshot(Request[WriteOrder | None]):
-    """This rank has come to a step at which it snapshots; ``reason`` is ``stop``, ``snapshot`` or
-    ``start``. None: the stop was taken back, and the training goes on. ``fingerprints``: of the
-    rows that it holds, ``NOT_COMPARED`` of those that may differ from rank to rank; empty: it does
-    not say."""
+    """This rank has come to a snapshot step. ``reason``: ``stop``, ``snapshot`` or ``start``.
+
+    ``fingerprints`` of its rows: ``NOT_COMPARED`` for rows that may differ by rank; empty: no
+    comparison. Answer None: the stop was withdrawn, and training goes on.
+    """
 
     rank: int
     round: int
@@ -170,8 +178,8 @@ class BeginSnapshot(Request[WriteOrder | None]):
 
 @dataclass(frozen=True, slots=True)
 class Stand(Request[None]):
-    """This rank stands at an agreed stop, with the save of ``iteration`` in flight. Answered once
-    the stop is taken back."""
+    """This rank stands at an agreed stop, with the save of ``iteration`` in flight. Answered at the
+    stop's withdrawal."""
 
     rank: int
     round: int
@@ -181,9 +189,8 @@ class Stand(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class RankWritten(Request[WriteOrder | None]):
-    """This rank has written its order of ``step``, and has these fingerprints of its rows, in that
-    order; the rest is as of ``RankSnapshot``. The answer is what to write for another rank that
-    died."""
+    """This rank has written its order of ``step``. ``fingerprints`` in the order of its rows; the
+    rest as in ``RankSnapshot``. Answer: an order for a dead rank's share."""
 
     rank: int
     round: int
@@ -197,15 +204,14 @@ class RankWritten(Request[WriteOrder | None]):
 
     @property
     def part(self) -> RankSnapshot:
-        """What it has written, for the manifest."""
+        """The rank's share, for the manifest."""
         scalars, rank_state = self.scalars.value(), self.rank_state.value()
         return RankSnapshot(self.fingerprints, self.coordinate, scalars, rank_state)
 
 
 @dataclass(frozen=True, slots=True)
 class RankUnwritten(Request[None]):
-    """This rank has written nothing that counts of the snapshot of ``step``, which was made on the
-    way, for this ``reason``; it trains on."""
+    """This rank has no valid share of the snapshot of ``step`` on the way; it trains on."""
 
     rank: int
     round: int
@@ -215,7 +221,7 @@ class RankUnwritten(Request[None]):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankRestored(Request[None]):
-    """This rank has filled its memory; ``fingerprints`` [wanted pieces] are of what it read.
+    """This rank has filled its memory; ``fingerprints`` [wanted pieces]: of the bytes read.
     Answered once the whole job's state is proven."""
 
     rank: int
@@ -227,8 +233,8 @@ class RankRestored(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class AwaitFreeze(Request[None]):
-    """A thread of this rank waits beside the training. Answered where workers of the job have
-    failed: it must make no further update."""
+    """A thread of this rank waits beside the training. Answered at a failure of other workers: then
+    no further update is allowed."""
 
     rank: int
     round: int
@@ -236,8 +242,8 @@ class AwaitFreeze(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class RankFrozen(Request[WriteOrder | None]):
-    """This rank makes no further update, and its memory is the state of ``step``; None: it is of no
-    step, for this ``reason``. Answered with what to write, if it is to write."""
+    """This rank makes no further update. ``step``: step of its memory; None: torn, for this
+    ``reason``. Answer: a write order, if its state is wanted."""
 
     rank: int
     round: int
@@ -247,8 +253,8 @@ class RankFrozen(Request[WriteOrder | None]):
 
 @dataclass(frozen=True, slots=True)
 class RankFailed(Request[None]):
-    """The script of this rank has raised, or has left with an error. The process waits to be ended,
-    so that its state can be written; it waits for no answer."""
+    """This rank's script has raised, or has left with an error. The process waits to be ended,
+    without an answer, for its state to be written."""
 
     rank: int
     round: int
@@ -257,7 +263,7 @@ class RankFailed(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class Imports:
-    """What a script has imported, and from where, for the fork server of later rounds."""
+    """Modules imported by a script, and their path, for the fork server of later rounds."""
 
     modules: tuple[str, ...]
     sys_path: tuple[str, ...]
@@ -265,8 +271,8 @@ class Imports:
 
 @dataclass(frozen=True, slots=True)
 class RankStepped(Request[None]):
-    """This rank has made its first step of the round, or one behind its stop, which has no update;
-    ``numbers``: of that step, as far as this rank knows them. ``imports``: of one rank a host."""
+    """This rank has made the round's first step, or one behind its stop (without update).
+    ``numbers``: those known to this rank. ``imports``: from one rank per host."""
 
     rank: int
     round: int
@@ -277,8 +283,8 @@ class RankStepped(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class RankFinished(Request[None]):
-    """The script of this rank has come to its end, at this step; ``ledger``: of the samples that
-    the job has consumed, from ranks that draw them."""
+    """This rank's script has ended at this step. ``ledger``: consumed samples, from ranks that draw
+    them."""
 
     rank: int
     round: int
@@ -288,7 +294,7 @@ class RankFinished(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class RankRefused(Request[None]):
-    """This rank cannot run the job, and would say so again. It waits to be ended."""
+    """This rank cannot run the job, and a retry would not help. It waits to be ended."""
 
     rank: int
     round: int
@@ -297,7 +303,7 @@ class RankRefused(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class RankUnhooked(Request[None]):
-    """The script of this rank trains, and nothing hooks its steps."""
+    """This rank's script trains without hooks on its steps."""
 
     rank: int
     round: int
