@@ -1,5 +1,5 @@
-"""Reports of agents: their tensors, fingerprints, manifests and seconds stay here in the shell, the
-law of the job hears the rest."""
+"""Reports of agents: tensors, fingerprints, manifests and seconds stay in the shell; the law gets
+the rest."""
 
 import time
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from scalai.launch.coordinator.replica_room import refuse_early, weigh_late
 from scalai.store.manifest import HostManifest
 
 Manifests = Mapping[bytes | BroughtPart, HostManifest]
-"""What a call brings, by what came: read before the coordinator's lock is taken."""
+"""Manifests of a call by their bytes, read before the coordinator's lock is taken."""
 
 
 class AgentEvents:
-    """Hears reports: keeps the coordinator's part of them, and feeds the law.
+    """Handles reports: keeps the coordinator's part, and feeds the law.
 
     Args:
         live: The job.
@@ -30,7 +30,7 @@ class AgentEvents:
         self._live = live
 
     def hear(self, host: str, report: Report, manifests: Manifests) -> None:
-        """Hear a report of a host; ``manifests``: those of the report."""
+        """Handle a host's report; ``manifests``: those in it."""
         live, is_present = self._live, False
         if isinstance(report, reports.Published | reports.Holding | reports.Restored):
             is_present = report.round == live.state.round
@@ -63,7 +63,7 @@ class AgentEvents:
                 live.hear(host, report)
 
     def _note(self, host: str, report: Report, manifests: Manifests, *, is_present: bool) -> None:
-        """Keep the coordinator's part of a report, before the law hears it."""
+        """Keep the coordinator's part of a report, before the law gets it."""
         live = self._live
         match report:
             case reports.Sealed():
@@ -71,7 +71,7 @@ class AgentEvents:
             case reports.Restored() if is_present and live.state.attempt.source is not None:
                 live.answers.add(host, report)
             case reports.Prepared() if host in live.state.stop.held:
-                # Until now the training went on: it was no drain.
+                # Training went on until now: no drain.
                 live.timeline.mark("preparing")
             case reports.Suspected(_, hosts, reason):
                 live.log(f"event=suspected by={host} hosts={','.join(hosts)} {reason}")
@@ -85,7 +85,7 @@ class AgentEvents:
                 live.timeline.begin(f"host {host} has {slots} devices")
 
     def _sealed(self, host: str, report: reports.Sealed, manifests: Manifests) -> None:
-        """Take a sealed snapshot; the host has none where its workers died before they wrote."""
+        """Add a sealed snapshot; a host whose workers died before writing has none."""
         live, has_part = self._live, report.manifest is not None
         if report.manifest is not None:
             live.generations.add_sealed(manifests[report.manifest])
@@ -102,8 +102,7 @@ class AgentEvents:
             line.mark("committed")
 
     def _failed(self, host: str, report: reports.WorkersFailed) -> reports.WorkersFailed:
-        """Note a failure. Returns it as the law hears it: a layout that has run out of memory is
-        not tried again."""
+        """Record a failure. Returns the law's report: a layout out of memory is not tried again."""
         live, current, reason = self._live, self._live.state.current, report.reason
         if report.out_of_memory and current is not None and live.state.phase is Phase.STARTING:
             live.sizing.exclude(current)
@@ -114,19 +113,19 @@ class AgentEvents:
         return replace(report, reason=reason)
 
     def _add(self, host: str, part: HostManifest) -> None:
-        """Note a host's part; one of a generation that the job has left behind meanwhile goes, or
-        it would pass for the newest state when the job begins again."""
+        """Add a host's part. A part of an abandoned generation is dropped: at a new start it would
+        pass for the newest state."""
         if not self._live.generations.add(part):
             self._live.command([host], commands.Drop(part.generation))
 
     def _unproven(self, host: str, round: int, reason: str) -> None:
-        """What a host fetched is not what the hosts that gave it had committed."""
+        """Handle a host's fetch that differs from the committed state."""
         live, source = self._live, self._live.state.attempt.source
         if round == live.state.round and source is not None:
             live.feed(doubted(round, source, f"host {host}: {reason}", live.generations))
 
     def _doubted(self, host: str, generation: int, left: HostManifest | None) -> None:
-        """A host has given up what it had fetched, or what is damaged."""
+        """Record a host's loss of fetched or damaged parts."""
         generations = self._live.generations
         if left is None:
             generations.without(host, generation)
@@ -135,15 +134,16 @@ class AgentEvents:
         self._live.recount()
 
     def _examined(self, host: str, report: reports.Examined, manifests: Manifests) -> None:
-        """A host has read its part of a generation again: what is damaged of it counts no more."""
+        """Discount pieces that a host found damaged at a second look."""
         number = report.generation
         self._live.note_examined(host, number, report.damage, report.directory)
         left = None if report.manifest is None else manifests[report.manifest]
         self._doubted(host, number, left)
 
     def _attached(self, host: str, report: reports.Attached, manifests: Manifests) -> None:
-        """A host has looked into its durable directory again, because nothing in memory is whole.
-        Where the job has gone on meanwhile, what it found goes: its store needs the room."""
+        """Handle a host's second look into its durable directory, for want of a whole state in
+        memory. If the job has gone on meanwhile, its finds are dropped: the store needs the room.
+        """
         live, generations = self._live, self._live.generations
         before = live.state.states.obstacle
         for part in (manifests[each] for each in report.manifests):

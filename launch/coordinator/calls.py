@@ -1,7 +1,6 @@
 """Calls of agents to the coordinator of a job.
 
-An agent's call names the job, so that it does nothing at another job's coordinator (a port is used
-again), its host and its incarnation.
+Each names the job (another job's coordinator may have the same port), the host and its incarnation.
 """
 
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from scalai.launch.coordinator.person_calls import PersonCall
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """What tells a store's directory from any other on any machine: the machine's boot, and the
-    directory's device and inode. Two agents that name the same one share its lock."""
+    """Identity of a store's directory across machines: boot id, device and inode. Agents with equal
+    identities share its lock."""
 
     boot: str
     device: int
@@ -27,8 +26,13 @@ class StoreIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A host takes part: in which ``round`` the job is, and whether the host sets its durable
-    directory aside, because the job begins anew. ``term`` counts the coordinators of the job."""
+    """Answer to a join.
+
+    Attributes:
+        round: Present round of the job.
+        sets_aside: The host sets its durable directory aside: the job begins anew.
+        term: Number of coordinators of the job so far.
+    """
 
     round: int
     sets_aside: bool
@@ -37,19 +41,23 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Join(Request[Joined]):
-    """Take part in the job.
+    """Asks to take part in the job.
 
-    ``incarnation`` is a random name of the agent's present try; ``address`` is where its data plane
-    listens; hosts of one ``domain`` (of no name: none) may fail together; one that ``has_check``
-    passes it before it runs workers. ``parts`` are the manifests of the committed generations in
-    its store, ``sealed`` those of what is sealed there and not committed; ``hosts`` are the lists
-    of hosts that they name;
-    ``damaged`` are numbers of generations that it cannot read, with the reason (``UNNUMBERED``:
-    what it had sealed), ``examined`` those of which it has found damage when it read its part
-    again, a line a piece that it does not hold whole since. ``spec`` is the job as the agent's
-    command line states it. ``underway``: the round that its workers are in, which another
-    coordinator has begun; ``last_round``: the highest number of a round, and ``term`` that of a
-    coordinator, that it has heard of; ``remembered``: what it has kept of the job.
+    Attributes:
+        incarnation: Random name of the agent's present try.
+        address: Address of its data plane.
+        parts: Manifests of committed generations in its store.
+        sealed: Manifests of sealed, uncommitted snapshots there.
+        damaged: Unreadable generations with the reason (``UNNUMBERED``: a sealed snapshot).
+        spec: The job by the agent's command line.
+        domain: Failure domain shared with other hosts; "": none.
+        has_check: It passes a health check before it runs workers.
+        underway: Its workers' round, begun by another coordinator.
+        last_round: Highest known round number.
+        term: Highest known term of a coordinator.
+        remembered: Its record of the job.
+        examined: Generations with damage found at a second look, a line per damaged piece.
+        hosts: Lists of hosts named in the manifests.
     """
 
     job: str
@@ -74,9 +82,12 @@ class Join(Request[Joined]):
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Commands of one agent, of which the first has number ``first``; and for how many seconds the
-    next poll would best be kept. ``term`` is that of the coordinator whose they are: one of an
-    earlier term than the agent has joined is not obeyed."""
+    """Commands for one agent; the first has number ``first``.
+
+    Attributes:
+        term: Term of the coordinator; the agent ignores a term before that of its join.
+        keep_s: Recommended duration of the next poll, in seconds.
+    """
 
     term: int
     first: int
@@ -86,9 +97,13 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class Poll(Request[Commands]):
-    """Hand out the commands behind number ``received``, once there are any, or after ``keep_s``
-    seconds. ``newest`` is the furthest step of the workers of ``round``. ``made``: what newer steps
-    have computed, of the host that has the worker that tells."""
+    """Asks for the commands behind number ``received``. Answered once there are any, or after
+    ``keep_s`` seconds.
+
+    Attributes:
+        newest: Furthest step of the workers of ``round``.
+        made: Numbers of newer steps, from the reporting worker's host.
+    """
 
     job: str
     host: str
@@ -103,7 +118,7 @@ class Poll(Request[Commands]):
 
 @dataclass(frozen=True, slots=True)
 class Tell(Request[None]):
-    """Hear report number ``number``; one that was heard before is told again, and counts once."""
+    """Delivers report ``number``; a repeated one counts once."""
 
     job: str
     host: str
@@ -123,7 +138,7 @@ class Bye(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class Farewell(Request[Exit | None]):
-    """How has the job ended its agents? None: it goes on, or this one had no part in it."""
+    """Asks for the job's exit command. None: the job goes on, or this agent had no part in it."""
 
     job: str
     host: str

@@ -1,4 +1,4 @@
-"""The last words to hosts: to those that drain, and to all of them where the job ends."""
+"""Exit commands: to draining hosts, and to all hosts at the end of a job."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from scalai.launch.coordinator.registers import LEASES
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """The end of a job: the command that every agent is told, and the step at which its script
-    came to its end; None: it did not."""
+    """The end of a job: the command for every agent, and the step of the script's end (None: no
+    end)."""
 
     farewell: Exit
     finished_step: int | None = None
@@ -22,12 +22,14 @@ class JobEnd:
 def job_end(
     code: int, reason: str, *, round: int, finished_step: int | None, newest: Generation | None
 ) -> JobEnd:
-    """Return the end of a job.
+    """The end of a job.
 
     Args:
-        round: Its last round; 0: it has not begun.
-        finished_step: Step at which its script came to its end.
-        newest: Its newest generation.
+        code: Exit code.
+        reason: Reason for the agents' logs.
+        round: Last round; 0: the job has not begun.
+        finished_step: Step of the script's end.
+        newest: Newest generation.
     """
     ending = None
     if finished_step is not None:
@@ -36,16 +38,18 @@ def job_end(
 
 
 def keeps_state(code: int, round: int) -> bool:
-    """Whether an agent that exits leaves its store as it is: a job that has not begun has made
-    nothing of it, and one that failed may be resumed."""
+    """Whether an exiting agent keeps its store: a job that has not begun did not make it, and a
+    failed job may be resumed."""
     return round == 0 or code not in (0, RESUMABLE)
 
 
 def drained(members: Members, host: str, leaving: Collection[str], own: str, *, stays: bool) -> str:
-    """Return the reason for which a host exits that drains.
+    """Exit reason of a draining host.
 
     Args:
-        leaving: All hosts that drain now.
+        members: The job's hosts.
+        host: The draining host.
+        leaving: All draining hosts.
         own: Address of the coordinator's machine.
         stays: No other machine can have the next coordinator.
     """
@@ -56,8 +60,8 @@ def drained(members: Members, host: str, leaving: Collection[str], own: str, *, 
 
 
 def _left_behind(members: Members, leaving: Collection[str], own: str) -> str:
-    """Say what becomes of a coordinator whose own machine drains; "": a host stays there, or none
-    at all."""
+    """Warning for a coordinator on a draining machine; "": a host stays there, or none stays at
+    all."""
     staying = [name for name in members.hosts() if name not in leaving]
     if not staying or any(members[name].address[0] == own for name in staying):
         return ""

@@ -1,4 +1,4 @@
-"""Joins of agents: what a host brings is taken in, dropped, or refused with the whole join."""
+"""Joins of agents: adopts or drops the parts of a host, or refuses the join."""
 
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -24,11 +24,11 @@ from scalai.store.places import check_host
 
 
 class Admission:
-    """Lets agents in with what their stores hold, or refuses them.
+    """Admits agents with the contents of their stores, or refuses them.
 
     Args:
-        spec: What the job is; agents that bring another one are refused.
-        live: The job.
+        spec: The job; agents of another one are refused.
+        live: The running job.
     """
 
     def __init__(self, spec: JobSpec, live: LiveJob) -> None:
@@ -37,16 +37,17 @@ class Admission:
     def join(
         self, peer: Peer, join: Join, read: Manifests, spec: JobSpec, *, replaces: bool = False
     ) -> Joined:
-        """Take an agent in.
+        """Admit an agent.
 
         Args:
+            peer: Its connection.
             join: Its call.
             read: Its manifests.
             spec: The job by its command line.
-            replaces: It takes the place of another agent of its host, which is gone.
+            replaces: It replaces another, lost agent of its host.
 
         Raises:
-            UsageError: It may not join; says why, and the way out.
+            UsageError: It may not join; with the reason and the way out.
         """
         host, slots, damaged = join.host, join.slots, join.damaged
         self._check(host, spec, replaces=replaces)
@@ -76,7 +77,7 @@ class Admission:
         live.limit()
         answer = self.answer()
         covered = live.recount()
-        # A sealed state may turn out to be none, and then the job begins without it.
+        # A sealed state may prove incomplete; the job then begins without it.
         is_known = bool(live.generations.catalogue.lacking((), live.generations.survey()))
         has_parts = bool(manifests or covered or is_known)
         live.feed(
@@ -100,8 +101,8 @@ class Admission:
     def _add(
         self, manifests: Sequence[HostManifest], obsolete: Collection[int]
     ) -> tuple[list[HostManifest], list[int]]:
-        """Add parts to their generations. Return the ones that belong there, and the numbers of the
-        others, for their host to drop."""
+        """Add parts to their generations. Returns the added ones, and the numbers for the host to
+        drop."""
         kept, refused = list[HostManifest](), list[int]()
         for part in manifests:
             self._live.sizing.learn(part.about, part.generation)
@@ -112,21 +113,20 @@ class Admission:
         return kept, refused
 
     def _is_of_use(self, part: HostManifest) -> bool:
-        """Whether a part counts. After a loss of all hosts a person may go back to a dropped
-        one."""
+        """Whether a part counts. After a loss of all hosts a person may go back to a dropped one."""
         live = self._live
         return live.generations.add(part) or (live.lost_all and live.generations.offer(part))
 
     def _count_term(self, join: Join) -> None:
-        """Raise the term above that of any coordinator that a host has heard of. A new host may
-        have heard of another one with the same term."""
+        """Raise the term above any other known to the host. A new host may know another coordinator
+        of the same term."""
         members = self._live.members
         is_ahead = join.term >= members.term and not members.has_had_host(join.host)
         is_ahead |= join.term > members.term
         members.term = max(members.term, join.term + is_ahead)
 
     def _enter(self, peer: Peer, join: Join) -> None:
-        """Make an agent a member, in place of another one of its host."""
+        """Add the agent as a member; it replaces another one of its host."""
         live, host = self._live, join.host
         if host in live.members:
             live.log(f"event=replaced host={host} by another agent of it")
@@ -136,14 +136,14 @@ class Admission:
         live.timeline.begin(f"host {host} joined")
 
     def _take_over(self, underway: Underway) -> None:
-        """Go on with the run of a round that a coordinator which is gone has begun."""
+        """Continue the run of a lost coordinator's round."""
         live, over = self._live, self._live.state.takeover.pending
         newest = over.newest if over is not None else None
         if live.state.round == 0 and underway.round >= (newest or 0):
             live.take_over(underway.run)
 
     def _recalled(self, join: Join) -> Remembered | None:
-        """Return a host's record of the job under a coordinator that is gone."""
+        """A host's record of the job under a lost coordinator."""
         live, kept = self._live, join.remembered
         if kept is None:
             return None
@@ -151,17 +151,16 @@ class Admission:
         return live.memory.hear(kept.value, has_begun=live.state.round > 0, is_own=is_own)
 
     def answer(self) -> Joined:
-        """Return the answer to a join."""
         round = self._live.state.round
         return Joined(round, self._live.is_fresh and round == 0, self._live.members.term)
 
     def _set_aside(
         self, host: str, manifests: Sequence[HostManifest], spec: JobSpec
     ) -> list[HostManifest]:
-        """Return the parts that a fresh job sets aside.
+        """Parts to set aside for a fresh job.
 
         Raises:
-            UsageError: Not every host says ``--fresh``.
+            UsageError: Only some hosts have ``--fresh``.
         """
         live, job = self._live, self._spec.job
         if spec.is_fresh and not live.is_fresh and not live.is_successor:
@@ -186,10 +185,10 @@ class Admission:
     def _note(
         self, host: str, aside: Iterable[HostManifest], damaged: Sequence[tuple[int, str]]
     ) -> list[int]:
-        """Note parts that are set aside, and damage; return the numbers to be dropped at once."""
+        """Record parts set aside, and damage. Returns the numbers to drop at once."""
         live, dropped = self._live, list[int]()
         for part in aside:
-            if live.generations.has(part.generation):  # later the number would mean the job's own
+            if live.generations.has(part.generation):  # the job will use this number itself
                 dropped.append(part.generation)
             else:
                 live.generations.set_aside(part.generation)
@@ -237,7 +236,7 @@ class Admission:
         """Whether the job has passed the state of a joining host's part.
 
         Raises:
-            UsageError: It is of another run of the job, and further than this one, or was committed
+            UsageError: It belongs to another run and is further than this one, or was committed
                 with other fingerprints.
         """
         verdict, why = admit(facts_of(part), now)
@@ -253,10 +252,10 @@ class Admission:
     def _chosen(
         self, sealed: Iterable[HostManifest], held: Sequence[HostManifest], now: Situation
     ) -> list[HostManifest]:
-        """Return the sealed parts that may count; log the others. Changes nothing else.
+        """Sealed parts that may count; the others are logged. Changes nothing else.
 
         Raises:
-            UsageError: The host has a whole state of another run, which is further than this one.
+            UsageError: The host has a whole state of another run, further than this one.
         """
         if now.is_fresh and now.round == 0:
             return []
@@ -277,7 +276,7 @@ class Admission:
         return chosen
 
     def _is_whole(self, part: HostManifest) -> bool:
-        """Whether a part and those of the same snapshot on present hosts are a whole state."""
+        """Whether a part and those of present hosts make a whole snapshot."""
         live = self._live
         others = live.generations.sealed_parts(snapshot_name(part), live.members.hosts())
         try:
@@ -289,13 +288,13 @@ class Admission:
     def _take_sealed(
         self, host: str, chosen: Iterable[HostManifest]
     ) -> list[tuple[int, tuple[str, ...]]]:
-        """Take the parts that a returning host had sealed, and nobody committed, when it died.
+        """Adopt a returning host's sealed, uncommitted parts.
 
-        They count before the next round is assigned. While others still write they count with
-        those parts; a round that goes on without this host has left them behind.
+        They count before the next round is assigned. While others still write, they count with
+        those parts; a round without this host has left them behind.
 
         Returns:
-            HeldStates, and the hosts that have to rename their part of it.
+            Numbers of generations, with the hosts that must rename their part.
         """
         live = self._live
         for part in chosen:

@@ -1,4 +1,4 @@
-"""Whether the sealed parts of hosts are a state: at a stop, on the way, and after a failure."""
+"""Checks sealed parts for a whole state: at a stop, on the way, and after a failure."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,12 +13,12 @@ from scalai.store.generation import check_whole
 
 
 class Judge:
-    """Unites parts of snapshots and numbers them; the answers go to the law.
+    """Unites and numbers parts of snapshots; the answers go to the law.
 
     Args:
         generations: The parts.
         members: The hosts.
-        commit: Numbers a snapshot that is whole. Raises ``ProofError`` where replicas differ.
+        commit: Numbers a whole snapshot. Raises ``ProofError`` if replicas differ.
         log: Takes log lines.
     """
 
@@ -33,12 +33,12 @@ class Judge:
         self._number, self._log = commit, log
 
     def stop(self, snapshot: str, hosts: Iterable[str]) -> events.Judged:
-        """Unite what these hosts wrote at a stop."""
+        """Unite these hosts' parts of a stop."""
         step = step_of(snapshot)
         try:
             number, parts = self._commit(snapshot, hosts, Origin.STOP)
         except (LayoutError, ProofError) as error:
-            # The newest committed generation is as good as before.
+            # The newest committed generation is still good.
             is_refused = isinstance(error, ProofError)
             what = "refused" if is_refused else "incomplete"
             self._log(f"event=snapshot_{what} step={step} {error}")
@@ -47,7 +47,7 @@ class Judge:
         return events.Judged(True, step, number, parts)
 
     def rescue(self, snapshot: str) -> events.RescueJudged:
-        """Unite what workers wrote that outlived a failure and stood at one step."""
+        """Unite parts of workers that outlived a failure at one step."""
         step = step_of(snapshot)
         try:
             number, parts = self._commit(snapshot, self._members.hosts(), Origin.SURVIVORS)
@@ -61,11 +61,12 @@ class Judge:
     def snapshot(
         self, reason: str, snapshot: str, seconds: Mapping[str, float]
     ) -> events.SnapshotJudged | None:
-        """Unite the parts of a snapshot that was made without a stop; None: they are no state.
+        """Unite the parts of a snapshot without a stop; None: they are not a whole state.
 
         Args:
             reason: "start" or "snapshot".
-            seconds: Its cost on the host that needed most, by part.
+            snapshot: Name of the snapshot.
+            seconds: Its cost on the slowest host, by part.
         """
         held = self._generations.sealed_parts(snapshot, self._members.hosts())
         step = step_of(snapshot)
@@ -84,10 +85,10 @@ class Judge:
     def _commit(
         self, name: str, hosts: Iterable[str], origin: Origin
     ) -> tuple[int, frozenset[str]]:
-        """Number the parts of a snapshot that these hosts have. Returns the number and the hosts.
+        """Number these hosts' parts of a snapshot. Returns the number and the hosts.
 
         Raises:
-            LayoutError: They are no whole state.
+            LayoutError: They are not a whole state.
             ProofError: Replicas differ.
         """
         parts = self._generations.sealed_parts(name, hosts)
@@ -98,14 +99,14 @@ class Judge:
 
 
 def _measured(seconds: Mapping[str, float]) -> SnapshotCost:
-    """Return the cost of a snapshot on the way. The delay of the steps beside it is known of the
-    one before it; of the first one, the time for which the training stood still."""
+    """Cost of a snapshot on the way. A slowdown of steps is known from the snapshot before; for the
+    first one, the time of standstill counts."""
     write_s = seconds.get("snapshot", 0.0) + seconds.get("snapshot_proof", 0.0)
     return SnapshotCost(seconds.get("cost", seconds.get("stall")), seconds.get("step"), write_s)
 
 
 def _cost(seconds: Mapping[str, float]) -> str:
-    """Say what a snapshot on the way has cost the worker that it cost most."""
+    """Log text of the cost for the slowest worker."""
     return "".join(
         f" {what}_s={seconds[key]:.3f}"
         for what, key in (("stall", "stall"), ("copy", "snapshot"), ("proof", "snapshot_proof"))

@@ -1,5 +1,7 @@
-"""What a job's planner computes beside the job: what measured steps teach, and what would run if
-hosts came or went. Nothing waits for it, and the lock of the job is held only to take it over."""
+"""Planning beside the job: lessons of measured steps, and layouts for more or fewer hosts.
+
+Nothing waits for it. It holds the job's lock only to read and adopt.
+"""
 
 import threading
 import time
@@ -15,11 +17,11 @@ from scalai.launch.coordinator.sizing import Sizing
 
 
 class Calibrating:
-    """Watches the steps of a job.
+    """Measures the steps and changes of a job.
 
     Args:
-        sizing: Knows whether there is a planner.
-        clock: Seconds that do not jump.
+        sizing: The job's sizes.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, sizing: Sizing, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,14 +29,14 @@ class Calibrating:
         self._meter, self._moves = Meter(), Moves()
 
     def changed(self, report: Mapping[str, Any]) -> None:
-        """Take note of what the bytes of a change took, by its report."""
-        # Of a stop alone: what a failure left was written while nobody waited for a stop.
+        """Measure the bytes of a change from its report."""
+        # Only a stop counts: a write after a failure delays no stop.
         is_stop = "snapshot_proof_s" in report
         self._moves = self._moves.reported(report["seconds"], is_stop=is_stop)
 
     def look(self, job: Job) -> tuple[Measured, ChangeTime | None] | None:
-        """Take note of how far the job is. Returns what a step takes where that is known now, with
-        those of a change (None: none was made)."""
+        """Measure the job's progress. Returns the duration of a step once known, with that of a
+        change (None: no change yet)."""
         current = job.current
         if current is None or not self._sizing.has_planner:
             return None
@@ -54,11 +56,11 @@ class Calibrating:
 
 
 Learned = tuple[Measured, ChangeTime | None]
-"""What a step takes, and what a change."""
+"""Duration of a step, and of a change."""
 
 
 class Planned(Protocol):
-    """The job for which is planned. Its lock is held where it is read or changed."""
+    """The job to plan for. Its lock is held for each read and change."""
 
     state: Job
     sizing: Sizing
@@ -67,11 +69,11 @@ class Planned(Protocol):
 
 
 class LookAhead:
-    """One computation at a time; what comes meanwhile is computed behind it, the newest only.
+    """Runs one computation at a time; of later requests only the newest waits.
 
     Args:
         live: The job.
-        lock: Of the job.
+        lock: Lock of the job.
         say: Takes log lines.
     """
 
@@ -83,8 +85,8 @@ class LookAhead:
         self._said = ""
 
     def begin(self, found: Learned | None = None) -> None:
-        """Compute what the job would run, with what was measured; returns at once. Nothing is
-        computed for a job without a planner."""
+        """Compute the layouts ahead, with new measurements; returns at once. Without a planner it
+        does nothing."""
         if not self._live.sizing.has_planner:
             return
         with self._lock:
@@ -113,7 +115,7 @@ class LookAhead:
         learned = sizing.recalibrated() if found is None else sizing.with_measured(*found)
         if learned is not None:
             assign = learned[1]
-        line = plans_line(assign, job)  # what is assigned is known from now on
+        line = plans_line(assign, job)  # fills the cache of assignments
         assign(staying(job), present(job))
         with self._job_lock:
             if learned is not None:
@@ -137,7 +139,7 @@ def _learned_line(found: Learned | None, preference: Preference) -> str:
 
 
 def plans_line(assign: Assign, job: Job) -> str:
-    """Return what the job would run after each change that may come."""
+    """Log line of the layouts after each possible change of hosts."""
     ran = present(job)
     passes = AS_GIVEN if ran is None else ran.passes
     plans = plans_ahead(assign, staying(job), ran)

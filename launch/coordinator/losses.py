@@ -1,5 +1,4 @@
-"""Lost agents: their connections ended and did not come back, or they are silent though the
-coordinator listened."""
+"""Lost agents: disconnected for too long, or silent while the coordinator listened."""
 
 import logging
 import queue
@@ -15,40 +14,39 @@ from scalai.runtime.connections import connect
 from scalai.runtime.handshake import DATA_PLANE, service_key
 
 GRACE_S = 2.0
-"""Time for an agent to come back after its connections ended."""
+"""Time for an agent to reconnect, in seconds."""
 TICK_S = 0.1
-"""Interval of looks at all agents and at the deadlines of the law."""
+"""Interval of looks at all agents and at the law's deadlines, in seconds."""
 MOST_TICK_S = 0.4
 AGENTS_A_TICK = 512
-"""With more agents looks are rarer, for the same share of time."""
+"""Above this number of agents looks are rarer, for the same share of time."""
 POLL_S = 1.0
-"""Time for which a poll for commands is kept."""
+"""Duration of a poll for commands, in seconds."""
 POLLS_PER_S = 200
-"""With more agents each poll is kept longer, so that all together take little of the coordinator's
-time."""
+"""Most polls per second: with more agents each poll lasts longer."""
 MOST_POLL_S = 10.0
 LOST_AFTER_S = 15.0
-"""Silence after which an agent is gone with its machine; a living one polls once in ``MOST_POLL_S``
-at least."""
+"""Silence of an agent lost with its machine, in seconds; a living one polls at least every
+``MOST_POLL_S``."""
 KEPT_SHARE = 2 / 3
-"""Largest share of ``LOST_AFTER_S`` for which a poll is kept: a living agent always polls again
-before the limit."""
+"""Longest poll as a share of ``LOST_AFTER_S``: a living agent always polls again before the limit.
+"""
 LOOK_S = 0.5
-"""Delay with which a silence may be seen."""
+"""Delay of seeing a silence, in seconds."""
 REPLACED_AFTER_S = 4.0
-"""Silence after which an agent gives way to another one of its host."""
+"""Silence after which another agent of the host may replace one, in seconds."""
 RETURN_S = 10.0
-"""Time for a disconnected agent to come back for its exit, once the job has ended."""
+"""Time for a disconnected agent to fetch its exit at the end of a job, in seconds."""
 KEPT_S = 2.0
-"""Time for hosts to keep a person's request, before the answer says that they have not."""
+"""Time for hosts to keep a person's request, in seconds; then the answer reports the failure."""
 STALL_S = 0.5
-"""Delay of a look that shows a stall of the coordinator itself: it was paused, or its lock held."""
+"""Delay of a look that shows a stall of the coordinator itself: a pause, or a held lock."""
 
 KNOCK_S = 1.0
-"""Time for the other side to prove its identity."""
+"""Time for the other side to prove its identity, in seconds."""
 
 MOST_KNOCKS = 8192
-"""Answers and addresses that are kept: several times the hosts of the largest job."""
+"""Most answers and addresses kept: several times the hosts of the largest job."""
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +54,11 @@ Address = tuple[str, int]
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 _Knock = tuple[str, Address, float | None]
-"""Host, address, and the time since which its agent has no connection."""
+"""Host, address, and start of its agent's disconnection."""
 
 
 def tick_s(agents: int) -> float:
-    """Return the interval of looks at so many agents."""
+    """Interval of looks at this number of agents, in seconds."""
     return min(TICK_S * max(1.0, agents / AGENTS_A_TICK), MOST_TICK_S)
 
 
@@ -68,8 +66,9 @@ def tick_s(agents: int) -> float:
 class Patience:
     """Waits of the coordinator for agents, in seconds.
 
-    ``poll_s``: least time for which a poll without commands is kept; a living agent is never silent
-    for much longer. ``kept_s``: time for which a person's request waits until most hosts know it.
+    Attributes:
+        poll_s: Shortest poll without commands; bounds a living agent's silence.
+        kept_s: Wait of a person's request until most hosts know it.
     """
 
     grace_s: float = GRACE_S
@@ -80,36 +79,34 @@ class Patience:
     kept_s: float = KEPT_S
 
     def to_keep_s(self, agents: int) -> float:
-        """Time for which a poll of one of so many agents is kept."""
+        """Duration of a poll with this number of agents."""
         most_s = min(MOST_POLL_S, KEPT_SHARE * self.lost_after_s)
         return max(self.poll_s, min(agents / POLLS_PER_S, most_s))
 
     def to_lose_s(self, agents: int) -> float:
-        """Silence after which one of so many agents is lost; its last sign of life may be a poll
-        that was kept."""
+        """Silence of a lost agent; its last sign of life may be the start of a long poll."""
         behind_s = self.lost_after_s - self.to_keep_s(agents) - LOOK_S
         return max(KEPT_SHARE * self.lost_after_s, behind_s)
 
     def to_grace_s(self, agents: int) -> float:
-        """Time for which one of so many agents may have no connection: when all connect at once,
-        each waits for its turn."""
+        """Longest disconnection: if all agents connect at once, each waits for its turn."""
         return self.grace_s + self.to_keep_s(agents) - self.poll_s
 
     def to_replace_s(self, agents: int) -> float:
-        """Silence after which an agent gives way to another one of its host."""
+        """Silence after which another agent of the host may replace one."""
         return self.replaced_after_s + self.to_keep_s(agents) - self.poll_s
 
     def to_return_s(self, agent: Member) -> float:
-        """Time for an agent of a job that has ended to come back."""
+        """Time for an agent to come back to an ended job."""
         return self.grace_s if agent.was_sent_exit else max(self.grace_s, self.return_s)
 
 
 class PortProbe:
-    """Knocks at the data planes of agents, in a thread of its own. Any thread may ask.
+    """Probes agents' data planes in a thread of its own. Any thread may ask.
 
-    A machine that refuses the connection has lost its agent, and with it its workers, if the agent
-    could be reached before: else a firewall may refuse. Silence tells nothing, nor does a listener
-    without the token: it may be the agent behind a relay.
+    A refused connection proves the loss of an agent with its workers, if it was reachable before;
+    else a firewall may refuse. Silence proves nothing, nor does a listener without the token: it
+    may be the agent behind a relay.
 
     Args:
         token: The job's secret.
@@ -119,14 +116,14 @@ class PortProbe:
         self._token, self._mutex = token, threading.Lock()
         self._asked: queue.SimpleQueue[_Knock] = queue.SimpleQueue()
         self._found: dict[_Knock, bool] = {}
-        """Results; False while a knock is under way."""
+        """Results; False during a probe."""
         self._reached: dict[tuple[str, Address], None] = {}
-        """Addresses at which an agent of the job has answered."""
+        """Addresses with an earlier answer of an agent of the job."""
         self._thread: threading.Thread | None = None
 
     def is_gone(self, host: str, agent: Member) -> bool:
-        """Whether a knock since the agent lost its connections was refused. Does not block: the
-        first question begins the knock."""
+        """Whether a probe since the agent's disconnection was refused. Does not block: the first
+        call starts the probe."""
         knock = host, agent.address, agent.unlinked_at
         with self._mutex:
             if knock in self._found or knock[:2] not in self._reached:
@@ -135,7 +132,7 @@ class PortProbe:
         return False
 
     def greet(self, host: str, agent: Member) -> None:
-        """Knock at an agent that has joined: can it be reached at all?"""
+        """Probe a new agent, to learn whether it is reachable at all."""
         self._ask((host, agent.address, None))
 
     def _ask(self, knock: _Knock) -> None:
@@ -156,21 +153,21 @@ class PortProbe:
                     _remember(self._reached, knock[:2], None)
 
     def _answers(self, host: str, address: Address) -> bool | None:
-        """Whether an agent of the job listens there; None: not known."""
+        """Whether an agent of the job listens there; None: unknown."""
         try:
             connect(address, service_key(self._token, DATA_PLANE, host), KNOCK_S).close()
         except AbsentError:
             return False
         except PeerError:
             return None
-        except Exception as error:  # our own slip: who is gone is lost a little later
+        except Exception as error:  # our own slip: a dead agent is lost a little later
             log.warning("event=not_knocked address=%s: %r", address, error)
             return None
         return True
 
 
 def _remember(table: dict[Key, Value], key: Key, value: Value) -> None:
-    """Note this as the newest entry of a table; the oldest one goes when the table is full."""
+    """Add the newest entry of a table; a full table drops its oldest."""
     table.pop(key, None)
     table[key] = value
     if len(table) > MOST_KNOCKS:
@@ -178,13 +175,12 @@ def _remember(table: dict[Key, Value], key: Key, value: Value) -> None:
 
 
 class Losses:
-    """Looks at all agents now and then, and loses the ones that are gone. Callers hold the
-    coordinator's lock.
+    """Looks at all agents at intervals, and loses dead ones. Callers hold the coordinator's lock.
 
     Args:
         live: The job.
-        patience: Waits for agents that are away.
-        probe: Tells whether an agent's process is gone; None: every agent is waited for.
+        patience: Waits for absent agents.
+        probe: Detects ended agents; None: no detection.
     """
 
     def __init__(
@@ -198,7 +194,7 @@ class Losses:
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
-        """Lose agents that are gone. A stall of the coordinator itself is nobody's silence. Called
+        """Lose dead agents. A stall of the coordinator itself counts as nobody's silence. Called
         every ``tick_s``."""
         late_s = time.monotonic() - self._looked_at - tick_s(len(self._live.members))
         self._looked_at = time.monotonic()
@@ -230,8 +226,8 @@ class Losses:
         live.members.forget_released(patience.grace_s)
 
     def is_replaceable(self, agent: Member, store: object) -> bool:
-        """Whether another agent of the host may take an agent's place: it holds the same store (a
-        lock with one holder), or the present one is gone or silent."""
+        """Whether another agent of the host may replace one: it holds the same store (a lock with
+        one holder), or the present one is disconnected or silent."""
         is_same_store = store is not None and store == agent.store
         limit_s = self._patience.to_replace_s(len(self._live.members))
         is_silent = agent.silence_s() > limit_s

@@ -1,5 +1,4 @@
-"""What hosts report of a round until all have, and the proof of a start: what they have restored
-against what was committed."""
+"""Hosts' reports of a round, and the proof of a start: restored against committed fingerprints."""
 
 import time
 from collections.abc import Mapping
@@ -17,27 +16,27 @@ from scalai.launch.coordinator.timeline import Timeline
 
 @dataclass(slots=True)
 class Answers:
-    """The answers of one round, by host."""
+    """Reports of one round, by host."""
 
     tensors: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Names of the tensors that each host's workers hold."""
+    """Tensor names of each host's workers."""
     holding: dict[str, Holding] = field(default_factory=dict)
-    """What each host's workers hold, where replicas are kept."""
+    """Pieces of each host's workers, for replicas."""
     restored: dict[str, Restored] = field(default_factory=dict)
-    """What each host has reported, without its rows: those are in ``tally``."""
+    """Each host's report without its rows, summed in ``tally``."""
     tally: Tally | None = None
-    """The fingerprints of what was restored so far, added up."""
+    """Sum of the restored fingerprints so far."""
     difference: ProofError | None = None
-    """Two hosts have restored one piece otherwise."""
+    """Two hosts restored different contents of one piece."""
     snapshots: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds of each host's snapshot at the stop."""
     on_the_way: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    """By its name the seconds of a snapshot on the way on the host that needed most."""
+    """Seconds of the slowest host, by name of a snapshot on the way."""
     is_weighed: bool = False
-    """Whether it was said what replicas take of this round."""
+    """The memory for this round's replicas was logged."""
 
     def slowest(self, what: str) -> float:
-        """Return the longest time that a host took for a part of the restore, in seconds."""
+        """Longest duration of a part of the restore on any host, in seconds."""
         return max(
             (answers.seconds.get(what, 0.0) for answers in self.restored.values()), default=0.0
         )
@@ -46,7 +45,7 @@ class Answers:
         return max((seconds.get(what, 0.0) for seconds in self.snapshots.values()), default=0.0)
 
     def add(self, host: str, report: Restored) -> None:
-        """A host has restored."""
+        """Add a host's restore."""
         self.tally = self.tally or Tally()
         none = report.rows.select(np.zeros(0, np.int64))
         self.restored[host] = replace(report, rows=none, fingerprints=report.fingerprints[:0])
@@ -56,7 +55,7 @@ class Answers:
             self.difference = self.difference or error
 
     def totals(self) -> Mapping[str, int]:
-        """Return the fingerprints of all tensors that were restored, by name.
+        """Fingerprints of all restored tensors, by name.
 
         Raises:
             ProofError: Replicas of a piece differ.
@@ -66,12 +65,12 @@ class Answers:
         return {} if self.tally is None else self.tally.totals
 
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors of the job."""
+        """Names of all tensors of the job."""
         return frozenset().union(*self.tensors.values())
 
 
 def prove(number: int, answers: Answers, generations: HeldStates, timeline: Timeline) -> str | None:
-    """Return why what the hosts ``told`` of a generation is not what was written; None: it is."""
+    """Compare the restored with the committed state. Returns the difference; None: they are equal."""
     for name in ("plan", "move", "restore"):
         timeline.phase(name, answers.slowest(name))
     timeline.note(
@@ -92,7 +91,7 @@ def prove(number: int, answers: Answers, generations: HeldStates, timeline: Time
 
 
 def doubted(round: int, number: int, reason: str, generations: HeldStates) -> events.ProofFailed:
-    """Return what the law must know of a proof that has failed."""
+    """The law's event for a failed proof."""
     if verdict := generations.failed_proof(number, reason):
         return events.ProofFailed(round, verdict, is_second=True, can_reread=False)
     can_reread = generations.is_whole_as_written(number)

@@ -1,8 +1,7 @@
-"""Whether the stores of a job have room for replicas: said for each host, and refused before the
-first step of a job of which a person has asked for them.
+"""Memory for replicas: logged for each host. A job with requested replicas and too little room is
+refused before its first step.
 
-A round that only others came before is weighed once it trains: a change is not kept waiting, and a
-job that runs is not ended for want of replicas.
+A round after the first is weighed once it trains: it delays no change and ends no running job.
 """
 
 from scalai.core.errors import LayoutError
@@ -13,16 +12,16 @@ from scalai.core.tensors.replicas import ReplicaMemory, memory_of, ring_of, shor
 from scalai.launch.coordinator.live_job import LiveJob
 
 MOST_ROWS = 200_000
-"""Pieces of all hosts that are weighed: more would hold the coordinator up for seconds."""
+"""Most pieces of all hosts to weigh: more would hold the coordinator up for seconds."""
 NAMED = 64
-"""Hosts of which a line is said, those with the least room to spare first."""
+"""Most hosts with a log line of their own, the fullest first."""
 
 
 def refuse_early(live: LiveJob) -> events.Reported | None:
-    """Weigh the first round of a job once all of its hosts have published, before any step.
+    """Weigh a job's first round once all hosts have published, before any step.
 
     Returns:
-        The refusal, where a person has asked for replicas and there is no room for them.
+        The refusal of requested replicas without room; None: none.
     """
     is_first, told = live.state.change.ran is None, live.answers.tensors.keys()
     if not is_first or not told >= live.active():
@@ -50,7 +49,7 @@ def _say_short(live: LiveJob, reason: str) -> None:
 
 
 def _weigh(live: LiveJob) -> tuple[ReplicaMemory, ...]:
-    """Say what generations take on each host, once a round; nothing where that is not known."""
+    """Log the memory of generations on each host once a round; empty if unknown."""
     answers, hosts = live.answers, live.active()
     told = {host: answers.holding[host] for host in hosts & answers.holding.keys()}
     kept_by = keepers(live.state) & frozenset(live.members.hosts())

@@ -1,5 +1,4 @@
-"""What decides about the size of a job beside the hosts that are there: limits, a person's
-requests, and what has turned out not to fit."""
+"""Limits of a job's size beside its hosts: a person's requests, and layouts out of memory."""
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,10 +40,10 @@ from scalai.launch.config.script_facts import (
 
 @dataclass(frozen=True, slots=True)
 class GuardedPlanner:
-    """Asks a planner, and tells of what it should never raise.
+    """Asks a planner and logs its unexpected errors.
 
     Attributes:
-        planner: Who is asked.
+        planner: The planner.
         say: Takes log lines.
     """
 
@@ -58,10 +57,10 @@ class GuardedPlanner:
         ran: Passes,
         failed: Sequence[Choice],
     ) -> Sequence[Choice]:
-        """Return what the planner does.
+        """The planner's order of ``choices``.
 
         Raises:
-            ScalaiError: It cannot say, or it has failed; then the log has where.
+            ScalaiError: No order, or a failure; its traceback is in the log.
         """
         try:
             return self.planner.order(choices, present, ran, failed)
@@ -72,32 +71,33 @@ class GuardedPlanner:
             raise ScalaiError(f"{error!r}, and the coordinator's log says where") from error
 
     def on_hosts(self, slots: int) -> "GuardedPlanner":
-        """Return the planner for hosts with so many ranks each."""
+        """The planner for hosts with ``slots`` ranks each."""
         return GuardedPlanner(self.planner.on_hosts(slots), self.say)
 
 
 Stepped = tuple[Degrees, Passes, str]
-"""A layout in which all ranks have made a step, and the device, as far as it is known."""
+"""A layout in which all ranks have made a step, and the device ("": unknown)."""
 ANY_DEVICE = "a100-80gb"
-"""Bytes that a layout needs do not depend on it."""
+"""Any device: the bytes of a layout do not depend on it."""
 MOST_STEPPED = 64
-"""Layouts that are kept of a job."""
+"""Number of such layouts kept for a job."""
 
 
 class Sizing:
-    """The inputs of ``make_assign`` for one job. ``scalai scale`` and out-of-memory change them."""
+    """Inputs of ``make_assign`` for one job. ``scalai scale`` and out-of-memory change them."""
 
     def __init__(self, spec: JobSpec, say: Callable[[str], object] = lambda line: None) -> None:
-        """Take over what a person has stated.
+        """Start with a person's settings.
 
         Args:
+            spec: The job.
             say: Takes log lines.
         """
         facts, self._say = spec.script, say
         self._planner, self._arguments = spec.config.planner, facts.arguments
         self._limits, self._policy = facts.limits, facts.policy
         self._recalled: tuple[tuple[Measured, ...], ChangeTime | None] = ((), None)
-        """What the coordinator before had measured: steps, and the seconds of a change."""
+        """Measurements of the coordinator before: steps, and the seconds of a change."""
         self._deepspeed = spec.config.deepspeed, spec.deepspeed
         self._told = None if spec.deepspeed is None else told_by(spec.deepspeed)
         self._preference = self._read_preference()
@@ -106,20 +106,20 @@ class Sizing:
         self._max_workers: int | None = None
         self._degrees: str | None = None
         self._is_asked, self._asked_at = False, -1
-        """Whether a person has asked this coordinator, or the one before, for a size; else the
-        newest generation of which it is known what was asked for."""
+        """Whether a person has asked this coordinator or its predecessor for a size; else the
+        newest generation with a record of the request."""
         self._stepped: tuple[Stepped, ...] = ()
         self._excluded: tuple[Choice, ...] = ()
         self._assign: Assign | None = None
-        """What ``assign`` gives, until something is learned."""
+        """Result of ``assign``, until something is learned."""
         self._learned_from: tuple[Preference, Assign] | None = None
-        """The planner that began to learn, and what ``assign`` gave then."""
+        """The planner that began to learn, and the result of ``assign`` then."""
 
     def assign(self) -> Assign:
-        """Return the function that assigns workers to hosts, as things are now.
+        """The present function that assigns workers to hosts.
 
-        Degrees that a person asked for hold until the next ``rescale``, wherever they fit; where
-        they do not, the job goes on as if nobody had asked.
+        Degrees asked for by a person hold until the next ``rescale``, wherever they fit; elsewhere
+        they have no effect.
         """
         if self._assign is None:
             self._assign = self._made()
@@ -133,14 +133,14 @@ class Sizing:
         return lambda hosts, present: as_requested(hosts, present) or otherwise(hosts, present)
 
     def why_not(self, hosts: tuple[tuple[str, int], ...], ran: Assignment | None) -> str:
-        """Say why ``assign`` gives none, and what to do; a ``WhyNot``."""
+        """Reason for no assignment, and the way out; a ``WhyNot``."""
         why = [""]
         self._with(self._max_workers, self._max_hosts, None, why.append)(hosts, ran)
         return why[-1]
 
     def place(self, target: Assignment, ran: Assignment, slots: Hosts) -> Assignment:
-        """Return an assignment with its hosts in the order in which the fewest bytes cross; a
-        ``Place``. Where that cannot be computed they stay as they are: nothing depends on it."""
+        """An assignment with its hosts in the order of the fewest bytes to move; a ``Place``. After
+        an error it stays unchanged: nothing depends on the order."""
         try:
             return self._place(target, ran, slots)
         except Exception as error:  # our own slip: it must not end a job
@@ -159,19 +159,25 @@ class Sizing:
         degrees: str | None,
         explain: Callable[[str], object],
     ) -> Assign:
-        """Return what ``rescale`` with the same arguments would lead to; None for a request that
-        does not fit, and ``explain`` is told why."""
+        """The result of ``rescale`` with these arguments, as a dry run. A request that does not fit
+        gives no assignment, and ``explain`` gets the reason."""
         return self._with(nproc, nnodes or self._max_hosts, degrees, explain)
 
     def rescale(self, nproc: int | None, nnodes: int | None, degrees: str | None) -> None:
-        """A person wants so many workers in total, hosts at most, and these degrees."""
+        """Apply a person's request.
+
+        Args:
+            nproc: Total workers; None: no limit.
+            nnodes: Most hosts; None: unchanged.
+            degrees: Degrees as text; None: automatic.
+        """
         self._is_asked = True
         self._max_workers, self._degrees = nproc, degrees
         self._max_hosts = nnodes or self._max_hosts
         self._assign = None
 
     def note_ran(self, ran: Assignment | None) -> bool:
-        """All ranks have stepped in this, so it fits. Return whether that is news."""
+        """Record a layout that fits: all its ranks have stepped. Returns whether it is new."""
         if ran is None:
             return False
         gpu = self._planner.gpu or ""
@@ -186,8 +192,7 @@ class Sizing:
 
     @property
     def request(self) -> JsonText:
-        """What persons have asked for, and what has run out of memory, for whoever takes this
-        coordinator's place."""
+        """Persons' requests, layouts out of memory, and measurements, for the next coordinator."""
         excluded = [
             [each.degrees.to_json(), each.micro_batch_size, each.reason, each.recompute]
             for each in self._excluded
@@ -201,11 +206,11 @@ class Sizing:
         ])  # fmt: skip
 
     def take_over(self, request: JsonText) -> None:
-        """This held under the coordinator before. What it had measured says nothing of other
-        layouts before ``recalibrated`` is adopted.
+        """Adopt the previous coordinator's ``request``. Its measurements affect other layouts only
+        once ``recalibrated`` is adopted.
 
         Raises:
-            ValueError: It is nothing that ``request`` gives.
+            ValueError: ``request`` has another form.
         """
         match request.value():
             case [
@@ -222,7 +227,7 @@ class Sizing:
             self._preference = self._preference.recalling(*recalled)
 
     def exclude(self, assignment: Assignment) -> None:
-        """These degrees ran out of memory in their first step."""
+        """Exclude a layout that ran out of memory in its first step."""
         degrees, passes = assignment.degrees, assignment.passes
         failed = Choice(degrees, (), assignment.reason, *astuple(passes))
         self._excluded = (*self._excluded, failed)
@@ -230,12 +235,12 @@ class Sizing:
 
     @property
     def has_planner(self) -> bool:
-        """Whether degrees are computed, or will be once enough is measured."""
+        """Whether degrees are computed, at once or after enough measurements."""
         return self._preference is not None
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples of a pass where no choice says it."""
+        """Default samples per pass."""
         if self._preference is not None:
             return self._preference.micro_batch
         return self._limits.micro_batch_size
@@ -243,8 +248,8 @@ class Sizing:
     def with_measured(
         self, found: Measured, change: ChangeTime | None
     ) -> tuple[Preference, Assign] | None:
-        """Return the planner that has learned what steps take, and a change, with what it assigns;
-        None: there is none. Nothing changes before ``adopt``, so that it may take its time."""
+        """The planner after these measurements, with its assignments; None without a planner.
+        Nothing changes before ``adopt``; it may take its time."""
         if self._preference is None:
             return None
         self._learned_from = self._preference, self.assign()
@@ -252,8 +257,8 @@ class Sizing:
         return preference, self._made(preference)
 
     def recalibrated(self) -> tuple[Preference, Assign] | None:
-        """Return the planner that has computed what was taken over, as ``with_measured`` does;
-        None: there is nothing to compute."""
+        """The planner after computing adopted measurements, as in ``with_measured``; None: nothing
+        to do."""
         if self._preference is None or self._preference.is_calibrated:
             return None
         self._learned_from = self._preference, self.assign()
@@ -261,9 +266,11 @@ class Sizing:
         return preference, self._made(preference)
 
     def adopt(self, preference: Preference, assign: Assign) -> None:
-        """Go by what ``with_measured`` or ``recalibrated`` has given; where a person has asked for
-        something meanwhile, by the planner alone. Where meanwhile another coordinator's
-        measurements were taken over, these stay."""
+        """Use a result of ``with_measured`` or ``recalibrated``.
+
+        After a person's request in between, only the planner counts. Another coordinator's
+        measurements, adopted in between, win.
+        """
         if self._learned_from is None or self._preference is not self._learned_from[0]:
             return
         self._preference = preference
@@ -274,13 +281,12 @@ class Sizing:
         return None if isinstance(found, str) else found.recalling(*self._recalled)
 
     def _recall(self, asked: object) -> None:
-        """The coordinator of a run that has ended was asked for this: it holds on, as long as
-        nobody asks for something else."""
+        """Adopt a request to the coordinator of an ended run, until the next request."""
         match asked:
             case [int() | None as nproc, _, str() | None as degrees, *_, list() as stepped]:
                 self._know(_stepped_of_json(stepped))
             case _:
-                return  # the file says something else
+                return  # the file has another form
         if self._is_asked or (nproc, degrees) == (self._max_workers, self._degrees):
             return
         self._max_workers, self._degrees, self._assign = nproc, degrees, None
@@ -288,8 +294,8 @@ class Sizing:
         self._say(f"event=asked before this start, and holds until scalai scale: {' '.join(words)}")
 
     def learn(self, about: Mapping[str, Any], generation: int = 0) -> None:
-        """Take over what only the running script and its coordinator knew, from a snapshot's
-        ``about``: limits, and of the newest generation what persons had asked for."""
+        """Adopt facts of the running script from a snapshot's ``about``: limits, and from the
+        newest generation persons' requests."""
         if (asked := about.get("facts", {}).get(ASKED)) and generation >= self._asked_at:
             self._asked_at = generation
             self._recall(asked)
@@ -302,7 +308,7 @@ class Sizing:
         if self._limits.eval_batch_size is None:
             self._limits = replace(self._limits, eval_batch_size=facts.get("eval_batch_size"))
         if self._limits.global_batch_size is None:
-            # What a configuration states may be changed by a person before the job goes on.
+            # A person may change the configuration's value before the job goes on.
             batch_size = facts.get("global_batch_size")
             self._limits = replace(self._limits, global_batch_size=batch_size)
         if (layers := facts.get("pipeline_layers")) is not None:
@@ -318,12 +324,12 @@ class Sizing:
             self._place = self._made_place()
 
     def _fits(self) -> tuple[tuple[Degrees, Passes], ...]:
-        """Layouts that have run on devices as there are now."""
+        """Layouts that have run on devices of the present kind."""
         here = self._planner.gpu or ""
         return tuple((degrees, passes) for degrees, passes, gpu in self._stepped if gpu == here)
 
     def _needs(self) -> Needing | None:
-        """Return what models the bytes of a layout; None: the script's flags do not say it all."""
+        """A model of the bytes of a layout; None: the script's flags are not enough."""
         work, arguments = read_workload(self._arguments, self._limits), self._arguments
         if work is None or arguments is None:
             return None

@@ -1,4 +1,4 @@
-"""How the workers of a round are started: where they meet, and what they begin from."""
+"""Start of a round's workers: their meeting point and their initial state."""
 
 import threading
 from collections.abc import Callable
@@ -23,13 +23,12 @@ from scalai.store.parts import ATTACHED, reference_of
 
 Beginning = actions.BuildRound | actions.StartRound
 Workers = dict[str, commands.Workers]
-"""Those of each host."""
+"""Workers by host."""
 CommandOf = Callable[[commands.Workers], commands.Command]
 
 
 class Run(Protocol):
-    """What a starter needs of the job: the name of its present run, the agents and the commands
-    that wait for them, what workers may begin from, and its law."""
+    """The job as a starter needs it: run name, members, held states, law."""
 
     members: Members
     generations: HeldStates
@@ -44,13 +43,13 @@ class Run(Protocol):
 
 
 class Starter:
-    """Tells the agents which workers to start, and where these meet.
+    """Commands agents to start workers, and opens their meeting point.
 
     Args:
-        run: What is started.
-        interface: The address at which workers meet.
-        stores: What they meet at there.
-        lock: Of the job; held by whoever calls.
+        run: The job.
+        interface: Address of the workers' meeting point.
+        stores: Rendezvous stores at this address.
+        lock: Lock of the job; callers hold it.
     """
 
     def __init__(
@@ -63,25 +62,25 @@ class Starter:
         self._port: int | None = None
         self._standby_port: int | None = None
         self._opening: Beginning | None = None
-        """What waits for where its workers are to meet."""
+        """The action that waits for its store."""
 
     def build(self, action: actions.BuildRound, newest: int | None) -> None:
-        """Start the next round's workers beside the present ones, which will go on to a later
-        generation than the ``newest``."""
+        """Start the next round's workers beside the present ones, for a generation later than
+        ``newest``."""
         standby = action.standby
         self.give_up()
         workers = self._workers(standby.round, standby.assignment, newest, action.every)
         self._open(action, workers, commands.Build)
 
     def give_up(self) -> None:
-        """The workers that were on standby will not be needed."""
+        """Close the standby workers' store."""
         self._close(self._standby_port)
         self._standby_port = None
         if isinstance(self._opening, actions.BuildRound):
             self._opening = None
 
     def start(self, action: actions.StartRound) -> None:
-        """Start the workers of a round, or let those that were on standby begin."""
+        """Start the workers of a round, or let standby workers begin."""
         self._close(self._port)
         self._port = None
         sources = None
@@ -90,7 +89,7 @@ class Starter:
         lost = tuple(of_run(self._run.run, each) for each in action.lost)
         workers = self._workers(action.round, action.assignment, action.generation, action.every)
         port, self._standby_port = self._standby_port, None
-        # Without a port no host was told yet to have workers on standby.
+        # Without a port no host has standby workers yet.
         is_built = action.is_built and port is not None
 
         def command(each: commands.Workers) -> commands.Start:
@@ -103,8 +102,8 @@ class Starter:
             self._begin(action, workers, command, port)
 
     def _open(self, action: Beginning, workers: Workers, command: CommandOf) -> None:
-        """Begin something once there is a store for it. The lock is not held until then: agents are
-        heard meanwhile, and the law may want something else."""
+        """Begin an action once its store is open. The lock is free until then: agents are heard,
+        and the law may change its mind."""
         self._opening = action
         self._stores.open(partial(self._opened, action, workers, command))
 
@@ -126,7 +125,7 @@ class Starter:
                     self._run.feed(events.Reported(host, not_built))
                 else:
                     raise port
-            except Exception as error:  # as where ``LiveJob.feed`` carries an action out
+            except Exception as error:  # as in ``LiveJob.feed``
                 self._run.crash(error)
 
     def _begin(self, action: Beginning, workers: Workers, command: CommandOf, port: int) -> None:
@@ -138,7 +137,7 @@ class Starter:
             self._roster.command([host], command(replace(each, master_port=port)))
 
     def _is_meant(self, action: Beginning) -> bool:
-        """Whether the law still wants what had to wait."""
+        """Whether the law still wants the delayed action."""
         job = self._run.state
         if action is not self._opening or job.phase is m.Phase.ENDED:
             return False
@@ -149,8 +148,7 @@ class Starter:
         return job.phase is m.Phase.STARTING and job.round == action.round
 
     def replicate(self, action: actions.MakeReplicas) -> None:
-        """Have hosts keep replicas for each other; each hears of those that share parameters with
-        the hosts that it keeps replicas for."""
+        """Command replicas. Each host gets the sources with the parameters of its wards."""
         domains = {host: self._roster[host].domain for host in action.hosts if host in self._roster}
         ring, sources = ring_of(domains, action.replicas), self._sources(action.generation, None)
         if action.giving:
@@ -165,7 +163,7 @@ class Starter:
             self._roster.command([host], command)
 
     def _sources(self, number: int, assignment: m.Assignment | None) -> SourceList:
-        """Return who holds a generation, for the workers of an assignment, or as it is."""
+        """Holders of a generation, for the workers of an assignment, or unchanged."""
         parts = self._generations.parts(number)
         in_order = sorted(parts.values(), key=lambda part: min(part.ranks, default=1 << 62))
         about = {k: v for k, v in in_order[0].about.items() if k != ATTACHED}
@@ -189,7 +187,7 @@ class Starter:
             step=self._generations.step(number),
             about=about,
             scalars=unite(part.scalars for part in in_order),
-            # Of ranks at other degrees the states are of no use: all begin new ones.
+            # Ranks at other degrees cannot use these states: all begin new ones.
             ranks=world if is_alike else 0,
         )
 
@@ -200,8 +198,8 @@ class Starter:
     def _workers(
         self, round: int, assignment: m.Assignment, generation: int | None, every: int
     ) -> Workers:
-        """Return which workers each host of an assignment runs, with what is known of the newest
-        generation; the port at which they meet has yet to be found."""
+        """Workers of each host of an assignment, with the newest generation's facts; port 0 until
+        the store is open."""
         step = None if generation is None else self._generations.step(generation)
         facts = {} if generation is None else dict(self._generations.facts(generation))
         if known := self._run.state.function.known:

@@ -371,7 +371,7 @@ def seal_if_complete(step: Step) -> None:
 
 
 def cannot(step: Step, reason: str) -> bool:
-    """Skip a snapshot on the way with a failed seal; False for any other failure. Training goes on."""
+    """Skip a snapshot on the way with a failed seal: training goes on. False for any other failure."""
     current = step.present()
     under_way = current.snapshot
     if under_way is None or under_way.reason != "snapshot" or not under_way.is_sealing:
