@@ -1,1 +1,1 @@
-"""The coordinator of a job: it carries out what the law of the job decides."""
+"""The coordinator of a job: carries out the decisions of the job's law."""

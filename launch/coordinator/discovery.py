@@ -1,4 +1,4 @@
-"""Finding a job's coordinator, or starting it beside the first agent."""
+"""Find a job's coordinator, or start it beside the first agent."""
 
 import fcntl
 import json
@@ -49,35 +49,35 @@ from scalai.store.secure import open_below
 JOIN_TIMEOUT_S = 60.0
 COORDINATOR = ("-m", "scalai.launch.coordinator.process")
 OF_AN_AGENT = {"SCALAI_AGENT", "SCALAI_AGENT_PID", "SCALAI_PRELOAD"}
-"""Variables of an agent for its own children; a coordinator is none."""
+"""An agent's variables for its own children, hidden from a coordinator."""
 LOCK = "coordinator.lock"
 LOCK_TIMEOUT_S = 2 * JOIN_TIMEOUT_S
-"""Longer than the holder of the lock waits for the coordinator that it starts."""
+"""Longer than the lock's holder waits for a new coordinator, in seconds."""
 LOCK_QUIET_S = 5.0
 LOOK_S = 0.5
 WAITING_S = 2.0
-"""Wait for a coordinator after which the log says so."""
+"""Wait for a coordinator before it is logged, in seconds."""
 
 log = logging.getLogger(__name__)
 
 
 Newest = tuple[LeaseEntry | None, LeaseEntry | None]
-"""The newest entries of the two registers of a job (``registers_of``)."""
+"""Newest entries of a job's two registers (``registers_of``)."""
 
 
 def job_directory(spec: JobSpec) -> Path:
-    """Return this machine's folder of the job, made if it is not there. Raises ``StoreError`` where
-    it is not this user's alone."""
+    """This machine's folder of the job, made on demand. Raises ``StoreError`` if other users have
+    access."""
     with open_below(spec.store_dir or default_store_dir(), spec.job, make=True) as folder:
         return folder.path
 
 
 def clear_away(folder: Path, address: tuple[str, int], *, is_last: bool) -> None:
-    """Remove the card of a coordinator that has ended, and no other's; the folder too, unless it
-    holds a store, where nobody uses the job's name again (``is_last``).
+    """Remove the card of an ended coordinator, and no other's; with ``is_last`` also the folder,
+    unless it holds a store.
 
-    Nothing is removed while an agent looks for a coordinator there: it sees that nobody answers, or
-    has started another one.
+    While an agent looks for a coordinator there, nothing is removed: it sees that nobody answers,
+    or has started another one.
     """
     try:
         with suppress(PeerError, FileNotFoundError), one_at_a_time(folder, is_patient=False):
@@ -86,14 +86,18 @@ def clear_away(folder: Path, address: tuple[str, int], *, is_last: bool) -> None
                 (folder / LOCK).unlink(missing_ok=True)
                 with suppress(OSError):
                     folder.rmdir()
-    except (ScalaiError, OSError) as error:  # the job has ended as it has ended
+    except (ScalaiError, OSError) as error:  # the job's result stands
         log.warning("event=card_left in %s: %s Nobody answers there any more.", folder, error)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Address of a job's coordinator, and the job's token; ``started``: the process, where this
-    agent has just started it; ``is_here``: the coordinator is on this machine."""
+    """Address of a job's coordinator, and the job's token.
+
+    Attributes:
+        started: The coordinator's process, if this agent has just started it.
+        is_here: The coordinator is on this machine.
+    """
 
     address: tuple[str, int]
     token: bytes = field(repr=False)
@@ -102,26 +106,25 @@ class Place:
 
     @property
     def is_new(self) -> bool:
-        """Whether this agent has just started the coordinator."""
         return self.started is not None
 
 
 def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
-    """Return the place of the job's coordinator; start one beside this agent where there is none.
+    """Find the job's coordinator, or start one beside this agent.
 
     Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT``
-    the first agent on that host starts it, unless one answers there already, or a register names
+    the first agent on that host starts it, unless one answers there already or a register names
     another host; other hosts wait for it.
 
     Args:
+        spec: The job.
         token: The job's secret, if a person gave one.
 
     Raises:
-        UsageError: Several hosts, and no token; or a standalone job with the name of a job that
-            runs here.
-        RefusedError: Another run of the job lives, and has the durable directory.
-        StoreError: The job's folder is not this user's alone.
-        PeerError: Nobody answers there within the time.
+        UsageError: Several hosts and no token, or a standalone job with the name of a job here.
+        RefusedError: Another living run of the job has the durable directory.
+        StoreError: Other users have access to the job's folder.
+        PeerError: Nobody answers in time.
     """
     endpoint, folder = spec.options.coordinator, job_directory(spec)
     if endpoint is None or _is_named_here(endpoint):
@@ -137,7 +140,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
 
 
 def _of_card(spec: JobSpec, folder: Path) -> Place | None:
-    """Return the place of this machine's coordinator of the job."""
+    """The coordinator on this machine's card."""
     card = read_card(folder)
     if card is None:
         return None
@@ -164,9 +167,8 @@ def _is_named_here(endpoint: str) -> bool:
 
 
 def _answering(endpoint: str | None, token: str | None) -> Place | None:
-    """Return the place of a coordinator of this job that listens at the named address already:
-    another container of this machine may share its address, and not its memory. Only a holder of
-    that memory can start the next one."""
+    """A coordinator of this job at the named address already. Another container of this machine may
+    share its address and not its memory; only a holder of the memory can start the next one."""
     if endpoint is None or token is None:
         return None
     address = split_endpoint(endpoint)
@@ -180,13 +182,12 @@ def _answering(endpoint: str | None, token: str | None) -> Place | None:
 
 
 def _awaited(endpoint: str, token: str, register: Register | None) -> Place:
-    """Return the place of the coordinator once it answers: at the address on another host, or at
-    the register's address."""
+    """Wait for the coordinator, at the named address or the register's."""
     wait_s = JOIN_TIMEOUT_S + (CLAIM_S if register is not None else 0.0)
     deadline, key = time.monotonic() + wait_s, token.encode()
     while True:
         if register is not None:
-            with suppress(PeerError):  # it says nothing: the named address may answer
+            with suppress(PeerError):  # without an entry the named address may answer
                 entry = register.newest()
                 if entry is not None and not entry.is_over:
                     Channel(entry.address, key).close()
@@ -206,8 +207,8 @@ def _awaited(endpoint: str, token: str, register: Register | None) -> Place:
 
 
 def _start_first(spec: JobSpec, folder: Path, endpoint: str | None, token: str | None) -> Place:
-    """Start a coordinator, or return the present one, or one that another agent starts meanwhile:
-    of two at one moment one alone gets the lease."""
+    """Start a coordinator, or find the present or a simultaneous one: of two at one moment only one
+    gets the lease."""
     deadline = time.monotonic() + CLAIM_S + JOIN_TIMEOUT_S
     while True:
         with one_at_a_time(folder):
@@ -237,7 +238,7 @@ def _start_first(spec: JobSpec, folder: Path, endpoint: str | None, token: str |
 
 
 def _has_lost(spec: JobSpec, before: Newest) -> bool:
-    """Whether another coordinator has claimed a term since."""
+    """Whether another coordinator has claimed a term since ``before``."""
     for register, entry in zip(registers_of(spec), before, strict=True):
         now = None if register is None else register.newest()
         if now is not None and now.term > (entry.term if entry is not None else 0):
@@ -248,14 +249,13 @@ def _has_lost(spec: JobSpec, before: Newest) -> bool:
 def await_turn(
     spec: JobSpec, endpoint: str | None, token: str | None
 ) -> tuple[Place | None, Newest]:
-    """Wait until a coordinator may be started, or return a living one by a register; also return
+    """Wait for the right to start a coordinator, or find a living one by a register. Also returns
     the newest entries by then.
 
     Raises:
-        RefusedError: Another run of the job lives, and has the durable directory.
+        RefusedError: Another living run of the job has the durable directory.
         UsageError: The job has a register for its hosts, and no token.
-        PeerError: A register cannot be reached, or its holder lives and does not answer here within
-            the time.
+        PeerError: A register is unreachable, or its living holder does not answer here in time.
     """
     register, owned = registers_of(spec)
     is_told = spec.options.coordinator_lease is not None and register is not None
@@ -280,13 +280,13 @@ def await_turn(
 def lease_holder(
     spec: JobSpec, register: Register, endpoint: str | None, token: str | None
 ) -> tuple[Place | None, LeaseEntry | None]:
-    """Return the place of the holder of the job's lease (None: nobody holds it), and the newest
-    entry. Raises as ``await_turn``."""
+    """Holder of the job's lease (None: nobody), and the newest entry. Raises as ``await_turn``."""
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     durable = None if spec.options.coordinator_lease is not None else spec.durable_dir
 
     def is_meant(entry: LeaseEntry) -> bool:
-        """Whether a person who names this coordinator means that run: a named register is."""
+        """Whether a person with this endpoint means this entry's run; a named register always
+        does."""
         return durable is None or endpoint in (entry.named, join_endpoint(*entry.address))
 
     def call(entry: LeaseEntry) -> Place | None:
@@ -321,12 +321,16 @@ def start_coordinator(
     is_successor: bool = False,
     succeeds: Literal["nobody", "here", "elsewhere"] = "nobody",
 ) -> Place:
-    """Start a coordinator that outlives this agent, and wait until it answers.
+    """Start a coordinator that outlives this agent, and wait for its answer.
 
     Args:
+        spec: The job.
+        folder: The job's folder on this machine.
+        endpoint: Address for the coordinator; None: this machine, any port.
+        token: The job's secret; None: a new one.
         term: Number of the coordinator.
-        is_successor: It takes the place of one that has died.
-        succeeds: Machine of the coordinator before it, where agents of the job still live.
+        is_successor: It replaces a dead one.
+        succeeds: Machine of the predecessor, if agents of the job still live.
     """
     token = token or secrets.token_hex(32)
     host, port = split_endpoint(endpoint) if endpoint else ("127.0.0.1", 0)
@@ -340,7 +344,7 @@ def start_coordinator(
             env={name: value for name, value in os.environ.items() if name not in OF_AN_AGENT},
         )
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended: below it is asked why
+    with suppress(BrokenPipeError):  # it has ended; the reason follows below
         with process.stdin as order:
             orders = {"job": spec.to_json(), "token": token, "term": term}
             orders |= {"succeeds": succeeds, "is_successor": is_successor}
@@ -359,7 +363,7 @@ def start_coordinator(
             ended = f"the coordinator ended at once, with exit code {process.poll()}."
             raise kinds.get(process.returncode, PeerError)(why or ended)
         time.sleep(0.02)
-    process.kill()  # it may wait for a register that hangs, and must not begin later
+    process.kill()  # it may hang at a register, and must not begin later
     raise PeerError(
         f"the coordinator does not answer at {host}:{port} after {JOIN_TIMEOUT_S:.0f} s. Name "
         "another --coordinator HOST:PORT."
@@ -367,8 +371,8 @@ def start_coordinator(
 
 
 def next_term(spec: JobSpec, folder: Path, newest: Newest) -> tuple[int, bool]:
-    """Return the number of the job's next coordinator, and whether it takes the place of a dead
-    one: a card or an entry was left."""
+    """Number of the job's next coordinator, and whether it succeeds a dead one (with a card or
+    entry left)."""
     before, (entry, _) = read_holder(folder), newest
     terms = [each.term for each in (before, *newest) if each is not None]
     has_died = before is not None if entry is None else not entry.is_over
@@ -380,10 +384,11 @@ def one_at_a_time(folder: Path, *, is_patient: bool = True) -> Iterator[None]:
     """Keep two agents of one machine from both starting a coordinator.
 
     Args:
-        is_patient: Wait for one that is at it, and make the folder if it is not there.
+        folder: The job's folder.
+        is_patient: Wait for the other agent, and make a missing folder.
 
     Raises:
-        PeerError: Another one is at it (for longer than that may take); names its process.
+        PeerError: Another agent holds the lock (for too long); names its process.
     """
     descriptor = _locked(folder, LOCK_TIMEOUT_S if is_patient else 0.0, make=is_patient)
     try:
@@ -395,8 +400,8 @@ def one_at_a_time(folder: Path, *, is_patient: bool = True) -> Iterator[None]:
 
 
 def _locked(folder: Path, patience_s: float, *, make: bool) -> int:
-    """Return a descriptor of the folder's lock, held until it is closed. A file that its last
-    holder has removed does not count: two processes would hold two."""
+    """A descriptor of the folder's lock, held until closed. A file removed by its last holder does
+    not count: two processes would hold two."""
     while True:
         with open_below(folder.parent, folder.name, make=make) as job:
             descriptor = job.open_file(LOCK, os.O_RDWR | os.O_CREAT)
@@ -411,7 +416,7 @@ def _locked(folder: Path, patience_s: float, *, make: bool) -> int:
 
 
 def _take_turn(descriptor: int, path: Path, patience_s: float) -> None:
-    """Lock an open file, or name the process that holds it for too long."""
+    """Lock an open file, or name a process that holds it for too long."""
     began, has_said = time.monotonic(), False
     while True:
         try:
@@ -431,7 +436,7 @@ def _take_turn(descriptor: int, path: Path, patience_s: float) -> None:
 
 
 def is_here(host: str) -> bool:
-    """Whether an address of ``host`` can be bound on this machine."""
+    """Whether this machine can bind an address of ``host``."""
     try:
         for family, kind, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as probe:

@@ -1,4 +1,4 @@
-"""A job as its coordinator knows it before any host has joined."""
+"""A job's state before any host has joined."""
 
 from scalai.core.job import membership as m
 from scalai.core.job.copies import Copies
@@ -14,8 +14,8 @@ their way to the other."""
 
 
 def first_state(spec: JobSpec, sizing: Sizing, term: int, took_over_at: float | None) -> m.Job:
-    """Return the state that the law begins with, in this term; ``took_over_at``: when this
-    coordinator took the place of one that is gone; None: it takes nobody's."""
+    """The law's first state in this term; ``took_over_at``: time of this coordinator's succession;
+    None: it succeeds nobody."""
     orders = (term - 1) * ORDERS_A_TERM
     job = m.Job(
         _settings(spec, sizing),

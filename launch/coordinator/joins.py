@@ -113,7 +113,8 @@ class Admission:
         return kept, refused
 
     def _is_of_use(self, part: HostManifest) -> bool:
-        """Whether a part counts. After a loss of all hosts a person may go back to a dropped one."""
+        """Whether a part counts. After a loss of all hosts a person may go back to a dropped
+        one."""
         live = self._live
         return live.generations.add(part) or (live.lost_all and live.generations.offer(part))
 

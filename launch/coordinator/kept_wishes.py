@@ -1,4 +1,4 @@
-"""Requests of persons and the course of a job, as its hosts keep them for the next coordinator."""
+"""Records of persons' requests and the job's course, kept by its hosts for the next coordinator."""
 
 import logging
 import time
@@ -15,16 +15,16 @@ from scalai.launch.coordinator.sizing import Sizing
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.05
-"""Interval of looks whether hosts keep the newest record."""
+"""Interval of looks at the hosts' records, in seconds."""
 
 
 class KeptWishes:
-    """Records that hosts keep for the next coordinator. Callers hold the lock of the members.
+    """Records kept by hosts for the next coordinator. Callers hold the lock of the members.
 
     Args:
         members: The hosts.
-        sizing: Has the requests of persons.
-        recalled: Called when requests to an earlier coordinator hold from now on.
+        sizing: Persons' requests.
+        recalled: Called when requests to an earlier coordinator take effect.
     """
 
     def __init__(self, members: Members, sizing: Sizing, recalled: Callable[[], object]) -> None:
@@ -36,8 +36,8 @@ class KeptWishes:
         self._heard = (0, 0)
 
     def look(self, job: Job, run: str) -> None:
-        """Have hosts keep a new record of the job, whose run has this name, where something
-        changed. Nothing is sent before their own records are known: it would replace those."""
+        """Send hosts a new record after a change. Before their own records are known nothing is
+        sent: it would replace those."""
         if job.takeover.pending is not None or job.phase is Phase.ENDED or not len(self._members):
             return
         request = self._sizing.request
@@ -50,26 +50,27 @@ class KeptWishes:
         self._members.command(self._members.hosts(), Remember(self._said))
 
     def tell(self, host: str) -> None:
-        """Have a new host keep the record."""
+        """Send the record to a new host."""
         if self._said is not None:
             self._members.command([host], Remember(self._said))
 
     def hear(self, known: Remembered, *, has_begun: bool, is_own: bool) -> Remembered | None:
-        """Adopt the record that a host kept, and return it. None: this coordinator wrote it itself.
+        """Adopt and return a host's record. None: this coordinator wrote it itself.
 
-        Requests to the earlier coordinator hold from now on, unless persons have asked this one.
+        Requests to the earlier coordinator now hold, unless persons have asked this one.
 
         Args:
+            known: The record.
             has_begun: The job has had a round.
             is_own: The host was in the job before. Only such a host has this coordinator's own
-                records: a coordinator without a card may repeat the term of an earlier one.
+                records: a coordinator without a card may repeat an earlier term.
         """
         if is_own and known.term in self._terms:
             return None
         said = None if self._said is None else self._said.value
         has_said = said is not None and said.order > known.order
         if said is not None and said.term == known.term and not is_own:
-            has_said = False  # numbers of two coordinators do not tell the later one
+            has_said = False  # numbers of two coordinators have no common order
         if not has_begun and not has_said and known.order > self._heard:
             self._heard = known.order
             try:
@@ -80,7 +81,7 @@ class KeptWishes:
         return known
 
     def wait_kept(self, longest_s: float) -> bool:
-        """Wait, without the lock, until most hosts have the newest record; return whether they
+        """Wait, without the lock, until most hosts have the newest record. Returns whether they
         do."""
         deadline = time.monotonic() + longest_s
         while not self._is_kept():

@@ -1,6 +1,5 @@
-"""Manifests without their lists of hosts: each part of a state names all hosts that wrote it, which
-thousands of parts have in common. A join has each list once.
-"""
+"""Manifests without their lists of hosts. Each part of a state names all its writers, and thousands
+of parts share one list; a join has each list once."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +11,13 @@ from scalai.store.manifest import HostManifest, manifest_bytes, manifest_of_byte
 
 NOBODY = -1
 HOSTS = "hosts"
-"""In ``about`` of a manifest: the hosts of the snapshot."""
+"""Key in a manifest's ``about``: the hosts of the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class BroughtPart:
-    """A manifest without its lists of hosts. ``hosts`` of its snapshot and ``writers`` of its
-    generation are places in the lists beside it; ``NOBODY``: it names none."""
+    """A manifest without its lists. ``hosts`` of its snapshot and ``writers`` of its generation are
+    places in the lists beside it; ``NOBODY``: no list."""
 
     manifest: bytes
     hosts: int
@@ -26,7 +25,7 @@ class BroughtPart:
 
 
 class HostLists:
-    """The lists that manifests name, each once."""
+    """Distinct lists of hosts in manifests."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, ...], int] = {}
@@ -36,7 +35,7 @@ class HostLists:
         return tuple(self._places)
 
     def take(self, manifests: Iterable[bytes]) -> tuple[BroughtPart, ...]:
-        """Return these manifests with their lists apart."""
+        """These manifests without their lists."""
         return tuple(self._part(manifest_of_bytes(each, "this host")) for each in manifests)
 
     def _part(self, part: HostManifest) -> BroughtPart:
@@ -55,10 +54,11 @@ class HostLists:
 
 
 def read_part(part: BroughtPart, lists: Sequence[tuple[str, ...]], where: str) -> HostManifest:
-    """Return the manifest with its lists of hosts.
+    """The manifest with its lists of hosts.
 
     Raises:
-        StoreError: It is none; names ``where``. UsageError: A list is not there.
+        StoreError: It is not a manifest; names ``where``.
+        UsageError: A list is missing.
     """
     for place in (part.hosts, part.writers):
         if not NOBODY <= place < len(lists):
@@ -74,8 +74,8 @@ def read_part(part: BroughtPart, lists: Sequence[tuple[str, ...]], where: str) -
 
 
 def shared(part: HostManifest) -> HostManifest:
-    """Return a part with the one copy of each list that parts of all hosts name: thousands of
-    copies of thousands of names are gigabytes."""
+    """A part with shared copies of its lists: thousands of copies of thousands of names are
+    gigabytes."""
     named, committed = part.about.get(HOSTS), part.committed
     if isinstance(named, list):
         part = replace(part, about={**part.about, HOSTS: _one_list(tuple(named))})

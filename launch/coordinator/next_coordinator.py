@@ -1,10 +1,10 @@
-"""An agent without its coordinator finds the next one, or starts it.
+"""An agent without its coordinator finds or starts the next one.
 
 A machine has at most one coordinator of a job: an agent starts one under the lock of the job's
-folder, after nobody has answered at the address on the card there. Behind a card without an answer
-the coordinator has died, and an agent of its machine starts the next one, whatever a register says.
-An agent of another host starts one after the coordinator's register has shown ``CLAIM_S`` without a
-renewal and its holder does not answer (``leases``).
+folder, after silence at the address on its card. A card without an answer proves the coordinator
+dead; an agent of its machine starts the next one, whatever a register says. An agent of another
+host starts one after ``CLAIM_S`` without a renewal in the register and without an answer of its
+holder (``leases``).
 """
 
 import logging
@@ -34,14 +34,14 @@ from scalai.launch.coordinator.registers import LeaseEntry, Register, registers_
 from scalai.runtime.calls import Channel
 
 SEARCH_S = 60.0
-"""Time for the search for a successor without a register."""
+"""Time for the search for a successor without a register, in seconds."""
 LOOK_S = 0.25
 SEEN_S = 60.0
-"""Time without a sight of the coordinator's entry, after which the log says so."""
+"""Time without the coordinator's entry before it is logged, in seconds."""
 LEAVING_S = 12.0
-"""Delay with which a host that leaves claims a term: a host that stays comes first."""
+"""Delay of a leaving host's claim, in seconds: a staying host comes first."""
 JITTER_S = 3.0
-"""Largest random delay of a claim: agents of many hosts do not claim at one moment."""
+"""Largest random delay of a claim, in seconds: spreads the claims of many hosts."""
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ class OverError(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The newest look at a register: its entry, the seconds for which it has been the same, and the
-    problem where it cannot be read."""
+    """Newest look at a register: its entry, the seconds without a change, and a read problem."""
 
     entry: LeaseEntry | None = None
     unchanged_s: float = 0.0
@@ -62,12 +61,13 @@ class _Seen:
 
 
 class _Lookout:
-    """Looks at a register in a thread of its own, so that a disk that hangs holds up nobody: during
-    a search for a coordinator, and until the register is known to be the coordinator's.
+    """Looks at a register in a thread of its own: a hung disk delays nobody. It looks during a
+    search for a coordinator, and until the register is known to be the coordinator's.
 
     Args:
-        is_told: A person has named it: it is the coordinator's. A durable directory is after this
-            host has seen a renewal there: it may be a disk of its own.
+        register: The register.
+        is_told: A person named the register, so it is the coordinator's. A durable directory counts
+            only after a renewal seen by this host: it may be a disk of its own.
     """
 
     def __init__(self, register: Register, *, is_told: bool) -> None:
@@ -90,7 +90,7 @@ class _Lookout:
         self._due.set()
 
     def seen(self) -> _Seen:
-        """Return the newest look; an empty one, with the problem, if the register hangs."""
+        """The newest look; an empty one with the problem if the register hangs."""
         last = self._last
         if time.monotonic() - last.at <= 3 * RENEW_S:
             return last
@@ -130,8 +130,8 @@ class Succession:
 
     Args:
         spec: The job.
-        interface: Address of a coordinator of this host that succeeds one of another host.
-        is_leaving: Tells whether this host is to be taken away: a coordinator would go with it.
+        interface: Address for a coordinator here after one of another host.
+        is_leaving: Whether this host will be taken away, with a coordinator on it.
     """
 
     def __init__(
@@ -152,15 +152,15 @@ class Succession:
             self._lookout.begin(is_silent)
 
     def find(self, place: Place, term: int, is_over: threading.Event) -> Place:
-        """Return the place of the job's next coordinator, once it answers.
+        """Find the job's next coordinator, once it answers.
 
         Args:
-            place: Place of the coordinator that is gone.
+            place: The lost coordinator.
             term: Its number.
             is_over: Set when nobody needs a coordinator any more.
 
         Raises:
-            PeerError: There is none within the time, or there will be none.
+            PeerError: There is none in time, or there will be none.
         """
         search_s = self._spec.config.resize.coordinator_timeout_s if self.has_lease else SEARCH_S
         deadline, problem = time.monotonic() + search_s, "it does not answer"
@@ -183,8 +183,8 @@ class Succession:
         raise PeerError(f"nobody takes its place within {search_s:.0f} s: {problem}")
 
     def _look(self, place: Place, term: int) -> Place:
-        """Return the place of the coordinator, or start the next one if this host may. Raises
-        ``PeerError`` as long as there is none."""
+        """Find the coordinator, or start the next one if this host may. Raises ``PeerError`` while
+        there is none."""
         seen = _Seen() if self._lookout is None else self._lookout.seen()
         entry = seen.entry
         if entry is not None and entry.is_over and self.has_lease:
@@ -203,9 +203,9 @@ class Succession:
         return _there(place)
 
     def _claim(self, entry: LeaseEntry, place: Place, term: int) -> Place:
-        """Start the next coordinator here; another host may claim that term first."""
+        """Start the next coordinator here; another host may claim the term first."""
         assert self._lookout is not None
-        for host, port in {entry.address, place.address}:  # its register alone may be silent
+        for host, port in {entry.address, place.address}:  # perhaps only its register is silent
             if host and _answers((host, port), place.token):
                 return Place((host, port), place.token, is_here=is_here(host))
         wait_s = random.uniform(0.0, JITTER_S) + (LEAVING_S if self._is_leaving() else 0.0)
@@ -226,8 +226,8 @@ class Succession:
             )  # fmt: skip
 
     def _here(self, place: Place, term: int) -> Place | None:
-        """Return the place on this machine's card, or start another coordinator; None: this
-        machine's coordinator has given its place up to another one, by a register."""
+        """Find the coordinator on this machine's card, or start another one; None: this machine's
+        coordinator has lost its place by a register."""
         folder = job_directory(self._spec)
         with one_at_a_time(folder):
             holder = read_holder(folder)
@@ -261,8 +261,7 @@ class Succession:
 
 
 def _there(place: Place) -> Place:
-    """Return the same place once a coordinator answers there: an agent of that host, or a person,
-    starts another one."""
+    """The same place, once a coordinator answers: an agent of that host, or a person, starts it."""
     Channel(place.address, place.token).close()
     return place
 
@@ -287,7 +286,7 @@ def _is_taken(address: tuple[str, int], token: bytes) -> bool:
 
 
 def _runs(pid: int) -> bool:
-    """Whether there is such a process, which has not ended."""
+    """Whether the process exists and has not ended."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
@@ -295,8 +294,8 @@ def _runs(pid: int) -> bool:
 
 
 def _end_silent(folder: Path, pid: int, place: Place) -> None:
-    """End a coordinator that was silent for too long, and may be stopped: it must not go on beside
-    another one. One that answers now is left alone."""
+    """End a coordinator after too long a silence: a stopped one must not continue beside its
+    successor. One that answers now is left alone."""
     with suppress(PeerError):
         Channel(place.address, place.token).close()
         return

@@ -38,30 +38,29 @@ from scalai.launch.logs import configure, say
 from scalai.launch.slow_files import drain
 
 ALONE_S = 60.0
-"""How long a coordinator waits for a first or another agent before it ends."""
+"""Wait for a first or another agent before the coordinator ends, in seconds."""
 SWITCH_S = 0.1
-"""How long a thread that runs may keep the others waiting, which wake up once in so long to ask for
-it. Python's 5 ms are too short for two threads a host: with thousands that wait, asking is all that
-they do."""
+"""Longest turn of a running thread, in seconds; waiting threads wake up this often to ask for
+theirs. Python's 5 ms are too short for two threads per host: thousands would do nothing but ask."""
 
 log = logging.getLogger("scalai.coordinator")
 
 
 def expect_many_threads() -> None:
-    """Have this process serve the connections of many hosts, each in its own thread."""
+    """Prepare this process for connections of many hosts, a thread each."""
     sys.setswitchinterval(SWITCH_S)
 
 
 def serve(
     spec: JobSpec, folder: Path, host: str, port: int, token: bytes, alone_s: float = ALONE_S
 ) -> int:
-    """Be the coordinator of a job until it ends, or nobody has been there for ``alone_s``. Returns
-    the job's exit code.
+    """Run the coordinator of a job until it ends or nobody has been there for ``alone_s`` seconds.
+    Returns the job's exit code.
 
     Raises:
-        RefusedError, UsageError: The job cannot be run, or has a coordinator here.
-        PeerError: The address cannot be listened on, the lease cannot be read, or somebody who
-            looks for this job's coordinator here stands still.
+        RefusedError, UsageError: The job cannot run, or has a coordinator here.
+        PeerError: The address is taken, the lease is unreadable, or another process hangs in its
+            search for this job's coordinator.
     """
     heard = _heard(spec)
     holder, newest = await_turn(spec, join_endpoint(host, port), token.decode())
@@ -89,7 +88,7 @@ def serve(
 
 
 def _heard(spec: JobSpec) -> host_signals.HeardSignals:
-    """Hear the signals that a host is sent from here on."""
+    """Handle the host's signals from here on."""
     host_signals.name(spec.options.signals_to_handle)
     heard = host_signals.HeardSignals()
     heard.listen()
@@ -107,16 +106,22 @@ def _open(
     is_successor: bool,
     succeeds: str = "nobody",
 ) -> Coordinator:
-    """Listen, and hold the job's lease where it has one, and its durable directory.
+    """Listen, and take the job's lease and durable directory, if it has them.
 
     Args:
-        succeeds: Whose place it takes, as of ``start_coordinator``. After one of this machine
-            nobody waits for a register, after one of another machine nobody does for the durable
-            directory.
+        spec: The job.
+        folder: The job's folder on this machine.
+        address: Address to listen at.
+        token: The job's secret.
+        term: Number of this coordinator.
+        alone_s: Wait for agents, in seconds.
+        is_successor: It replaces a lost coordinator.
+        succeeds: Machine of the predecessor, as in ``start_coordinator``. "here" skips the wait for
+            the lease's register; any predecessor skips that for the durable directory.
 
     Raises:
         UsageError: Another coordinator has claimed this term.
-        PeerError: The address cannot be listened on, or a register cannot be reached.
+        PeerError: The address is taken, or a register is unreachable.
     """
     patience = Patience(lost_after_s=spec.config.resize.silent_s)
     coordinator = Coordinator(
@@ -153,7 +158,7 @@ def _open(
 
 
 def _leave_card(coordinator: Coordinator, folder: Path, host: str, token: bytes) -> tuple[str, int]:
-    """Have agents find this coordinator. Returns where it listens."""
+    """Write the card for agents. Returns its address."""
     assert not isinstance(coordinator.address, str)
     address = host, coordinator.address[1]
     write_card(folder, address, token, coordinator.term)
@@ -171,7 +176,7 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
     try:
         code = coordinator.run()
         if code != STOOD_DOWN:
-            if not spec.options.is_standalone:  # whose folder goes with it
+            if not spec.options.is_standalone:  # its folder goes with it
                 with suppress(ScalaiError, OSError):
                     write_ending(folder, code, coordinator.ended_by)
         return code
@@ -181,7 +186,7 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
 
 
 def _say_lease(coordinator: Coordinator, spec: JobSpec) -> None:
-    """Say what the loss of this machine costs."""
+    """Log the cost of a loss of this machine."""
     if coordinator.lease is not None:
         log.info(
             "event=lease register='%s': where this machine is lost, another host that reaches this "
@@ -196,8 +201,8 @@ def _say_lease(coordinator: Coordinator, spec: JobSpec) -> None:
 
 
 def main() -> int:
-    """Be the coordinator that an agent starts. What stands in the way of a start is written to
-    standard output, which the agent reads; the exit code says what kind it is."""
+    """Run as an agent's coordinator. The reason for a failed start goes to standard output, for the
+    agent; the exit code gives its kind."""
     configure("coordinator")
     folder = Path(sys.argv[1])
     host, port = split_endpoint(sys.argv[2])
@@ -214,7 +219,7 @@ def main() -> int:
         print(error, flush=True)
         return error.exit_code
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the agent may end before the job does
-    # The agent that has started this process holds the lock until the card is there.
+    # The agent that started this process holds the lock until the card is there.
     address = _leave_card(coordinator, folder, host, token)
     coordinator.heard = heard
     return _run(coordinator, spec, folder, address)

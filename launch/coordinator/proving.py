@@ -70,7 +70,8 @@ class Answers:
 
 
 def prove(number: int, answers: Answers, generations: HeldStates, timeline: Timeline) -> str | None:
-    """Compare the restored with the committed state. Returns the difference; None: they are equal."""
+    """Compare the restored with the committed state. Returns the difference; None: they are
+    equal."""
     for name in ("plan", "move", "restore"):
         timeline.phase(name, answers.slowest(name))
     timeline.note(

@@ -1,6 +1,5 @@
-"""A step that workers make behind their stop, up to the door of its update: its numbers are told,
-and nobody waits long for it. Their state is sealed by then, so whatever becomes of them is no
-failure."""
+"""A step behind the workers' stop, without its update: its numbers are reported, and nobody waits
+long. The state is sealed by then; no fate of these workers is a failure."""
 
 from scalai.core.host import actions, snapshots
 from scalai.core.host.events import GroupSeen
@@ -12,7 +11,7 @@ from scalai.core.messages.worker_messages import RankStepped
 
 
 def told(step: Step, report: RankStepped) -> bool:
-    """A worker tells of the step behind its stop; False: it is its first one."""
+    """Record a worker's report of the step behind its stop; False: it is its first step."""
     current = step.of(report.round)
     if current is None or not current.probes or not current.may_write:
         return False
@@ -26,9 +25,11 @@ def told(step: Step, report: RankStepped) -> bool:
 
 
 def holds(step: Step) -> bool:
-    """Whether the workers of the present round, which is to end, still make the step. Where the
-    next workers stand by, or none come to this host, they go on beside the next round; else their
-    memory may be needed, and the round ends behind it."""
+    """Whether the present round, due to end, still makes the step.
+
+    With standby workers, or none to come to this host, it continues beside the next round; else its
+    memory may be needed, and the next round waits for it.
+    """
     current = step.present()
     if not current.probes:
         return False
@@ -50,7 +51,7 @@ def _is_over(current: Round, ended: frozenset[int]) -> bool:
 
 
 def watch(step: Step, seen: GroupSeen | None) -> None:
-    """End a round that makes its step no more, or for too long."""
+    """End a round after its step, or after too long."""
     current, aside = step.round, step.state.probing
     if current is not None and current.probe_until and not current.is_ending:
         ended = frozenset(seen.ended if seen is not None else ())
@@ -65,12 +66,12 @@ def watch(step: Step, seen: GroupSeen | None) -> None:
 
 
 def _grace_s(step: Step, current: Round) -> float:
-    """Workers that have told of the step leave by themselves."""
+    """Workers that have reported the step leave by themselves."""
     return step.state.settings.exit_grace_s if current.is_complete(current.probed) else 0.0
 
 
 def end(step: Step) -> None:
-    """End the workers that make their step beside the present round."""
+    """End the workers beside the present round."""
     if (aside := step.state.probing) is not None:
         _told_no_more(step, aside)
         step.end_group(aside.number, given_up=aside)
@@ -78,8 +79,7 @@ def end(step: Step) -> None:
 
 
 def _told_no_more(step: Step, ended: Round) -> None:
-    """Whoever has not told of the step does not any more: nobody waits for it. Numbers that one
-    rank has told of are of all."""
+    """Report that no more ranks will answer. One rank's numbers stand for all."""
     if not ended.is_complete(ended.probed):
         numbers = ended.numbers if ended.probed else None
         step.tell(reports.Stepped(ended.number, numbers))

@@ -290,8 +290,7 @@ def written(step: Step, call: Call, written: RankWritten) -> None:
     current = step.present()
     under_way = current.snapshot
     if under_way is None or written.step != under_way.step:
-        # It was sealed without a worker that had died by then; or it is of a snapshot beside the
-        # training, which was given up when workers failed.
+        # It was sealed without this worker, or it was on the way and given up at a failure.
         step.answer(call)
         return
     is_again = written.rank in under_way.parts and written.rank not in under_way.writing
@@ -371,7 +370,8 @@ def seal_if_complete(step: Step) -> None:
 
 
 def cannot(step: Step, reason: str) -> bool:
-    """Skip a snapshot on the way with a failed seal: training goes on. False for any other failure."""
+    """Skip a snapshot on the way with a failed seal: training goes on. False for any other
+    failure."""
     current = step.present()
     under_way = current.snapshot
     if under_way is None or under_way.reason != "snapshot" or not under_way.is_sealing:

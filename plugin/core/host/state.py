@@ -347,7 +347,8 @@ class HostState:
         return self.settings.host
 
     def with_expelled(self, round: int) -> frozenset[int]:
-        """The last eight expelled rounds, with ``round``: their snapshots may be sealed just now."""
+        """The last eight expelled rounds, with ``round``: their snapshots may be sealed just
+        now."""
         return frozenset(sorted({*self.expelled, round})[-8:])
 
     @property

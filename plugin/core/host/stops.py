@@ -1,5 +1,4 @@
-"""A stop of the host's workers: they come to one step, and who dies or hangs on the way there holds
-up nobody."""
+"""A stop of the host's workers at one step; dead or hung workers delay nobody."""
 
 from dataclasses import replace
 
@@ -12,16 +11,17 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import Stand
 
 HELD_TELL_S = 15.0
-"""How often the coordinator hears that a save holds up a stop: well before it takes the agent for
+"""Interval of reports that a save delays a stop, in seconds: well before the agent counts as
 silent."""
 HELD_LOG_S = 60.0
 UNLOOKED_S = 60.0
-"""Workers look after each step whether a save has ended: who has not for so long may hang."""
+"""Workers look for a save's end after each step: without a look for this long, in seconds, they may
+hang."""
 
 
 def prepare(step: Step, stop: int, seen: GroupSeen | None) -> None:
-    """Propose a stop. While a save is in flight, that waits: the training goes on, and the
-    coordinator hears what for."""
+    """Propose a stop. During a save it waits: training goes on, and the coordinator gets the
+    reason."""
     current = step.round
     if current is None or not current.has_group or seen is None:
         return
@@ -36,7 +36,7 @@ def prepare(step: Step, stop: int, seen: GroupSeen | None) -> None:
 
 
 def _hold(step: Step, seen: GroupSeen) -> None:
-    """Report what a proposed stop waits for, or propose it where that has ended."""
+    """Report the reason of a delayed stop, or propose it at last."""
     held, now = step.state.held, step.now
     if held is None:
         return
@@ -58,27 +58,27 @@ def _hold(step: Step, seen: GroupSeen) -> None:
 
 
 def stand(step: Step, call: Call, request: Stand) -> None:
-    """A worker has come to an agreed stop with a save in flight that began on the way. It is
-    answered once the stop is taken back, as it is for all ranks: they stand there alike."""
+    """Hold a worker at an agreed stop with a save that began on the way. It is answered at the
+    stop's withdrawal: all ranks stand there alike."""
     current = step.round
     if current is None or current.number != request.round or current.stop != request.step:
         step.answer(call)
         return
     step.change_round(was_put_off=True)
     standing = tuple(each for each in step.state.standing if each in current.calls)
-    if not standing:  # those of a round that has ended stand no more
+    if not standing:  # calls of an ended round do not count
         what = f"the save of iteration {request.iteration} has begun on the way to it"
         step.tell(reports.Held(current.number, request.step, what))
     step.change(standing=(*standing, call))
 
 
 def withdraw(step: Step) -> None:
-    """Forget the stop, proposed or agreed, and send on whoever waits at it."""
+    """Forget the stop, proposed or agreed, and release waiting workers."""
     current = step.round
     step.change(held=None)
     if current is None or not current.has_group:
         return
-    # First, so that nobody whom an answer sends on comes to it again.
+    # First, so that no released worker comes to it again.
     step.do(actions.WantStop(current.number, 0), commands.Withdraw(current.number))
     step.change_round(stop=None, has_arrived=False)
     snapshots.withdraw(step)
@@ -89,7 +89,7 @@ def withdraw(step: Step) -> None:
 
 
 def agree(step: Step, command: commands.Agree) -> None:
-    """All workers of the job see this stop: they may come to it."""
+    """Let workers come to this stop: all workers of the job see it."""
     current = step.round
     if current is not None and current.has_group:
         step.change_round(probes=command.probes)
@@ -97,13 +97,13 @@ def agree(step: Step, command: commands.Agree) -> None:
 
 
 def agreed(step: Step, number: int, stop: int) -> None:
-    """The word was written."""
+    """Record the stop once its word is written."""
     if step.is_present(number):
         step.change_round(stop=stop)
 
 
 def take_snapshot(step: Step) -> None:
-    """The workers of every host stand at the stop: those of this one write and leave."""
+    """Let workers write and leave: the workers of every host stand at the stop."""
     if step.round is None or step.round.stop is None:
         return
     step.change_round(may_write=True)
@@ -112,8 +112,7 @@ def take_snapshot(step: Step) -> None:
 
 
 def watch(step: Step, seen: GroupSeen | None) -> None:
-    """Look after workers that are on their way to the stop, and give up those that may write and do
-    not."""
+    """Watch workers on their way to the stop, and count out writers that hang."""
     current, held = step.round, step.state.held
     if held is not None and (current is None or current.number != held.round):
         step.change(held=None)
@@ -131,7 +130,7 @@ def watch(step: Step, seen: GroupSeen | None) -> None:
 
 
 def worker_gone(step: Step, number: int, rank: int, seen: GroupSeen | None) -> None:
-    """The connection of a worker of the present round has ended."""
+    """Handle the end of a present worker's connection."""
     current = step.round
     if current is None or current.number != number or not current.has_group:
         return
@@ -141,7 +140,7 @@ def worker_gone(step: Step, number: int, rank: int, seen: GroupSeen | None) -> N
     is_done |= current.snapshot is not None and rank in current.snapshot.parts
     if current.is_draining and not current.may_write and current.emergency is None:
         if seen is None or rank not in seen.reached:
-            return  # how it ends tells whether it is a failure: see watch
+            return  # its exit decides: see watch
         step.log(Level.ERROR, f"event=worker_lost rank={rank} at the stop")
     elif current.is_draining and not is_done and rank not in current.finished:
         step.log(Level.ERROR, f"event=worker_lost rank={rank} while it snapshots")
@@ -151,15 +150,15 @@ def worker_gone(step: Step, number: int, rank: int, seen: GroupSeen | None) -> N
 
 
 def _go_on(step: Step) -> None:
-    """Do without workers that are lost."""
+    """Go on without lost workers."""
     snapshots.tell_arrived(step)
     snapshots.give_orders(step)
     snapshots.seal_if_complete(step)
 
 
 def _look_for_ends(step: Step, current: Round, seen: GroupSeen) -> None:
-    """Workers that have ended before their stop have finished, or have failed. One that has ended
-    at it is lost, and replicas of it may write for it: to poll would end those with it."""
+    """Handle ends before the stop: success or failure. A worker that died at the stop is lost, and
+    its replicas may write for it: a poll would end those with it."""
     died = {rank for rank, code in seen.ended.items() if code != 0}
     early = sorted(died - seen.reached)
     if early:
@@ -172,7 +171,7 @@ def _look_for_ends(step: Step, current: Round, seen: GroupSeen) -> None:
 
 
 def _give_up_who_hangs(step: Step, current: Round, seen: GroupSeen) -> None:
-    """End workers that have an order and do not write; the clock begins anew whenever one does."""
+    """End workers with an order and no write; each write restarts the clock."""
     patience_s = step.state.settings.drain_timeout_s
     hung = (current.snapshot.unwritten if current.snapshot else frozenset()) - current.lost
     if not hung or hung != current.unwritten:
@@ -184,7 +183,7 @@ def _give_up_who_hangs(step: Step, current: Round, seen: GroupSeen) -> None:
     step.log(
         Level.ERROR, f"event=gave_up ranks={sorted(hung)} hang in their snapshot: they are ended"
     )
-    # What a worker has forked may hold its connection when it is dead.
+    # A fork of a dead worker may hold its connection.
     dead = hung & seen.ended.keys()
     step.do(actions.Kill(current.number, hung - dead))
     step.change_round(give_up_at=step.now + patience_s)

@@ -1,4 +1,5 @@
-"""A host with a new coordinator: its workers train on, and it joins with the state of their round."""
+"""A host with a new coordinator: its workers train on, and it joins with the state of their
+round."""
 
 from scalai.core.host import actions, commits, rounds, stops
 from scalai.core.host.actions import Level

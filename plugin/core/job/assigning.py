@@ -1,5 +1,5 @@
-"""The next assignment of a job: of the hosts that stay, at degrees that have not failed, each host
-where it holds most of its pieces; and the assignments it would take if hosts came or went."""
+"""The next assignment of a job: staying hosts, degrees without a failure, and each host near its
+pieces; also the assignments after possible changes of hosts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,14 +18,14 @@ from scalai.core.job.membership import (
 )
 
 FEW = 4
-"""Of so many hosts any may be left out; of more the later ones."""
+"""Most hosts with every subset tried; of more, only the later hosts are left out."""
 
 
 def next_assignment(job: Job) -> Assignment | None:
-    """The assignment of the hosts that stay; None where no world fits them, or none stays.
+    """Assignment of the staying hosts; None if no world fits them, or none stays.
 
-    What has failed is passed over: for what ran last, else for fewer hosts. It is taken again only
-    where there is nothing else.
+    A failed one gives way to the last that ran, else to fewer hosts; it is retried only without an
+    alternative.
     """
     hosts = staying(job)
     target = job.settings.assign(hosts, present(job)) if hosts else None
@@ -43,10 +43,9 @@ def next_assignment(job: Job) -> Assignment | None:
 
 
 def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> Assignment:
-    """The assignment with each host where it holds most of what it needs.
+    """The assignment with each host near its pieces.
 
-    Where its workers run already, or stand by, they stay where they are: what is known of the state
-    may have changed meanwhile.
+    Running and standby workers keep their places: known states may have changed meanwhile.
     """
     if job.current is not None and target.is_same_as(job.current):
         return target
@@ -60,14 +59,14 @@ def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> 
 
 
 def _has_same_hosts(one: Assignment, other: Assignment) -> bool:
-    """Whether both have as many workers on each host, at the same degrees with the same passes."""
+    """Whether both have equal worker counts by host, degrees and passes."""
     mine, its = (sorted(entry for entry in a.workers if entry[1]) for a in (one, other))
     return mine == its and one.has_layout_of(other)
 
 
 def _held(job: Job) -> Assignment | None:
-    """What ran last, with ``LOST`` for each host that has nothing of it any more; None: there is no
-    state yet."""
+    """The last assignment that ran, with ``LOST`` for hosts without its state; None: no state
+    yet."""
     newest = job.newest_generation
     ran = job.change.ran or (job.current if newest is not None else None)
     if ran is None:
@@ -80,7 +79,7 @@ def _held(job: Job) -> Assignment | None:
 def _fewer(
     job: Job, hosts: tuple[tuple[str, int], ...]
 ) -> tuple[Assignment, tuple[tuple[str, int], ...]] | None:
-    """The assignment of the most hosts that has not failed, and these hosts."""
+    """The largest assignment without a failure, and its hosts."""
     for count in range(len(hosts) - 1, 0, -1):
         every = combinations(hosts, count) if len(hosts) <= FEW else (hosts[:count],)
         for chosen in every:  # the earlier hosts first: any of them may be to blame
@@ -91,7 +90,7 @@ def _fewer(
 
 
 def _is_possible(job: Job, assignment: Assignment) -> bool:
-    """Whether its hosts are all there, with their devices, and hear each other."""
+    """Whether all its hosts are there, with their devices, and hear each other."""
     return all_hear(assignment.active, job.health.links.unheard) and all(
         name in job.hosts and job.hosts[name].slots >= count and name not in job.health.checks
         for name, count in assignment.workers
@@ -100,8 +99,7 @@ def _is_possible(job: Job, assignment: Assignment) -> bool:
 
 
 def failure_of(job: Job, assignment: Assignment) -> FailedChange | None:
-    """How this assignment failed on the hosts as they joined last, in whatever order; None where
-    it did not."""
+    """Failure of this assignment on the hosts in their present joins, in any order; None: none."""
     members = members_of(job, assignment)
     for failed in job.change.failed:
         its = failed.assignment
@@ -111,18 +109,18 @@ def failure_of(job: Job, assignment: Assignment) -> FailedChange | None:
 
 
 def members_of(job: Job, assignment: Assignment) -> frozenset[tuple[str, int]]:
-    """The hosts of an assignment that are there, with the numbers of their joining."""
+    """Present hosts of an assignment, with their join numbers."""
     hosts = (job.hosts[name] for name in assignment.active if name in job.hosts)
     return frozenset((host.name, host.order) for host in hosts)
 
 
 Hosts = tuple[tuple[str, int], ...]
 NEWCOMER = "another"
-"""Stands for a host that may come; it has as many slots as the last one that is there."""
+"""A possible new host, with as many slots as the last present one."""
 
 
 def changes_ahead(hosts: Hosts) -> Iterator[tuple[str, Hosts]]:
-    """Yield one host less, two less, half of them and one more, as far as they differ."""
+    """Yield host sets with one less, two less, half, and one more, without duplicates."""
     seen = {len(hosts)}
     for name, count in (
         ("one less", len(hosts) - 1), ("two less", len(hosts) - 2), ("half", len(hosts) // 2),
@@ -137,6 +135,6 @@ def changes_ahead(hosts: Hosts) -> Iterator[tuple[str, Hosts]]:
 def plans_ahead(
     assign: Assign, hosts: Hosts, present: Assignment | None
 ) -> Iterator[tuple[str, Assignment | None]]:
-    """Yield what the job would run after each; None: it could not."""
+    """Yield the assignment after each such change; None: none fits."""
     for name, there in changes_ahead(hosts):
         yield name, assign(there, present)

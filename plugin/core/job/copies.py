@@ -1,16 +1,26 @@
-"""What is copied beside the training, as the law of the job knows it: replicas that hosts keep for
-each other, and generations that come to a disk."""
+"""Copies made beside the training: replicas between hosts, and generations on a disk."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """Replicas that are made of a ``generation`` by ``hosts``, of which ``awaited`` have not done
-    so yet: since when, how often that was reported, how many bytes have crossed or did not have to,
-    which hosts could not. ``order`` tells it from earlier ones. ``is_hopeful``: another host gave
-    some nothing; then all are asked ``again_at`` that time. ``giving``: of what only these hosts
-    hold, which will be taken away. ``has_skipped``: in place of those of an older generation."""
+    """Replication of one generation.
+
+    Attributes:
+        order: Number of the command.
+        generation: Its number.
+        hosts: Hosts that make replicas.
+        awaited: Hosts without an answer.
+        since: Start, in seconds of the job's clock.
+        reports: Number of log lines so far.
+        size_bytes, unchanged_bytes: Bytes transferred, and bytes already there.
+        failed: Hosts that could not.
+        is_hopeful: Some host got nothing from another; all are asked again.
+        has_skipped: It replaces the replication of an older generation.
+        again_at: Time of the next request.
+        giving: Hosts to be taken away: only pieces on these alone are copied.
+    """
 
     order: int
     generation: int
@@ -30,10 +40,18 @@ class Replication:
 
 @dataclass(frozen=True, slots=True)
 class Archiving:
-    """A ``generation`` of this ``step`` that ``hosts`` bring to the durable directory: since when,
-    and which of them have yet to answer. ``is_written``: all parts lie there, and have yet to
-    appear. ``order`` tells it from what was asked before; ``failed`` are hosts that could not, and
-    are asked ``again_at`` that time (0: not yet)."""
+    """A generation on its way to the durable directory.
+
+    Attributes:
+        order: Number of the command.
+        generation, step: Its number and step.
+        hosts: Hosts that write.
+        since: Start, in seconds of the job's clock.
+        awaited: Hosts without an answer.
+        failed: Hosts that could not.
+        is_written: All parts are written, and not yet visible.
+        again_at: Time of the next request; 0: none.
+    """
 
     order: int
     generation: int
@@ -50,15 +68,14 @@ class Archiving:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies of generations, under way and made.
+    """Copies of generations, in progress and made.
 
     Attributes:
-        replicated: The generation of which replicas were made last, and on which hosts.
-        evacuated: The generation of which others hold the pieces held by these hosts alone, which
-            will be taken away.
-        archived: Generations that this job has brought to the durable directory and keeps there.
-        archive_at: When the next one comes there, at the soonest.
-        last_replication, last_archive: Highest numbers of orders.
+        replicated: Newest generation with replicas, and their hosts.
+        evacuated: Generation with safe copies of pieces on these leaving hosts alone.
+        archived: Generations of this job in the durable directory.
+        archive_at: Earliest time of the next archive.
+        last_replication, last_archive: Highest command numbers.
     """
 
     replication: Replication | None = None

@@ -1,6 +1,6 @@
-"""Deadlines of a job: how long each phase may take, and what comes of it where it takes longer.
+"""Deadlines of a job's phases, and their consequences.
 
-The one place for it: ``overdue`` acts by this table and docs/architecture.md repeats it.
+The one place for them: ``overdue`` acts by this table, and docs/architecture.md repeats it.
 """
 
 from collections.abc import Callable
@@ -12,47 +12,45 @@ from scalai.core.job.membership import Job, Phase
 from scalai.core.messages.actions import Action, Say
 
 REPORT_S = 60.0
-"""A wait is said after so long; then after twice as long each time, but in WAITING every time."""
+"""Time before a wait is logged, in seconds; then doubled each time, except in WAITING."""
 ANSWER_S = 60.0
-"""How long a host may take for what takes it a moment."""
+"""A host's time for an act of a moment, in seconds."""
 GONE_S = 120.0
-"""How long a host waits for killed workers until they are gone with the memory of their devices;
-then others start in spite of them."""
+"""A host's wait for killed workers and their device memory, in seconds; then others start
+anyway."""
 TELL_S = ANSWER_S / 3
-"""How long an agent waits for the coordinator to take an event before it tells it again: an event
-that was lost on its way arrives well before its host counts as lost."""
+"""An agent's wait before it repeats an event, in seconds: a lost event arrives well before its host
+counts as lost."""
 STORE_READY_S = 120.0
-"""How long the process of the workers' rendezvous store may take to import torch."""
+"""Time for the workers' rendezvous process to import torch, in seconds."""
 JOIN_S = STORE_READY_S + ANSWER_S
-"""How long an agent's first join may take: the coordinator answers once that process is ready."""
+"""Time for an agent's first join, in seconds: the coordinator answers once that process is
+ready."""
 SNAPSHOT_PATIENCES = 3
 """Drain timeouts without a further host's snapshot. A host itself gives its workers one."""
 FREEZE_S = 5.0
-"""How long a worker that is to stand still may take to end an update that has begun."""
+"""A worker's time to end an update in progress before it stands still, in seconds."""
 FREEZE_ALL_S = 2 * FREEZE_S
-"""How long a host waits for its workers to say where they stand."""
+"""A host's wait for its workers' steps, in seconds."""
 FROZEN_S = 20.0
-"""How long a host may take to say where its workers stand."""
+"""A host's time to report its workers' steps, in seconds."""
 RESCUE_PATIENCES = 2
 """Drain timeouts without a further host's part. A host itself gives its workers one."""
 LONGEST_BACKOFF_S = 3600.0
-"""A change whose stop was taken back is tried again after so long at most."""
+"""Longest wait before a change with a withdrawn stop is retried, in seconds."""
 STALL_S = 60.0
 STALL_STEPS = 10
-"""An agent reports workers that make no step for so long, and for so many times as a usual step
-takes."""
+"""Time without a step before an agent reports it: seconds, and usual steps."""
 LEAST_HANG_S = 300.0
 HANG_STEPS = 30
-"""Within a step, workers hang that make none for so long, and for so many times as long as a usual
-step takes at most."""
+"""Time within a step that counts as a hang: at least these seconds and this many usual steps."""
 CHECKED_S = 10.0
-"""How long the others wait for the first answer to a health check before they go on without."""
+"""Wait for a host's first health check, in seconds; then the others go on without it."""
 CHECK_AGAIN_S = 30.0
 LONGEST_CHECK_AGAIN_S = 3600.0
-"""A host that has failed its health check is asked again after so long, then after twice as long
-each time, so long at most."""
+"""First and longest pause between failed health checks, in seconds; it doubles each time."""
 PAUSES = 3
-"""So many times as the longest pause that ended by itself (an evaluation, a save) one may take."""
+"""Longest allowed pause, as a multiple of the longest completed one (an evaluation, a save)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +58,10 @@ class Deadline:
     """The deadline of one phase.
 
     Attributes:
-        clock: Since when the time counts.
-        default: The limit in words, with the setting that changes it.
-        consequence: What happens then.
-        seconds: The limit of a job; None: there is none, and the wait is only reported.
+        clock: Event that starts the clock, in words.
+        default: The limit in words, with its setting.
+        consequence: The consequence in words.
+        seconds: The limit of a job; None: the wait is only logged.
     """
 
     phase: Phase
@@ -138,13 +136,13 @@ TABLE = (
         "reports after 60 s", lambda job: None,
     ),
 )  # fmt: skip
-"""Where no other host could go on without those that count as lost, they are reported instead."""
+"""If the others cannot go on without these hosts, they are only reported."""
 
 LIMITS = {deadline.phase: deadline for deadline in TABLE}
 
 
 def clock_of(job: Job) -> object:
-    """What restarts the clock of a phase when it changes."""
+    """Value whose change restarts a phase's clock."""
     if job.phase in (Phase.DRAINING, Phase.BUILDING, Phase.RUNNING):
         return job.phase, job.round, job.stop.step, job.change.standby
     if job.phase is Phase.WAITING:
@@ -157,8 +155,7 @@ Work = TypeVar("Work", Replication, Archiving)
 
 
 def report_if_slow(work: Work, kind: str, now: float) -> tuple[Work, tuple[Action, ...]]:
-    """Return the work, and who has yet to answer where it is time to say so; ``kind``: what is made
-    of the generation."""
+    """The work, and a log line of its awaited hosts if one is due; ``kind``: kind of copy."""
     waited = now - work.since
     if waited < REPORT_S * float(2**work.reports):
         return work, ()

@@ -1,5 +1,5 @@
-"""What kind of failure ended a worker, by what is told of it: how its process ended, or what its
-script raised, and what the kernel has counted."""
+"""Kinds of worker failures, from the process's end, the script's exception, and the kernel's
+counters."""
 
 import re
 
@@ -27,14 +27,14 @@ _KINDS = (
 
 
 def kind_of(reason: str) -> str:
-    """Return the kind of a failure.
+    """The kind of a failure.
 
     Args:
-        reason: What is told of it, such as ``rank 3 was killed by SIGKILL`` or ``rank 1:
-            RuntimeError: CUDA error: ...``.
+        reason: Failure text, such as ``rank 3 was killed by SIGKILL`` or ``rank 1: RuntimeError:
+            CUDA error: ...``.
 
     Returns:
-        One of few texts; what fits none is told by its signal, its exception or its exit code.
+        One of few texts; an unknown failure is named by its signal, exception or exit code.
     """
     for pattern, kind in _KINDS:
         if re.search(pattern, reason):
@@ -52,6 +52,6 @@ def kind_of(reason: str) -> str:
 
 
 def rank_of(reason: str) -> int | None:
-    """Return the rank that is named first, None where none is."""
+    """The first rank named in ``reason``; None: none."""
     found = re.search(r"\brank (\d+)", reason)
     return None if found is None else int(found[1])

@@ -1,5 +1,4 @@
-"""Records of the fitness of a job's hosts: their health checks, and pairs that do not hear each
-other."""
+"""Records of hosts' fitness: health checks, and pairs without a connection."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,14 +9,20 @@ Slots = tuple[tuple[str, int], ...]
 """Hosts and their slots in rank order."""
 
 MOST_EXACT = 12
-"""Of so many hosts with broken links every choice is compared; of more, who has the most broken
-links is left out first."""
+"""Most hosts with broken links for an exact choice; of more, the host with the most broken links
+goes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knocking:
-    """These ``hosts`` were asked by ``order`` to knock at each other, at this time; some are
-    awaited. ``unheard``: the pairs that they have named so far."""
+    """A probe of connections between ``hosts``.
+
+    Attributes:
+        order: Number of the command.
+        at: Its time, in seconds of the job's clock.
+        awaited: Hosts without an answer.
+        unheard: Unconnected pairs reported so far.
+    """
 
     order: int
     at: float
@@ -28,8 +33,8 @@ class Knocking:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """``unheard``: pairs of hosts that did not hear each other when they knocked last; they knock
-    again ``again_at``, later with each of ``tries``."""
+    """Unconnected pairs of hosts at the last probe; the next one is ``again_at``, later with each
+    of ``tries``."""
 
     unheard: frozenset[Pair] = frozenset()
     knocking: Knocking | None = None
@@ -42,14 +47,14 @@ NOTHING_KNOWN = Links()
 
 
 def all_hear(hosts: Iterable[str], unheard: Iterable[Pair]) -> bool:
-    """Whether each of these hosts hears each other one, as far as is known."""
+    """Whether no two of these hosts are known to be unconnected."""
     names = frozenset(hosts)
     return not any(pair <= names for pair in unheard)
 
 
 def hearing_with(ran: Iterable[str], hosts: Slots, unheard: frozenset[Pair]) -> Slots:
-    """Return those of the hosts that all hear each other, as of ``largest_hearing``. Where those
-    that ``ran`` do, none of them makes way for others: these could not fetch its state."""
+    """The largest connected set of hosts (``largest_hearing``). If the hosts that ``ran`` are
+    connected, all of them stay: others could not fetch their state."""
     kept = frozenset(ran) & {name for name, _ in hosts}
     if all_hear(kept, unheard):
         hosts = tuple(entry for entry in hosts if all_hear(kept | {entry[0]}, unheard))
@@ -57,9 +62,8 @@ def hearing_with(ran: Iterable[str], hosts: Slots, unheard: frozenset[Pair]) -> 
 
 
 def largest_hearing(hosts: Slots, unheard: frozenset[Pair]) -> Slots:
-    """Return those of the hosts that all hear each other: with the most slots, then the most hosts,
-    then the earlier ones. Among more than ``MOST_EXACT`` hosts with broken links it may not be the
-    largest set."""
+    """The connected set with the most slots, then the most hosts, then the earlier ones. With more
+    than ``MOST_EXACT`` hosts with broken links it may not be the largest."""
     names = [name for name, _ in hosts]
     pairs = [pair for pair in unheard if pair <= frozenset(names)]
     touched = [name for name in names if any(name in pair for pair in pairs)]
@@ -89,12 +93,12 @@ class Check:
     """A health check of one host.
 
     Attributes:
-        order: Tells its answer from those to earlier ones.
-        since: When the host was asked, in seconds of the job's clock.
-        is_asked: Whether the answer is awaited.
-        failures: How often it has failed on end.
-        again_at: When the host is asked again.
-        reason: Why it failed last; empty before the first answer.
+        order: Number of the command.
+        since: Time of the command, in seconds of the job's clock.
+        is_asked: The answer is awaited.
+        failures: Consecutive failures.
+        again_at: Time of the next check.
+        reason: Last failure; empty before the first answer.
     """
 
     order: int
@@ -107,16 +111,16 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
-    """What is known of the fitness of a job's hosts.
+    """Known fitness of a job's hosts.
 
     Attributes:
-        joined: Agents that have joined so far.
-        checks: Of hosts that run no workers: their check is under way, or has failed.
-        last_check: The highest number of an order for a check.
-        links: Which hosts do not hear each other.
-        strikes: When hosts were lost, or joined a round that failed.
-        hangs: Hangs at which a host was behind since it joined.
-        barred: Hosts that wait before they run workers again, and until when.
+        joined: Number of joins so far.
+        checks: Unfinished or failed checks of hosts without workers.
+        last_check: Highest number of a check's command.
+        links: Unconnected pairs of hosts.
+        strikes: Times of a host's losses and failed joins to a round.
+        hangs: Hangs with this host behind since its join.
+        barred: Hosts that must wait, with the end of the wait.
     """
 
     joined: int = 0
