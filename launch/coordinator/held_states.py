@@ -1,7 +1,7 @@
-"""Parts of the job's states by host, as the coordinator knows them, and their proof.
+"""Parts of a job's states by host, and their proof.
 
-Decisions are in the catalogue (``core.job.catalogue``); here are the manifests that it decides
-about: their coverage and their fingerprints, with which every proof compares.
+The catalogue (``core.job.catalogue``) decides; here are the manifests, with coverage and
+fingerprints for every proof.
 """
 
 from collections import Counter, UserDict
@@ -33,8 +33,8 @@ from scalai.store.parts import attached_hosts, is_fetched, proven_only, snapshot
 
 
 def written_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
-    """Return the fingerprint of every tensor by name, added up from the pieces of a snapshot. Equal
-    boxes on several hosts must agree (``ProofError``)."""
+    """Fingerprint of every tensor by name, summed from the pieces of a snapshot. Equal boxes on
+    several hosts must agree (``ProofError``)."""
     parts = list(parts)
     rows = concatenate([part.collection for part in parts])
     values = np.concatenate([part.fingerprint for part in parts])
@@ -42,11 +42,11 @@ def written_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
 
 
 def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
-    """Return the committed fingerprint of every tensor of a whole generation, by name.
+    """Committed fingerprint of every tensor of a whole generation, by name.
 
     Raises:
-        ProofError: The parts contradict each other; or they state nothing, as of a converted
-            generation, and hosts have fetched pieces that overlap.
+        ProofError: The parts contradict each other; or they state nothing (a converted generation),
+            and fetched pieces overlap.
     """
     parts = list(parts)
     check_alike(contradiction(parts))
@@ -61,7 +61,7 @@ def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
 
 
 def check_alike(contradiction: str | None) -> None:
-    """Raise ``ProofError`` where two parts of one generation contradict each other."""
+    """Raise ``ProofError`` for a contradiction between parts of one generation."""
     if contradiction is not None:
         raise ProofError(
             f"{contradiction} One of them is of another state: remove its part, or start without "
@@ -70,8 +70,8 @@ def check_alike(contradiction: str | None) -> None:
 
 
 def _fingerprints_of_a_cover(parts: Sequence[HostManifest], names: Set[str]) -> Mapping[str, int]:
-    """Add up pieces that cover each of these tensors once: written ones before fetched ones, which
-    may overlap with them."""
+    """Sum pieces that cover each of these tensors once: written ones first, since fetched ones may
+    overlap with them."""
     pieces = [
         (is_fetched(part.files[file]), -int(size), number, row)
         for number, part in enumerate(parts)
@@ -107,30 +107,30 @@ class HeldParts(UserDict[str, HostManifest]):
     """Parts of one state by host.
 
     Args:
-        committed: Statement of the coordinator that committed it; None: the parts tell.
+        committed: Statement of the committing coordinator; None: the parts tell.
     """
 
     def __init__(self, committed: Committed | None = None) -> None:
         self._committed = committed
         self._fingerprints = None if committed is None else committed.fingerprints
         self._attached: frozenset[str] | None = frozenset()
-        """Hosts whose durable parts are among these; None: to be gathered anew."""
+        """Hosts with durable parts among these; None: stale."""
         self._cover = Cover()
         self._known: dict[str, str] | None = {}
-        """A host that states the fingerprint, by tensor; None: to be gathered anew."""
+        """A host with a statement of the fingerprint, by tensor; None: stale."""
         self._hosts: tuple[str, ...] = ()
-        """Writers that the parts name."""
+        """Writers named by the parts."""
         self._prints: dict[str, int] | None = {}
-        """Fingerprints of all parts; None: to be gathered anew, with ``_hosts``."""
+        """Fingerprints of all parts; None: stale, with ``_hosts``."""
         self._steps = Counter[int]()
-        """Number of parts of each step."""
+        """Number of parts by step."""
         self._holders: frozenset[str] | None = None
         super().__init__()
 
     def __setitem__(self, host: str, part: HostManifest) -> None:
         known = self.data.get(host)
         if known is None or known.collection is not part.collection:
-            # A part that does not say how many there are is of no whole state.
+            # A part without a number of tensors makes no whole state.
             self._cover.put(host, part.collection, int(part.about.get("tensors", -1)))
         self.data[host] = part
         self._steps[part.step] += 1
@@ -156,7 +156,7 @@ class HeldParts(UserDict[str, HostManifest]):
         return self._is_of_one_step() and self._cover.is_whole()
 
     def is_whole_without(self, host: str) -> bool:
-        """Whether they would be whole without this host."""
+        """The same without this host."""
         return self._is_of_one_step() and self._cover.is_whole_without(host)
 
     def _is_of_one_step(self) -> bool:
@@ -168,13 +168,12 @@ class HeldParts(UserDict[str, HostManifest]):
             del self._steps[part.step]
 
     def holders(self) -> frozenset[str]:
-        """Return the hosts."""
         if self._holders is None:
             self._holders = frozenset(self.data)
         return self._holders
 
     def contradiction(self, part: HostManifest) -> str | None:
-        """Name a part with other committed fingerprints than this one; None: there is none."""
+        """Names a part with other committed fingerprints than this one; None: none."""
         if self._known is None:
             self._known = {}
             for each in self.data.values():
@@ -192,14 +191,14 @@ class HeldParts(UserDict[str, HostManifest]):
         return known
 
     def stated(self) -> Committed | None:
-        """Return the statement of the commit, or that of all parts together."""
+        """Statement of the commit, or of all parts together."""
         if self._committed is not None:
             return self._committed
         hosts = self.writers()
         return Committed(hosts, dict(self._prints or {})) if hosts else None
 
     def writers(self) -> tuple[str, ...]:
-        """Return the hosts that wrote the state, as far as known."""
+        """Known hosts that wrote the state."""
         if self._committed is not None:
             return self._committed.hosts
         if self._prints is None:
@@ -209,14 +208,15 @@ class HeldParts(UserDict[str, HostManifest]):
         return self._hosts
 
     def attached(self) -> frozenset[str]:
-        """Return the hosts whose durable parts are among these."""
+        """Hosts with durable parts among these."""
         if self._attached is None:
             named = (host for part in self.data.values() for host in attached_hosts(part))
             self._attached = frozenset(named)
         return self._attached
 
     def has_fingerprints(self) -> bool:
-        """Whether the fingerprints of all tensors are known; they stay known when hosts go."""
+        """Whether the fingerprints of all tensors are known; they stay known after losses of
+        hosts."""
         try:
             self.fingerprints()
         except (LayoutError, ProofError):
@@ -224,14 +224,14 @@ class HeldParts(UserDict[str, HostManifest]):
         return True
 
     def fingerprints(self) -> Mapping[str, int]:
-        """Return the fingerprint of every tensor by name, as of ``committed_fingerprints``."""
+        """Fingerprint of every tensor by name, as in ``committed_fingerprints``."""
         if self._fingerprints is None:
             self._fingerprints = committed_fingerprints(self.data.values())
         return self._fingerprints
 
     def pin(self) -> bool:
-        """Keep the statement of a whole state from now on. Returns whether there was none yet.
-        Raises ``ProofError`` where the parts contradict each other."""
+        """Keep the statement of a whole state from now on. Returns whether it is new. Raises
+        ``ProofError`` if the parts contradict each other."""
         if self._committed is not None or not self.is_whole():
             return False
         prints = committed_fingerprints(self.data.values())
@@ -251,14 +251,14 @@ class HeldParts(UserDict[str, HostManifest]):
 
 
 def facts_of(part: HostManifest) -> PartFacts:
-    """Return the facts of a part for the catalogue."""
+    """Facts of a part for the catalogue."""
     named = part.about.get("hosts", ())
     descent = Descent.of(part.generation, part.about)
     return PartFacts(part.host, part.generation, part.step, snapshot_name(part), descent, named)
 
 
 def _numbered(part: HostManifest, number: int, stated: Committed | None) -> HostManifest:
-    """Return a sealed part as a generation's, with the statement of its tensors."""
+    """A sealed part as a generation's, with the statement of its tensors."""
     names = [tensor.name for tensor in part.collection.tensors]
     mine = None if stated is None else stated.of_tensors(names)
     return replace(part, generation=number, committed=mine)
@@ -277,7 +277,7 @@ class HeldStates:
         return self._catalogue
 
     def survey(self, without: str | None = None) -> Survey:
-        """Return the contents of the present hosts; ``without``: except this one's."""
+        """Contents of the present hosts, except ``without``."""
         found = {number: self._holding(held, without) for number, held in self._held.items()}
         sealed = {name: held.holders() for name, held in self._snapshots.items()}
         return Survey(found, sealed)
@@ -285,29 +285,27 @@ class HeldStates:
     def _holding(self, held: HeldParts, without: str | None) -> Contents:
         hosts = held.holders() if without is None else held.holders() - {without}
         is_whole = held.is_whole() if without is None else held.is_whole_without(without)
-        # Fingerprints are noted now: a host that goes away takes with it the parts that tell them.
+        # Fingerprints are computed now: a lost host takes its parts of them along.
         is_whole = bool(hosts) and is_whole and held.has_fingerprints()
         return Contents(hosts, is_whole, held.writers(), held.attached())
 
     def covered(self, without: str | None = None) -> tuple[Generation, ...]:
-        """Return the generations that are whole, oldest first; ``without``: if this host were
-        gone."""
+        """Whole generations, oldest first, as if ``without`` were lost."""
         return self._catalogue.whole(self.survey(without))
 
     # ------------------------------------------------------------------ snapshots
 
     def add_sealed(self, part: HostManifest) -> None:
-        """Note a sealed part."""
         self._catalogue = self._catalogue.with_sealed(facts_of(part))
         self._snapshots.setdefault(snapshot_name(part), HeldParts())[part.host] = part
 
     def sealed_parts(self, name: str, hosts: Iterable[str]) -> dict[str, HostManifest]:
-        """Return the parts of a snapshot on these hosts."""
+        """Parts of a snapshot on these hosts."""
         wanted = frozenset(hosts)
         return {h: p for h, p in self._snapshots.get(name, {}).items() if h in wanted}
 
     def whole_snapshot(self) -> str | None:
-        """Return the name of the furthest candidate that covers the state."""
+        """Name of the furthest candidate that covers the state."""
         for name in self._catalogue.candidates():
             parts = self._snapshots.get(name)
             if parts is None or not parts.is_whole():
@@ -337,8 +335,8 @@ class HeldStates:
             self._held[number][host] = _numbered(part, number, stated)
 
     def late(self) -> Iterator[tuple[str, int]]:
-        """Take the sealed parts whose snapshot was committed while their host was away; yield host
-        and generation."""
+        """Adopt sealed parts of snapshots committed without their host; yield host and
+        generation."""
         for name in list(self._snapshots):
             number = self._catalogue.number_of(name)
             if number is None or not self._catalogue.has(number):
@@ -347,7 +345,7 @@ class HeldStates:
             late, parts = self._snapshots.pop(name), self._held[number]
             for host, part in late.items():
                 parts[host] = _numbered(part, number, parts.stated())
-            # Only these parts tell the fingerprints of tensors that no other host holds.
+            # Only these parts have fingerprints of tensors on no other host.
             with suppress(ProofError):
                 if parts.pin():
                     for host, part in late.items():
@@ -356,17 +354,17 @@ class HeldStates:
                 yield host, number
 
     def forget_sealed(self, name: str | None = None) -> tuple[HostManifest, ...]:
-        """Forget, and return, sealed parts without a commit; ``name``: of this snapshot alone."""
+        """Drop, and return, uncommitted sealed parts, of snapshot ``name`` or of all."""
         names = {*self._catalogue.sealed} if name is None else {name}
         self._catalogue = self._catalogue.without_sealed(names)
         return tuple(part for n in names for part in self._snapshots.pop(n, HeldParts()).values())
 
     def note_failed(self, step: int, why: str) -> None:
-        """Workers that outlived a failure wrote no state at this step."""
+        """Record that survivors of a failure wrote no state at this step."""
         self._catalogue = self._catalogue.with_failure(step, why)
 
     def explained(self) -> None:
-        """The present failure is over: its cause is forgotten."""
+        """Forget the causes of a finished recovery."""
         self._catalogue = replace(self._catalogue, failures=())
 
     # ------------------------------------------------------------------ generations
@@ -375,29 +373,29 @@ class HeldStates:
         return self._held[number]
 
     def holders(self, number: int) -> frozenset[str]:
-        """Return the hosts that hold parts of a generation."""
+        """Hosts with parts of a generation."""
         return self._held[number].holders() if number in self._held else frozenset()
 
     def step(self, number: int) -> int:
-        """Return the step of a generation."""
+        """Optimizer step of a generation."""
         step = self._catalogue.numbered[number].step
         assert step is not None
         return step
 
     def facts(self, number: int) -> Mapping[str, Any]:
-        """Return the facts of the script that a generation's workers reported."""
+        """The script's facts, as reported by a generation's workers."""
         entry: dict[str, Any] = {}
         for part in self._held[number].values():
             entry.update(part.about.get("facts", {}))
         return entry
 
     def stated(self, number: int) -> Committed | None:
-        """Return the statement of a generation, as far as it is known here."""
+        """Known statement of a generation."""
         return self._held[number].stated() if number in self._held else None
 
     def check_stated(self, part: HostManifest) -> None:
-        """Raise ``ProofError`` if this part has other committed fingerprints than its generation;
-        names the hosts and the tensors."""
+        """Raise ``ProofError`` if this part's committed fingerprints differ from its generation's;
+        names hosts and tensors."""
         if part.generation in self._held:
             check_alike(self._held[part.generation].contradiction(part))
 
@@ -406,19 +404,19 @@ class HeldStates:
         return self._catalogue.has(number)
 
     def is_foreign(self, part: HostManifest) -> bool:
-        """Whether another run of the job gave the number of this part to another state."""
+        """Whether another run gave this part's number to another state."""
         return self._catalogue.is_foreign(facts_of(part), self.holders(part.generation))
 
     def add(self, part: HostManifest) -> bool:
-        """A host holds this part of a generation (it has joined, or fetched pieces). False: the job
-        has dropped or left that generation behind, and the part must go."""
+        """Add a host's part, joined or fetched. False: the job has dropped or left the generation
+        behind, and the part must go."""
         return self._take(
             part, self._catalogue.added(facts_of(part), self.holders(part.generation))
         )
 
     def offer(self, part: HostManifest) -> bool:
-        """A durable directory has this part. A person may go back to it, even after the job has
-        left it behind. False: it is of no use, and must go."""
+        """Add a part in a durable directory. A person may go back to it, even after the job has
+        left it behind. False: it is useless, and must go."""
         holders = self.holders(part.generation)
         return self._take(part, self._catalogue.offered(facts_of(part), holders))
 
@@ -434,33 +432,33 @@ class HeldStates:
         return True
 
     def without(self, host: str, number: int) -> None:
-        """The host holds nothing of this generation any more."""
+        """Remove a host's part of a generation."""
         if number in self._held:
             self._held[number].pop(host, None)
 
     def forget(self, host: str, *, is_released: bool = False) -> None:
-        """The host is gone, and its contents; ``is_released``: for good."""
+        """Remove a lost host and its contents; ``is_released``: for good."""
         if is_released:
             self._catalogue = self._catalogue.released(host)
         for parts in (*self._held.values(), *self._snapshots.values()):
             parts.pop(host, None)
 
     def set_aside(self, number: int) -> None:
-        """A host holds parts of a generation that the job begins anew without."""
+        """Record a generation that a fresh job begins without."""
         self._catalogue = self._catalogue.with_aside(number)
 
     def go_back_to(self, number: int | None) -> tuple[int, ...]:
-        """The job goes on from this generation. Returns the numbers that hosts drop."""
+        """Go on from this generation. Returns the numbers for hosts to drop."""
         known, dropped = self._catalogue.gone_back_to(number)
         self._follow(known)
         return dropped
 
     def give_up_after(self, number: int) -> None:
-        """A person goes on from this generation: newer ones are of no use."""
+        """Drop newer generations: a person goes on from this one."""
         self._follow(self._catalogue.gave_up_after(number, self.survey()))
 
     def keep(self, number: int) -> tuple[int, ...]:
-        """Forget all generations before this one. Returns the numbers that hosts drop."""
+        """Forget all generations before this one. Returns the numbers for hosts to drop."""
         writers = {h for n, held in self._held.items() if n >= number for h in held.writers()}
         known, dropped = self._catalogue.keeping(number, writers)
         self._follow(known)
@@ -473,25 +471,25 @@ class HeldStates:
     # ------------------------------------------------------------------ damage and proof
 
     def note_unread(self, host: str, reasons: Iterable[str]) -> None:
-        """A joining host cannot read its sealed parts, for these reasons."""
+        """Record a joining host's unreadable sealed parts."""
         self._catalogue = self._catalogue.with_unread(host, reasons)
 
     def note_damaged(self, host: str, number: int, reason: str) -> None:
-        """A host, or a durable directory that it sees, has a generation that cannot be read."""
+        """Record an unreadable generation on a host or in its durable directory."""
         self._catalogue = self._catalogue.with_damage(host, number, reason)
 
     def note_examined(self, host: str, number: int, directory: str, damage: Sequence[str]) -> None:
-        """A host has compared its part of a generation with its manifest."""
+        """Record a host's comparison of its part with its manifest."""
         self._catalogue = self._catalogue.examined(host, number, directory, damage)
 
     def failed_proof(self, number: int, reason: str) -> str:
-        """A proof of a generation has failed. Returns the verdict where one had failed before, else
+        """Record a failed proof of a generation. Returns the verdict at a second failure, else
         nothing."""
         self._catalogue, is_second = self._catalogue.failed_proof(number)
         return doubtful(self._catalogue, self.survey(), number, reason) if is_second else ""
 
     def prove(self, number: int, found: Mapping[str, int]) -> None:
-        """Raise ``ProofError`` unless the fingerprints of the restored tensors, by name, are the
+        """Raise ``ProofError`` unless the restored tensors' fingerprints, by name, equal the
         written ones."""
         held = self._held[number]
         compare(held.fingerprints(), found)
@@ -501,7 +499,7 @@ class HeldStates:
                 held[host] = replace(part, unproven=())
 
     def is_whole_as_written(self, number: int) -> bool:
-        """Whether the hosts hold a generation wholly without unproven pieces of other hosts."""
+        """Whether hosts hold a generation wholly without unproven pieces of other hosts."""
         try:
             check_whole(map(proven_only, self._held[number].values()), exact=False)
         except LayoutError:

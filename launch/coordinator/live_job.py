@@ -1,4 +1,4 @@
-"""A job under way: feeds events to the law, and carries its actions out."""
+"""A running job: feeds events to the law, and performs its actions."""
 
 import secrets
 import threading
@@ -37,7 +37,7 @@ from scalai.launch.coordinator.timeline import Timeline
 from scalai.store.parts import is_fetched
 
 SUCCESSORS_GAP = 8
-"""Numbers that a new coordinator leaves out: absent hosts may have them from the one before."""
+"""Numbers skipped by a new coordinator: absent hosts may have them from the one before."""
 
 
 class LiveJob:
@@ -50,9 +50,9 @@ class LiveJob:
         say: Takes log lines.
         lock: Held by callers.
         term: Number of this coordinator.
-        is_successor: It takes the place of one that is gone.
-        may_retire: Tells whether no other run can read the durable directory.
-        is_alone: Tells whether no other machine can have the job's next coordinator.
+        is_successor: It replaces a lost one.
+        may_retire: Whether no other run can read the durable directory.
+        is_alone: Whether no other machine can have the job's next coordinator.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LiveJob:
         self._may_retire, self._is_alone = may_retire, is_alone
         self._is_successor = is_successor
         self._is_fresh = spec.is_fresh and not is_successor
-        self._run = secrets.token_hex(4)  # so that snapshots of two runs have different names
+        self._run = secrets.token_hex(4)  # snapshots of two runs have different names
         self.are_replicas_asked = spec.are_replicas_asked
         self._drained_code = spec.options.drained_exit_code
         """Exit code of a host that drains while others go on."""
@@ -91,10 +91,10 @@ class LiveJob:
         """Host, rank, kind and reason of the first failure in the newest failed round."""
         self._end: JobEnd | None = None
         self.has_crashed = False
-        """Whether a failure of the coordinator itself has ended the job."""
+        """A fault of the coordinator itself has ended the job."""
         self._lost_at: float | None = None
         self.lost_all = False
-        """Whether no host of the last round is left: new ones may not have its state."""
+        """No host of the last round is left: new ones may not have its state."""
         self._interface = interface
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
@@ -113,7 +113,7 @@ class LiveJob:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the job begins anew: older states of hosts are set aside."""
+        """Whether the job begins anew, without older states of hosts."""
         return self._is_fresh
 
     @property
@@ -133,16 +133,16 @@ class LiveJob:
 
     @property
     def finished_step(self) -> int | None:
-        """Step at which the script came to its end; None: it did not."""
+        """Step of the script's end; None: no end."""
         return None if self._end is None else self._end.finished_step
 
     @property
     def lost_at(self) -> float | None:
-        """Time at which a host was lost last, in seconds of the monotonic clock."""
+        """Time of the last loss of a host, in seconds of the monotonic clock."""
         return self._lost_at
 
     def active(self) -> frozenset[str]:
-        """Return the present hosts with workers in the current round."""
+        """Present hosts with workers in the current round."""
         return m.active(self.state)
 
     def command(self, hosts: Iterable[str], command: commands.Command) -> None:
@@ -150,7 +150,7 @@ class LiveJob:
         self.members.command(hosts, command)
 
     def command_commit(self, hosts: Iterable[str], generation: int) -> None:
-        """Have hosts rename their sealed part to a generation."""
+        """Command hosts to rename their sealed part to a generation."""
         name = self.generations.catalogue.numbered[generation].snapshot
         parts = self.generations.parts(generation)
         stated = self.generations.stated(generation)
@@ -168,7 +168,7 @@ class LiveJob:
     # ------------------------------------------------------------------ what changes beside events
 
     def note_start(self, step: int) -> None:
-        """Note the step from which the workers began."""
+        """Record the workers' first step."""
         if (lost := self.timeline.correct(step)) is not None:
             self.log(
                 f"event=went_back steps_lost={lost}: the script has loaded its own checkpoint, of "
@@ -176,15 +176,15 @@ class LiveJob:
             )
 
     def note_loss(self) -> None:
-        """Note the time of a loss: a host is gone, or does not come to the adopted round."""
+        """Record the time of a loss, or of a host's absence from the adopted round."""
         self._lost_at = time.monotonic()
 
     def take_over(self, run: str) -> None:
-        """Go on with a run that an earlier coordinator began."""
+        """Go on with an earlier coordinator's run."""
         self._run, self._is_fresh, self._is_successor = run, False, True
 
     def forget(self, host: str) -> None:
-        """Forget an agent that is gone without a word, and its states."""
+        """Remove a lost agent and its states."""
         self.note_loss()
         self.members.remove(host)
         self.lost_all |= not self.members.hosts()
@@ -192,7 +192,7 @@ class LiveJob:
         self.timeline.begin(f"host {host} is lost")
 
     def note_failure(self, host: str, reason: str) -> None:
-        """Note a failure of a host's workers; later ones in a round follow from the first."""
+        """Record a failure of a host's workers; later ones in a round follow from the first."""
         last, round = self.last_failure, self.state.round
         if last is None or last["round"] != round:
             self.last_failure = {
@@ -202,7 +202,7 @@ class LiveJob:
             self.timeline.note(failure=self.last_failure)
 
     def note_made(self, made: Sequence[Made]) -> None:
-        """Note steps of the present round."""
+        """Record steps of the present round."""
         self.state, text = probing.made(self.state, made)
         if text:
             self.log(f"event=function_differs level=WARNING {text}")
@@ -210,28 +210,28 @@ class LiveJob:
     def note_examined(
         self, host: str, number: int, damage: Iterable[str], directory: str = ""
     ) -> None:
-        """Note damage that a host found in its part of a generation."""
+        """Record damage found by a host in its part of a generation."""
         lines = tuple(damage)
         for line in lines:
             self.log(f"event=damage generation={number} host={host} {line}")
         self.generations.note_examined(host, number, directory, lines)
 
     def lose(self, host: str) -> None:
-        """Go on without an agent that is gone without a word."""
+        """Go on without a lost agent."""
         self.forget(host)
         self.feed(events.HostLost(host, self.recount(), time.monotonic()))
 
     def excuse(self, seconds: float) -> None:
-        """Do not count a stall of the coordinator as silence of agents or delay of a phase."""
+        """Exclude a stall of the coordinator from silences of agents and delays of phases."""
         self.members.excuse(seconds)
         self.state = m.excuse(self.state, seconds)
 
     def count_from(self, number: int) -> None:
-        """Give new generations higher numbers than this existing one."""
+        """Number new generations above this existing one."""
         self._last_number = max(self._last_number, number)
 
     def commit(self, name: str, origin: Origin) -> int:
-        """Make the parts of a snapshot a generation; return its number."""
+        """Make the parts of a snapshot a generation. Returns its number."""
         self._last_number, self._gap = self._last_number + 1 + self._gap, 0
         self.generations.commit(self._last_number, name, origin)
         parts = self.generations.parts(self._last_number).values()
@@ -242,9 +242,8 @@ class LiveJob:
         return self._last_number
 
     def recover(self) -> int | None:
-        """What hosts have sealed and not committed is a generation, where it is a whole state.
-        Return its number: its parts are to be renamed. Of a round that has computed another
-        function nothing is."""
+        """Commit sealed, uncommitted parts that make a whole state. Returns its number, for hosts
+        to rename their parts. A round with another function yields none."""
         if self.state.function.is_refuted:
             return None
         while (found := self.generations.whole_snapshot()) is not None:
@@ -261,7 +260,7 @@ class LiveJob:
         return None
 
     def limit(self) -> None:
-        """Hand the limits that ``sizing`` has learned to the law."""
+        """Give the law the limits learned by ``sizing``."""
         self.state = m.replace_assign(self.state, self.sizing.assign())
 
     def learned(self, preference: Preference, assign: m.Assign) -> None:
@@ -279,8 +278,8 @@ class LiveJob:
             self.feed(events.Rescaled(self.sizing.assign(), time.monotonic()))
 
     def recount(self) -> tuple[m.Generation, ...]:
-        """Tell the law the whole generations, oldest first, and the obstacle to a newer one, after
-        the contents of hosts changed. Returns the whole ones."""
+        """Give the law the whole generations, oldest first, and the obstacle to a newer one, after
+        a change of hosts' contents. Returns the whole ones."""
         found = outlook(
             self.generations.catalogue,
             self.generations.survey(),
@@ -297,7 +296,7 @@ class LiveJob:
         return found.generations
 
     def can_go_on_without(self, host: str) -> bool:
-        """Whether the other hosts would have an assignment and a state to go on from."""
+        """Whether the other hosts would have an assignment and a state."""
         others = {name: kept for name, kept in self.state.hosts.items() if name != host}
         settings = replace(self.state.settings, place=m.keep_order)
         if next_assignment(replace(self.state, hosts=others, settings=settings)) is None:
@@ -309,7 +308,7 @@ class LiveJob:
     # ------------------------------------------------------------------ events in, actions out
 
     def feed(self, event: events.Event) -> None:
-        """Let the law decide about an event, and carry out its actions."""
+        """Give the law an event, and perform its actions."""
         was, was_taking_over = self.state.phase, self.state.takeover.pending is not None
         self.state, due = advance(self.state, event)
         if (found := self.calibrating.look(self.state)) is not None:
@@ -322,10 +321,10 @@ class LiveJob:
         for action in due:
             try:
                 self._perform(action)
-            except Exception as error:  # our own slip: the law has gone on, its action is not done
+            except Exception as error:  # our own slip: the law has gone on without its action
                 self.crash(error)
             if self.has_crashed:
-                return  # the law has gone on, and what it asks for is not done
+                return  # the law has gone on without its actions
         if self.state.phase is m.Phase.RUNNING and self.state.change.at is None:
             self.timeline.forget()
         if was_taking_over and self.state.takeover.pending is None:
@@ -335,17 +334,17 @@ class LiveJob:
                     self.count_damaged(host, (number,))
 
     def hear(self, host: str, report: reports.Report) -> None:
-        """Let the law decide about a report of a host."""
+        """Give the law a report."""
         self.feed(events.Reported(host, report))
 
     def count_damaged(self, host: str, numbers: Iterable[int]) -> None:
-        """Report damage in these generations that a joining host has found earlier, once the job's
-        round is known."""
+        """Report a joining host's earlier damage in these generations, once the job's round is
+        known."""
         for number in numbers if self.state.takeover.pending is None else ():
             self.hear(host, reports.Examined(number, ("damage that its host has brought",), ""))
 
     def _count_sealed(self) -> None:
-        """Report sealed parts that only the coordinator before had heard of."""
+        """Report sealed parts known only to the coordinator before."""
         round = self.state.round
         for name in self.generations.catalogue.on_the_way(self.run, round):
             for host in self.generations.sealed_parts(name, self.members.hosts()):
@@ -370,7 +369,7 @@ class LiveJob:
         self._say_farewell(self.members.hosts(), JobEnd(commands.Exit(code, reason)))
 
     def _say_farewell(self, hosts: Iterable[str], end: JobEnd) -> None:
-        """Let hosts go; one that is cut off learns it later."""
+        """Command hosts to exit; a disconnected one gets it later."""
         self.log(f"event=exit code={end.farewell.code} reason={end.farewell.reason!r}")
         self._end = end
         self.command(hosts, end.farewell)
@@ -393,7 +392,7 @@ class LiveJob:
             self.timeline.note(recovery=self._explain())
 
     def _explain(self) -> Json:
-        """Log the state that the job goes on from, and the others; return them for the report."""
+        """Log the state to go on from, and the others. Returns them for the report."""
         states = self.generations.catalogue.states(self.members.hosts(), self.generations.survey())
         found = newest_whole(states)
         self.generations.explained()
@@ -441,7 +440,7 @@ class LiveJob:
                 self.log(text if text.startswith("event=") else f"event=note {text}")
 
     def _order(self, hosts: Sequence[str], command: commands.Command) -> None:
-        """Send a command; the coordinator's own part of it comes first."""
+        """Send a command, after the coordinator's own part of it."""
         match command:
             case commands.GiveUp():
                 self._starter.give_up()
@@ -459,7 +458,7 @@ class LiveJob:
         self.command(hosts, command)
 
     def _snapshot_of(self, step: int) -> str:
-        """Return the name of the snapshot of a step of the present round."""
+        """Name of the snapshot of a step of the present round."""
         return f"{self._run}-{self.state.round}-{step}"
 
     def _judge_snapshot(self, reason: str, snapshot: str) -> None:
@@ -480,7 +479,7 @@ class LiveJob:
         self._say_farewell(action.hosts, end)
 
     def _let_go(self, leaving: Iterable[str]) -> None:
-        """Let draining hosts go; the job goes on without them."""
+        """Release draining hosts; the job goes on without them."""
         hosts, is_alone = frozenset(leaving), self._is_alone()
         reasons = {
             host: drained(self.members, host, hosts, self._interface, stays=is_alone)
@@ -493,9 +492,9 @@ class LiveJob:
             self.generations.forget(host, is_released=True)
 
     def _give_up(self, host: str, reason: str) -> None:
-        """Lose a host without an answer, if the others can go on."""
+        """Lose a silent host, if the others can go on."""
         if host not in self.members:
-            return  # the loss of another one has ended it
+            return  # another loss has ended it
         can_go_on = self.can_go_on_without(host)
         what = "it counts as lost" if can_go_on else "no other can go on without it; waiting for it"
         self.log(f"event=no_answer host={host} {reason}: {what}")
@@ -541,7 +540,6 @@ class LiveJob:
         self.command(hosts, commands.Expect(self.state.round, count))
 
     def _prove(self, number: int) -> None:
-        """Compare the restored state with the written one."""
         round = self.state.round
         reason = prove(number, self.answers, self.generations, self.timeline)
         if reason is None:
@@ -567,7 +565,7 @@ class LiveJob:
 
 
 def _is_held_by_writers(generations: HeldStates, number: int, hosts: Sequence[str]) -> bool:
-    """Whether all hosts that wrote a generation are among these, and hold what they wrote."""
+    """Whether all writers of a generation are among these hosts and hold written files."""
     stated, parts = generations.stated(number), generations.parts(number)
     return stated is not None and all(
         host in hosts and host in parts and not all(map(is_fetched, parts[host].files))
@@ -576,7 +574,7 @@ def _is_held_by_writers(generations: HeldStates, number: int, hosts: Sequence[st
 
 
 def _resized(report: Mapping[str, Json]) -> str:
-    """Describe the result of a change, or of the first start, in one line."""
+    """Log line of a change, or of the first start."""
     if "paused_s" not in report:
         took = f"total_s={report['total_s']:.3f}"
         return f"event=started {took} degrees={report.get('after')}"

@@ -1,6 +1,9 @@
-"""The rules by which generations come to the durable directory while the job trains, at a slower
-pace than they are made: every host writes its part where nobody sees it, and once all have, the
-parts appear. So what a directory shows is a whole state, whoever dies meanwhile. Older ones go."""
+"""Rules for archives: generations go to the durable directory during training, more rarely than
+they are made.
+
+Every host writes its part hidden, and after all are written the parts appear: a directory shows
+only whole states, whoever dies meanwhile. Older ones go.
+"""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -14,15 +17,13 @@ from scalai.core.messages.actions import Action, Say, Send
 Result = tuple[Job, tuple[Action, ...]]
 
 AGAIN_S = 300.0
-"""After so long an archive is tried again of which a host could not write its part, at the
-latest."""
+"""Longest pause before a failed archive is retried, in seconds."""
 FINISH_AGAIN_S = 30.0
-"""After so long hosts are asked again to show what all have written."""
+"""Pause before hosts are asked again to show written parts, in seconds."""
 
 
 def archive(job: Job) -> Result:
-    """Have the newest generation written where it is time for that; say how long it takes. Asked
-    with every tick."""
+    """Archive the newest generation when due; log a slow archive. Called every tick."""
     under_way = job.copies.archiving
     if under_way is not None:
         return _watched(job, under_way)
@@ -62,7 +63,7 @@ def _nothing_new(job: Job, newest: Generation) -> Result:
 
 
 def archived(report: reports.Archived, host: str, job: Job) -> Result:
-    """A host has written its part, or has shown it, or could not."""
+    """Handle a host's answer: part written, part shown, or failure."""
     under_way = job.copies.archiving
     is_due = under_way is not None and report.order == under_way.order
     if under_way is None or not is_due or host not in under_way.awaited:
@@ -83,8 +84,8 @@ def archived(report: reports.Archived, host: str, job: Job) -> Result:
 
 
 def lose(job: Job, hosts: Collection[str]) -> Job:
-    """These hosts leave, and take along what they have written on disks of their own. What all have
-    written others let appear for them. The next tick draws the conclusion."""
+    """Count out lost hosts, with the parts on their own disks. After all parts are written, other
+    hosts show theirs. The next tick draws the conclusion."""
     under_way = job.copies.archiving
     gone = frozenset(hosts) & under_way.hosts if under_way is not None else frozenset[str]()
     if under_way is None or not gone:
@@ -102,7 +103,7 @@ def _watched(job: Job, under_way: Archiving) -> Result:
 
 
 def _go_on(job: Job, under_way: Archiving) -> Result:
-    """All have answered, or are gone."""
+    """Take the next action after all answers."""
     number, newest = under_way.generation, job.newest_generation
     hosts = under_way.hosts & frozenset(job.hosts)
     is_passed_over = newest is None or newest.number < number  # the job has gone back behind it
@@ -110,7 +111,7 @@ def _go_on(job: Job, under_way: Archiving) -> Result:
         hosts &= under_way.failed
         if not hosts:
             return _done(job, under_way)
-        if not under_way.again_at:  # they are asked again, a little later
+        if not under_way.again_at:  # they are asked again later
             later = replace(under_way, again_at=job.now + FINISH_AGAIN_S)
             return replace(job, copies=replace(job.copies, archiving=later)), ()
     elif under_way.failed or is_passed_over:
@@ -129,8 +130,7 @@ def _go_on(job: Job, under_way: Archiving) -> Result:
 
 
 def _done(job: Job, under_way: Archiving) -> Result:
-    """The generation is on the disk as a whole: what is older than it and those that are kept
-    beside it may go there."""
+    """Release archives older than the kept ones: the generation is whole on the disk."""
     number = under_way.generation
     kept = (*job.copies.archived, number)[-job.settings.archive_keep :]
     job = replace(
@@ -149,6 +149,6 @@ def _done(job: Job, under_way: Archiving) -> Result:
     )
     if len(kept) < job.settings.archive_keep:
         return job, (Say(text),)
-    # Of a generation that was found on the disk hosts may still read their share.
+    # Hosts may still read a generation found on the disk.
     before = min([kept[0], *(generation.number for generation in job.states.generations)])
     return job, (Say(text), Send(tuple(sorted(job.hosts)), commands.Retire(before)))

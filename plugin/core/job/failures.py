@@ -1,5 +1,5 @@
-"""The consequences of failed workers: standby workers go, survivors write their state, and the job
-goes on, at other degrees where these are to blame."""
+"""Consequences of failed workers: standby workers go, survivors write their state, and the job goes
+on, at other degrees if these are to blame."""
 
 import re
 from dataclasses import replace
@@ -34,10 +34,10 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.actions import Action, Say, Send
 
 _PASSING = re.compile(r"Dist\w*Error|Connection|[Tt]im(?:ed ?|e)out|[Aa]ddress already in use")
-"""Errors of a network, which may be well the next time."""
+"""Network errors, which may vanish at a retry."""
 
 STEPPING = (*TRAINING, Phase.PREPARING, Phase.DRAINING)
-"""Phases with steps of the present workers, all of them still in the round."""
+"""Phases with steps of all present workers."""
 
 
 def fail(
@@ -50,16 +50,15 @@ def fail(
     is_standstill: bool = False,
     is_free: bool = False,
 ) -> Result:
-    """The workers cannot go on: start again from the state that the survivors write, or else from
-    the newest generation.
+    """Start again from the survivors' state, or else from the newest generation.
 
-    A change that fails before all workers have stepped goes back to the assignment that ran, and
-    costs nothing. A possible chance failure (a signal, or one of standby workers) is tried once
-    more first. The loss of a host costs nothing where it is a change; every other failure counts
-    against the restart budget unless it ``is_free``, and a refusal outside of a change ends the
-    job. A second standstill is not tried again where there is an alternative.
+    A change that fails before all workers have stepped goes back to the assignment that ran, at no
+    cost. A possible chance failure (a signal, or one of standby workers) is first tried once more.
+    Loss of a host costs nothing if it counts as a change; every other failure costs a restart
+    unless it ``is_free``, and a refusal outside of a change ends the job. A second standstill is
+    not retried if there is an alternative.
 
-    Standby workers expected the state of the stop, which does not come now.
+    Standby workers are ended: they expected the state of a stop.
     """
     is_starting = job.phase is Phase.STARTING
     is_tried = _is_change(job) or (is_standstill and job.budget.tries > 0)
@@ -68,7 +67,7 @@ def fail(
     if is_refusal and not is_changing:
         return end(job, 3, reason)
     unproven: tuple[Action, ...] = ()
-    if not is_starting:  # else what the old workers have told of still holds
+    if not is_starting:  # else the old workers' numbers still hold
         job, unproven = prove_no_more(job, "workers have failed")
         job = probing.not_probing(job)
     job, respaced = respacing.failed(job) if job.phase in STEPPING else (job, ())
@@ -107,9 +106,12 @@ def fail(
 
 
 def computes_otherwise(job: Job, text: str) -> Result:
-    """The new workers' first step differs from the old workers' same step: back to the assignment
-    that ran, from the state before that step; later results of the new workers are dropped. The job
-    goes on in a round that is no change, and where the remaining hosts have no alternative."""
+    """Go back to the assignment that ran: the new workers' first step differs from the old workers'
+    same step.
+
+    It restarts from the state before that step; later results of the new workers are dropped. A
+    round without a change, and hosts without an alternative, go on.
+    """
     assert job.current is not None
     layout = job.current.layout
     warning = Say(f"event=function_differs level=WARNING layout='{layout}' {text}")
@@ -117,7 +119,7 @@ def computes_otherwise(job: Job, text: str) -> Result:
     if not _is_change(job) or not _has_other(job, reason):
         job, actions = next_phase(job) if job.phase is Phase.STARTING else stand(job)
         return job, (warning, Say("there is nothing to go back to: the job goes on"), *actions)
-    # Where its workers train already: the start fails after all, and nothing of theirs is written.
+    # If its workers train already, the start still fails, and nothing of theirs is written.
     function = replace(job.function, probe=Refuted())
     job = replace(job, phase=Phase.STARTING, function=function)
     job, actions = fail(job, reason, is_refusal=True)
@@ -125,16 +127,15 @@ def computes_otherwise(job: Job, text: str) -> Result:
 
 
 def _has_other(job: Job, reason: str) -> bool:
-    """Whether there is another assignment, without leaving hosts, if this one counts as failed for
-    ``reason``."""
+    """Whether there is another assignment, without leaving hosts, after this one's failure."""
     blamed, _, is_free = _blame(job, reason)
     target = next_assignment(blamed)
     return is_free and target is not None and not target.members & leaving(job)
 
 
 def _error_of_the_script(job: Job, reason: str) -> str:
-    """Return the error of a script that has never come to a step, without numbers that differ from
-    start to start; empty where its surroundings may be to blame, which may change."""
+    """Error of a script without a step so far, without its varying numbers; empty if its
+    surroundings, which may change, may be to blame."""
     kind = kind_of(reason)
     is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
     newest = job.newest_generation
@@ -145,8 +146,8 @@ def _error_of_the_script(job: Job, reason: str) -> str:
 
 
 def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:
-    """Have living workers stand still and report their steps, before they are stopped; ``ending``:
-    why the job ends then."""
+    """Stop living workers at their step for a report, before they are ended; ``ending``: reason to
+    end the job afterwards."""
     hosts, emergency = active(job), FailedRound(reason, is_counted=is_counted, ending=ending)
     has_emergency = job.settings.has_emergency and job.attempt.is_hooked
     job = replace(job, failure=emergency)
@@ -172,8 +173,8 @@ def rescued(report: reports.Rescued, host: str, job: Job) -> Result:
 
 
 def excuse_loss(job: Job, host: str) -> Result:
-    """A host turns out to be lost while survivors write their state: its loss was the failure, and
-    costs nothing where it is a change."""
+    """Refund a restart: the loss of a host, known only during the rescue, was the failure, and a
+    loss costs nothing."""
     emergency = job.emergency
     if emergency is None or not job.settings.is_loss_free:
         return job, ()
@@ -186,14 +187,14 @@ def excuse_loss(job: Job, host: str) -> Result:
 
 
 def _is_change(job: Job) -> bool:
-    """Whether the present round runs otherwise than the last one."""
+    """Whether the present round differs from the last one that ran."""
     ran, current = job.change.ran, job.current
     return ran is not None and current is not None and not current.is_same_as(ran)
 
 
 def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
-    """The present assignment has failed and is not chosen again. Returns the job, its log lines,
-    and whether there is an alternative."""
+    """Exclude the present assignment. Returns the job, its log lines, and whether there is an
+    alternative."""
     current = job.current
     assert current is not None
     failed = FailedChange(current, members_of(job, current), reason)

@@ -1,10 +1,10 @@
-"""The rules for unfit hosts: those that fail their health check (``--health-check``), and those
-that come and go, or break every round they join.
+"""Rules for unfit hosts: failed health checks (``--health-check``), and hosts that come and go or
+break every round they join.
 
-A host runs no workers until it has passed its check; the others wait for a first answer for a
-moment, and train on without it. A host that flaps is kept out of the rounds for a while, longer
-each time. All of them stay in the job: their stores serve, and a barred one is taken at once where
-nothing fits without it.
+A host runs no workers before it has passed its check; the others wait a moment for its first
+answer, and train on without it. A flapping host is kept out of rounds, longer each time. All unfit
+hosts stay in the job: their stores serve, and a barred one is used at once if nothing fits without
+it.
 """
 
 from collections.abc import Iterable
@@ -19,13 +19,13 @@ from scalai.core.messages.actions import Action, Say, Send
 
 
 def joined(job: Job, host: str) -> Result:
-    """A host's agent has come: it is asked before it runs workers, whatever was asked before."""
+    """Check a joined host before it runs workers, whatever the earlier checks."""
     left = {name: check for name, check in job.health.checks.items() if name != host}
     return ask(replace(job, health=replace(job.health, checks=left)), [host], "it joins the job")
 
 
 def ask(job: Job, hosts: Iterable[str], reason: str) -> Result:
-    """Ask those of the hosts that have a check, and are not being asked already."""
+    """Check these hosts, except those without a check or with one in progress."""
     checks, order, due = dict(job.health.checks), job.health.last_check, list[Action]()
     for host in sorted(hosts):
         has_check = host in job.hosts and job.hosts[host].has_check
@@ -40,7 +40,7 @@ def ask(job: Job, hosts: Iterable[str], reason: str) -> Result:
 
 
 def ask_again(job: Job) -> Result:
-    """Ask those whose pause is over."""
+    """Check hosts after their pause."""
     due = [
         host
         for host, check in job.health.checks.items()
@@ -50,7 +50,7 @@ def ask_again(job: Job) -> Result:
 
 
 def checked(report: reports.HealthChecked, host: str, job: Job) -> Result:
-    """A host has answered."""
+    """Handle a host's answer."""
     check = job.health.checks.get(host)
     if check is None or check.order != report.order or not check.is_asked:
         return job, ()
@@ -70,7 +70,7 @@ def checked(report: reports.HealthChecked, host: str, job: Job) -> Result:
         f"host {host} fails its health check ({report.reason}): it runs no workers, and is "
         f"asked again after {pause_s:.0f} s"
     )
-    # Whoever waited for the answer goes on without it.
+    # Hosts that waited for the answer go on.
     job, actions = consider(job) if job.phase is Phase.WAITING else (job, ())
     return job, (said, *actions)
 
@@ -78,16 +78,16 @@ def checked(report: reports.HealthChecked, host: str, job: Job) -> Result:
 STRIKES = 3
 """Losses of a host, or rounds that failed as it joined, before it waits."""
 WINDOW_S = 3600.0
-"""What is longer ago does not count."""
+"""Age of a strike that no longer counts, in seconds."""
 LONGEST_S = 3600.0
 HANGS = 2
 """Hangs at which a host was behind before it waits."""
 HANG_WAITS = 4
-"""It waits so many times as long as the others have waited for it, at first."""
+"""First wait, as a multiple of the others' wait for it."""
 
 
 def strike(job: Job, hosts: Iterable[str]) -> tuple[Job, tuple[Action, ...]]:
-    """Return the job after these hosts were lost or made a round fail, and what is said of it."""
+    """The job after losses of these hosts, or rounds that they made fail; with log lines."""
     strikes = {name: _recent(job, times) for name, times in job.health.strikes.items()}
     strikes = {name: times for name, times in strikes.items() if times}
     barred, lines = dict(job.health.barred), []
@@ -109,8 +109,8 @@ def strike(job: Job, hosts: Iterable[str]) -> tuple[Job, tuple[Action, ...]]:
 def bar_who_hangs(
     job: Job, hosts: Iterable[str], waited_s: float
 ) -> tuple[Job, tuple[Action, ...]]:
-    """Return the job after these hosts have kept the others waiting for so long, and what is said
-    of it. How often they did is forgotten when they join anew."""
+    """The job after these hosts kept the others waiting; with log lines. A new join resets a host's
+    count."""
     hangs, barred, lines = dict(job.health.hangs), dict(job.health.barred), []
     for host in sorted(hosts):
         hangs[host] = hangs.get(host, 0) + 1
@@ -129,8 +129,7 @@ def bar_who_hangs(
 
 
 def joined_anew(job: Job, host: str) -> Job:
-    """Return the job after the agent of a host has come: what hung on it is over. What has flapped
-    waits all the same."""
+    """The job after a host's new agent: its hangs are over, and its flapping still counts."""
     if host not in job.health.hangs:
         return job
     is_flapping = len(_recent(job, job.health.strikes.get(host, ()))) >= STRIKES
@@ -144,7 +143,7 @@ def _recent(job: Job, times: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def pardon(job: Job) -> Job:
-    """Return the job without the bars whose time is over."""
+    """The job without expired bars."""
     barred = {host: until for host, until in job.health.barred.items() if until > job.now}
     return (
         job

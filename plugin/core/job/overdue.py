@@ -1,13 +1,12 @@
-"""The consequences of time: a phase beyond its deadline (the table in ``deadlines``), and a
-training that hangs, because no worker makes a step for longer than a step can take.
+"""Consequences of time: a phase beyond its deadline (the table in ``deadlines``), and training that
+hangs, without a worker's step for too long.
 
-Ranks of a training wait for each other and so have all made the same step: the number of steps
-rarely tells which one hangs. A rank is behind if it does not even answer, or stands elsewhere than
-most.
+Ranks wait for each other and so have all made the same step: the number of steps rarely shows the
+hung rank. A rank is behind if it does not answer, or stands elsewhere than most.
 
-Source: MegaScale and ByteRobust (ByteDance), "stack aggregation": ranks with the stacks of few are
-suspected. Differs in: a rank that waits in a collective is never suspected, and without evidence no
-rank is named.
+Source: MegaScale and ByteRobust (ByteDance), "stack aggregation": ranks with rare stacks are
+suspected. Differs in: a rank in a collective is never suspected, and without evidence no rank is
+named.
 """
 
 from collections import Counter
@@ -33,16 +32,16 @@ from scalai.core.messages.actions import Action, Lose, Say
 from scalai.core.messages.reports import FRAMES_APART, SILENT, Stalled
 
 COLLECTIVES = "torch/distributed/"
-"""Frames of a rank that waits for others, as far as Python knows."""
+"""Frames of a rank in a collective, as far as Python knows."""
 Ranks = Mapping[str, tuple[int, ...]]
 """Ranks by host."""
 
 
 def behind(stalls: Mapping[str, Stalled]) -> Ranks:
-    """Return the ranks that the others wait for, by host; none without evidence.
+    """Ranks awaited by the others, by host; none without evidence.
 
     Args:
-        stalls: Of all hosts of the round.
+        stalls: Stalls of all hosts of the round.
     """
     lowest = min(each.step for each in stalls.values())
     late = {host: each.ranks for host, each in stalls.items() if each.step == lowest}
@@ -58,8 +57,8 @@ def behind(stalls: Mapping[str, Stalled]) -> Ranks:
 
 
 def _apart(places: Mapping[int, str]) -> frozenset[int]:
-    """Return the ranks that stand apart: a minority without an answer, outside of a collective
-    while others wait in one, or with another innermost frame than most."""
+    """Ranks apart: a minority without an answer, outside of a collective while others are in one,
+    or with another innermost frame than most."""
     silent = {rank for rank, place in places.items() if place.startswith(SILENT)}
     if silent and 2 * len(silent) <= len(places):
         return frozenset(silent)
@@ -82,11 +81,11 @@ PLACE = 200
 
 
 def limit_s(job: Job, stalled: Mapping[str, Stalled]) -> float:
-    """Return the limit for a time without a step, in seconds.
+    """Limit for a time without a step, in seconds.
 
-    Many usual steps, where all workers are within a step and the usual one is known; elsewhere, and
-    at most, a person's setting. Longer than any pause so far, and doubled for each hang without a
-    step in between, because that may be a pause longer than any before.
+    Many usual steps, if all workers are within a step of known usual duration; otherwise, and at
+    most, the person's setting. It exceeds any pause so far, and doubles for each hang without a
+    step in between: the pause may be longer than any before.
     """
     limit = job.settings.hang_s
     if stalled and all(each.is_within and each.usual_s for each in stalled.values()):
@@ -98,11 +97,11 @@ def limit_s(job: Job, stalled: Mapping[str, Stalled]) -> float:
 
 
 def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
-    """Start the round again where all of its hosts report no steps for too long; else None.
-    Finished workers wait for the others, which may evaluate.
+    """Restart the round if all its hosts report no steps for too long; else None. Finished workers
+    wait for the others, in an evaluation perhaps.
 
-    A host that keeps the others waiting a second time is left out for a while, if they can go on
-    without it; it counts as lost then.
+    A host behind at a second hang is left out for a while, if the others can go on without it; it
+    then counts as lost.
     """
     hosts = active(job)
     stalls = {host: stalled[host] for host in hosts & stalled.keys()}
@@ -135,7 +134,7 @@ def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
         named = f"; behind are {_names(late, stalls)}" if late else ""
         job, actions = fail(job, where + named, is_chance=True)
         return job, (*knocked, *actions)
-    # Where most are behind, it may as well be the few that are not.
+    # If most are behind, the fault may lie with the few others.
     job, lines = bar_who_hangs(job, late if 2 * len(late) <= len(hosts) else (), waited)
     target = next_assignment(job)
     is_without = target is not None and not late.keys() & target.members
@@ -146,7 +145,7 @@ def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
 
 
 def _names(late: Ranks, stalls: Mapping[str, Stalled]) -> str:
-    """Name the ranks that are behind, and the place of one of each host."""
+    """Ranks behind, with the place of one per host."""
     named = []
     for host, ranks in late.items():
         places = dict(stalls[host].where)
@@ -162,11 +161,11 @@ _REPORTED = (
     Phase.COMMITTING, Phase.STOPPING, Phase.SAVING,
 )  # fmt: skip
 _MEETING = (Phase.STARTING, Phase.BUILDING)
-"""Phases with a meeting of the workers of all hosts."""
+"""Phases with a rendezvous of all hosts' workers."""
 
 
 def overdue(job: Job) -> Result:
-    """Return the job at its present time, and the consequences of a phase that takes long."""
+    """The job at its present time, and consequences of a phase beyond its limits."""
     if job.wait.since is None:
         return replace(job, wait=replace(job.wait, since=job.now)), ()
     waited = job.now - job.wait.since
@@ -176,7 +175,7 @@ def overdue(job: Job) -> Result:
     if waited < _report_at(job):
         return job, ()
     said: tuple[Action, ...] = ()
-    if job.phase is Phase.BUILDING:  # the present workers, which would say where they are, train
+    if job.phase is Phase.BUILDING:  # the present workers train, and have no place to report
         job = replace(job, wait=replace(job.wait, reports=job.wait.reports + 1))
     elif job.phase in _REPORTED:
         job, said = report(job, waited)
@@ -207,7 +206,7 @@ def report(job: Job, waited: float) -> Result:
 
 
 def _awaited(job: Job) -> str:
-    """Name the missing acts and their hosts."""
+    """Missing acts and their hosts."""
     if job.phase is Phase.WAITING:
         return missing(job)
     return f"awaited: {', '.join(_with_progress(job, host) for host in sorted(job.awaited))}"
@@ -233,14 +232,14 @@ def _not_built(job: Job, waited: float) -> Result:
 def _not_drained(job: Job, waited: float) -> Result:
     present = job.current.active if job.current else ()
     lost = sorted(set(present) - active(job))
-    if lost:  # the others wait for its workers in the middle of a step
+    if lost:  # the others wait for its workers within a step
         return fail(job, f"host {lost[0]} is lost on the way to the stop", is_loss=True)
     reason = f"not every worker came to step {job.stop.step} within {waited:.0f} s, {_awaited(job)}"
     return withdraw(job, reason)
 
 
 def _without_the_silent(job: Job, waited: float) -> Result:
-    """Do without hosts that do not report the place of their workers, their part or its damage."""
+    """Go on without the reports of silent hosts."""
     text = f"event=slow phase={job.phase.value} since_s={waited:.0f} {_awaited(job)}: done without"
     job = replace(job, awaited=frozenset())
     job, actions = go_on(job) if job.phase is Phase.EXAMINING else next_phase(job)
@@ -254,7 +253,7 @@ def _silent(job: Job, waited: float) -> Result:
         is_due = waited >= _report_at(job)
         return report(job, waited) if is_due else (job, ())
     reason = f"no answer within {waited:.0f} s in phase {job.phase.value}"
-    job = replace(job, wait=Wait(job.now))  # said again for those that cannot be done without
+    job = replace(job, wait=Wait(job.now))  # logged again for indispensable hosts
     return job, (Lose(tuple(sorted(silent)), reason),)
 
 

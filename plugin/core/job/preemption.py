@@ -1,5 +1,5 @@
-"""The rules for a host that will be taken away: a drain that is likely to end late, the pieces that
-leave the host first then, and a deadline that has passed."""
+"""Rules for a host that will be taken away: a drain that is likely to end late, an early copy of
+its pieces, and a passed deadline."""
 
 from dataclasses import replace
 
@@ -12,18 +12,18 @@ from scalai.core.messages import events
 from scalai.core.messages.actions import Lose, MakeReplicas, Say
 
 _FETCHING = (*TRAINING, Phase.WAITING, Phase.PREPARING, Phase.DRAINING)
-"""Phases without other fetches, and without a newer generation being written."""
+"""Phases without other fetches or a new generation in progress."""
 
 
 def givers(job: Job) -> frozenset[str]:
-    """Return the hosts whose deadline is likely to come before the end of their drain."""
+    """Hosts with a deadline likely to come before the end of their drain."""
     short = frozenset(host.name for host in job.hosts.values() if host.is_short)
     return short & job.newest_generation.hosts if job.newest_generation else frozenset()
 
 
 def evacuate(job: Job) -> Result:
-    """Have others fetch the pieces of the newest generation held by nobody but hosts that will be
-    taken away. Asked at a notice and with every tick."""
+    """Copy pieces of the newest generation on leaving hosts alone. Called at a notice and every
+    tick."""
     under_way, giving, newest = job.copies.replication, givers(job), job.newest_generation
     if under_way is not None and under_way.giving - giving:  # some have left, or stay after all
         job = replace(job, copies=replace(job.copies, replication=None))
@@ -47,14 +47,14 @@ def evacuate(job: Job) -> Result:
 
 
 LATE_S = 5.0
-"""An agent ends by itself at its host's deadline; a later one may hang."""
+"""Delay after a host's deadline, in seconds: its agent ends by itself, and a later one may hang."""
 SAME_S = 3.0
-"""Deadlines of two notices that differ by less are one."""
+"""Smallest difference between two deadlines of notices, in seconds."""
 
 
 def noticed(event: events.HostLeaving, job: Job) -> Result:
-    """Mark a host as leaving; if it has too little time for its drain, have the pieces leave first
-    that it holds alone. The drain follows from the mark."""
+    """Mark a host as leaving; with too little time for its drain, its unique pieces leave first.
+    The drain follows from the mark."""
     host = job.hosts[event.host]
     by = None if event.left_s is None else event.at + event.left_s
     marked = replace(host, is_leaving=True, leave_by=by if event.is_final else None)
@@ -89,13 +89,13 @@ def is_known(event: events.HostLeaving, job: Job) -> bool:
 
 
 def taken_back(job: Job, host: str) -> Job:
-    """Return the job after a host's notice was withdrawn."""
+    """The job after a host's notice was withdrawn."""
     stays = replace(job.hosts[host], is_leaving=False, leave_by=None, is_short=False)
     return _with(job, stays)
 
 
 def overdue(job: Job) -> Result:
-    """Do without hosts beyond their deadline whose agents have not ended: said once."""
+    """Lose hosts beyond their deadline with living agents, once."""
     late = [
         host
         for _, host in sorted(job.hosts.items())
@@ -114,7 +114,7 @@ def _with(job: Job, host: Host) -> Job:
 
 
 def measured(before: Job, after: Job) -> Job:
-    """Return ``after`` with the durations measured on the way from ``before``."""
+    """``after`` with the durations measured since ``before``."""
     if after is before:
         return after
     pace = after.change.pace
@@ -147,7 +147,7 @@ def _entered(pace: Pace, was: Phase, phase: Phase, now: float) -> Pace:
 
 
 def _stepped(pace: Pace, job: Job) -> Pace:
-    """Note the furthest step, and the duration of the steps since the one before."""
+    """Record the furthest step, and the duration of the steps since the one before."""
     if pace.seen is None:
         return replace(pace, seen=(job.newest, job.now))
     made = job.newest - pace.seen[0]

@@ -1,6 +1,6 @@
-"""Rules for replicas: while the workers train, hosts fetch from each other the pieces of a
-committed generation that would be lost with one of them (``core.tensors.replicas``). An older
-generation with replicas stays until a newer one has them."""
+"""Rules for replicas: during training, hosts fetch from each other the pieces of a committed
+generation that one loss would take away (``core.tensors.replicas``). An older generation with
+replicas stays until a newer one has them."""
 
 from dataclasses import replace
 
@@ -15,9 +15,9 @@ from scalai.core.messages.actions import Action, MakeReplicas, Release, Say
 Result = tuple[Job, tuple[Action, ...]]
 
 AGAIN_S = 30.0
-"""Seconds until failed replicas are tried again: a lost host is known to be by then."""
+"""Pause before failed replicas are retried, in seconds: a lost host is known by then."""
 GIVEN_AGAIN_S = 2.0
-"""The same for pieces held by nobody but hosts that will be taken away: there is little time."""
+"""The same for pieces on leaving hosts alone: there is little time."""
 _NEEDING = (
     Phase.WAITING, Phase.STARTING, Phase.EXAMINING, Phase.STOPPING, Phase.FREEZING, Phase.RESCUING,
 )  # fmt: skip
@@ -25,7 +25,7 @@ _NEEDING = (
 
 
 def keepers(job: Job) -> frozenset[str]:
-    """Return the hosts that keep replicas: all staying ones that hear each other."""
+    """Hosts that keep replicas: all staying ones that hear each other."""
     there = [(host.name, host.slots) for host in job.hosts.values() if not host.is_leaving]
     if job.health.links.unheard:
         training = active(job)
@@ -40,16 +40,15 @@ def is_to_be_replicated(job: Job) -> bool:
 
 
 def needs_older(job: Job) -> bool:
-    """Whether an older generation stays, because there will be replicas of the newest one, and are
-    none yet."""
+    """Whether an older generation stays: replicas of the newest are due and not yet made."""
     newest = job.newest_generation
     is_made = newest is not None and job.copies.replicated == (newest.number, keepers(job))
     return is_to_be_replicated(job) and not is_made
 
 
 def replicate(job: Job) -> Result:
-    """Have replicas made of the newest generation, if the present hosts have none of it; say how
-    long it takes. Asked with every tick."""
+    """Command replicas of the newest generation if the present hosts lack them; log a slow
+    replication. Called every tick."""
     before = job.copies.replication
     if before is not None and _is_behind(job, before):
         return _skip(job, before)
@@ -57,11 +56,11 @@ def replicate(job: Job) -> Result:
         under_way, lines = report_if_slow(before, "replicas", job.now)
         return replace(job, copies=replace(job.copies, replication=under_way)), lines
     if before is not None and before.giving:
-        return job, ()  # tried again first
+        return job, ()  # this one is retried first
     newest, hosts = job.newest_generation, keepers(job)
     if newest is None or job.states.uncommitted:
         return job, ()
-    if not is_to_be_replicated(job):  # an older one may have stayed for hosts that are gone
+    if not is_to_be_replicated(job):  # an older one may have stayed for lost hosts
         is_left = job.phase in TRAINING and job.states.generations[0].number < newest.number
         return release_older(job) if is_left else (job, ())
     if job.copies.replicated == (newest.number, hosts) or (before and job.now < before.again_at):
@@ -81,7 +80,7 @@ def _order(job: Job, replication: Replication) -> Result:
 
 
 def _is_behind(job: Job, under_way: Replication) -> bool:
-    """Whether a newer generation is there before all hosts have made their replicas of this one."""
+    """Whether a newer generation came before all hosts made their replicas of this one."""
     newest = job.newest_generation
     is_late = (
         newest is not None and under_way.generation < newest.number and not job.states.uncommitted
@@ -91,8 +90,8 @@ def _is_behind(job: Job, under_way: Replication) -> bool:
 
 
 def _skip(job: Job, under_way: Replication) -> Result:
-    """Make those of the newest generation instead: else each would be later than the one before.
-    But never twice in a row, or there might never be any."""
+    """Replicate the newest generation instead: else each would be later than the one before. Never
+    twice in a row, or there might never be any replicas."""
     newest, hosts = job.newest_generation, keepers(job)
     assert newest is not None
     text = (
@@ -127,8 +126,8 @@ def replicated(report: reports.Replicated, host: str, job: Job) -> Result:
 
 
 def _done(job: Job, replication: Replication) -> Result:
-    """All possible replicas are made: older generations may go. A replica that failed because
-    another host gave nothing is tried again first: that host may turn out to be lost."""
+    """Release older generations after all possible replicas. After a replica that failed for want
+    of another host's bytes, retry first: that host may turn out to be lost."""
     number, took_s = replication.generation, job.now - replication.since
     if replication.giving:
         return _given(job, replication)
@@ -151,14 +150,13 @@ def _done(job: Job, replication: Replication) -> Result:
         )
         lines = (Say(text),)
         job = respacing.replicated(job, took_s)
-    # Later ones have no replicas yet: what is older than this one is not needed.
+    # Later generations have no replicas yet; older ones are not needed.
     job, released = _keep_from(job, number) if job.phase in TRAINING else (job, ())
     return job, (*lines, *released)
 
 
 def _given(job: Job, replication: Replication) -> Result:
-    """The pieces held by nobody but hosts that will be taken away are elsewhere; failed ones are
-    asked for again soon."""
+    """Record the copies of leaving hosts' pieces; retry failed ones soon."""
     if replication.is_hopeful:
         again = replace(replication, again_at=job.now + GIVEN_AGAIN_S)
         return replace(job, copies=replace(job.copies, replication=again)), ()
@@ -176,7 +174,7 @@ def _given(job: Job, replication: Replication) -> Result:
 
 
 def without(job: Job, released: frozenset[str]) -> Job:
-    """These hosts leave the job: the others make replicas anew, and wait for none of them."""
+    """The job after these hosts leave: the others make replicas anew, and await none of them."""
     under_way = job.copies.replication
     if under_way is None or not released & (under_way.hosts | under_way.giving):
         return job
@@ -184,15 +182,15 @@ def without(job: Job, released: frozenset[str]) -> Job:
 
 
 def give_up(job: Job) -> Job:
-    """A host is lost with its replicas for others: they are made anew."""
+    """The job after a loss of a host with its replicas for others: they are made anew."""
     return replace(
         job, copies=replace(job.copies, replication=None, replicated=None, evacuated=None)
     )
 
 
 def release_older(job: Job) -> Result:
-    """Let older generations go, if the newest one is committed everywhere, no start needs another
-    and nothing has failed: a yet unknown loss may need them."""
+    """Release older generations, if the newest is committed everywhere, no start needs another, and
+    nothing has failed: a yet unknown loss may need them."""
     newest = job.newest_generation
     if newest is None or job.states.uncommitted or job.phase in _NEEDING:
         return job, ()

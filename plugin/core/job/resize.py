@@ -1,5 +1,5 @@
-"""The rules of membership: ``advance(job, event)`` returns the next state of the job and what must
-be done.
+"""The rules of membership: ``advance(job, event)`` returns the next state of the job and the
+actions.
 
 Nothing here waits, sends or reads a clock. Every rule keeps one promise: a committed generation
 stays until a newer one is committed and, after a resize, until every new rank has stepped.
@@ -63,12 +63,11 @@ from scalai.core.messages import commands, events, reports
 from scalai.core.messages.actions import RESUMABLE, Action, CommitParts, Release, Say, Send
 
 REFILL_S = 3600.0
-"""Training progress for which a failure is forgotten, in a job without a budget of its own."""
+"""Training progress that earns one failure back, in seconds, in a job without its own budget."""
 
 
 def advance(job: Job, event: events.Event) -> Result:
-    """Return the job after ``event`` and the actions that the coordinator must carry out, in
-    order."""
+    """The job after ``event``, and the coordinator's actions in order."""
     if job.phase is Phase.ENDED:
         return job, ()
     after, due = _on(event, job)
@@ -111,14 +110,14 @@ def _host_joined(event: events.HostJoined, job: Job) -> Result:
     if not is_replaced or job.takeover.pending is not None:
         job, actions = succession.joined(event, job)
         return job, (*brought, *actions)
-    # What it brings counts before the loss of the one before it is judged.
+    # Its parts count before the loss of its predecessor is judged.
     job = replace(job, change=replace(job.change, at=event.at))
     job, actions = _workers_gone(before, job, event.host, event.at)
     return job, (*brought, *actions)
 
 
 def _brought(event: events.HostJoined) -> tuple[Action, ...]:
-    """What becomes of what a host brings: before a round begins, which gives up what is sealed."""
+    """Actions for a host's parts, before a round begins and drops sealed ones."""
     dropped = (Send((event.host,), commands.Drop(number)) for number in event.obsolete)
     return (*dropped, *(CommitParts(hosts, number) for number, hosts in event.sealed))
 
@@ -133,14 +132,14 @@ def _host_leaving(event: events.HostLeaving, job: Job) -> Result:
 
 
 def _leave(job: Job, event: events.HostLeaving) -> Result:
-    """Begin the drain of a host that is marked as leaving."""
+    """Begin the drain of a leaving host."""
     if job.takeover.pending is not None:
         return job, ()
     if job.phase is Phase.WAITING:
         return _leave_while_waiting(job, event.host)
     if event.host not in active(job) and job.phase in RESIZABLE:
         # In a start it serves its store until every rank has stepped; in a running job the hosts
-        # with workers hold all that it holds.
+        # with workers hold everything.
         if job.change.standby is not None and event.host in job.change.standby.assignment.active:
             return consider(job)
         return release_leaving(job) if job.phase in TRAINING else (job, ())
@@ -148,8 +147,8 @@ def _leave(job: Job, event: events.HostLeaving) -> Result:
 
 
 def _consider_soon(job: Job, at: float) -> Result:
-    """Meet a change at once; during a stop, at the first tick after it where it is taken back. A
-    stop that waits for a save, and that nothing needs any more, is taken back now."""
+    """Consider a change at once; during a stop, at the first tick after it or its withdrawal. A
+    stop that waits for a save and is no longer needed is withdrawn now."""
     if job.phase in RESIZABLE:
         return consider(job)
     if job.phase is Phase.PREPARING and job.stop.held and runs_as_requested(job):
@@ -159,8 +158,8 @@ def _consider_soon(job: Job, at: float) -> Result:
 
 @_heard.register
 def _host_staying(report: reports.Staying, host: str, job: Job) -> Result:
-    """The notice is withdrawn: a stop at which nobody has written is taken back, where the job runs
-    as it is to; else the next round has the host again."""
+    """Withdraw a stop without writers if the job already runs as it should; else the next round has
+    the host again."""
     if host not in job.hosts or not job.hosts[host].is_leaving:
         return job, ()
     job = preemption.taken_back(job, host)
@@ -171,8 +170,8 @@ def _host_staying(report: reports.Staying, host: str, job: Job) -> Result:
 
 
 def _leave_while_waiting(job: Job, host: str) -> Result:
-    """Nothing runs: let a host go unless the state may need it. Then it stays until its drain
-    timeout, and its part stays in its store."""
+    """Release a host while nothing runs, unless the state may need it. Then it stays until its
+    drain timeout, and its part stays in its store."""
     if not staying(job) and job.states.has_state:
         return save(job)
     if not job.states.has_state:
@@ -193,7 +192,7 @@ def _host_lost(event: events.HostLost, job: Job) -> Result:
 
 
 def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
-    """A host's agent is gone, and its workers with it."""
+    """Handle the loss of a host's agent and workers."""
     job = replace(
         job,
         attempt=replace(job.attempt, gone=job.attempt.gone | {host}),
@@ -218,9 +217,11 @@ def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
 
 
 def _make_room(job: Job, host: str) -> Result:
-    """A host is lost in a stop while others have two generations, which leaves them no room for the
-    snapshot: the snapshot that the lost one had yet to rename is whole without it, or this stop
-    comes to nothing, because no store may let go of either."""
+    """Handle a loss during a stop while others have two generations and no room for the snapshot.
+
+    If the lost host was the last to rename its part, the newer generation is whole without it; else
+    the stop fails, because no store may release either.
+    """
     newest = job.newest_generation
     if newest is None or newest.number != job.states.committing:
         reason = (
@@ -236,7 +237,7 @@ def _make_room(job: Job, host: str) -> Result:
 
 
 def _without_workers(job: Job, host: str, at: float, was_active: bool) -> Result:
-    """Go on without workers that are gone already."""
+    """Go on without lost workers."""
     if job.phase is Phase.SAVING and host in job.awaited:
         return end(job, 1, f"host {host} is lost before its part was saved")
     if job.phase is Phase.EXAMINING:
@@ -298,13 +299,13 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
     job, copied = replicating.replicate(job)
     job, archived = archiving.archive(job)
     job, late = preemption.overdue(job)
-    if not late:  # else who is late in the phase too would be lost twice
+    if not late:  # else a host late in both would be lost twice
         job, late = overdue(job)
     return job, (*asked, *spaced, *given, *copied, *archived, *late)
 
 
 def _refill(job: Job, newest: int) -> Job:
-    """Take note of the steps that were made; an hour of them earns a failure that they cost."""
+    """Count training progress; ``REFILL_S`` of it earns one failure back."""
     if newest <= job.newest or job.phase not in TRAINING:
         return replace(job, newest=max(job.newest, newest))
     made_s = 0.0 if job.budget.stepped_at is None else job.now - job.budget.stepped_at
@@ -351,8 +352,8 @@ def _prepared(report: reports.Prepared, host: str, job: Job) -> Result:
 
 @_heard.register
 def _held(report: reports.Held, host: str, job: Job) -> Result:
-    """What is in flight began before the stop was proposed, or on the way to it; then all ranks
-    stand there with it, and train on to a later one."""
+    """Handle a save in flight, begun before the stop or on the way to it; in the latter case all
+    ranks stand there alike, and train on to a later stop."""
     if (report.round, report.stop) != (job.round, job.stop.step):
         return job, ()
     if job.phase is Phase.PREPARING:
@@ -401,7 +402,7 @@ def _failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> 
         return job, (Say(reason),)
     if report.round != job.round or job.phase not in FALLIBLE:
         return job, ()
-    if job.phase is Phase.SNAPSHOTTING:  # what the others snapshot may be the whole state
+    if job.phase is Phase.SNAPSHOTTING:  # the others' snapshot may be the whole state
         job, actions = next_phase(answered(job, host))
         return job, (Say(reason), *actions)
     reason = report.reason if report.is_refusal else reason
@@ -412,7 +413,7 @@ def _failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> 
 
 @_heard.register
 def _unhooked(report: reports.Unhooked, host: str, job: Job) -> Result:
-    """It runs as it is: no step will be told of, and no change begun."""
+    """Run the job as it is: no steps are reported, and no change begins."""
     if report.round != job.round or not job.attempt.is_hooked or job.phase is not Phase.STARTING:
         return job, ()
     job = replace(
@@ -430,7 +431,7 @@ def _unhooked(report: reports.Unhooked, host: str, job: Job) -> Result:
 def _hooked(report: reports.Hooked, host: str, job: Job) -> Result:
     if job.attempt.is_hooked or report.round != job.round:
         return job, ()
-    # What changed meanwhile was refused.
+    # Changes in between were refused.
     return replace(
         job, attempt=replace(job.attempt, is_hooked=True), change=replace(job.change, at=job.now)
     ), ()
@@ -448,7 +449,8 @@ for _told in (commits.sealed, commits.skipped, commits.committed, replicating.re
 
 @_heard.register
 def _looked(report: reports.Attached, host: str, job: Job) -> Result:
-    """What lies on disks may be gone on from unasked; other hosts may still tell of more."""
+    """Consider states on disks without a person's order, after a delay: other hosts may report
+    more."""
     job = replace(job, states=replace(job.states, looking=job.states.looking - {host}))
     is_found = job.states.generations and not job.states.is_held_back
     if job.phase is not Phase.WAITING or not is_found or job.change.at is not None:
@@ -483,7 +485,7 @@ def _judged(job: Job) -> Result:
 
 
 def _judged_late(job: Job) -> Result:
-    """Compare what waited for the old workers, once they have told, are gone, or take too long."""
+    """Compare once the old workers have answered, are gone, or take too long."""
     is_due = job.function.is_waiting and not probing.must_wait(job)
     return _judged(job) if is_due else (job, ())
 

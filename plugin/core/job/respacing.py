@@ -13,27 +13,26 @@ Result = tuple[Job, tuple[Action, ...]]
 
 
 def measured(job: Job, found: SnapshotCost | None) -> Result:
-    """A snapshot on the way has been made, and this was measured of it."""
+    """Adopt the measured cost of a snapshot on the way."""
     if not job.spacing.is_auto or found is None:
         return job, ()
     return _choose(replace(job, spacing=job.spacing.with_measured(found)))
 
 
 def replicated(job: Job, took_s: float) -> Job:
-    """Replicas of the newest generation were made: the next snapshot has no room before."""
+    """Record the duration of replication: the next snapshot has no room before."""
     return replace(job, spacing=replace(job.spacing, replicate_s=took_s))
 
 
 def failed(job: Job) -> Result:
-    """The workers of a round that trained have failed."""
+    """Count a failure of a training round."""
     failures = job.spacing.failures + 1
     job = replace(job, spacing=replace(job.spacing, failures=failures))
     return _choose(job) if job.spacing.is_auto else (job, ())
 
 
 def ticked(job: Job) -> Result:
-    """Count the time that the job has trained, and tell the workers of a round what they do not
-    know yet."""
+    """Count training time, and command the workers' interval if it changed."""
     is_training = job.phase in TRAINING and job.attempt.is_hooked and job.current is not None
     if not job.spacing.is_auto:
         return job, ()
@@ -59,19 +58,19 @@ def ticked(job: Job) -> Result:
 
 
 def built(job: Job) -> Job:
-    """Workers are built that begin with the present number of steps."""
+    """Record the interval of workers built now."""
     return replace(job, spacing=replace(job.spacing, built=job.spacing.every))
 
 
 def started(job: Job, *, is_built: bool) -> Job:
-    """A round begins; its workers may have been built before."""
+    """Record the interval of a new round's workers, perhaps built before."""
     told = job.spacing.built if is_built else job.spacing.every
     return replace(job, spacing=replace(job.spacing, told=told))
 
 
 def adopted(job: Job, told: Collection[int]) -> Job:
-    """Another coordinator has told the workers of each host of this round a number of steps: the
-    one that they know holds on. Where not all know the same, all are told."""
+    """Adopt the interval of another coordinator's workers. If the workers of hosts differ, all get
+    it again."""
     if not job.spacing.is_auto:
         return job
     every = min(told)
@@ -80,7 +79,7 @@ def adopted(job: Job, told: Collection[int]) -> Job:
 
 
 def _choose(job: Job) -> Result:
-    """Choose anew; said, and told, where that is another number by enough."""
+    """Choose the interval anew; log and command a noticeable change."""
     spacing = job.spacing
     choice = spacing.chosen(_workers(job))
     if choice is None:
