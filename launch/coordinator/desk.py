@@ -45,7 +45,7 @@ from scalai.store.manifest import manifest_of_bytes
 from scalai.store.places import check_host
 
 READS = (Status, ReadSpec, Farewell)
-"""Calls that change nothing: where they fail the job is none the worse."""
+"""Calls without changes: their failure does not harm the job."""
 
 
 class Desk:
@@ -56,10 +56,10 @@ class Desk:
         interface: Address of the workers' rendezvous.
         stores: Rendezvous stores of the rounds.
         say: Takes log lines.
-        patience: Waits for agents that are away.
+        patience: Waits for absent agents.
         term: Number of this coordinator.
-        is_successor: It takes the place of one that is gone.
-        probe: Tells whether an agent's process is gone; None: not known.
+        is_successor: It replaces a lost one.
+        probe: Detects ended agents; None: no detection.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Desk:
         self._spec, self._stores, self._patience = spec, stores, patience
         self._lock = threading.RLock()
         self._reading = threading.Lock()
-        """Held to read one manifest at a time: more at once are no faster, and delay calls
-        without any."""
+        """Held to read one manifest at a time: more at once are no faster, and delay other
+        calls."""
         self._live = LiveJob(
             spec,
             interface,
@@ -95,7 +95,7 @@ class Desk:
         self._probe = probe
         self._losses = Losses(self._live, patience, probe)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
-        """Reports that wait until the round under way is known."""
+        """Reports that wait until the round in progress is known."""
 
     def may_retire(self) -> bool:
         """Whether no other run can read the durable directory."""
@@ -106,28 +106,28 @@ class Desk:
         return True
 
     def tick_s(self) -> float:
-        """Return the interval of ticks."""
+        """Interval of ticks, in seconds."""
         return tick_s(len(self._live.members))
 
     def tick(self) -> None:
-        """Lose agents that are gone, and let the law look at its deadlines. Callers hold the
-        lock."""
+        """Lose dead agents, and give the law the time. Callers hold the lock."""
         live = self._live
         try:
             self._losses.look()
             members = live.members
             live.feed(events.Ticked(time.monotonic(), members.newest(), members.stalled()))
             self._hear_kept()
-        except Exception as error:  # our own slip: agents would wait for a loop that has ended
+        except Exception as error:  # our own slip: agents would wait for an ended loop
             live.crash(error)
 
     # ------------------------------------------------------------------ calls of agents
 
     def handle(self, peer: Peer, request: CoordinatorRequest) -> object:
-        """Return the answer to a call.
+        """Answer a call.
 
         Raises:
-            UsageError: It is refused. StaleError: The caller is not in the job (any more).
+            UsageError: It is refused.
+            StaleError: The caller is not in the job (any more).
         """
         if request.job not in (None, self._spec.job):
             if isinstance(request, Farewell):
@@ -135,13 +135,13 @@ class Desk:
             raise self._of_another_job(request)
         if not isinstance(request, AgentCall):
             return self._handle(peer, request)
-        # Before any lock: whoever holds it makes no agent seem silent.
+        # Before any lock: a lock's holder makes no agent seem silent.
         with self._live.members.in_hand(request.host, request.incarnation, peer):
             return self._handle(peer, request)
 
     def _handle(self, peer: Peer, request: CoordinatorRequest) -> object:
         if isinstance(request, Join) and request.underway is None:  # else its workers have met
-            self._stores.wait_ready()  # without the lock, so that it holds up nobody else
+            self._stores.wait_ready()  # without the lock: it delays nobody else
         manifests = self._read(request)  # likewise
         with self._lock:
             try:
@@ -154,8 +154,7 @@ class Desk:
                 raise
 
     def _read(self, request: CoordinatorRequest) -> Manifests:
-        """Return the manifests of a call by their packed form. Raises ``StoreError`` for one that
-        cannot be read."""
+        """Manifests of a call by their packed form. Raises ``StoreError`` for an unreadable one."""
         found: tuple[bytes, ...] = ()
         host = request.host if isinstance(request, AgentCall) else ""
         match request:
@@ -177,8 +176,7 @@ class Desk:
             return {each: shared(manifest_of_bytes(each, host)) for each in found}
 
     def _of_another_job(self, request: CoordinatorRequest) -> ScalaiError:
-        """Return the refusal of a call for another job; an agent of that one joins anew, and is
-        refused for good."""
+        """Refusal of a call for another job; its agents join anew, and are refused for good."""
         is_member = isinstance(request, AgentCall) and not isinstance(request, Join)
         return (StaleError if is_member else UsageError)(
             f"job {request.job!r} is called, and the coordinator of job {self._spec.job!r} listens "
@@ -209,19 +207,19 @@ class Desk:
         return None
 
     def _kept_by_hosts(self, answer: dict[str, Json]) -> dict[str, Json]:
-        """Return the answer to a person's request once hosts have kept it."""
+        """Answer to a person's request, once hosts have kept it."""
         if self._live.memory.wait_kept(self._patience.kept_s):
             return answer
         late = "; hosts have yet to hear of it: ask again if the coordinator is lost just now"
         return {**answer, "reason": f"{answer['reason']}{late}"}
 
     def gone(self, peer: Peer) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
         with self._lock:
             self._live.members.unlinked(peer)
 
     def _join(self, peer: Peer, join: Join, manifests: Manifests) -> Joined:
-        """Take an agent in, as ``Admission.join``; a second time it changes nothing."""
+        """Admit an agent, as ``Admission.join``; a second time it changes nothing."""
         members, host = self._live.members, join.host
         check_host(host)
         spec = _spec_of(join.spec)
@@ -238,7 +236,7 @@ class Desk:
         return answer
 
     def _poll(self, peer: Peer, poll: Poll) -> Commands:
-        """Return the commands that the agent lacks, once there are any."""
+        """New commands for the agent, once there are any."""
         members = self._live.members
         agent = members.find(poll.host, poll.incarnation)
         agent.linked(peer)
@@ -253,12 +251,12 @@ class Desk:
         keep_s = self._patience.to_keep_s(len(members))
         if not agent.has_commands and not agent.is_dismissed:
             agent.ready.wait(max(0.0, min(poll.keep_s, keep_s)))
-            # Unless it was lost or replaced meanwhile.
+            # It may have been lost or replaced meanwhile.
             agent = members.find(poll.host, poll.incarnation)
         return agent.waiting(members.term, keep_s)
 
     def _tell(self, peer: Peer, tell: Tell, manifests: Manifests) -> None:
-        """Hear a report once; a number heard before is a repetition."""
+        """Handle a report once; an earlier number is a repetition."""
         agent = self._live.members.find(tell.host, tell.incarnation)
         agent.linked(peer)
         if tell.number > agent.last_report:
@@ -268,7 +266,7 @@ class Desk:
                 self._hear_kept()
 
     def _hear_kept(self) -> None:
-        """Hear reports once the job's round is known."""
+        """Handle reports once the job's round is known."""
         members = self._live.members
         while self._kept and self._live.state.takeover.pending is None:
             agent, host, report, manifests = self._kept.pop(0)
@@ -276,16 +274,15 @@ class Desk:
                 self._agent_events.hear(host, report, manifests)
 
     def _bye(self, host: str, incarnation: str) -> None:
-        """An agent ends by itself: nobody needs to wait for it."""
+        """Lose an agent that ends by itself, without a wait."""
         self._live.members.find(host, incarnation)
         if host in self._live.members:
             self._live.log(f"event=bye host={host}")
             self._live.lose(host)
 
     def _farewell(self, host: str, incarnation: str) -> Exit | None:
-        """Return the exit of a job that has ended to a former agent; None while it goes on, and for
-        an agent of another job that listened here: this end says nothing of its state.
-        """
+        """Exit of an ended job for a former agent; None while it goes on, and for an agent of
+        another job here: this end says nothing of its state."""
         live = self._live
         if live.farewell is None or not live.members.has_had(host, incarnation):
             return None
@@ -335,7 +332,7 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
         The generation and the ones given up, as text.
 
     Raises:
-        UsageError: The job does not wait, or that generation is not whole.
+        UsageError: The job does not wait, or the generation is not whole.
     """
     _refuse_while_taking_over(live.state)
     if live.state.phase is not Phase.WAITING:
@@ -372,14 +369,15 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
 def scale(
     live: LiveJob, nproc: int | None, nnodes: int | None, degrees: str | None, *, dry_run: bool
 ) -> dict[str, Json]:
-    """Take a person's request for other degrees or hosts; with ``dry_run`` only tell its effect.
+    """Apply a person's request for other degrees or hosts; with ``dry_run`` only describe its
+    effect.
 
     Returns:
-        Degrees and workers of the present hosts, and why; a ``reason`` that begins with ``no
-        change`` if they run so already.
+        Degrees and workers of the present hosts, and the reason; ``no change ...`` if they run so
+            already.
 
     Raises:
-        UsageError: It cannot be done; says why, and the way out.
+        UsageError: It is impossible; with the reason and the way out.
     """
     job, why = live.state, list[str]()
     _refuse_while_taking_over(job)

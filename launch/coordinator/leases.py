@@ -1,13 +1,13 @@
 """The lease of a job's coordinator, in a register (``registers``).
 
 The next coordinator claims its number, its *term*, and renews its entry. Others follow the highest
-term. Clocks need not agree: a watcher measures the time without a renewal by its own. A register
-that hangs, is full or torn takes nobody's place: a claim needs ``CLAIM_S`` without a beat in a
-register that answers, and a failed call to the holder; a holder without an answer of its register
-stays while it hears all of its hosts.
+term. Clocks need not agree: a watcher measures the time without a renewal by its own. A hung, full
+or torn register costs no coordinator its place: a claim needs ``CLAIM_S`` without a beat in an
+answering register, and a failed call to the holder; a holder with a silent register stays while it
+hears all of its hosts.
 
 The folder of a job in ``--durable-dir`` is such a register. Its entry also names the run that owns
-the folder: another run is refused as long as it is renewed.
+the folder: while it is renewed, another run is refused.
 """
 
 import logging
@@ -22,10 +22,10 @@ from scalai.core.errors import PeerError, RefusedError, UsageError
 from scalai.launch.coordinator.registers import ASK_S, LeaseEntry, Register
 
 CLAIM_S = 60.0
-"""Time without a renewal after which a lease may be claimed."""
+"""Time without a renewal before a lease may be claimed, in seconds."""
 RENEW_S = 3.0
 HELD_S = CLAIM_S / 2
-"""Time without a renewal after which a holder is in doubt."""
+"""Time without a renewal before a holder is in doubt, in seconds."""
 LOOK_S = 0.5
 NOT_RENEWED = "it was not renewed in time."
 
@@ -42,9 +42,9 @@ class LeaseWatch:
         self._seen: tuple[LeaseEntry | None, float] | None = None
 
     def look(self) -> tuple[LeaseEntry | None, float]:
-        """Return the newest entry, and the seconds for which it is known to be the same. Raises
-        ``PeerError`` if the register cannot be reached. Time without an answer does not count: the
-        holder may have waited for it, too."""
+        """The newest entry, and its seconds without a change. Raises ``PeerError`` for an
+        unreachable register. Time without an answer does not count: the holder may have waited,
+        too."""
         began = self._clock()
         try:
             entry = self._register.newest()
@@ -62,18 +62,18 @@ def await_holder(
     call: Callable[[LeaseEntry], Found | None],
     refuse: Callable[[LeaseEntry, float], None],
 ) -> tuple[Found | None, LeaseEntry | None]:
-    """Wait until nobody holds a register any more, or its holder has answered.
+    """Wait until nobody holds a register, or its holder has answered.
 
     Args:
+        register: The register.
         call: Calls the holder; None: no answer.
-        refuse: Raises where a holder is not to be waited for that has renewed its entry so many
-            seconds ago, and does not answer.
+        refuse: May raise for a silent holder, seconds after its renewal, to end the wait.
 
     Returns:
-        The holder's answer, and the newest entry; None: there is none.
+        The holder's answer, and the newest entry; None: none.
 
     Raises:
-        PeerError: The register cannot be reached.
+        PeerError: The register is unreachable.
     """
     watch, first = LeaseWatch(register), None
     while True:
@@ -92,12 +92,12 @@ def await_holder(
 
 
 def await_ownership(register: Register, root: Path) -> LeaseEntry | None:
-    """Wait until the run is known to be dead that owns the job's folder in the durable directory
-    ``root``. Returns the newest entry there.
+    """Wait for the death of the run with the job's folder in the durable directory ``root``.
+    Returns the newest entry there.
 
     Raises:
-        RefusedError: That run lives.
-        PeerError: The directory cannot be reached.
+        RefusedError: The run lives.
+        PeerError: The directory is unreachable.
     """
 
     def refuse(entry: LeaseEntry, unchanged_s: float) -> None:
@@ -107,7 +107,7 @@ def await_ownership(register: Register, root: Path) -> LeaseEntry | None:
 
 
 def second_run(root: Path, entry: LeaseEntry, unchanged_s: float) -> RefusedError:
-    """Return the refusal of another run of a job."""
+    """Refusal of another run of a job."""
     return RefusedError(
         f"--durable-dir {root} is in use by {named(entry)}, which has shown that it lives "
         f"{unchanged_s:.0f} s ago. Two runs of one job would go on from each other's states. Stop "
@@ -125,19 +125,19 @@ def named(entry: LeaseEntry) -> str:
 
 
 class Lease:
-    """A coordinator's own lease, renewed by a thread. Any thread may ask ``is_fresh``.
+    """A coordinator's own lease, renewed by a thread. Any thread may call ``is_fresh``.
 
     Args:
         register: Place of the entry.
         entry: Content; its term is claimed here.
         run: Returns the run of the job; "" until agents have brought it.
-        waits_over: Term of a coordinator of this run that is known to be gone. The thread claims in
-            place of it once the register answers, and at once over an entry of at most this term;
-            nobody waits for that. None: claim now.
+        waits_over: Term of a lost coordinator of this run. The thread claims once the register
+            answers, at once over an entry of at most this term; nobody waits for it. None: claim
+            now.
 
     Raises:
-        UsageError: Somebody else has claimed that term.
-        PeerError: The register cannot be reached.
+        UsageError: Another coordinator has claimed the term.
+        PeerError: The register is unreachable.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Lease:
         self._entry = replace(self._entry, run=run())
         self._over, self._watch = waits_over, LeaseWatch(register)
         self._rival: LeaseEntry | None = None
-        """Holder of the term to be claimed, which may live; or the one that has superseded this."""
+        """Holder of the term to claim, perhaps alive; or the one that has superseded this."""
         self.renewed_at, self.is_superseded = time.monotonic(), False
         """Time of the last renewal; whether a later coordinator has the lease."""
         self._ended, self._writing = threading.Event(), threading.Lock()
@@ -163,23 +163,23 @@ class Lease:
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def is_fresh(self) -> bool:
-        """Whether the last renewal is so recent that nobody else can have claimed it."""
+        """Whether the last renewal is too recent for another claim."""
         is_renewed = self._over is None and time.monotonic() - self.renewed_at < HELD_S
         return is_renewed and not self.is_superseded
 
     @property
     def has_another_run(self) -> bool:
-        """Whether another run of the job has superseded this one, not a coordinator of its own."""
+        """Whether another run of the job has superseded this one."""
         theirs, own = self._rival.run if self._rival else "", self._run()
         return self.is_superseded and "" not in (theirs, own) and theirs != own
 
     def end(self, *, is_over: bool) -> None:
-        """Renew no more; ``is_over``: the job has ended, and nobody is to follow."""
+        """Renew no more; ``is_over``: the job has ended, without a successor."""
         self._ended.set()
         if is_over and self._over is None and not self.is_superseded:
             last = threading.Thread(target=self._leave, name="lease-end", daemon=True)
             last.start()
-            last.join(3 * ASK_S)  # a disk that hangs keeps nobody
+            last.join(3 * ASK_S)  # a hung disk delays nobody
 
     def _leave(self) -> None:
         with self._writing:
@@ -198,7 +198,7 @@ class Lease:
                 else:
                     self._take(self._over)
             except PeerError as error:
-                if self.problem != str(error):  # said once, however long it lasts
+                if self.problem != str(error):  # logged once
                     log.warning("event=lease_not_renewed %s", error)
                 self.problem = str(error)
             is_over = self._ended.wait(RENEW_S)
@@ -209,7 +209,7 @@ class Lease:
         run = self._run()
         is_left = newest is None or newest.is_over or newest.has_died()
         if newest is not None and newest.term <= over:
-            # A run may not have its name yet; what is torn has no address either.
+            # A run may have no name yet; a torn entry has no address either.
             is_left |= not newest.host or "" != newest.run == run
         if newest is not None and not is_left and unchanged_s <= CLAIM_S:
             was_renewed = self._rival not in (None, newest)
@@ -231,7 +231,7 @@ class Lease:
         with self._writing:
             if not self._ended.is_set():
                 if newest is None or newest.term < self._entry.term:
-                    self.register.claim(self._entry)  # it was removed, or its folder was
+                    self.register.claim(self._entry)  # the entry or its folder was removed
                 else:
                     self.register.renew(self._entry)
         self.renewed_at, self.problem = began, NOT_RENEWED

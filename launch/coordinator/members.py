@@ -1,4 +1,4 @@
-"""The agents of a job: the last sign of life of each, and its waiting commands."""
+"""The agents of a job: last sign of life and waiting commands."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from scalai.launch.coordinator.calls import Commands, StoreIdentity
 from scalai.runtime.calls import Peer
 
 MOST_KNOWN = 1 << 15
-"""Former agents that are kept in mind."""
+"""Number of former agents kept."""
 
 
 class Member:
@@ -21,42 +21,41 @@ class Member:
 
     ``address``: of its data plane; ``newest``: furthest step of its workers.
 
-    Commands are numbered from 1 and stay until the agent acknowledges them, so that a connection
-    may break at any time.
+    Commands are numbered from 1 and stay until acknowledged: a connection may break at any time.
     """
 
     def __init__(self, peer: Peer, address: tuple[str, int], domain: str = "") -> None:
         self.address, self.domain = address, domain
-        """``domain``: name of the hosts that may fail together; "": none."""
+        """``domain``: failure domain shared with other hosts; "": none."""
         self.newest = 0
         self.stalled: Stalled | None = None
-        """Workers that make no steps; None: all do."""
+        """Workers without steps; None: all step."""
         self.incarnation = ""
         """Random name of the agent process for this join."""
         self.store: StoreIdentity | None = None
-        """Identity of its store: two agents with the same one share its lock."""
+        """Identity of its store: agents with equal ones share its lock."""
         self.last_report = 0
         """Number of its last report."""
         self.ready: threading.Condition | None = None
         """Notified when commands wait; set by the members."""
         self.kept = (0, 0)
-        """Order of the record that it keeps of the job (``Remembered``)."""
+        """Order of its record of the job (``Remembered``)."""
         self.is_reported = False
-        """Whether its silence was logged."""
+        """Its silence was logged."""
         self.judge_again_s = 0.0
-        """Silence after which its loss is considered again."""
+        """Silence before its loss is considered again, in seconds."""
         self.was_sent_exit = False
-        """Whether its exit was sent; it may not have arrived."""
+        """Its exit was sent; it may not have arrived."""
         self.is_dismissed = False
-        """Whether it has its exit."""
+        """It has its exit."""
         self._peers = {peer}
         self._in_hand = set[Peer]()
-        """Connections on which it waits for an answer."""
+        """Connections with an unanswered call."""
         self._commands: list[Command] = []
         self._received = 0
         self._heard_at = time.monotonic()
         self.unlinked_at: float | None = None
-        """Time since which it has no connection; None: it has one."""
+        """Time of its disconnection; None: connected."""
 
     @property
     def has_commands(self) -> bool:
@@ -64,59 +63,56 @@ class Member:
         return bool(self._commands)
 
     def heard(self, peer: Peer) -> None:
-        """It calls, and waits for the answer. Needs no lock: a holder of one must not make it seem
-        silent."""
+        """Note its call in work. Needs no lock: a lock's holder must not make it seem silent."""
         self._in_hand.add(peer)
 
     def answered(self, peer: Peer) -> None:
-        """Its call is answered. Needs no lock."""
+        """Note the answer to its call. Needs no lock."""
         self._heard_at = time.monotonic()
         self._in_hand.discard(peer)
 
     def silence_s(self) -> float:
-        """Return the seconds since its last answer; 0 while a call is in work, unread, or without
-        its answer."""
+        """Seconds since its last answer; 0 with a call unread, in work, or without its answer."""
         if self._in_hand:
             return 0.0
         silence_s = time.monotonic() - self._heard_at
         return min([silence_s, *(peer.silence_s() for peer in list(self._peers))])
 
     def is_doubtful(self, before: float) -> bool:
-        """Whether it has no connection, has been silent since this time, or was reported."""
+        """Whether it is disconnected, silent since this time, or reported."""
         is_silent = not self._in_hand and self._heard_at < before
         return is_silent or self.unlinked_at is not None or self.is_reported
 
     def linked(self, peer: Peer) -> None:
-        """It calls by this connection."""
+        """Note a call by this connection."""
         self._peers.add(peer)
         self.unlinked_at = None
 
     def unlinked(self, peer: Peer) -> None:
-        """A connection has ended; it may be one of its own."""
+        """Note the end of a connection, perhaps of its own."""
         if peer in self._peers:
             self._peers.discard(peer)
             if not self._peers:
                 self.unlinked_at = time.monotonic()
 
     def unlinked_s(self) -> float | None:
-        """Return the seconds for which it has had no connection; None: it has one."""
+        """Seconds since its disconnection; None: connected."""
         return None if self.unlinked_at is None else time.monotonic() - self.unlinked_at
 
     def excuse(self, seconds: float) -> None:
-        """Do not count so many seconds of silence: nobody listened."""
+        """Subtract seconds of silence: nobody listened."""
         now = time.monotonic()
         self._heard_at = min(now, self._heard_at + seconds)
         if self.unlinked_at is not None:
             self.unlinked_at = min(now, self.unlinked_at + seconds)
 
     def command(self, command: Command) -> None:
-        """Queue a command."""
         self._commands.append(command)
         if self.ready is not None:
             self.ready.notify_all()
 
     def acknowledge(self, received: int) -> None:
-        """Forget the commands up to this number: it has them."""
+        """Drop the commands up to this number."""
         count = max(0, received - self._received)
         done, self._commands = self._commands[:count], self._commands[count:]
         self._received += len(done)
@@ -126,15 +122,15 @@ class Member:
                 self.kept = command.known.value.order
 
     def waiting(self, term: int, keep_s: float) -> Commands:
-        """Return the commands without an acknowledgement, to be sent in this ``term``; the next
-        poll may be kept for ``keep_s``."""
+        """Unacknowledged commands, to be sent in this ``term``; ``keep_s``: duration of the next
+        poll."""
         self.was_sent_exit |= any(isinstance(command, Exit) for command in self._commands)
         named = tuple(Named(command) for command in self._commands)
         return Commands(term, self._received + 1, named, keep_s)
 
 
 class Members:
-    """Agents by host: those in the job, and released ones that fetch their last command.
+    """Agents by host: present ones, and released ones that fetch their last command.
 
     Args:
         lock: Held by callers, except for ``in_hand``.
@@ -161,19 +157,18 @@ class Members:
         return tuple(self._present)
 
     def doubtful(self, silent_s: float) -> list[str]:
-        """Return the hosts with agents that have no connection, have been silent for so long, or
-        were reported as silent."""
+        """Hosts with agents disconnected, silent for ``silent_s`` seconds, or reported as
+        silent."""
         before = time.monotonic() - silent_s
         return [host for host, agent in self._present.items() if agent.is_doubtful(before)]
 
     def add(self, host: str, agent: Member) -> None:
-        """Add an agent to the job."""
         agent.ready = threading.Condition(self._lock)
         self._present[host] = agent
         self._released.pop(host, None)
 
     def name(self, host: str, incarnation: str, store: StoreIdentity | None) -> None:
-        """Note the identity of a host's agent."""
+        """Record the identity of a host's agent."""
         agent = self._present[host]
         agent.incarnation, agent.store = incarnation, store
         self._incarnations[host, incarnation] = None
@@ -192,7 +187,7 @@ class Members:
 
     @contextmanager
     def in_hand(self, host: str, incarnation: str, peer: Peer) -> Iterator[None]:
-        """An agent calls, and is answered behind this. Needs no lock."""
+        """Mark an agent's call as in work until the end of the block. Needs no lock."""
         there = (self._present.get(host), self._released.get(host))
         callers = [a for a in there if a is not None and a.incarnation == incarnation]
         for agent in callers:
@@ -204,7 +199,7 @@ class Members:
                 agent.answered(peer)
 
     def find(self, host: str, incarnation: str) -> Member:
-        """Return an agent of the job, or one that was released just now.
+        """A present or just released agent of the job.
 
         Raises:
             StaleError: Another incarnation of the host is in the job, or none.
@@ -224,27 +219,27 @@ class Members:
         self._released[host] = self._present.pop(host)
 
     def remove(self, host: str) -> None:
-        """Take an agent out of the job; threads that wait for its commands wake up."""
+        """Take an agent out of the job, and wake up threads that wait for its commands."""
         agent = self._present.pop(host)
         if agent.ready is not None:
             agent.ready.notify_all()
 
     def unlinked(self, peer: Peer) -> None:
-        """A connection has ended."""
+        """Note the end of a connection."""
         for agent in self._all():
             agent.unlinked(peer)
 
     def pause(self, seconds: float) -> None:
-        """Let others have the lock for so long."""
+        """Let others have the lock for this time."""
         self._pausing.wait(seconds)
 
     def excuse(self, seconds: float) -> None:
-        """Do not count so many seconds of silence of any agent: nobody listened."""
+        """Subtract seconds of silence of all agents: nobody listened."""
         for agent in self._all():
             agent.excuse(seconds)
 
     def forget_released(self, grace_s: float) -> None:
-        """Forget released agents that have their exit, or are gone for so long."""
+        """Drop released agents with their exit, or disconnected for too long."""
         self._released = {
             host: agent
             for host, agent in self._released.items()
@@ -255,15 +250,15 @@ class Members:
         return len(self._present)
 
     def newest(self) -> int:
-        """Return the furthest step of any worker."""
+        """Furthest step of any worker."""
         return max((agent.newest for agent in self._present.values()), default=0)
 
     def stalled(self) -> dict[str, Stalled]:
-        """Return the workers that make no steps, by host."""
+        """Workers without steps, by host."""
         return {host: agent.stalled for host, agent in self._present.items() if agent.stalled}
 
     def unanswered(self) -> list[str]:
-        """Return the hosts with unfetched commands."""
+        """Hosts with unfetched commands."""
         everyone = (*self._present.items(), *self._released.items())
         return [host for host, agent in everyone if agent.has_commands]
 

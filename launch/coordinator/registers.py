@@ -1,8 +1,9 @@
-"""Registers of a job's coordinator: a folder that all hosts reach (the job's in ``--durable-dir``,
-or ``file:DIR``), etcd (``etcd:http://HOST:PORT``) or a Lease of Kubernetes (``kubernetes:``).
+"""Registers of a job's coordinator: a folder reachable by all hosts (the job's in
+``--durable-dir``, or ``file:DIR``), etcd (``etcd:http://HOST:PORT``) or a Lease of Kubernetes
+(``kubernetes:``).
 
-Coordinators are numbered. One alone can claim a number, its *term*, in a register. A call without
-an answer raises ``PeerError`` and tells nothing of the holder (``leases``).
+Coordinators are numbered. Only one can claim a number, its *term*, in a register. A call without an
+answer raises ``PeerError`` and proves nothing about the holder (``leases``).
 """
 
 import base64
@@ -34,18 +35,18 @@ from scalai.store.lock import Owner
 from scalai.store.secure import DURABLE, Folder, open_below
 
 ASK_S = 4.0
-"""Time for a server to answer."""
+"""Time for a server to answer, in seconds."""
 ANSWER_BYTES = 1 << 20
 NO_LEASE = "none"
 """Value of the flag for a job without a register."""
 LEASE_FLAG = "--coordinator-lease"
 LEASES = f"{LEASE_FLAG} file:/FOLDER, etcd:URL or kubernetes:"
 TRIES = 5
-"""Looks at a folder with entries that change at that moment."""
+"""Tries to read a folder with changing entries."""
 OWNER = "owner-"
-"""Begin of the names of a folder's entries."""
+"""Prefix of the names of a folder's entries."""
 NO_LINKS = errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS
-"""A file system without hard links."""
+"""Errors of a file system without hard links."""
 ANNOTATION = "scalai/entry"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Service account of a pod: ``token``, ``namespace`` and the API server's ``ca.crt``."""
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class NoLinksError(PeerError):
-    """A folder's file system makes no hard links: nothing there can be claimed by one alone."""
+    """A folder's file system makes no hard links: no exclusive claim is possible there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,12 @@ class LeaseEntry:
 
     Attributes:
         term: Number of the coordinator.
-        host, port: Its address; "" if the entry is torn.
-        beat: Value that changes with each renewal.
+        host, port: Its address; "" for a torn entry.
+        beat: Value changed by each renewal.
         is_over: The job has ended, or its coordinator has left without a successor.
         run: Run of the job, as in the names of its snapshots.
         machine: Name of its machine.
-        process: Identity of its process on that machine (``Owner``).
+        process: Identity of its process on the machine (``Owner``).
         named: ``--coordinator`` of its command line.
     """
 
@@ -87,12 +88,12 @@ class LeaseEntry:
         return self.host, self.port
 
     def of_this_process(self) -> "LeaseEntry":
-        """Return it with the name of this machine and process."""
+        """The entry with the name of this machine and process."""
         process = json.dumps(asdict(Owner.of_this_process()))
         return replace(self, machine=socket.gethostname(), process=process)
 
     def has_died(self) -> bool:
-        """Whether its process is known to be dead, as one of this machine."""
+        """Whether it names a dead process of this machine."""
         try:
             return Owner(**json.loads(self.process)).has_died_here()
         except (ValueError, TypeError):
@@ -116,11 +117,11 @@ class LeaseEntry:
 
 
 class Register(Protocol):
-    """A place for entries; ``str`` names it. Every call raises ``PeerError`` if the place cannot be
-    reached, and returns within seconds, unless a file system hangs."""
+    """A place for entries; ``str`` names it. Every call raises ``PeerError`` for an unreachable
+    place, and returns within seconds, unless a file system hangs."""
 
     def newest(self) -> LeaseEntry | None:
-        """Return the entry of the highest term; a torn one has no address."""
+        """Entry of the highest term; a torn one has no address."""
 
     def claim(self, entry: LeaseEntry) -> bool:
         """Write the first entry of a term; False: it has one."""
@@ -130,12 +131,13 @@ class Register(Protocol):
 
 
 class FolderRegister:
-    """Entries as files of a folder that all hosts reach. A link makes one of a term, once; a beat
-    is a file's time of change, which needs no room on a full disk.
+    """Entries as files of a folder reachable by all hosts. A link makes the entry of a term, once;
+    a beat is a file's time of change, for which a full disk has room.
 
     Args:
         root: Folder above the job's own.
-        flag: Option that chooses another one.
+        job: Name of the job.
+        flag: Option to choose another folder, for messages.
     """
 
     def __init__(self, root: Path, job: str, flag: str = LEASE_FLAG) -> None:
@@ -146,8 +148,8 @@ class FolderRegister:
         return str(self._root / self._job)
 
     def newest(self) -> LeaseEntry | None:
-        """Return the entry of the highest term. A torn one has no address: its holder writes it
-        anew; without a renewal the next term may be claimed."""
+        """Entry of the highest term. A torn one has no address: its holder writes it anew; without
+        a renewal the next term may be claimed."""
         with self._open("read") as folder:
             for _ in range(TRIES):
                 names = _terms(folder)
@@ -174,7 +176,7 @@ class FolderRegister:
             finally:
                 folder.remove(mine)
             *older, newest = _terms(folder)
-            if newest != _name(entry.term):  # whoever has that removes older ones
+            if newest != _name(entry.term):  # its holder removes older ones
                 folder.remove(_name(entry.term))
                 return False
             for name in older:
@@ -182,7 +184,7 @@ class FolderRegister:
             return True
 
     def renew(self, entry: LeaseEntry) -> None:
-        """Show that the holder lives; write the entry anew if its content differs."""
+        """Renew the entry; write it anew if its content differs."""
         name = _name(entry.term)
         with self._open("renewed") as folder:
             descriptor = folder.open_file(name, os.O_RDWR)
@@ -231,7 +233,7 @@ def _term_of(name: str) -> int:
 
 
 def _terms(folder: Folder) -> list[str]:
-    """Return the names of a folder's entries, the highest term last."""
+    """Names of a folder's entries, the highest term last."""
     names = os.listdir(folder.descriptor)
     return sorted(name for name in names if re.fullmatch(rf"{OWNER}\d{{12}}\.json", name))
 
@@ -296,12 +298,13 @@ class EtcdRegister:
 
 class KubernetesRegister:
     """The entry as an annotation of one Lease (``coordination.k8s.io/v1``) of the pod's namespace;
-    a change names the version that it replaces.
+    an update names the version that it replaces.
 
     Args:
         url: The API server's address.
-        account: Folder of the pod's service account. Its token and the authority expire, and are
-            read anew each time.
+        job: Name of the job.
+        account: Folder of the pod's service account. Its token and authority expire, and are read
+            anew each time.
     """
 
     def __init__(self, url: str, job: str, account: Path = ACCOUNT) -> None:
@@ -329,7 +332,7 @@ class KubernetesRegister:
         return self._entry()
 
     def _entry(self) -> LeaseEntry:
-        """Return the entry of the Lease in the last answer."""
+        """Entry of the Lease in the last answer."""
         try:
             metadata, term = self._found["metadata"], int(self._found["spec"]["leaseTransitions"])
             text = (metadata.get("annotations") or {}).get(ANNOTATION, "")
@@ -361,7 +364,7 @@ class KubernetesRegister:
         self._take(status, found)
 
     def _lease(self, entry: LeaseEntry) -> Mapping[str, Any]:
-        """Return the Lease with this entry, at the version of the last answer."""
+        """The Lease with this entry, at the version of the last answer."""
         metadata = self._found["metadata"]
         annotations = {**(metadata.get("annotations") or {}), ANNOTATION: entry.to_text()}
         return {
@@ -392,8 +395,7 @@ class KubernetesRegister:
 
 
 def _lease_name(job: str) -> str:
-    """Return the name of a job's Lease: in lower case, without underscores, and another one for
-    each job."""
+    """Name of a job's Lease: lower case, without underscores, unique per job."""
     name = re.sub("[^a-z0-9.-]", "-", job.lower()).strip("-.")
     mark = "" if name == job else f"-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
     return f"scalai-{name}{mark}"
@@ -463,11 +465,11 @@ def _ask(
 
 
 def registers_of(spec: JobSpec) -> tuple[Register | None, Register | None]:
-    """Return the register of a job's coordinator, and the register of the run that owns the job's
-    durable directory: the same one, unless a person names another. None: there is none.
+    """Registers of a job's coordinator, and of the run that owns its durable directory: the same
+    one, unless a person names another. None: none.
 
     Raises:
-        UsageError: ``--coordinator-lease`` names no register, or one that cannot be used here.
+        UsageError: ``--coordinator-lease`` is invalid or unusable here.
     """
     lease, durable = spec.options.coordinator_lease, spec.durable_dir if spec.is_elastic else None
     owned = None if durable is None else FolderRegister(durable, spec.job, DURABLE)
@@ -483,7 +485,7 @@ def registers_of(spec: JobSpec) -> tuple[Register | None, Register | None]:
 
 
 def open_register(lease: str, job: str) -> Register:
-    """Return the register by ``--coordinator-lease``. Raises ``UsageError`` if it names none."""
+    """The register by ``--coordinator-lease``. Raises ``UsageError`` for an invalid one."""
     kind, _, place = lease.partition(":")
     if kind == "file" and place.startswith("/"):
         return FolderRegister(Path(place), job)

@@ -1,9 +1,8 @@
-"""The meeting point of a round's workers: torch's TCPStore, a new one a round so that no key is
-stale. A process of its own serves the stores.
+"""The rendezvous of a round's workers: torch's TCPStore, a new one per round against stale keys. A
+process of its own serves the stores.
 
-It listens on the coordinator's interface alone, without protection: anybody with access to that
-interface may read and write the keys. It outlives a coordinator that is killed, as long as workers
-are connected to it.
+It listens on the coordinator's interface alone, without protection: anybody with access to the
+interface may read and write the keys. It outlives a killed coordinator while workers are connected.
 """
 
 import contextlib
@@ -30,27 +29,26 @@ Then = Callable[[int | PeerError], object]
 """Gets the port of an open store, or the error."""
 OPEN_S = 30.0
 SAID_S = 2.0
-"""Wait for the process after which the log says so."""
+"""Wait for the process before it is logged, in seconds."""
 ENDED_S = 1.0
-"""Time for a killed process to be gone."""
+"""Time for a killed process to be gone, in seconds."""
 READY, ANSWER = "ready", "rendezvous store: "
 LINGER_S = 10.0
 LINGER_MOST_S = 7 * 86400.0
-"""Longest life of a process behind connections of hosts that are gone without a word."""
+"""Longest life of a process with connections of lost hosts, in seconds."""
 _ESTABLISHED = "01"
 
 
 class RendezvousStores:
-    """The coordinator's end: has stores opened and closed. Any thread may call it, and none waits:
-    the process imports torch first, and may be stopped or die at any time.
+    """The coordinator's end: opens and closes stores. Any thread may call it, and none waits: the
+    process imports torch first, and may stop or die at any time.
 
     Args:
         interface: Address of the stores.
         say: Takes log lines.
-        linger_s: Time for which the process stays without a coordinator and without clients:
-            workers may be about to connect.
-        open_s: Time that a process that is ready may take to open a store; then another one is
-            asked.
+        linger_s: Life of the process without coordinator and clients, in seconds: workers may be
+            about to connect.
+        open_s: Time for a ready process to open a store, in seconds; then another process is asked.
     """
 
     def __init__(
@@ -63,30 +61,28 @@ class RendezvousStores:
         self._interface, self._say, self._linger_s = interface, say, linger_s
         self._open_s = open_s
         self._requests = queue.SimpleQueue[Then | int | None]()
-        """Receivers of stores to be opened, ports of stores to be closed; None: the job has
-        ended."""
+        """Receivers of stores to open, ports of stores to close; None: the job has ended."""
         self._begin()
         self._thread = threading.Thread(target=self._serve, name="stores", daemon=True)
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Return once a store can be opened at once, or cannot be opened at all."""
+        """Wait until a store can be opened at once, or not at all."""
         self._ready.wait(STORE_READY_S)
 
     def open(self, then: Then) -> None:
-        """Open a store; ``then`` gets its port or the error. It is called without locks, by its own
-        thread, and must not raise. If the process has died or does not answer, another one is
-        asked, once."""
+        """Open a store; ``then`` gets its port or the error. Its own thread calls it without locks;
+        it must not raise. If the process has died or is silent, another one is asked, once."""
         self._requests.put(then)
 
     def close(self, port: int) -> None:
-        """Close a store that no worker needs any more."""
+        """Close a store without workers."""
         self._requests.put(port)
 
     def end(self) -> None:
-        """The job has ended: close all."""
+        """Close all stores at the end of the job."""
         self._requests.put(None)
-        self._thread.join(ENDED_S)  # where it takes longer the process ends by itself
+        self._thread.join(ENDED_S)  # a slower process ends by itself
 
     def _begin(self) -> None:
         module = "scalai.launch.coordinator.rendezvous_store"
@@ -116,7 +112,7 @@ class RendezvousStores:
             return self._port()
         except PeerError as error:
             return error
-        except Exception as error:  # no process can be started (memory, ``ulimit``), say
+        except Exception as error:  # such as no memory, or ``ulimit``
             return self._refused(repr(error))
 
     def _port(self) -> int:
@@ -124,7 +120,7 @@ class RendezvousStores:
         if "port" not in answer and self._process.poll() is not None:
             self._say(f"event=store_restarted: {answer.get('error', 'its process had ended')}")
             assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # what it was told last is told to nobody
+            with contextlib.suppress(OSError):  # its last requests are lost
                 self._process.stdin.close()
             self._begin()
             answer = self._ask({"do": "open"})
@@ -165,8 +161,8 @@ class RendezvousStores:
 def _read(
     process: "subprocess.Popen[str]", ready: threading.Event, answers: "queue.Queue[Json]"
 ) -> None:
-    """Pass the process's answers on until it ends; the first one says that it is ready. Other lines
-    (of a ``sitecustomize``, say) are no answers."""
+    """Pass on the process's answers until it ends; the first one says ready. Other lines (as of a
+    ``sitecustomize``) are ignored."""
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:

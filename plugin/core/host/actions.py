@@ -1,6 +1,5 @@
-"""Output of a host's law (``law.advance``), for the agent to carry out in order: the coordinator's
-commands that the law hands on as they came, and the acts of a host that travel on no wire. Their
-results are ``events``."""
+"""Output of a host's law (``law.advance``), for the agent to perform in order: commands passed on
+unchanged, and local acts of a host. Their results are ``events``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ class Tell:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AnswerCall:
-    """Answer a worker's call, with a value of the type that its request names."""
+    """Answer a worker's call, with a value of its request's type."""
 
     call: Call
     value: object = None
@@ -66,7 +65,7 @@ class AnswerHello:
 @dataclass(frozen=True, slots=True)
 class StartGroup:
     """Start the workers of a round: ``GroupStarted`` or ``GroupNotStarted``. Beside present workers
-    only where memory holds both models; ``on_devices``: theirs is device memory."""
+    only if memory holds both models; ``on_devices``: in device memory."""
 
     workers: Workers
     is_standby: bool
@@ -75,7 +74,7 @@ class StartGroup:
 
 @dataclass(frozen=True, slots=True)
 class BeginGroup:
-    """The workers on standby are the present ones from now on."""
+    """Make the standby workers the present ones."""
 
     round: int
 
@@ -91,15 +90,14 @@ class EndGroup:
 
 @dataclass(frozen=True, slots=True)
 class PollGroup:
-    """Look for workers of a round that have ended: ``GroupOver`` where all have, or one has
-    failed."""
+    """Look for ended workers of a round: ``GroupOver`` once all have ended, or one has failed."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class WantStop:
-    """Tell the workers how much a stop waits for a save: 0, 1 or 2 (``Session.stop_urgency``)."""
+    """Set the urgency of a stop behind a save: 0, 1 or 2 (``Session.stop_urgency``)."""
 
     round: int
     urgency: int
@@ -137,19 +135,19 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class StopReserving:
-    """Files in the making are not needed any more."""
+    """Cancel files in the making."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReuseFiles:
-    """A slot is free: the next snapshot may use its files."""
+    """Free a slot: the next snapshot may use its files."""
 
     slot: Slot
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Seal:
-    """Seal a snapshot: ``SealDone``, or ``WorkFailed`` and its room is given back."""
+    """Seal a snapshot: ``SealDone``, or ``WorkFailed`` with its room freed."""
 
     round: int
     slot: Slot
@@ -161,8 +159,8 @@ class Seal:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FetchWanted:
-    """Plan the restore of a round's workers and fetch the pieces that this host lacks:
-    ``WantedFetched``, ``Unproven`` or ``WorkFailed``, and ``Moved`` now and then."""
+    """Plan the restore of a round's workers and fetch pieces missing here: ``WantedFetched``,
+    ``Unproven`` or ``WorkFailed``, and ``Moved`` at intervals."""
 
     start: Start
     wants: Mapping[int, Want]
@@ -201,9 +199,9 @@ class TellHeld:
 
 @dataclass(frozen=True, slots=True)
 class LeaveState:
-    """The agent will end, by this command: keep or remove the store, and write down the end of the
-    job. ``last_step`` is the highest last step of a finished worker of this host; ``ledger`` that
-    worker's ledger of samples."""
+    """Prepare the agent's end by this command: keep or remove the store, and record the job's end.
+    ``last_step``: highest last step of a finished worker here; ``ledger``: its ledger of
+    samples."""
 
     command: Exit
     last_step: int

@@ -1,5 +1,5 @@
-"""Commits of a host: a sealed snapshot gets its number; without room in the store for it, the host
-tries again."""
+"""Commits of a host: a sealed snapshot gets its number; without room in the store the host tries
+again."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from scalai.core.messages import commands, reports
 
 
 def commit(step: Step, command: commands.Commit) -> None:
-    """Make the sealed snapshot of this name the generation of this number, and report it."""
+    """Make a sealed snapshot this generation, and report it."""
     step.change(late={**step.state.late, command.generation: command})
     snapshots.settled(step, command.snapshot)
     step.do(actions.TryCommit(command, is_again=False))
@@ -20,7 +20,7 @@ def _others(step: Step, generation: int) -> Mapping[int, commands.Commit]:
 
 
 def done(step: Step, report: reports.Committed) -> None:
-    """A sealed snapshot has its number."""
+    """Record and report a commit."""
     held = step.state.generations | {report.generation}
     step.change(late=_others(step, report.generation), generations=held)
     step.tell(report)
@@ -28,8 +28,8 @@ def done(step: Step, report: reports.Committed) -> None:
 
 
 def nothing(step: Step, generation: int, found: str) -> None:
-    """The snapshot is not here. Where it had to make way for later ones, the coordinator learns
-    that this host holds nothing of it."""
+    """Handle a missing snapshot. If later ones replaced it, the coordinator learns that this host
+    has no part."""
     if generation not in step.state.late:
         return
     snapshot = step.state.late[generation].snapshot
@@ -44,8 +44,8 @@ def nothing(step: Step, generation: int, found: str) -> None:
 
 
 def drop(step: Step, command: commands.Drop) -> None:
-    """Let go of a generation, and of its sealed snapshot that had no room yet: the job has left it
-    behind, and would not count its bytes."""
+    """Drop a generation, with its sealed snapshot that waits for room: the job has left it behind,
+    and would not count its bytes."""
     late = step.state.late.get(command.generation)
     step.change(late=_others(step, command.generation))
     step.do(command)
@@ -54,24 +54,24 @@ def drop(step: Step, command: commands.Drop) -> None:
 
 
 def retry(step: Step) -> None:
-    """Try the commits again that had no room."""
+    """Retry commits without room."""
     for command in step.state.late.values():
         step.do(actions.TryCommit(command, is_again=True))
 
 
 def forget(step: Step) -> None:
-    """The job goes on without this host, or under another coordinator: snapshots with a number that
-    wait for room are reported as sealed in the next join, and the coordinator decides."""
+    """Forget commits that wait for room: the job goes on without this host, or under another
+    coordinator. The next join reports their snapshots as sealed, and the coordinator decides."""
     step.change(late={})
 
 
 def discard(step: Step) -> None:
-    """Give up the sealed snapshots without a number: the job goes on without them."""
+    """Drop the sealed snapshots without a number: the job goes on without them."""
     late = step.state.late.values()
     step.do(actions.DiscardSealed(frozenset(command.snapshot for command in late)))
 
 
 def holds(step: Step, generations: frozenset[int]) -> None:
-    """The store holds others than before: there may be room."""
+    """Update the store's generations: there may be room."""
     step.change(generations=generations)
     snapshots.reserve(step)

@@ -1,11 +1,10 @@
-"""The law of a host: ``advance(state, event)`` returns the next state of the host and what must be
-done.
+"""The law of a host: ``advance(state, event)`` returns the next state of the host and the actions.
 
 Nothing here waits, sends, reads a clock or touches a process: the agent (``launch.agent.loop``)
-feeds events in and carries the actions out. Beside it stands the law of the job (``core.resize``),
-whose actions become the commands of this one, and whose events are this one's reports. Every rule
-keeps one promise: what was sealed stays until the coordinator has said what becomes of it, and
-whoever waits for an answer gets one, or an error once its round has ended."""
+feeds events in and performs the actions. The law of the job (``core.job.resize``) issues this law's
+commands and gets its reports. Every rule keeps one promise: a sealed snapshot stays until the
+coordinator's decision, and every pending call gets an answer, or an error once its round has ended.
+"""
 
 from scalai.core.host import (
     actions,
@@ -52,13 +51,13 @@ OF_THE_PRESENT_ROUND = (
     commands.Freeze,
     commands.Rescue,
 )
-"""Commands to the workers of a round: where other ones are there, they come too late."""
+"""Commands to the workers of a round; too late for any other round."""
 OF_BOTH_ROUNDS = (Hello, Publish, AwaitSlot, RankFinished, RankRefused, RankUnhooked)
-"""What workers may say whose round was on standby and has not begun."""
+"""Requests allowed from workers on standby."""
 
 
 def advance(state: HostState, event: events.Event) -> tuple[HostState, tuple[Action, ...]]:
-    """Return the host after ``event`` and the actions that the agent must carry out, in order."""
+    """The host after ``event``, and the agent's actions in order."""
     step = Step(state)
     if state.exit is None:
         _on(step, event)
@@ -110,7 +109,7 @@ def _on(step: Step, event: events.Event) -> None:
 
 
 def _of_the_host(step: Step, event: events.Event) -> None:
-    """Events of no round, and reports made by the agent's own parts: these go on as they came."""
+    """Handle events without a round, and pass on reports of the agent's own parts."""
     match event:
         case events.CommitWaits():
             snapshots.reserve(step)  # the sealed snapshot stays, and is tried again
@@ -233,7 +232,7 @@ def _exit(step: Step, command: commands.Exit) -> None:
 
 
 def _expelled(step: Step, reason: str) -> None:
-    """The job goes on without this host: its workers end, and it joins again."""
+    """End the workers and join again: the job goes on without this host."""
     step.log(
         Level.WARNING,
         f"event=expelled host={step.state.host} {reason} Its workers end, and it joins again with "
@@ -259,8 +258,8 @@ def _rejoined(step: Step) -> None:
 
 
 def _called(step: Step, call: Call, request: WorkerRequest) -> None:
-    """Carry a worker's call out, or refuse it: it is of a round that has ended, or of none of this
-    host's. Words of such workers may still be on their way."""
+    """Handle a worker's call, or refuse one of an ended or foreign round: late calls may still
+    arrive."""
     current = step.of(request.round)
     is_known = current is not None and (
         request.rank in current.ranks or isinstance(request, AwaitSlot)
@@ -298,7 +297,7 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
             step.answer(call)
             rounds.finished(step, request)
         case RankRefused(_, number, reason):
-            rounds.refuse(step, number, reason)  # it waits for no answer, but to be ended
+            rounds.refuse(step, number, reason)  # it waits only to be ended
         case AwaitFreeze():
             emergency.await_freeze(step, call, request)
         case RankFrozen():

@@ -1,5 +1,5 @@
-"""A round of the host's workers from its start to its end: on standby or begun, published,
-restored, proven, stepped, finished, failed, ended."""
+"""A round of the host's workers from start to end: on standby or begun, published, restored,
+proven, stepped, finished, failed, ended."""
 
 import numpy as np
 
@@ -35,14 +35,14 @@ def build(step: Step, command: commands.Build) -> None:
 
 
 def _heard(step: Step, workers: commands.Workers) -> None:
-    """Keep the number, which no coordinator that takes this one's place may give again."""
+    """Keep the round number: the next coordinator must not give it again."""
     last = max(step.state.last_round, workers.round)
     step.change(last_round=last)
 
 
 def start(step: Step, command: commands.Start) -> None:
-    """Begin a round, with the workers that were built for it where there are any. Where they should
-    be and are gone, the round has failed."""
+    """Begin a round, with its standby workers if there are any. Missing standby workers are a
+    failure."""
     _heard(step, command.workers)
     if step.round is not None and step.round.is_ending:
         _gone(step, step.round, 0)
@@ -64,7 +64,7 @@ def start(step: Step, command: commands.Start) -> None:
 
 
 def _start_due(step: Step) -> None:
-    """Start the workers that are due, once none holds memory that they may need."""
+    """Start due workers, once no older ones hold memory."""
     present, standby = step.round, step.state.standby
     if step.state.ending:
         return
@@ -78,14 +78,14 @@ def _start_due(step: Step) -> None:
 
 
 def group_started(step: Step, number: int) -> None:
-    """The workers of a round run. Of a plain job nothing more is heard until they end."""
+    """Report a plain job's round as stepped: nothing more is heard of it until its end."""
     if step.is_present(number) and not step.state.settings.is_elastic:
         step.tell(reports.Stepped(number))
 
 
 def group_not_started(step: Step, number: int, reason: str) -> None:
-    """The workers of a round cannot be started: a change is then made without them beside the
-    present ones, and a round has failed."""
+    """Handle workers that cannot start: the change is made without standby, or the round has
+    failed."""
     if step.is_present(number):
         step.change_round(has_group=False)
         step.fail(f"its workers cannot be started: {reason}")
@@ -95,7 +95,7 @@ def group_not_started(step: Step, number: int, reason: str) -> None:
 
 
 def give_up(step: Step, number: int | None = None) -> None:
-    """End what was on standby: for any round, or for this one."""
+    """End standby workers: of any round, or of this one."""
     standby = step.state.standby
     if standby is None or number not in (None, standby.number):
         return
@@ -105,8 +105,7 @@ def give_up(step: Step, number: int | None = None) -> None:
 
 
 def stop(step: Step, number: int, *, has_written: bool) -> None:
-    """End the workers: after a drain they leave by themselves, and may say goodbye to their log
-    writers."""
+    """End the workers: after a drain they leave by themselves, and may flush their logs."""
     current = step.round
     if current is None or current.number != number:
         step.tell(reports.Stopped(number, 0))
@@ -118,7 +117,6 @@ def stop(step: Step, number: int, *, has_written: bool) -> None:
 
 
 def end(step: Step, grace_s: float) -> None:
-    """End the workers of the present round."""
     current = step.change_round(is_ending=True)
     if current.has_group:
         step.end_group(current.number, grace_s)
@@ -127,7 +125,8 @@ def end(step: Step, grace_s: float) -> None:
 
 
 def group_ended(step: Step, number: int, newest: int) -> None:
-    """No worker of a round is alive; the coordinator waits for the end of the present one alone."""
+    """Handle the end of a round's last worker; the coordinator awaits only that of the present
+    round."""
     present, ending = step.round, dict(step.state.ending)
     given_up = ending.pop(number, None)
     step.change(ending=ending)
@@ -139,8 +138,7 @@ def group_ended(step: Step, number: int, newest: int) -> None:
 
 
 def _gone(step: Step, ended: Round, newest: int) -> None:
-    """The present round is over. Who had to leave because the job went on without this host joins
-    it again."""
+    """End the present round. A host expelled from the job joins it again."""
     dismiss(step, ended)
     step.change(round=None)
     snapshots.give_back(step, ended)
@@ -152,7 +150,7 @@ def _gone(step: Step, ended: Round, newest: int) -> None:
 
 
 def dismiss(step: Step, ended: Round) -> None:
-    """The workers are gone: whoever still waits for an answer to them gets an error."""
+    """Answer the pending calls of ended workers with an error."""
     waiters = {call for _, call in ended.slot_waiters}
     for call in sorted(ended.calls):
         if call in waiters:
@@ -162,7 +160,7 @@ def dismiss(step: Step, ended: Round) -> None:
 
 
 def poll(step: Step) -> None:
-    """Look for workers that have ended."""
+    """Look for ended workers."""
     current, standby = step.round, step.state.standby
     if standby is not None and standby.has_group:
         step.do(actions.PollGroup(standby.number))
@@ -172,7 +170,7 @@ def poll(step: Step) -> None:
 
 
 def group_over(step: Step, over: GroupOver) -> None:
-    """The workers of a round have ended by themselves."""
+    """Handle workers that ended by themselves."""
     standby, current = step.state.standby, step.round
     if step.state.probing is not None and step.state.probing.number == over.round:
         probing.end(step)
@@ -192,7 +190,7 @@ def group_over(step: Step, over: GroupOver) -> None:
 
 
 def refuse(step: Step, number: int, reason: str) -> None:
-    """Workers of a round say that the job cannot run so: to try again would end alike."""
+    """Report workers that cannot run the job: a retry would not help."""
     if step.is_present(number):
         step.fail(reason, is_refusal=True)
     else:
@@ -204,7 +202,7 @@ def refuse(step: Step, number: int, reason: str) -> None:
 
 
 def publish(step: Step, call: Call, report: Publish) -> None:
-    """A worker has built its model and says what it holds and wants."""
+    """Record a worker's held and wanted pieces, after the build of its model."""
     current = step.of(report.round)
     assert current is not None
     if current.is_unhooked:  # its first steps were on the way to this
@@ -229,8 +227,8 @@ def publish(step: Step, call: Call, report: Publish) -> None:
 
 
 def _begin_restore(step: Step) -> None:
-    """Plan and fetch for workers that have all published; where none of them takes its state from a
-    generation they go on at once."""
+    """Plan and fetch once all workers have published; without a generation to restore they go on at
+    once."""
     current = step.present()
     tables = [entry.held.tensors for entry in current.published.values()]
     names = sorted({tensor.name for table in tables for tensor in table})
@@ -249,7 +247,7 @@ def _begin_restore(step: Step) -> None:
 
 
 def fetched(step: Step, found: WantedFetched) -> None:
-    """All pieces for the workers are on this host."""
+    """Answer the workers: all pieces are on this host."""
     if not step.is_present(found.round):
         return
     current = step.present()
@@ -263,7 +261,7 @@ def fetched(step: Step, found: WantedFetched) -> None:
 
 
 def restored(step: Step, call: Call, report: RankRestored) -> None:
-    """A worker has filled its memory; it waits until the whole job's state is proven."""
+    """Record a worker's restore; it waits for the proof of the whole job's state."""
     current = step.present()
     if report.rank == current.ranks.start:
         step.log(Level.INFO, f"round={current.number} {report.note}")
@@ -294,14 +292,14 @@ def restored(step: Step, call: Call, report: RankRestored) -> None:
 
 
 def expect(step: Step, tensors: int) -> None:
-    """All workers of the job have published."""
+    """Give orders: all workers of the job have published."""
     step.change_round(tensors=tensors)
     snapshots.give_orders(step)
 
 
 def proceed(step: Step) -> None:
-    """The whole job's state is proven: the workers may train, and what was fetched is as good as
-    what was written."""
+    """Let workers train: the whole job's state is proven, and fetched pieces are as good as written
+    ones."""
     current = step.present()
     generation = current.workers.generation
     assert generation is not None, "what was proven is of a generation"
@@ -312,7 +310,7 @@ def proceed(step: Step) -> None:
 
 
 def stepped(step: Step, report: RankStepped) -> None:
-    """A worker has made its first step of the round."""
+    """Record a worker's first step of the round."""
     if report.imports is not None:
         step.do(actions.WarmUp(report.imports))
     if probing.told(step, report) or not step.is_present(report.round):
@@ -326,7 +324,7 @@ def stepped(step: Step, report: RankStepped) -> None:
 
 
 def finished(step: Step, request: RankFinished) -> None:
-    """The script of a worker has come to its end."""
+    """Record the end of a worker's script."""
     current = step.of(request.round)
     if current is not None:
         step.change_of(request.round, finished=current.finished | {request.rank})
@@ -337,7 +335,7 @@ def finished(step: Step, request: RankFinished) -> None:
 
 
 def unhooked(step: Step, number: int, rank: int) -> None:
-    """The script of a worker trains, and nothing hooks its steps."""
+    """Report a script that trains without hooks."""
     current = step.of(number)
     if current is None or current.is_unhooked:
         return

@@ -1,4 +1,4 @@
-"""One step of the law while it is decided: the state so far, and what is to be done."""
+"""One step of the law in progress: the state so far, and the actions."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,8 @@ from scalai.core.messages.reports import Report, WorkersFailed
 
 
 class Step:
-    """Collects what follows from one event. It lives for one call of ``law.advance``, which is a
-    pure function for whoever calls it."""
+    """Collects the consequences of one event. It lives for one call of the pure function
+    ``law.advance``."""
 
     def __init__(self, state: HostState) -> None:
         self.state = state
@@ -20,7 +20,6 @@ class Step:
 
     @property
     def round(self) -> Round | None:
-        """The present round."""
         return self.state.round
 
     @property
@@ -32,7 +31,7 @@ class Step:
         self.state = replace(self.state, **values)
 
     def present(self) -> Round:
-        """Return the present round; call where there is one."""
+        """The present round, which must exist."""
         assert self.state.round is not None
         return self.state.round
 
@@ -43,7 +42,7 @@ class Step:
         return changed
 
     def change_of(self, number: int, **values: Any) -> None:
-        """Change fields of the round of this number: present, standby or probing."""
+        """Change fields of this round: present, standby or probing."""
         if self.state.round is not None and self.state.round.number == number:
             self.change_round(**values)
         elif self.state.standby is not None and self.state.standby.number == number:
@@ -52,21 +51,20 @@ class Step:
             self.change(probing=replace(self.state.probing, **values))
 
     def of(self, number: int) -> Round | None:
-        """Return the round of this number, None where it is neither present, standby nor
-        probing."""
+        """This round, if present, standby or probing; else None."""
         rounds = (self.state.round, self.state.standby, self.state.probing)
         return next((r for r in rounds if r is not None and r.number == number), None)
 
     def is_present(self, number: int) -> bool:
-        """Whether this is the number of the present round, and its workers are not being ended."""
+        """Whether this is the present round and not ending."""
         current = self.state.round
         return current is not None and current.number == number and not current.is_ending
 
     def end_group(
         self, number: int, grace_s: float = 0.0, *, given_up: Round | None = None
     ) -> None:
-        """Have the workers of a round end; ``GroupEnded`` says when they have. ``given_up``: the
-        round, where the host has it no more."""
+        """Begin the end of a round's workers; ``GroupEnded`` completes it. ``given_up``: the round,
+        if the state no longer has it."""
         if number not in self.state.ending:
             self.change_of(number, has_group=False)
             self.change(ending={**self.state.ending, number: given_up})
@@ -82,7 +80,7 @@ class Step:
         self.due.append(actions.Log(level, text))
 
     def answer(self, call: Call, value: object = None) -> None:
-        """Answer a call that still waits."""
+        """Answer a pending call."""
         for found in (self.state.round, self.state.standby, self.state.probing):
             if found is not None and call in found.calls:
                 self.change_of(found.number, calls=found.calls - {call})
@@ -100,8 +98,8 @@ class Step:
         is_chance: bool = False,
         is_refusal: bool = False,
     ) -> None:
-        """The present round cannot go on: report it, once. ``is_chance``: a signal was the cause,
-        which says nothing of the degrees."""
+        """Report once that the present round cannot go on. ``is_chance``: by a signal, so the
+        degrees are not to blame."""
         current = self.state.round
         if current is None or current.failure is not None or current.is_ending:
             return

@@ -1,5 +1,4 @@
-"""Parts of a joining host: some count, some belong to states that the job has passed, and between
-some a person has to choose."""
+"""Fate of a joining host's parts: they count, are obsolete, or need a person's choice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from scalai.core.job.membership import Generation
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The job that a host joins.
+    """The job at a join.
 
     Attributes:
         job: Its name.
-        run: Name of its present run, as its snapshots have it.
-        round: Its present round; 0: it has not begun.
-        newest: Its newest generation that is whole.
+        run: Name of its present run, as in its snapshots.
+        round: Its present round; 0: not begun.
+        newest: Its newest whole generation.
         is_fresh: It begins anew (``--fresh``).
     """
 
@@ -31,11 +30,11 @@ class Situation:
 
 
 class Admittance(Enum):
-    """Fate of a part that a host brings."""
+    """Fate of a part."""
 
     TAKEN = "taken"  # it counts
     OBSOLETE = "obsolete"  # the job has passed it: it goes
-    REFUSED = "refused"  # a person has to choose the state to go on from
+    REFUSED = "refused"  # a person has to choose a state
 
 
 TAKEN = Admittance.TAKEN, ""
@@ -47,8 +46,8 @@ _WAYS_OUT = (
 
 
 def admit(part: PartFacts, now: Situation) -> tuple[Admittance, str]:
-    """Return the fate of a part of a generation, and the reason of a refusal. Once the job has
-    begun a round, only its own states count."""
+    """Fate of a part of a generation, and the reason of a refusal. After the first round only the
+    job's own states count."""
     holders = now.survey.of(part.number).hosts
     if not now.round and now.catalogue.is_foreign(part, holders):
         return Admittance.REFUSED, (
@@ -73,12 +72,14 @@ def admit(part: PartFacts, now: Situation) -> tuple[Admittance, str]:
 def admit_sealed(
     part: PartFacts, held: Sequence[PartFacts], now: Situation, is_whole: Callable[[], bool]
 ) -> tuple[Admittance, str]:
-    """Return the fate of a sealed part without a commit, and the reason of a refusal. A snapshot
-    follows the newest generation of its host.
+    """Fate of a sealed, uncommitted part, and the reason of a refusal. A snapshot follows the
+    newest generation of its host.
 
     Args:
+        part: The sealed part.
         held: The host's parts of generations.
-        is_whole: Tells whether the part covers the state together with parts of other hosts.
+        now: The job.
+        is_whole: Whether the part and those of other hosts cover the state.
     """
     if _counts(part, _newest(held), now, is_whole):
         return TAKEN
@@ -123,8 +124,8 @@ def _counts(
 
 
 def rival(held: Sequence[PartFacts], now: Situation) -> str:
-    """Refuse a host whose newest generation is of another run, where the job would silently go back
-    from a sealed state to a committed one. Returns the reason; "": it may join."""
+    """Reason against a host with a newest generation of another run, if the job would silently go
+    back from a sealed to a committed state; "": it may join."""
     known, newest = now.catalogue.newest(now.survey), _newest(held)
     if now.round or known is None or newest is None:
         return ""

@@ -1,5 +1,5 @@
-"""The rules by which what hosts have sealed becomes a generation: when it is judged, who renames
-its part, and when older generations may go."""
+"""Rules for commits: when sealed parts are judged, their renaming, and the release of older
+generations."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def judged(event: events.Judged, job: Job) -> Result:
         is_loss = job.current is not None and set(job.current.active) > active(job)
         return fail(job, event.reason, is_loss=is_loss)
     generation = Generation(event.number, event.step, event.hosts)
-    # A host whose workers died before they wrote, or that has just come back, has no part.
+    # A host without writers, or one just back, has no part.
     hosts = event.hosts & frozenset(job.hosts)
     job = replace(
         job,
@@ -49,8 +49,8 @@ def rescue_judged(event: events.RescueJudged, job: Job) -> Result:
 
 
 def sealed(report: reports.Sealed, host: str, job: Job) -> Result:
-    """A snapshot on the way is judged once every host with workers has sealed its part. That of a
-    stop is waited for otherwise: there workers may be dead."""
+    """Judge a snapshot on the way once every host with workers has sealed its part. At a stop, dead
+    workers are not awaited."""
     if report.reason == "stop":
         is_due = job.phase is Phase.SNAPSHOTTING and report.round == job.round
         return next_phase(answered(job, host)) if is_due else (job, ())
@@ -60,20 +60,20 @@ def sealed(report: reports.Sealed, host: str, job: Job) -> Result:
 
 
 def skipped(report: reports.Skipped, host: str, job: Job) -> Result:
-    """A host has nothing of a snapshot on the way: the others may have all of it."""
+    """Record a host without a part of a snapshot on the way: the others may have all of it."""
     return _answered(report, host, "snapshot", job)
 
 
 def _answered(report: reports.Sealed | reports.Skipped, host: str, reason: str, job: Job) -> Result:
     if report.round != job.round or job.phase is Phase.COMMITTING:
-        return job, ()  # something later is committed
-    # A host comes to its snapshots in their order: of an earlier one that it has not answered for
-    # it has nothing, because it learned too late at which steps they are.
+        return job, ()  # a later one is committed
+    # A host comes to snapshots in order: an earlier one without its answer has no part of it,
+    # because it learned of the interval too late.
     known = {report.snapshot: frozenset[str](), **job.states.sealed}
     at = step_of(report.snapshot)
     passed = {name: known[name] | {host} for name in known if step_of(name) <= at}
     job = replace(job, states=replace(job.states, sealed={**known, **passed}))
-    # Of a round that may compute another function nothing becomes a generation.
+    # A round with another function, perhaps, commits nothing.
     return (job, ()) if job.function.is_waiting else judge_sealed(job, reason)
 
 
@@ -105,9 +105,8 @@ def committed(report: reports.Committed, host: str, job: Job) -> Result:
         return next_phase(answered(job, host))
     if host not in job.states.uncommitted:
         return job, ()
-    # A snapshot on the way. Once every host has it, and replicas of it are made, older generations
-    # may go, also during a drain: the snapshot at its end needs their room. A start keeps its
-    # source.
+    # A snapshot on the way. Once every host has it, with replicas, older generations may go, also
+    # during a drain: the snapshot at its end needs their room. A start keeps its source.
     job = replace(job, states=replace(job.states, uncommitted=job.states.uncommitted - {host}))
     newest = job.newest_generation
     is_ready = (

@@ -1,6 +1,7 @@
-"""The rules for hosts that do not hear each other, though each hears the coordinator: where a start
-stands still its hosts knock at each other, and the job goes on with the largest set of those that
-all hear each other. The others stay in the job, and are taken back once they are heard again.
+"""Rules for unconnected pairs of hosts, each in contact with the coordinator.
+
+Hosts of a stalled start probe each other; the job goes on with the largest connected set. The
+others stay in the job, and return once they are connected.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ MOST_NAMED = 10
 
 
 def knock(job: Job, hosts: Iterable[str]) -> Result:
-    """Have hosts knock at each other, unless some are at it."""
+    """Probe connections between hosts, unless a probe is in progress."""
     asked = frozenset(hosts) & job.hosts.keys()
     if len(asked) < 2 or job.health.links.knocking is not None:
         return job, ()
@@ -37,7 +38,7 @@ def knock(job: Job, hosts: Iterable[str]) -> Result:
 
 
 def knocked(report: reports.Knocked, host: str, job: Job) -> Result:
-    """A host says which of the others it does not hear."""
+    """Record a host's unconnected peers."""
     under_way = job.health.links.knocking
     if under_way is None or under_way.order != report.order or host not in under_way.awaited:
         return job, ()
@@ -53,7 +54,7 @@ def knocked(report: reports.Knocked, host: str, job: Job) -> Result:
 
 
 def ticked(job: Job) -> Result:
-    """Go on without answers that do not come, and have those knock again that were not heard."""
+    """Go on without late answers; probe unconnected hosts again."""
     links = job.health.links
     if links.knocking is not None:
         return _conclude(job)
@@ -64,7 +65,7 @@ def ticked(job: Job) -> Result:
 
 
 def forget(job: Job, host: str) -> Job:
-    """Return the job after a host is gone, or its agent is a new one: nothing is known of it."""
+    """The job without this host's pairs: it is lost, or has a new agent."""
     unheard = frozenset(pair for pair in job.health.links.unheard if host not in pair)
     under_way = job.health.links.knocking
     if under_way is not None:
@@ -80,13 +81,13 @@ def forget(job: Job, host: str) -> Job:
 
 
 def broken(job: Job) -> str:
-    """Say which hosts of the present round do not hear each other, if any do not."""
+    """Text on unconnected hosts of the present round; "" if none."""
     pairs = frozenset(pair for pair in job.health.links.unheard if pair <= active(job))
     return f"; {_names(pairs)}" if pairs else ""
 
 
 def _conclude(job: Job) -> Result:
-    """Take what was found, once all have answered, or the others have waited for long enough."""
+    """Use the result, after all answers or the time limit."""
     under_way = job.health.links.knocking
     assert under_way is not None
     if under_way.awaited and job.now - under_way.at <= ANSWER_S:

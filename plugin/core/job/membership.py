@@ -1,22 +1,22 @@
-"""The state of a job: its members, its round and its states, the input of the rules of membership.
+"""The state of a job: members, round and states, the input of the rules of membership.
 
 ``resize.advance`` has the rules: state and event (``events``) in, state and actions (``actions``)
-out. The coordinator is the loop around it: it feeds events in (a host joined, every worker has
-written) and carries the actions out (send this command to these hosts). One pass through the phases
-is a resize:
+out. The coordinator feeds events in (a host joined, every worker has written) and performs the
+actions (send this command to these hosts). One pass through the phases is a resize:
 
-   running -> preparing -> draining -> snapshotting -> committing -> stopping -> starting -> running
+    running -> preparing -> draining -> snapshotting -> committing -> stopping -> starting ->
+        running
 
 After a start that fails before its proof, hosts examine its source (``Examination``); after a later
 failure the surviving workers write their state (``FailedRound``):
 
-   running -> freezing -> rescuing -> committing -> stopping -> starting -> running
+    running -> freezing -> rescuing -> committing -> stopping -> starting -> running
 
 ``deadlines`` has the limit of each phase and its consequence.
 
 Source: the membership of torch.distributed.elastic 2.13 (rendezvous/dynamic_rendezvous.py). Differs
-in: the workers stop at one agreed step instead of at a signal, and a change never takes a state
-away before the next one lives.
+in: the workers stop at one agreed step instead of at a signal, and a change never removes a state
+before the next one lives.
 """
 
 from collections.abc import Callable, Mapping
@@ -73,9 +73,13 @@ the whole state."""
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """An agent and its devices. ``order`` is the sequence number of its joining: survivors keep
-    their relative order. A leaving one may have a deadline (``leave_by``); it ``is_short`` if that
-    is likely to come before the end of its drain."""
+    """An agent and its devices.
+
+    Attributes:
+        order: Number of its join: survivors keep their relative order.
+        leave_by: Deadline of a leaving host.
+        is_short: The deadline is likely to come before the end of its drain.
+    """
 
     name: str
     slots: int
@@ -98,7 +102,7 @@ class Assignment:
     recompute: Recompute | None = None
     """Recomputed activations; None: by the script's flags."""
     active: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    """Hosts with workers. Made once, because it is asked for with every report of a host."""
+    """Hosts with workers. Computed once: every report of a host reads it."""
     members: frozenset[str] = field(init=False, repr=False, compare=False)
     """The same as a set."""
 
@@ -113,17 +117,16 @@ class Assignment:
 
     @property
     def layout(self) -> str:
-        """Its degrees, and its recomputation if that differs from the script's flags."""
+        """Its degrees, with a recomputation other than the script's flags."""
         return f"{self.degrees}{self.passes.beside(self.passes)}"
 
     def is_same_as(self, other: "Assignment") -> bool:
-        """Whether the same workers would run at the same degrees with the same passes; idle hosts
-        do not count."""
+        """Whether workers, degrees and passes are equal; idle hosts do not count."""
         mine, its = ([entry for entry in a.workers if entry[1]] for a in (self, other))
         return mine == its and self.has_layout_of(other)
 
     def has_layout_of(self, other: "Assignment") -> bool:
-        """Whether it has the same degrees and passes."""
+        """Whether degrees and passes are equal."""
         return self.degrees == other.degrees and self.passes == other.passes
 
 
@@ -137,8 +140,8 @@ class Standby:
 
 @dataclass(frozen=True, slots=True)
 class FailedChange:
-    """An assignment that failed before all its workers had stepped. ``members`` are its hosts with
-    the numbers of their joining: the same hosts joined anew may be tried again."""
+    """An assignment that failed before all its workers had stepped. ``members``: its hosts with
+    their join numbers; after a new join it may be retried."""
 
     assignment: Assignment
     members: frozenset[tuple[str, int]]
@@ -150,11 +153,11 @@ class FailedRound:
     """A failed round.
 
     Attributes:
-        reason: Why it failed.
-        steps: Steps of standing workers that are not ordered to be written yet.
-        step: The one that is being written.
-        is_counted: Whether the failure has cost a restart.
-        ending: Why the job ends then; empty: it goes on.
+        reason: Reason of the failure.
+        steps: Steps of standing workers without an order to write.
+        step: The step being written.
+        is_counted: The failure has cost a restart.
+        ending: Reason to end the job afterwards; empty: it goes on.
     """
 
     reason: str
@@ -166,9 +169,9 @@ class FailedRound:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Why all hosts read their parts of a ``generation`` again. Without damage, a failed proof
-    (``is_proof``) drops the fetched pieces if the rest is whole without them (``can_reread``);
-    otherwise it was a failure of the workers, as ``fail`` takes it."""
+    """A second look of all hosts at their parts of a ``generation``. Without damage, a failed proof
+    (``is_proof``) drops the fetched pieces if the rest is whole (``can_reread``); any other failure
+    is the workers', as in ``fail``."""
 
     generation: int
     reason: str
@@ -182,8 +185,8 @@ class Examination:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The clock of the present phase: when it began or made its last progress (None: the next tick
-    tells), and how often it was reported since."""
+    """The clock of the present phase: its start or last progress (None: set at the next tick), and
+    the log lines since."""
 
     since: float | None = None
     reports: int = 0
@@ -199,19 +202,19 @@ class Generation:
 
 
 Assign = Callable[[tuple[tuple[str, int], ...], Assignment | None], Assignment | None]
-"""(hosts and their slots in rank order, last assignment that ran) -> an assignment, or None as long
-as no world fits."""
+"""(hosts and their slots in rank order, last assignment that ran) -> an assignment; None: no world
+fits."""
 
 WhyNot = Callable[[tuple[tuple[str, int], ...], Assignment | None], str]
-"""(hosts and their slots in rank order, last assignment that ran) -> why no assignment fits, and
+"""(hosts and their slots in rank order, last assignment that ran) -> reason for no assignment, and
 the way out; empty: unknown."""
 
 LOST = ""
-"""Stands in an assignment that ran for a host that holds nothing of it any more."""
+"""Placeholder in a past assignment for a host without its state."""
 
 Place = Callable[[Assignment, Assignment, tuple[tuple[str, int], ...]], Assignment]
-"""(an assignment, the one that ran before, hosts and their slots) -> the same with its hosts in the
-order of the fewest crossing bytes."""
+"""(assignment, the one before, hosts and their slots) -> the assignment with its hosts in the order
+of the fewest bytes to move."""
 
 
 def keep_order(
@@ -228,27 +231,27 @@ def says_nothing(hosts: tuple[tuple[str, int], ...], ran: Assignment | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """JobSettings of a job, from its flags and its configuration.
+    """Settings of a job, from its flags and its configuration.
 
     Attributes:
         assign, why_not, place: Choice of workers, degrees and order of hosts.
-        settle_s: Seconds without a further change before a change is met.
+        settle_s: Quiet seconds before a change is made.
         max_hosts: Most hosts.
         most_failures: Failures that the job survives; progress may refill its budget to them.
-        does_refill: Whether progress of the training refills the budget.
-        is_loss_free: Whether the loss of a host is a change, at no cost of a restart.
-        is_elastic: False: a plain job, whose workers are stopped and started anew as by torchrun.
-        has_durable_dir: Whether it has a durable directory.
-        archive_every_s: Seconds between two generations sent there during training; 0: none.
+        does_refill: Training progress refills the budget.
+        is_loss_free: Loss of a host is a change, without the cost of a restart.
+        is_elastic: False: a plain job, restarted as by torchrun.
+        has_durable_dir: It has a durable directory.
+        archive_every_s: Seconds between two archives during training; 0: none.
         archive_keep: Generations kept there.
-        has_emergency: Whether survivors of a failure write their state.
-        replicas: Hosts with a replica of each piece that would be lost with a host.
-        build_timeout_s: Seconds for standby workers to build beside the present ones; 0: none do.
+        has_emergency: Survivors of a failure write their state.
+        replicas: Replicas of each piece that a loss would take away.
+        build_timeout_s: Seconds for standby workers to build; 0: no standby.
         drain_timeout_s: Seconds for all workers to come to an agreed stop.
-        quarantine_s: First wait of a host that flaps, in seconds; 0: none.
+        quarantine_s: First wait of a flapping host, in seconds; 0: none.
         start_timeout_s: Seconds without progress of a start.
         hang_s: Most seconds without a step of any worker, also without a known usual step.
-        proves: Changes to be proven to compute the same function (``POLICIES``).
+        proves: Changes with a proof of their function (``POLICIES``).
     """
 
     assign: Assign
@@ -279,13 +282,13 @@ class Budget:
 
     Attributes:
         left: Failures left.
-        counted_round: The last round whose failure has cost a restart.
+        counted_round: Last round with a counted failure.
         tries: Possible chance failures of the present assignment.
-        start_error: Before any round has stepped: the error of its script in the last start.
+        start_error: The script's error in the last start, before any round has stepped.
         was_start_killed: A signal ended the last start before its proof.
-        trained_s: Seconds of training progress since ``left`` was last raised.
+        trained_s: Seconds of training progress since ``left`` last rose.
         stepped_at: Time of the newest step, by the job's clock.
-        hung: The furthest step at the last hang, and hangs without a step in between.
+        hung: Furthest step at the last hang, and hangs without a step in between.
     """
 
     left: int = 3
@@ -300,16 +303,16 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Changes of a job, under way and before.
+    """Changes of a job, in progress and before.
 
     Attributes:
-        at: Time of the last change that is not met yet.
-        again_at: Time of the next try of a change whose stop was taken back.
-        withdrawn: Stops taken back since the last complete change.
+        at: Time of the last open change.
+        again_at: Time of the next try after a withdrawn stop.
+        withdrawn: Withdrawn stops since the last complete change.
         standby: The round being built beside the present one.
-        last_round: The highest number of a round so far, given-up standby rounds included.
-        ran: The last assignment with a step of every rank: a failed change goes back to it.
-        failed: Assignments that have failed on the present hosts.
+        last_round: Highest round number so far, standby rounds included.
+        ran: Last assignment with a step of every rank: a failed change goes back to it.
+        failed: Assignments that failed on the present hosts.
         pace: Durations of the parts of a change.
     """
 
@@ -328,14 +331,14 @@ class Attempt:
     """The present round since its start.
 
     Attributes:
-        source: The generation of its beginning; None: the script's own initial state.
+        source: Generation at its start; None: the script's own initial state.
         published: Hosts with built models.
         restored: Hosts with restored memory.
-        is_proven: Whether the restored state is the committed one.
-        was_standby: Its workers stood by; so its first failure may come from that, and is free.
+        is_proven: The restored state is the committed one.
+        was_standby: Its workers were on standby: a first failure may come from that, and is free.
         progress: Newest act of each host's workers in the start.
-        is_hooked: False: the script does not tell of its steps; a change would begin anew.
-        gone: Hosts lost since it began: a rejoined one has no workers of it.
+        is_hooked: False: the script reports no steps; a change would begin anew.
+        gone: Hosts lost since its start: a rejoined one has none of its workers.
         finished: Hosts at the end of their script.
     """
 
@@ -353,7 +356,7 @@ class Attempt:
 @dataclass(frozen=True, slots=True)
 class StopPoint:
     """A stop, proposed or agreed, at ``step``: ``margin`` steps beyond the furthest known one.
-    ``held``: the obstacle of each host's workers, such as a save."""
+    ``held``: obstacle of each host's workers, such as a save."""
 
     step: int = 0
     margin: int = 1
@@ -365,20 +368,17 @@ class States:
     """States of a job on its hosts.
 
     Attributes:
-        generations: Committed ones held wholly by the present hosts, oldest first.
-        has_state: Whether there is any state worth keeping.
-        committing: Number of the generation whose parts hosts are renaming.
-        uncommitted: Hosts that have yet to rename their part of a snapshot; older generations stay
-            until then.
-        sealed: By the name of a snapshot of the present round, the hosts that have sealed it, until
-            all have.
-        lost: Steps of earlier rounds behind which the job went back. ``Lost.round`` is the round's
-            number, or its name by ``of_run`` if another coordinator had heard of it.
-        obstacle: Why the job cannot go on from the newest known state, and the ways out.
+        generations: Committed, whole ones on the present hosts, oldest first.
+        has_state: There is a state worth keeping.
+        committing: Generation with parts being renamed.
+        uncommitted: Hosts that have yet to rename their part; older generations stay until then.
+        sealed: Hosts that have sealed a snapshot of the present round, by its name, until all have.
+        lost: Steps of earlier rounds dropped by a return. ``Lost.round`` is the round's number, or
+            its name by ``of_run`` if another coordinator reported it.
+        obstacle: Obstacle to the newest known state, and the ways out.
         is_held_back: While it waits, the job must not go back behind that state by itself.
-        loss: Why the job cannot go on from any known state, because of damage beyond repair by
-            absent hosts.
-        looking: Hosts that have yet to report the contents of their durable directories.
+        loss: Obstacle to all known states: damage that absent hosts cannot repair.
+        looking: Hosts that have yet to report their durable directories.
     """
 
     generations: tuple[Generation, ...] = ()
@@ -402,7 +402,7 @@ class Job:
         now: Time of the last timed event, in seconds.
         round, current: The present round and its assignment.
         newest: The furthest known step.
-        failure: Until the workers are stopped, or the examination has ended.
+        failure: Set until the workers are stopped, or the examination has ended.
     """
 
     settings: JobSettings
@@ -441,46 +441,46 @@ class Job:
 
 
 def excuse(job: Job, seconds: float) -> Job:
-    """Return the job with a later beginning of its present phase: no host could be heard for these
-    seconds."""
+    """The job with a later start of its phase: for these seconds no host could be heard."""
     if job.wait.since is None:
         return job
     return replace(job, wait=replace(job.wait, since=job.wait.since + seconds))
 
 
 def replace_assign(job: Job, assign: Assign) -> Job:
-    """Return the job with other limits, without beginning a change."""
+    """The job with other limits, without a change."""
     return replace(job, settings=replace(job.settings, assign=assign))
 
 
 def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
-    """Return the job with other generations known to be whole, oldest first."""
+    """The job with these whole generations, oldest first."""
     has_state = job.states.has_state or bool(covered)
     return replace(job, states=replace(job.states, generations=covered, has_state=has_state))
 
 
 def replace_known(job: Job, known: tuple[str, ...]) -> Job:
-    """Return the job with these keys of proven layouts."""
+    """The job with these keys of proven layouts."""
     return replace(job, function=replace(job.function, known=known))
 
 
 def forget_sealed(job: Job, snapshot: str) -> Job:
-    """Return the job without a snapshot that is a generation already, or judged."""
+    """The job without a committed or judged snapshot."""
     sealed = {name: waited for name, waited in job.states.sealed.items() if name != snapshot}
     return replace(job, states=replace(job.states, sealed=sealed))
 
 
 def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool, loss: str = "") -> Job:
-    """Return the job with another obstacle."""
+    """The job with another obstacle."""
     return replace(
         job, states=replace(job.states, obstacle=obstacle, is_held_back=is_held_back, loss=loss)
     )
 
 
 def staying(job: Job) -> tuple[tuple[str, int], ...]:
-    """Hosts of the next round, with their slots: those of the current round keep their order.
-    Barred hosts, and those that do not hear the others, stay out unless nothing fits without them;
-    unchecked hosts stay out always."""
+    """Hosts of the next round, with their slots, in the current round's order.
+
+    Barred and unconnected hosts stay out unless nothing fits without them; unchecked hosts always.
+    """
     current = [name for name, _ in job.current.workers] if job.current else []
     there = [host for host in job.hosts.values() if not host.is_leaving]
     hosts = [host for host in there if host.name not in job.health.checks]
@@ -500,7 +500,7 @@ def staying(job: Job) -> tuple[tuple[str, int], ...]:
 
 
 def present(job: Job) -> Assignment | None:
-    """The last assignment that ran, else the start under way."""
+    """The last assignment that ran, else the start in progress."""
     return job.change.ran or job.current
 
 

@@ -1,8 +1,7 @@
-"""The state that a job goes on from: the newest one without doubt of which the present hosts hold
-every element.
+"""Choice of the state to go on from: the newest whole one on the present hosts, without doubt.
 
-Candidates are states of workers that outlived a failure, snapshots, generations with the replicas
-on other hosts, and states on a disk alone. The answer has a reason for each rejected candidate.
+Candidates are states of survivors, snapshots, generations with their replicas, and states on disks
+alone. The answer has a reason for each rejected candidate.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,15 +11,14 @@ from enum import Enum
 from scalai.core.jsonable import Json
 
 LINEAGE = "lineage"
-"""In ``about`` of a manifest: earlier runs of the job behind the state, oldest first, each with the
-number of its generation from which the next run went on."""
+"""Key in a manifest's ``about``: earlier runs behind the state, oldest first, each with the number
+of the next run's source."""
 MOST_RUNS = 64
-"""Earlier runs that a lineage names."""
+"""Most runs in a lineage."""
 
 
 def lineage_from(source: Mapping[str, Json], number: int, run: str) -> list[list[Json]]:
-    """Return the lineage of the states of ``run`` after generation ``number``, whose ``about`` is
-    ``source``."""
+    """Lineage of states of ``run`` after generation ``number`` with ``about`` ``source``."""
     before, its = list(source.get(LINEAGE, [])), _run_of(source)
     if its is not None and its != run:
         before.append([its, number])
@@ -28,8 +26,8 @@ def lineage_from(source: Mapping[str, Json], number: int, run: str) -> list[list
 
 
 def contains(one: "Descent", other: "Descent") -> bool:
-    """Whether ``one`` descends from ``other``, or from a later generation of the same run. Without
-    a known lineage the number decides, which only grows within a run."""
+    """Whether ``one`` descends from ``other``, or from a later generation of its run. Without a
+    lineage the number decides; it only grows within a run."""
     if one.run == other.run:
         return one.number >= other.number
     if any(run == other.run and number >= other.number for run, number in one.lineage or ()):
@@ -40,8 +38,7 @@ def contains(one: "Descent", other: "Descent") -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """Origin of a generation: its number, the run that made it, and its lineage; None: not
-    known."""
+    """Origin of a generation: number, run and lineage; None: unknown."""
 
     number: int
     run: str | None
@@ -61,7 +58,7 @@ def _run_of(about: Mapping[str, Json]) -> str | None:
 
 
 class Origin(Enum):
-    """How a state came about."""
+    """Origin of a state."""
 
     STOP = "the stop of a change"
     SNAPSHOT = "a snapshot"
@@ -76,12 +73,12 @@ class State:
     """A known state of the job.
 
     Attributes:
-        step: Optimizer step; None: nobody can read it.
+        step: Optimizer step; None: unreadable.
         number: Generation; None: not committed.
         hosts: Present hosts with parts.
-        lost: Absent hosts that wrote some of it.
-        lacks: Missing parts; "": it is whole.
-        doubt: Reason not to go on from it though it is whole.
+        lost: Absent writers.
+        lacks: Missing parts; "": whole.
+        doubt: Reason against a whole state.
         is_left_behind: Only a disk has it, and the job had gone on without it.
     """
 
@@ -104,16 +101,15 @@ class State:
 
     @property
     def age(self) -> tuple[bool, int, int]:
-        """Key of the order, oldest first. Numbers of generations only grow, also where the job went
-        back to an earlier step; an uncommitted state is of the present round, and newer."""
+        """Sort key, oldest first. Generation numbers only grow, also after a return to an earlier
+        step; an uncommitted state belongs to the present round, and is newer."""
         number = 1 << 62 if self.number is None else self.number
         return not self.is_left_behind, number, -1 if self.step is None else self.step
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The ``state`` to go on from (None: there is none), and the others with the reasons against
-    them, newest first."""
+    """The ``state`` to go on from (None: none), and the others with their reasons, newest first."""
 
     state: State | None
     others: tuple[tuple[State, str], ...]
@@ -129,7 +125,7 @@ class Recovery:
         return f"{chosen} passed_over={others!r}" if others else chosen
 
     def to_json(self) -> Json:
-        """Return the form of a report."""
+        """Content for a report."""
         return {
             "state": None if self.state is None else _to_json(self.state),
             "others": [{**_to_json(other), "why": why} for other, why in self.others],
@@ -144,7 +140,7 @@ def _to_json(state: State) -> dict[str, Json]:
 
 
 def newest_whole(states: Iterable[State]) -> Recovery:
-    """Return the newest whole state without doubt.
+    """The newest whole state without doubt.
 
     An uncommitted one counts only if it is further than every usable generation.
     """

@@ -1,10 +1,10 @@
-"""The rules of a start: builds, restores, the proof, and the examination after a failure.
+"""Rules of a start: builds, restores, the proof, and the examination after a failure.
 
-A start that fails before its proof may fail by the bytes that it has read. Before the failure
-counts against the script, all hosts read their parts of the generation again: damaged pieces count
-no more, and the job begins again from a whole state. While the job trains, a host is asked alone
-after it gave another one bytes that differ from its committed fingerprints. A round from the
-script's own initial state restores nothing and proves nothing.
+Damaged bytes may be the cause of a failure before the proof. Before it counts against the script,
+all hosts read their parts of the generation again: damaged pieces no longer count, and the job
+restarts from a whole state. During training, a host is examined alone after it gave bytes that
+differ from its committed fingerprints. A round from the script's own initial state restores and
+proves nothing.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ def moved(report: reports.Moved, host: str, job: Job) -> Result:
 
 
 def _progressed(job: Job, round: int, host: str, what: str) -> Job:
-    """Return the job after a host has come further in its start, by the act ``what``."""
+    """The job after a host's act ``what`` in its start."""
     if job.phase is not Phase.STARTING or round != job.round:
         return job
     return replace(job, attempt=replace(job.attempt, progress={**job.attempt.progress, host: what}))
@@ -59,9 +59,8 @@ def proven(event: events.Proven, job: Job) -> Result:
 
 
 def start_failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> Result | None:
-    """Workers have failed: have the generation examined from which they began. None: there is none,
-    or it is proven. A signal counts as chance once, except for SIGBUS, the sign of a file that has
-    become too short."""
+    """Examine the source of failed workers; None without a source, or after its proof. A signal
+    counts as chance once, except SIGBUS, the sign of a truncated file."""
     start = job.attempt
     is_starting = job.phase is Phase.STARTING and host in start.published
     if not is_starting or start.source is None or start.is_proven:
@@ -78,9 +77,9 @@ def start_failed(report: reports.WorkersFailed, host: str, job: Job, reason: str
 
 
 def proof_failed(event: events.ProofFailed, job: Job) -> Result:
-    """Stored pieces are damaged, or fetched ones: if no host finds damage, the fetched ones go and
-    are fetched anew, and the second time the job ends. A proof's verdict on a generation counts
-    also in a round that is being stopped."""
+    """Handle damage of stored or fetched pieces. If no host finds damage, the fetched pieces are
+    fetched anew, and a second failure ends the job. A verdict counts also for a round being
+    stopped."""
     source = job.attempt.source
     if event.round != job.round or source is None:
         return job, ()
@@ -121,7 +120,7 @@ def examined(report: reports.Examined, host: str, job: Job) -> Result:
 
 
 def lost(job: Job, host: str, *, was_active: bool) -> Result:
-    """An asked host may be gone; its loss was the failure, if it ran workers."""
+    """Count out a lost host; its loss was the failure, if it ran workers."""
     assert job.examination is not None
     examination = replace(job.examination, is_loss=job.examination.is_loss or was_active)
     return go_on(answered(replace(job, failure=examination), host))
@@ -151,7 +150,7 @@ def go_on(job: Job) -> Result:
 
 
 def _doubt(job: Job, found: Examination) -> tuple[Action, ...]:
-    """Before the workers are stopped: the next round's sources are known by then."""
+    """Action before the workers stop: the next round's sources are known by then."""
     if found.can_reread:
         return (Send(tuple(sorted(job.hosts)), commands.Doubt(found.generation)),)
     kept = (
@@ -162,8 +161,8 @@ def _doubt(job: Job, found: Examination) -> tuple[Action, ...]:
 
 
 def suspected(report: reports.Suspected, host: str, job: Job) -> Result:
-    """Ask the givers of wrong bytes. A start that can do without them goes on: remaining damage is
-    found when replicas are made."""
+    """Examine the givers of wrong bytes. A start that can do without them goes on: replication
+    finds remaining damage."""
     hosts = set(report.hosts) & set(job.hosts)
     if not hosts or job.phase not in TRAINING:
         return job, ()
@@ -171,9 +170,9 @@ def suspected(report: reports.Suspected, host: str, job: Job) -> Result:
 
 
 def _damaged(job: Job, number: int) -> Result:
-    """A host has found damage, asked alone or with a late answer: replicas are made anew, and a
-    start from the generation begins again. While the job trains, an older whole generation takes
-    the place of the damaged one, and gives its room back: no later one would find any otherwise."""
+    """Handle damage found alone or late: replicas are made anew, and a start from the generation is
+    repeated. During training an older whole generation replaces the damaged one and frees its room,
+    which no later one could find otherwise."""
     newest, start = job.newest_generation, job.attempt
     job = replace(job, copies=replace(job.copies, replication=None, replicated=None))
     if job.phase is Phase.STARTING and start.source == number and not start.is_proven:
@@ -188,8 +187,8 @@ def _damaged(job: Job, number: int) -> Result:
 
 
 def ticked(job: Job) -> Result | None:
-    """End a job that waits in vain: its state is damaged, and all hosts have looked for an older
-    one. None: it goes on."""
+    """End a job that waits in vain: its state is damaged, and no host has an older one. None: it
+    goes on."""
     is_waiting = job.phase is Phase.WAITING and job.change.at is None
     if (
         not is_waiting

@@ -1,9 +1,9 @@
-"""Rules of a coordinator in the place of a lost one, which goes on with the round under way.
+"""Rules of a new coordinator, which continues the round of a lost one.
 
-It knows only the facts brought by joining agents (``remembered``). Once all hosts of the newest
-round are there, or the time is over, that round is adopted: it runs on if every host's workers
-train; a stop with writing hosts is gone on with, so that all write; anything else counts as a
-failure of the round, and the survivors write their state.
+It knows only the reports of joining agents (``remembered``). Once all hosts of the newest round are
+there, or at the time limit, the round is adopted: it runs on if every host's workers train; a stop
+with writing hosts is completed; anything else is a failure of the round, and survivors write their
+state.
 """
 
 from dataclasses import replace
@@ -27,11 +27,11 @@ from scalai.core.messages.actions import Action, Say, Send
 from scalai.core.messages.shared import JsonText
 
 MOST_FAILED = 8
-"""Of failed changes the newest are remembered."""
+"""Number of failed changes in a record, the newest."""
 
 
 def is_as_before(job: Job, before: Job) -> bool:
-    """Whether there is nothing new to remember. Asked with every event."""
+    """Whether the record is unchanged. Called with every event."""
     return job is before or (
         job.settings.max_hosts == before.settings.max_hosts
         and job.budget.left == before.budget.left
@@ -46,7 +46,7 @@ def is_as_before(job: Job, before: Job) -> bool:
 
 
 def remember(job: Job, run: str, term: int, number: int, request: JsonText) -> Remembered:
-    """Return the record for hosts to keep of a job with this name of its run."""
+    """The job's record for its hosts."""
     return Remembered(
         term=term,
         number=number,
@@ -64,8 +64,7 @@ def remember(job: Job, run: str, term: int, number: int, request: JsonText) -> R
 
 
 def _failures(job: Job) -> tuple[KeptFailure, ...]:
-    """Return the changes not to be tried again as things are, and earlier failures on hosts that
-    are not all here yet."""
+    """Changes not to be retried now, and earlier failures on hosts not yet all here."""
     if not job.change.failed and job.takeover.recalled is None:
         return ()
     there = {(host.name, host.order) for host in job.hosts.values()}
@@ -79,8 +78,7 @@ def _failures(job: Job) -> tuple[KeptFailure, ...]:
 
 
 def keep(job: Job, host: str, kept: Remembered | None) -> Job:
-    """Return the job after a host has joined with its record from another coordinator; None: its
-    agent is a new one."""
+    """The job after a host's join with its record from another coordinator; None: a new agent."""
     if kept is None:
         return replace(job, takeover=replace(job.takeover, keepers=job.takeover.keepers - {host}))
     is_later = job.takeover.recalled is None or kept.order > job.takeover.recalled.order
@@ -95,7 +93,7 @@ def keep(job: Job, host: str, kept: Remembered | None) -> Job:
 
 
 def recall(job: Job) -> Job:
-    """Return the job of a new coordinator by the hosts' newest record."""
+    """A new coordinator's job by the hosts' newest record."""
     known = job.takeover.recalled
     if known is None:
         return job
@@ -120,8 +118,8 @@ def recall(job: Job) -> Job:
 
 
 def failed_before(job: Job) -> tuple[FailedChange, ...]:
-    """Return the changes that had failed under another coordinator, for hosts that are all here
-    with the same agents: on others they may be tried again."""
+    """Failures under another coordinator, on hosts now here with the same agents; on others they
+    may be retried."""
     orders = {
         host.name: host.order for host in job.hosts.values() if host.name in job.takeover.keepers
     }
@@ -147,19 +145,18 @@ def _assignment(run: KeptAssignment) -> Assignment:
 
 
 HEARD_S = 6.0
-"""Seconds for a first host with a round under way: an agent without a coordinator looks for the
-next one within a moment."""
+"""Wait for a first host with a round, in seconds: an agent soon looks for its next coordinator."""
 ADOPT_S = 15.0
-"""Seconds for the other hosts of that round: the default silence of a lost host."""
+"""Wait for the round's other hosts, in seconds: the default silence of a lost host."""
 
 
 def begin(job: Job, at: float) -> Job:
-    """Return the job of a coordinator in another one's place from this time on."""
+    """The job of a coordinator that succeeds another one at this time."""
     return replace(job, takeover=replace(job.takeover, pending=TakingOver(at + HEARD_S)))
 
 
 def joined(event: events.HostJoined, job: Job) -> Result:
-    """A member has joined a job that may have a round under way."""
+    """Handle a join to a job with a possible round in progress."""
     over, its, before = job.takeover.pending, event.underway, job.takeover.recalled
     job = keep(job, event.host, event.remembered)
     job = replace(
@@ -192,7 +189,7 @@ def joined(event: events.HostJoined, job: Job) -> Result:
 
 
 def ticked(job: Job) -> Result:
-    """Time passes while the hosts of the round under way are awaited."""
+    """Adopt the round once its hosts are there, or at the time limit."""
     over = job.takeover.pending
     if over is None or (job.now < over.until and not _is_known(job)):
         return job, ()
@@ -200,27 +197,27 @@ def ticked(job: Job) -> Result:
 
 
 def _is_known(job: Job) -> bool:
-    """Whether every host of the newest round is there, with workers of it or without."""
+    """Whether every host of the newest round is there."""
     over = job.takeover.pending
     one = next(iter(over.of_newest(job.hosts).values()), None) if over else None
     return one is not None and one.members <= job.hosts.keys()  # all of a round name the same
 
 
 def _late(event: events.HostJoined, job: Job) -> Result:
-    """A host comes with workers of a round already left behind: they end. If it has its part in the
-    present one, the round has failed for its absence already."""
+    """End a late host's workers of an old round. If the present round needs it, its absence was a
+    failure already."""
     assert event.underway is not None
     job, actions = changed(job, event.at)
     return job, (_ends(event.host, event.underway), *actions)
 
 
 def _ends(host: str, underway: Underway) -> Send:
-    """End a host's workers of a round already left behind."""
+    """End a host's workers of an old round."""
     return Send((host,), commands.Stop(underway.round, has_written=False))
 
 
 def adopt(job: Job) -> Result:
-    """Go on with the newest round of the hosts; without any, begin one."""
+    """Go on with the hosts' newest round; without any, begin one."""
     over = job.takeover.pending
     assert over is not None
     job, found = (
@@ -267,7 +264,7 @@ def adopt(job: Job) -> Result:
 
 
 def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result:
-    """Enter the phase of the hosts of a round."""
+    """Enter the phase of the round's hosts."""
     if any(each.is_writing for each in found.values()):
         return _go_on_writing(job, found)
     if all(each.is_finished for each in found.values()):
@@ -299,8 +296,8 @@ def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result
 
 
 def _go_on_starting(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result:
-    """No host's workers have all stepped: proven ones are waited for; else the start is made anew,
-    from the same generation."""
+    """Wait for proven workers without a complete step; else repeat the start from the same
+    generation."""
     job = replace(job, phase=Phase.STARTING, awaited=active(job))
     if absent := sorted(gone - job.hosts.keys()):
         return fail(job, f"hosts {absent} have not come to the new coordinator", is_loss=True)
@@ -317,7 +314,8 @@ def _failed(found: dict[str, Underway]) -> list[str]:
 
 
 def _go_on_writing(job: Job, found: dict[str, Underway]) -> Result:
-    """All stand at one agreed stop, or nobody had been told to write: the others write, too."""
+    """Let the other hosts write, too: all stand at one agreed stop, or nobody had an order to
+    write."""
     left = frozenset(host for host, each in found.items() if not each.is_sealed)
     step = next(each.stop or 0 for each in found.values() if each.is_writing)
     job = replace(job, stop=replace(job.stop, step=step))

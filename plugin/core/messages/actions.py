@@ -1,5 +1,5 @@
-"""Output of the job's law (``resize.advance``), for the coordinator to carry out in order: commands
-to hosts, and the few acts of its own."""
+"""Output of the job's law (``resize.advance``), for the coordinator to perform in order: commands
+to hosts, and a few acts of its own."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from scalai.core.job.membership import Assignment, Standby
 from scalai.core.messages.commands import Command
 
 RESUMABLE = 75
-"""Exit code: stopped, and the same command goes on, or begins what never began."""
+"""Exit code: stopped; the same command resumes the job, or begins it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A command to each of these hosts, as it travels."""
+    """A command to each of these hosts."""
 
     hosts: tuple[str, ...]
     command: Command
@@ -21,8 +21,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class BuildRound:
-    """Start the workers of a standby round beside the present ones; they build their models and
-    wait. Steps between their snapshots: ``every``."""
+    """Start a standby round's workers beside the present ones; they build their models and wait.
+    ``every``: steps between their snapshots."""
 
     standby: Standby
     every: int = 0
@@ -33,11 +33,11 @@ class StartRound:
     """Start a round's workers from a generation (None: from the script's own initial state).
 
     Attributes:
-        steps_lost: Steps that were made and are in no generation.
-        is_built: Whether the workers were started by ``BuildRound``.
+        steps_lost: Steps made and in no generation.
+        is_built: The workers were started by ``BuildRound``.
         every: Steps between their snapshots.
-        lost: Steps of all rounds behind which the job went back, as of ``Job``.
-        proves: Whether its first step is compared with the same step of the workers before.
+        lost: Steps dropped by returns in all rounds, as in ``Job``.
+        proves: Its first step is compared with the same step of the workers before.
     """
 
     round: int
@@ -52,8 +52,8 @@ class StartRound:
 
 @dataclass(frozen=True, slots=True)
 class GoBack:
-    """The job goes on from this generation (None: from the script's own initial state): these hosts
-    drop later ones, which are not whole, or were given up."""
+    """Go on from this generation (None: from the script's own initial state): these hosts drop
+    later ones, incomplete or given up."""
 
     hosts: tuple[str, ...]
     generation: int | None
@@ -61,38 +61,38 @@ class GoBack:
 
 @dataclass(frozen=True, slots=True)
 class CountTensors:
-    """The workers of all of these hosts have built their models: each host learns the number of
-    the job's tensors (``Expect``)."""
+    """The workers of all these hosts have built their models: each host gets the job's number of
+    tensors (``Expect``)."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prove:
-    """The workers of all hosts have restored this generation: compare it with the committed one.
-    Answered by ``Proven`` or ``ProofFailed``."""
+    """Compare the generation restored by all hosts with the committed one. Answer: ``Proven`` or
+    ``ProofFailed``."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeStop:
-    """Unite the snapshots of these hosts: ``Judged``."""
+    """Unite the snapshots of these hosts. Answer: ``Judged``."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeRescue:
-    """Unite the parts of this step, written by the survivors of a failure: ``RescueJudged``."""
+    """Unite survivors' parts of this step. Answer: ``RescueJudged``."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeSnapshot:
-    """Unite the parts of a snapshot that was made without a stop: ``SnapshotJudged`` where it is a
-    state. ``reason`` is ``snapshot`` or ``start``."""
+    """Unite the parts of a snapshot without a stop. Answer for a whole state: ``SnapshotJudged``.
+    ``reason``: ``snapshot`` or ``start``."""
 
     reason: str
     snapshot: str
@@ -108,9 +108,9 @@ class CommitParts:
 
 @dataclass(frozen=True, slots=True)
 class MakeReplicas:
-    """These hosts fetch from each other the pieces of a generation that would be lost with one of
-    them (``Replicate``), up to this number of ``replicas``. ``giving``: only the pieces held by
-    nobody but these hosts, which will be taken away and keep nothing."""
+    """These hosts fetch the pieces of a generation that one loss would take away (``Replicate``),
+    up to this number of ``replicas``. ``giving``: only pieces on these leaving hosts alone; they
+    keep nothing."""
 
     hosts: tuple[str, ...]
     order: int
@@ -121,7 +121,7 @@ class MakeReplicas:
 
 @dataclass(frozen=True, slots=True)
 class TryLinks:
-    """These hosts knock at each other's data planes (``Knock``)."""
+    """These hosts probe each other's data planes (``Knock``)."""
 
     hosts: tuple[str, ...]
     order: int
@@ -139,7 +139,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """These hosts do not answer: they count as lost where the others can go on."""
+    """These hosts do not answer: they count as lost if the others can go on."""
 
     hosts: tuple[str, ...]
     reason: str
@@ -156,8 +156,8 @@ class EndJob:
 
 @dataclass(frozen=True, slots=True)
 class AmendReport:
-    """The report of the newest change, written before, gets the outcome of the proof of its
-    ``function``, which took ``prove_s``."""
+    """Add the result of the proof of the ``function``, and its ``prove_s`` seconds, to the report
+    of the newest change."""
 
     function: str
     prove_s: float

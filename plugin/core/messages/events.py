@@ -1,5 +1,5 @@
-"""Events of a job, input of its law (``resize.advance``): the reports of its hosts, and the facts
-that the coordinator finds itself."""
+"""Events of a job, input of its law (``resize.advance``): reports of hosts, and the coordinator's
+own findings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,14 +25,14 @@ class HostJoined:
     """An agent came; it replaces the present agent of its host, whose workers are gone.
 
     Attributes:
-        covered: Generations that the present hosts hold wholly, oldest first.
-        has_parts: Whether it holds a part of some generation: a state that must not be lost.
+        covered: Whole generations on the present hosts, oldest first.
+        has_parts: It holds a part of some generation: a state that must not be lost.
         obsolete: Numbers of generations in its store that the job has passed.
-        sealed: Known generations, each with the hosts that have yet to rename their sealed part.
-        has_check: Whether it passes a health check before it runs workers.
-        underway: The round of its workers, begun by another coordinator.
-        last_round: The highest number of a round that it has heard of.
-        remembered: The job as it was under another coordinator.
+        sealed: Known generations, each with hosts that have yet to rename their sealed part.
+        has_check: It passes a health check before it runs workers.
+        underway: Its workers' round, begun by another coordinator.
+        last_round: Highest known round number.
+        remembered: The job under another coordinator.
     """
 
     host: str
@@ -63,8 +63,8 @@ class HostLeaving:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """The agent is gone without a word; its store counts as lost until it comes back. ``covered``
-    as in ``HostJoined``."""
+    """The agent is lost; its store counts as lost until it returns. ``covered`` as in
+    ``HostJoined``."""
 
     host: str
     covered: tuple[Generation, ...]
@@ -73,8 +73,8 @@ class HostLost:
 
 @dataclass(frozen=True, slots=True)
 class Rescaled:
-    """A person said ``scalai scale``: the limits inside ``assign`` changed, and perhaps the most
-    hosts (None: as before)."""
+    """A person ran ``scalai scale``: the limits inside ``assign`` changed, and perhaps
+    ``max_hosts`` (None: unchanged)."""
 
     assign: Assign
     at: float
@@ -90,7 +90,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time passes. ``newest`` is the furthest step of any agent; ``stalled`` hosts make none."""
+    """Time passes. ``newest``: furthest step of any agent; ``stalled``: hosts without steps."""
 
     at: float
     newest: int
@@ -99,8 +99,8 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Answer to ``JudgeStop``: whether the union of the snapshots is a state (``is_covered``), with
-    its step, its number and the hosts of its parts; else the ``reason``."""
+    """Answer to ``JudgeStop``: the united snapshots are a state (``is_covered``) with its step,
+    number and hosts, or not, with the ``reason``."""
 
     is_covered: bool
     step: int = 0
@@ -111,8 +111,8 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class RescueJudged:
-    """Answer to ``JudgeRescue``: the number of the state of this step and the hosts of its parts;
-    None: it is none."""
+    """Answer to ``JudgeRescue``: number and hosts of the state of this step; None: not a whole
+    state."""
 
     step: int
     number: int | None
@@ -121,8 +121,8 @@ class RescueJudged:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotJudged:
-    """Answer to ``JudgeSnapshot``: the parts of these hosts are a state with this number.
-    ``measured``: its cost, where it was made on the way."""
+    """Answer to ``JudgeSnapshot``: number and hosts of the state. ``measured``: cost of a snapshot
+    on the way."""
 
     hosts: tuple[str, ...]
     step: int
@@ -140,9 +140,11 @@ class Proven:
 @dataclass(frozen=True, slots=True)
 class ProofFailed:
     """The restored state differs from the committed one, or fetched bytes from their committed
-    fingerprints. ``is_second``: a proof of the same generation has failed before, none has passed
-    since, and no host has found damage; ``can_reread``: the hosts hold it wholly without its
-    fetched and unproven pieces."""
+    fingerprints.
+
+    ``is_second``: an earlier proof of the generation failed, none has passed since, and no host has
+    found damage. ``can_reread``: the hosts hold it wholly without fetched and unproven pieces.
+    """
 
     round: int
     reason: str

@@ -1,5 +1,5 @@
-"""Reports of a host to the coordinator. Those of one incarnation of an agent are numbered and count
-once, in order. The law of the job takes a report with its host (``events.Reported``)."""
+"""Reports of a host to the coordinator, numbered by incarnation of the agent; each counts once, in
+order. The job's law gets them with their host (``events.Reported``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from scalai.core.tensors.collection import Collection
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """All workers of the host have built their models for the standby round."""
+    """All workers of the host have built their standby models."""
 
     round: int
 
@@ -30,8 +30,8 @@ class NotBuilt:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Holding:
-    """``rows`` held by all workers of the host together, and the bytes that its store can hold.
-    Comes before ``Published``, where replicas are kept."""
+    """Pieces (``rows``) of all workers of the host, and the bytes that fit into its store. Sent
+    before ``Published`` in a job with replicas."""
 
     round: int
     rows: Collection
@@ -51,7 +51,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Bytes of the state have come from other hosts."""
+    """Bytes of the state have arrived from other hosts."""
 
     round: int
     bytes: int
@@ -67,8 +67,8 @@ class Unproven:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Restored:
-    """All workers of the host have filled their memory: their ``rows``, with the fingerprints
-    [rows] of the values that they read."""
+    """All workers of the host have filled their memory with ``rows``; ``fingerprints`` [rows]: of
+    the values read."""
 
     round: int
     rows: Collection
@@ -85,8 +85,8 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """All workers of the host have made their first step, with these ``numbers``; or, behind their
-    stop, one more up to the door of its update."""
+    """All workers of the host have made their first step, with these ``numbers``; or one more
+    behind their stop, without its update."""
 
     round: int
     numbers: Numbers | None = None
@@ -94,14 +94,14 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Unhooked:
-    """The script of the host's workers trains, and nothing hooks its steps."""
+    """The script of the host's workers trains without hooks on its steps."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hooked:
-    """The script has connected itself to the job after all."""
+    """The script has connected itself after all."""
 
     round: int
 
@@ -111,8 +111,7 @@ class Hooked:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The host wrote the proposed stop and then read its workers: ``newest`` is the furthest
-    step."""
+    """The host wrote the proposed stop, then read its workers: ``newest`` is the furthest step."""
 
     round: int
     stop: int
@@ -121,8 +120,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The host's workers cannot stop yet: ``what`` must end before, such as an asynchronous save of
-    the training's own. They train on meanwhile. Repeated while it lasts, with another ``what``."""
+    """The host's workers cannot stop before the end of ``what``, such as an asynchronous save of
+    the script. They train on. Repeated while it lasts, with a new ``what``."""
 
     round: int
     stop: int
@@ -131,8 +130,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """All living workers of the host stand at the stop, and have written nothing. ``differing``
-    names replicas whose values differ between them."""
+    """All living workers of the host stand at the stop, and have written nothing. ``differing``:
+    replicas with different values."""
 
     round: int
     stop: int
@@ -159,8 +158,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class WorkersFailed:
-    """The round cannot go on. ``is_chance``: a signal was the cause, and the degrees are not to
-    blame; ``is_refusal``: the workers cannot run the job so, and would say it again."""
+    """The round cannot go on. ``is_chance``: by a signal, so the degrees are not to blame;
+    ``is_refusal``: the workers cannot run the job, and a retry would not help."""
 
     round: int
     reason: str
@@ -171,8 +170,8 @@ class WorkersFailed:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Living workers of the host make no further update, and stand at these steps. Workers in the
-    middle of an update, and silent ones, are left out."""
+    """Living workers of the host make no further update, and stand at these steps; without those
+    amid an update, and silent ones."""
 
     round: int
     steps: tuple[int, ...]
@@ -180,7 +179,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Rescued:
-    """The host's workers that stood at this step have written; there may be none."""
+    """The host's workers at this step, if any, have written."""
 
     round: int
     step: int
@@ -189,18 +188,18 @@ class Rescued:
 SILENT = "does not answer"
 """First words of the place of a rank that was stopped, or hangs in the kernel."""
 FRAMES_APART = " < "
-"""Between two frames of a place, the innermost first."""
+"""Separator of frames in a place, innermost first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """Workers of a host without progress: seconds since ``step`` was made.
+    """Workers of a host without progress for ``for_s`` seconds since ``step``.
 
     Attributes:
-        longest_s: Seconds of the longest pause that ended by itself.
-        usual_s: Seconds of a usual slow step of this round; 0: unknown.
-        is_within: Whether all workers of the host report that they are within a step.
-        where: Place of a rank in its code, as far as known.
+        longest_s: Longest completed pause, in seconds.
+        usual_s: Usual slow step of this round, in seconds; 0: unknown.
+        is_within: All workers of the host are within a step.
+        where: Known places of ranks in their code.
     """
 
     ranks: tuple[int, ...]
@@ -217,8 +216,8 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The host's part of a ``snapshot`` is sealed; ``manifest`` as bytes, None where all workers
-    had died before they wrote. ``reason`` is ``stop``, ``snapshot``, ``start`` or ``emergency``."""
+    """The host's part of a ``snapshot`` is sealed; ``manifest`` as bytes, None if all workers died
+    before writing. ``reason``: ``stop``, ``snapshot``, ``start`` or ``emergency``."""
 
     round: int
     reason: str
@@ -229,7 +228,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """The host has nothing of a ``snapshot`` on the way, and trains on."""
+    """The host has no part of a ``snapshot`` on the way, and trains on."""
 
     round: int
     snapshot: str
@@ -251,9 +250,9 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The host has fetched the replicas that it keeps for others: ``size_bytes`` came, and
-    ``unchanged_bytes`` were there before. ``reason``: why it could not, empty where it could;
-    ``is_lasting``: another try would fail too, for want of room."""
+    """The host has fetched its replicas for others: ``size_bytes`` arrived, ``unchanged_bytes``
+    were there. ``reason``: of a failure, else empty; ``is_lasting``: a retry would fail too, for
+    want of room."""
 
     order: int
     size_bytes: int
@@ -264,7 +263,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Suspected:
-    """These hosts gave bytes of a generation that differ from its committed fingerprints, or report
+    """These hosts gave bytes that differ from a generation's committed fingerprints, or report
     damage themselves."""
 
     generation: int
@@ -274,8 +273,8 @@ class Suspected:
 
 @dataclass(frozen=True, slots=True)
 class Doubted:
-    """The host has given up the fetched part of a doubted generation: the manifest of the rest,
-    None where nothing is left."""
+    """The host has dropped the fetched part of a doubted generation. ``manifest`` of the rest;
+    None: nothing is left."""
 
     generation: int
     manifest: bytes | None
@@ -283,8 +282,8 @@ class Doubted:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The host has read its part of a generation again, in ``directory``: a line for each damaged
-    piece, and the ``manifest`` of the rest as bytes, None where nothing is left."""
+    """The host has read its part of a generation in ``directory`` again: a line for each damaged
+    piece, and the ``manifest`` of the rest as bytes; None: nothing is left."""
 
     generation: int
     damage: tuple[str, ...]
@@ -297,8 +296,8 @@ class Examined:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Contents of the durable directory: manifests as bytes, and the numbers of unreadable
-    generations with the reason."""
+    """Contents of the durable directory: manifests as bytes, and numbers of unreadable generations
+    with the reason."""
 
     manifests: tuple[bytes, ...]
     damaged: tuple[tuple[int, str], ...]
@@ -306,15 +305,15 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The host's part is in the durable directory; or cannot be written there, for a ``reason``."""
+    """The host's part is in the durable directory, or cannot be written there, for a ``reason``."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """The host's part is written to the durable directory, or appears there, as ``order`` asked; or
-    cannot be, for a ``reason``."""
+    """The host's part is written to the durable directory, or appears there, by ``order``; or not,
+    for a ``reason``."""
 
     order: int
     size_bytes: int = 0
@@ -326,8 +325,8 @@ class Archived:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A ``source`` told the host to drain. ``left_s``: seconds left (None: no haste); the host is
-    gone then, drained or not, where that ``is_final``."""
+    """A ``source`` told the host to drain. ``left_s``: seconds left (None: no haste); if
+    ``is_final``, the host is gone then, drained or not."""
 
     source: str = ""
     left_s: float | None = None
@@ -348,7 +347,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class HealthChecked:
-    """The health check asked for by ``order`` has ended; ``reason``: why it failed."""
+    """Result of the health check by ``order``; ``reason``: of a failure."""
 
     order: int
     is_healthy: bool
@@ -357,7 +356,7 @@ class HealthChecked:
 
 @dataclass(frozen=True, slots=True)
 class Knocked:
-    """Hosts that this one does not hear, among those at which ``order`` had it knock."""
+    """Peers of the probe by ``order`` without a connection to this host."""
 
     order: int
     unheard: tuple[str, ...]
