@@ -419,7 +419,7 @@ def _asked(nproc: int | None, nnodes: int | None, degrees: str | None) -> str:
 
 
 def _check(job: Job, target: Assignment) -> None:
-    """Refuse a change that would lose what the job has, or that has failed before."""
+    """Refuse a change that would lose the job's state, or has failed before."""
     if not job.attempt.is_hooked:
         raise UsageError(f"the job cannot be changed while it runs: {UNHOOKED}.")
     if job.phase is Phase.STARTING and not job.states.has_state:
@@ -437,8 +437,8 @@ def _check(job: Job, target: Assignment) -> None:
 
 @lru_cache(maxsize=16)
 def _spec_of(text: JsonText) -> JobSpec:
-    """Return the job of an agent's command line: most have the same one. Raises ``UsageError`` if
-    it is none."""
+    """The job of an agent's command line; most agents have the same one. Raises ``UsageError`` for
+    an invalid one."""
     try:
         return JobSpec.from_json(text.value())
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,5 +1,5 @@
-"""Calls of persons to the coordinator of a job, by commands that load no numpy. ``job`` is its
-name; None: a person named the coordinator alone."""
+"""Calls of persons to a job's coordinator, by commands without numpy. ``job``: its name; None: the
+person named only the coordinator."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Status(Request[JsonText]):
 
 @dataclass(frozen=True, slots=True)
 class Scale(Request[JsonText]):
-    """Change how many workers and hosts the job has, or its degrees; as ``scalai scale``."""
+    """Change the numbers of workers and hosts of the job, or its degrees; as ``scalai scale``."""
 
     nproc: int | None
     nnodes: int | None

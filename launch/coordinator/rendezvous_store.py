@@ -193,8 +193,8 @@ class _Stores:
         return int(store.port)
 
     def prepare(self) -> None:
-        """Make the next one, so that nobody waits for it. A failure is tried again on demand:
-        workers are connected to the open ones."""
+        """Make the next store early. A failure is retried on demand: workers are connected to the
+        open ones."""
         with contextlib.suppress(OSError, RuntimeError):
             self._spare = self._spare or self._make()
 
@@ -202,7 +202,7 @@ class _Stores:
         self._open.pop(port, None)
 
     def clients(self) -> int:
-        """Return the number of connections of others to the open stores."""
+        """Number of others' connections to the open stores."""
         # Each store has one of this process's own.
         return max(0, connections(self._open) - len(self._open))
 
@@ -222,7 +222,7 @@ class _Stores:
 
 
 def connections(ports: Iterable[int]) -> int:
-    """Return the number of established connections to these ports of this machine."""
+    """Number of established connections to these ports of this machine."""
     wanted = {f"{port:04X}" for port in ports}
     found = 0
     for name in ("tcp", "tcp6"):
@@ -234,8 +234,8 @@ def connections(ports: Iterable[int]) -> int:
 
 
 def main() -> None:
-    """Serve stores at an interface, on requests of standard input, until it says so, or its other
-    side and all clients are gone."""
+    """Serve stores at an interface, on requests of standard input, until told to end, or without
+    coordinator and clients."""
     host_signals.ignore()
     with without_collections():
         stores = _Stores(sys.argv[1])  # imports torch
@@ -258,13 +258,13 @@ def main() -> None:
 
 
 def _say(text: str) -> None:
-    """Answer the coordinator; where that is gone, the end of standard input says so as well."""
+    """Answer the coordinator; after its death, standard input ends as well."""
     with contextlib.suppress(BrokenPipeError):
         print(text, flush=True)
 
 
 def _linger(stores: _Stores, linger_s: float) -> None:
-    """Stay while workers are connected, or may be about to."""
+    """Stay while workers are connected, or may soon be."""
     began = quiet_since = time.monotonic()
     while time.monotonic() - quiet_since < linger_s and time.monotonic() - began < LINGER_MOST_S:
         time.sleep(min(1.0, linger_s / 4))

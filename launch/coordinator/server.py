@@ -1,7 +1,7 @@
-"""The coordinator: one small process a job, called by agents and persons.
+"""The coordinator: one small process per job, called by agents and persons.
 
-It holds no tensor. Its answers are in ``launch.coordinator.desk``. When it is gone, another one
-takes its place (``launch.coordinator.next_coordinator``); any agent may drain, the first one too.
+It holds no tensor. Its answers are in ``launch.coordinator.desk``. After its loss another one takes
+its place (``launch.coordinator.next_coordinator``); any agent may drain, the first one too.
 """
 
 import signal
@@ -20,7 +20,7 @@ from scalai.launch.host_signals import HeardSignals
 from scalai.runtime.calls import Address, Server
 
 FAREWELL_S = 30.0
-"""Wait of the coordinator of a job that has ended until every agent has its exit."""
+"""Longest wait of an ended job's coordinator for agents to fetch their exit, in seconds."""
 STOOD_DOWN = 4
 """Exit code of a coordinator that has lost its lease."""
 SUPERSEDED = (
@@ -28,7 +28,7 @@ SUPERSEDED = (
     "again while that run lives"
 )
 SEND_S = 60.0
-"""Time for an agent to read an answer."""
+"""Time for an agent to read an answer, in seconds."""
 
 
 class Coordinator(Desk):
@@ -39,10 +39,10 @@ class Coordinator(Desk):
         address: (interface, port) to listen at; port 0: a free one.
         token: The job's secret; callers without it are not heard.
         say: Takes log lines.
-        alone_s: Wait for a first or another agent before it ends.
-        patience: Waits for agents that are away.
+        alone_s: Wait for a first or another agent before it ends, in seconds.
+        patience: Waits for absent agents.
         stores: Rendezvous stores; None: a process of its own.
-        term, is_successor, probe: As of ``Desk``.
+        term, is_successor, probe: As in ``Desk``.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class Coordinator(Desk):
         )  # fmt: skip
         self._alone_s = alone_s
         self.lease: Lease | None = None
-        """Lease of the job's coordinator; None: no other can be it."""
+        """Lease of the job's coordinator; None: no other machine can have it."""
         self.heard: HeardSignals | None = None
         """Signals to this process."""
         self.ended_by = ""
         """Reason of the job's end."""
         self._left_with: int | None = None
-        """Exit code where nobody was there for long; None: that of the job."""
+        """Exit code after a time without agents; None: the job's."""
         self._told = ""
-        """Signal to end, which it does once it has no agents."""
+        """Received signal; it ends the coordinator once no agents are left."""
         self.owns: Lease | None = None
-        """Lease of the durable directory; None: there is none to own."""
+        """Lease of the durable directory; None: no directory."""
         self._hung_at: float | None = None
-        """Time since which the lease's register does not answer."""
+        """Time of the first missing answer of the lease's register."""
         self._to_come = frozenset[str]()
-        """Hosts of the round that is taken over."""
+        """Hosts of the round to adopt."""
         try:
             self._server = Server(
                 address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S
@@ -97,12 +97,12 @@ class Coordinator(Desk):
 
     @property
     def term(self) -> int:
-        """Counts the coordinators of the job."""
+        """Number of coordinators of the job so far."""
         return self._live.members.term
 
     def run_name(self) -> str:
-        """Return the name of the run of the job; "" until the agents of a coordinator that is gone
-        have brought it. Any thread may ask."""
+        """Name of the job's run; "" until agents of a lost coordinator have brought it. Any thread
+        may call it."""
         return "" if self._live.state.takeover.pending is not None else self._live.run
 
     @property
@@ -110,8 +110,8 @@ class Coordinator(Desk):
         return self._server.address
 
     def run(self) -> int:
-        """Serve until the job has ended and every agent has its exit, or no agent has come for
-        ``alone_s``. Returns the job's exit code."""
+        """Serve until the job has ended and every agent has its exit, or no agent came for
+        ``alone_s`` seconds. Returns the job's exit code."""
         live = self._live
         alone_since, ended_at = time.monotonic(), None
         while True:
@@ -150,8 +150,8 @@ class Coordinator(Desk):
         return live.exit_code if self._left_with is None else self._left_with
 
     def _hear(self) -> None:
-        """Note a signal. The coordinator stays for its agents: signals to those are drains, and end
-        the job or leave it to the others."""
+        """Handle a signal. The coordinator stays for its agents: their own signals are drains, and
+        end the job or leave it to the others."""
         number = None if self.heard is None else self.heard.next(0.0)
         if number is None:
             return
@@ -169,9 +169,11 @@ class Coordinator(Desk):
         self._live.log(f"event=exit code={code} reason={self.ended_by!r}")
 
     def _holds(self, lease: Lease) -> bool:
-        """Whether nobody else can be the coordinator. A register that hangs takes nobody's place:
-        only hosts without this coordinator claim the next term. So it stays while it hears all
-        hosts of the time of the register's last answer."""
+        """Whether nobody else can be the coordinator.
+
+        A hung register costs no coordinator its place: only hosts without this one claim the next
+        term. So it stays while it hears all hosts of the time of the register's last answer.
+        """
         if lease.is_fresh():
             self._hung_at = None
             return True
@@ -192,7 +194,7 @@ class Coordinator(Desk):
         return True
 
     def _note_missing(self) -> None:
-        """Note a loss where hosts of the round that is taken over do not come."""
+        """Record a loss if hosts of the adopted round are missing."""
         live, over = self._live, self._live.state.takeover.pending
         if over is not None:
             found = over.of_newest(live.state.hosts).values()
@@ -203,8 +205,8 @@ class Coordinator(Desk):
         self._to_come = frozenset()
 
     def _stand_down(self, why: str) -> int:
-        """End without a word to the agents: another coordinator may take this one's place. The
-        rendezvous stores stay as long as the workers do."""
+        """End without notice to agents: another coordinator may take this one's place. The
+        rendezvous stores live as long as the workers."""
         self._live.log(f"event=stood_down {why} The workers train on.")
         self._server.close()
         return STOOD_DOWN
@@ -215,7 +217,7 @@ class Coordinator(Desk):
         self._stores.end()
 
     def _is_farewell_over(self, took_s: float) -> bool:
-        """Whether every agent of a job that has ended has its exit, or had time for it."""
+        """Whether every agent of an ended job has its exit, or had time for it."""
         late = self._live.members.unanswered()
         if late and took_s > FAREWELL_S:
             self._live.log(f"event=unanswered hosts={late}: they have not fetched their exit")

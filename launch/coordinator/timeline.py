@@ -1,6 +1,5 @@
-"""Begin and end of a resize's phases: one log line a phase, one JSON report a resize in the folder
-of ``--report-dir``. That may be full or on a file system that hangs: no job ends or waits for it.
-"""
+"""Times of a resize's phases: a log line per phase, and a JSON report per resize in the folder of
+``--report-dir``. A full or hung folder neither ends nor delays a job."""
 
 import json
 import tempfile
@@ -20,11 +19,11 @@ PHASES = (
     "plan", "move", "restore", "proof", "first_step",
 )  # fmt: skip
 REPORT_S = 2.0
-"""Wait for a report; behind one that takes longer, none is waited for until the folder answers."""
+"""Longest wait for a report, in seconds; after a longer one, no wait until the folder answers."""
 
 
 class Timeline:
-    """Seconds of each phase of the resize under way; 0 for phases without a measurement."""
+    """Seconds of each phase of the present resize; 0: unmeasured."""
 
     def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
         self._folder = None if folder is None else ReportFolder(folder, say)
@@ -41,7 +40,7 @@ class Timeline:
         self._facts: dict[str, Any] = {}
 
     def begin(self, reason: str) -> None:
-        """Begin the time of a change, unless one is under way already."""
+        """Begin the time of a change, unless one is in progress."""
         if not self.is_open:
             self._begin(reason)
 
@@ -51,27 +50,27 @@ class Timeline:
 
     @property
     def has_round(self) -> bool:
-        """Whether the change under way has led to a round."""
+        """Whether the present change has led to a round."""
         return self.is_open and "round" in self._facts
 
     def forget(self) -> None:
-        """Drop the change under way: nothing came of it."""
+        """Drop a change without a result."""
         self._marks = {}
 
     def mark(self, name: str) -> None:
-        """Note the time of a moment."""
+        """Record the time of a moment."""
         self._marks[name] = time.monotonic()
 
     def mark_first(self, name: str) -> None:
-        """Note the time of a moment, unless it has one already."""
+        """The same, unless it is recorded already."""
         self._marks.setdefault(name, time.monotonic())
 
     def since(self, mark: str) -> float:
-        """Return the seconds since ``mark``; 0 without it."""
+        """Seconds since ``mark``; 0 without it."""
         return time.monotonic() - self._marks[mark] if mark in self._marks else 0.0
 
     def phase(self, name: str, seconds: float, **facts: Any) -> None:
-        """End a phase: keep its seconds (the longest of all hosts) and log a line."""
+        """End a phase: keep its seconds (of the slowest host) and log a line."""
         assert name in PHASES, name
         self._seconds[name] = max(self._seconds[name], seconds)
         self._facts.update(facts)
@@ -82,14 +81,15 @@ class Timeline:
         self._facts.update(facts)
 
     def enter(self, was: Phase, now: Phase, failure: str, slowest: Callable[[str], float]) -> None:
-        """End and begin phases as the job goes from one to the next.
+        """End and begin phases at a transition of the job.
 
         Args:
+            was, now: The phases.
             failure: Reason of a freeze.
-            slowest: Returns the seconds of the slowest worker for a part of its snapshot.
+            slowest: Seconds of the slowest worker for a part of its snapshot.
         """
         if was is Phase.RUNNING and now in (Phase.BUILDING, Phase.PREPARING):
-            # Nobody came, went or asked: a host is well again, say, or its quarantine is over.
+            # Without a join, loss or request: a host is well again, or its quarantine is over.
             self.begin("others may run workers now, or a change is tried again")
             self.phase("detect", self.since("event"))
             self.mark("detected")
@@ -115,7 +115,7 @@ class Timeline:
             self.mark_first("stood")
 
     def start(self, round: int, generation: int | None, step: int, assignment: Assignment) -> None:
-        """Note the start of a round from the state of this step."""
+        """Record the start of a round from the state of this step."""
         ran, self._ran = self._ran, assignment
         self.note(
             round=round,
@@ -128,12 +128,12 @@ class Timeline:
             workers=dict(assignment.workers),
             why=assignment.reason,
         )
-        # After a commit the old workers were stopped: their end is part of the relaunch.
+        # The old workers' end after a commit is part of the relaunch.
         self.mark_first("committed")
 
     def correct(self, step: int) -> int | None:
-        """Correct the step from which the workers began: the script may have a checkpoint of its
-        own. Return the steps lost then; None: nothing is new."""
+        """Correct the workers' first step: the script may have its own checkpoint. Returns the
+        steps lost then; None: nothing new."""
         lost, begun = self._facts.get("steps_lost"), self._facts.get("step", 0)
         if not self.is_open or not lost or step <= begun:
             return None
@@ -141,8 +141,8 @@ class Timeline:
         return int(self._facts["steps_lost"])
 
     def close(self, **facts: Any) -> Mapping[str, Any]:
-        """Write the report after the first step, and return it. ``paused_s``: seconds without a
-        step; a first start has none."""
+        """Write and return the report after the first step. ``paused_s``: seconds without a step; a
+        first start has none."""
         if "stood" in self._marks:
             facts["paused_s"] = round(self.since("stood"), 6)
         report = {
@@ -171,7 +171,7 @@ class ReportFolder:
     """Writes reports in a thread of its own.
 
     Args:
-        folder: Place of the reports; made if it is not there.
+        folder: Place of the reports, made on demand.
         say: Takes log lines; any thread calls it.
     """
 
@@ -182,8 +182,8 @@ class ReportFolder:
         self._files.do(self._try)
 
     def write(self, number: int, report: Mapping[str, Any]) -> None:
-        """Write a report to the file of this number, or of the next free one: reports of earlier
-        runs stay. It is there on return, unless the log says otherwise."""
+        """Write a report to the file of this number or the next free one: reports of earlier runs
+        stay. It is there on return, unless the log says otherwise."""
         self._files.do(partial(self._write, number, _content(report)))
 
     def write_again(self, report: Mapping[str, Any]) -> None:
@@ -201,7 +201,7 @@ class ReportFolder:
         self._say(f"event=report_back --report-dir {self._folder} answers again{lost}")
 
     def _try(self) -> None:
-        """Log early that the folder cannot be written."""
+        """Log early if the folder is not writable."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder):

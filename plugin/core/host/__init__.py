@@ -1,2 +1,2 @@
-"""The law of one host: what its agent does about commands, calls of workers and what becomes of its
-work; ``law.advance`` is the whole of it."""
+"""The law of one host: reactions to commands, calls of workers and results; the door is
+``law.advance``."""

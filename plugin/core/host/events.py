@@ -1,5 +1,5 @@
-"""Input of a host's law (``law.advance``): the coordinator's commands, the calls of workers, the
-results of actions, and reports that the agent's own parts make."""
+"""Input of a host's law (``law.advance``): the coordinator's commands, calls of workers, results of
+actions, and reports of the agent's own parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ class GroupSeen:
     """The present group of workers, by their control page and the kernel.
 
     Attributes:
-        newest: Furthest step that any worker has ended.
+        newest: Furthest completed step of any worker.
         save: Iteration of the training's own save in flight.
-        looks: Number of times the workers have looked for the end of a save.
+        looks: Number of the workers' looks for the end of a save.
         reached: Ranks at the agreed stop.
-        ended: Exit code by rank of ended workers; 0 also while one waits at the end of its script.
+        ended: Exit code of ended workers by rank; 0 also for a wait at the end of the script.
     """
 
     newest: int = 0

@@ -1,1 +1,1 @@
-"""The job's law: what happens to a job, and the commands that follow. The coordinator runs it."""
+"""The job's law: from events to commands. The coordinator runs it."""

@@ -1,8 +1,8 @@
-"""The states that a job knows of, by number and by snapshot, and their standing.
+"""States of a job by number and by snapshot, and their standing.
 
-The catalogue keeps decisions: a number was given to a snapshot, a host brought a generation, a
-person gave one up. The contents of hosts come from outside as a ``Survey``, at each question.
-Numbers only grow within a run; a generation that descends from another one is newer.
+The catalogue keeps decisions: a number given to a snapshot, a generation brought by a host or given
+up by a person. The contents of hosts come from outside as a ``Survey``, at each question. Numbers
+only grow within a run; a descendant of another generation is newer.
 """
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ class SnapshotId(NamedTuple):
 
 
 def snapshot_id(snapshot: str) -> SnapshotId | None:
-    """Read the name of a snapshot; None: another kind of name."""
+    """Parse the name of a snapshot; None: another kind of name."""
     run, *place = snapshot.rsplit("-", 2)
     if len(place) != 2 or not all(number.isdecimal() for number in place):
         return None
@@ -35,9 +35,9 @@ class PartFacts:
     """One host's part of a state.
 
     Attributes:
-        number: Generation of the part; below 0: sealed, and not committed.
+        number: Generation of the part; below 0: sealed, not committed.
         step: Optimizer step.
-        snapshot: Name of the snapshot, the same in all of its parts.
+        snapshot: Name of the snapshot, equal in all of its parts.
         descent: Origin of the state.
         named: Hosts of the snapshot by the part's list.
     """
@@ -55,7 +55,7 @@ class PartFacts:
 
 
 class Standing(Enum):
-    """How a number stands to the job."""
+    """Standing of a number in the job."""
 
     MADE = "this coordinator gave it to a snapshot"
     BROUGHT = "a host brought it"
@@ -69,7 +69,7 @@ class Standing(Enum):
 HELD = frozenset({Standing.MADE, Standing.BROUGHT, Standing.OFFERED})
 """A state of the job has the number."""
 PASSED = frozenset({Standing.LEFT, Standing.GIVEN_UP})
-"""Parts that hosts bring of it go."""
+"""Hosts drop parts of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Numbered:
     """A generation by its number.
 
     Attributes:
-        snapshot, step, descent: Of the state; "", None where nobody could read it.
-        damaged: Reasons by host, where a part or a directory cannot be read.
-        found: Hosts that found damage when they read their part again.
-        unproven: A proof has failed, and none has passed since: directory of each host that read
-            its part again and found nothing. None: no doubt.
+        snapshot, step, descent: Of the state; "", None if unreadable.
+        damaged: Reasons by host for an unreadable part or directory.
+        found: Hosts that found damage at a second look.
+        unproven: After a failed proof without a later success: directory of each host with an
+            undamaged part at a second look. None: no doubt.
     """
 
     number: int
@@ -101,8 +101,8 @@ class Numbered:
 
 @dataclass(frozen=True, slots=True)
 class SealedSnapshot:
-    """Parts sealed and not committed: step, hosts that wrote it, and the hosts that the newest part
-    named (usually one shared list)."""
+    """Sealed, uncommitted parts: step, writers, and hosts named by the newest part (usually one
+    shared list)."""
 
     step: int
     hosts: frozenset[str]
@@ -111,7 +111,7 @@ class SealedSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RefusedSnapshot:
-    """A snapshot that covers the state and is no state: its replicas differ (``reason``)."""
+    """A covering snapshot without a valid state: its replicas differ (``reason``)."""
 
     step: int
     hosts: tuple[str, ...]
@@ -147,8 +147,8 @@ class Survey(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Lacking:
     """An incomplete generation. ``step`` None: unreadable manifests; ``present`` hosts hold parts,
-    ``missing`` ones wrote some and are away; ``damaged``: reasons by host; ``is_found``: hosts
-    found the damage when they read parts again."""
+    ``missing`` writers are away; ``damaged``: reasons by host; ``is_found``: found at a second
+    look."""
 
     number: int
     step: int | None
@@ -173,11 +173,11 @@ class Catalogue:
 
     Attributes:
         numbered: Generations by number. Numbers below ``oldest`` are dropped.
-        sealed: Snapshots by name, also those whose parts have gone with their hosts.
+        sealed: Snapshots by name, also those of lost parts.
         refused: Refused snapshots by name, until something as far is committed.
-        unread: By host the reason why it cannot read its sealed parts.
+        unread: Reason of unreadable sealed parts, by host.
         left: Released hosts: their contents do not come back.
-        descends: Origin of generation ``oldest``; the job owns all states that it contains.
+        descends: Origin of generation ``oldest``; the job owns all states in it.
         failures: Vain states of survivors of the present failure.
     """
 
@@ -208,19 +208,19 @@ class Catalogue:
         return None if found is None else found.standing
 
     def number_of(self, snapshot: str) -> int | None:
-        """Number of a snapshot; None: it was never committed."""
+        """Number of a snapshot; None: never committed."""
         return next((n for n, each in self.numbered.items() if each.snapshot == snapshot), None)
 
     def is_known(self, part: PartFacts) -> bool:
-        """Whether this run of the job has made the part's generation or begun with it."""
+        """Whether this run has made the part's generation or begun with it."""
         if part.number < self.oldest and self.descends is not None:
             return contains(self.descends, part.descent)
         found = self.numbered.get(part.number)
         return found is not None and found.snapshot == part.snapshot
 
     def is_foreign(self, part: PartFacts, holders: Collection[str]) -> bool:
-        """Whether another state has the number of this part; ``holders``: present hosts that hold
-        parts of that number."""
+        """Whether another state has this part's number; ``holders``: present hosts with parts of
+        the number."""
         found = self.numbered.get(part.number)
         is_other = found is not None and found.snapshot != part.snapshot
         return is_other and self.has(part.number) and bool(holders)
@@ -231,9 +231,8 @@ class Catalogue:
         return self.numbered[max(numbers)] if numbers else None
 
     def candidates(self) -> tuple[str, ...]:
-        """Names of sealed snapshots to become the newest state, the furthest first. One of an
-        earlier step than the newest generation was left behind: under a new number it would pass
-        for the newest state."""
+        """Names of sealed snapshots for the newest state, the furthest first. One before the newest
+        generation's step was left behind: under a new number it would pass for the newest state."""
         newest = self.numbered.get(max(filter(self.has, self.numbered), default=0))
         passed = 0 if newest is None or newest.step is None else newest.step
         found = [(each.step, name) for name, each in self.sealed.items() if each.step >= passed]
@@ -246,9 +245,9 @@ class Catalogue:
     def whole(self, survey: Survey) -> tuple[Generation, ...]:
         """Whole generations, oldest first.
 
-        A descendant is newer; else the number decides: within a run numbers only grow, also where
-        the job went back to an earlier step. Generations of a disk alone are older than all others:
-        another run may have left them there.
+        A descendant is newer; else the number decides: within a run numbers only grow, also after a
+        return to an earlier step. Generations of a disk alone are older than all others: another
+        run may have left them there.
         """
         found = [
             Generation(number, each.step, survey.of(number).hosts)
@@ -263,7 +262,6 @@ class Catalogue:
         return tuple(sorted(found, key=age))
 
     def _contained(self, number: int, others: Iterable[Generation]) -> list[Generation]:
-        """Ancestors of a generation among the others."""
         return [one for one in others if self._contains(number, one.number)]
 
     def _contains(self, number: int, other: int) -> bool:
@@ -271,8 +269,8 @@ class Catalogue:
         return mine is not None and its is not None and contains(mine, its)
 
     def forks(self, whole: Collection[Generation]) -> tuple[Generation, ...]:
-        """Newest generations of runs that went on apart, each without the others'; more than one
-        where a person has to decide."""
+        """Newest generations of diverged runs, each without the others'; more than one needs a
+        person's decision."""
         own = [one for one in whole if not self.is_offered(one.number)]
         held = {one.number: self._contained(one.number, own) for one in own}
         return tuple(
@@ -315,7 +313,7 @@ class Catalogue:
 
     def still_unread(self, whole: Sequence[Generation], survey: Survey) -> Mapping[str, str]:
         """Reasons of unreadable sealed parts by host, except for writers of the newest whole
-        generation that hold nothing of it: theirs was that part."""
+        generation without it: theirs was that part."""
         held = survey.of(whole[-1].number if whole else 0)
         known = {*held.writers} - held.hosts
         return {host: why for host, why in sorted(self.unread.items()) if host not in known}
@@ -358,7 +356,7 @@ class Catalogue:
     # ------------------------------------------------------------------ snapshots
 
     def with_sealed(self, part: PartFacts) -> "Catalogue":
-        """A host has sealed its part of a snapshot."""
+        """Add a host's sealed part of a snapshot."""
         before = self.sealed.get(part.snapshot, SealedSnapshot(part.step, frozenset()))
         hosts = before.hosts
         if part.host not in hosts or part.named is not before.named:
@@ -367,18 +365,18 @@ class Catalogue:
         return replace(self, sealed={**self.sealed, part.snapshot: now})
 
     def without_sealed(self, names: Container[str]) -> "Catalogue":
-        """These snapshots are of no use, or are generations now."""
+        """Drop snapshots: useless, or generations now."""
         return replace(self, sealed={n: each for n, each in self.sealed.items() if n not in names})
 
     def with_refused(self, name: str, hosts: Iterable[str], reason: str) -> "Catalogue":
-        """The replicas of a snapshot differ: it never becomes a generation."""
+        """Refuse a snapshot for ever: its replicas differ."""
         refused = RefusedSnapshot(self.sealed[name].step, tuple(sorted(hosts)), reason)
         return replace(self.without_sealed({name}), refused={**self.refused, name: refused})
 
     def committed(
         self, name: str, number: int, descent: Descent, hosts: Iterable[str], origin: Origin
     ) -> "Catalogue":
-        """A snapshot has become generation ``number``; these hosts hold its parts."""
+        """Make a snapshot generation ``number``; these hosts hold its parts."""
         step = self.sealed[name].step
         return replace(
             self.without_sealed({name})._with(
@@ -389,27 +387,28 @@ class Catalogue:
         )
 
     def with_failure(self, step: int, why: str) -> "Catalogue":
-        """Workers that outlived a failure wrote no state at this step."""
+        """Record that survivors of a failure wrote no state at this step."""
         return replace(self, failures=(*self.failures, State(Origin.SURVIVORS, step, lacks=why)))
 
     # ------------------------------------------------------------------ generations
 
     def added(self, part: PartFacts, holders: Collection[str]) -> "Catalogue | None":
-        """A host holds this part of a generation; the ``holders`` hold others. None: the job has
-        dropped that generation or left it behind, and the part must go."""
+        """Add a host's part of a generation; the ``holders`` hold others. None: the job has dropped
+        the generation or left it behind, and the part must go."""
         number, found = part.number, self.numbered.get(part.number)
         is_past = number < self.oldest and not self.has(number)
         if is_past or (found is not None and found.standing in PASSED):
             return None
         known = self
         if found is not None and found.snapshot != part.snapshot and not holders:
-            # The holders of another state of this number have gone: a doubt was about that one.
+            # The holders of another state of this number are lost, and a doubt was about that
+            # state.
             known = self._with(replace(found, unproven=None))
         return known._took(part, Standing.BROUGHT)
 
     def offered(self, part: PartFacts, holders: Collection[str]) -> "Catalogue | None":
-        """A durable directory has this part, perhaps of a generation left behind. None: it is of no
-        use, and must go."""
+        """Add a part in a durable directory, perhaps of a generation left behind. None: it is
+        useless, and must go."""
         found = self.numbered.get(part.number)
         is_passed = found is not None and found.standing in PASSED
         if is_passed or self.is_foreign(part, holders):
@@ -433,16 +432,16 @@ class Catalogue:
         return replace(self, numbered=kept)
 
     def released(self, host: str) -> "Catalogue":
-        """A host was let go for good."""
+        """Release a host for good."""
         return replace(self, left=self.left | {host})
 
     def with_aside(self, number: int) -> "Catalogue":
-        """Set a generation of a host aside: the job begins anew."""
+        """Set a host's generation aside: the job begins anew."""
         return self._with(Numbered(number, Standing.ASIDE))
 
     def gone_back_to(self, number: int | None) -> tuple["Catalogue", tuple[int, ...]]:
-        """The job goes on from this generation. Returns also the numbers for hosts to drop: later
-        ones, which were incomplete, and those given up by a person."""
+        """Go on from this generation. Also returns the numbers for hosts to drop: later, incomplete
+        ones, and those given up by a person."""
         later = [n for n in self.numbered if self.has(n) and n > (number or 0)]
         known = self._with(*(_gone(self.numbered[n], Standing.LEFT) for n in later))
         told = [n for n, e in known.numbered.items() if e.standing is Standing.GIVEN_UP]
@@ -450,8 +449,8 @@ class Catalogue:
         return known._chosen(number or 0), tuple(sorted({*later, *told}))
 
     def gave_up_after(self, number: int, survey: Survey) -> "Catalogue":
-        """A person goes on from this generation: newer ones, whole or not, and those of runs apart
-        from it are of no use."""
+        """Give up newer generations, whole or not, and diverged ones: a person goes on from this
+        one."""
         apart = [
             n for n in self.numbered
             if self.has(n) and not self.is_offered(n) and survey.of(n).hosts
@@ -468,10 +467,11 @@ class Catalogue:
         return self._with(replace(self.numbered[number], standing=Standing.BROUGHT))
 
     def keeping(self, number: int, writers: Collection[str]) -> tuple["Catalogue", tuple[int, ...]]:
-        """Forget all generations before this one. Returns also the numbers for hosts to drop.
+        """Forget all generations before this one. Also returns the numbers for hosts to drop.
 
         Args:
-            writers: Hosts of the generations that are left.
+            number: Oldest generation to keep.
+            writers: Hosts of the remaining generations.
         """
         older = [n for n in self.numbered if n < number]
         aside = [n for n in self.numbered if self._standing(n) is Standing.ASIDE]
@@ -488,14 +488,14 @@ class Catalogue:
     # ------------------------------------------------------------------ damage and doubt
 
     def with_unread(self, host: str, reasons: Iterable[str]) -> "Catalogue":
-        """A joining host cannot read its sealed parts, for these reasons."""
+        """Record a joining host's unreadable sealed parts."""
         unread = {name: why for name, why in self.unread.items() if name != host}
         if entry := " ".join(reasons):
             unread[host] = entry
         return replace(self, unread=unread)
 
     def with_damage(self, host: str, number: int, reason: str) -> "Catalogue":
-        """A host, or its durable directory, has an unreadable generation."""
+        """Record an unreadable generation on a host or in its durable directory."""
         before = self.numbered.get(number, Numbered(number, Standing.UNREAD))
         if before.standing in PASSED:
             return self
@@ -504,7 +504,7 @@ class Catalogue:
     def examined(
         self, host: str, number: int, directory: str, damage: Sequence[str]
     ) -> "Catalogue":
-        """A host has compared its part of a generation with its manifest."""
+        """Record a host's comparison of its part with its manifest."""
         before = self.numbered.get(number)
         if before is None or before.standing not in HELD:
             return self
@@ -517,19 +517,19 @@ class Catalogue:
         return self._with(replace(before, unproven={**before.unproven, host: directory}))
 
     def found_damage(self) -> tuple[tuple[int, str], ...]:
-        """Generations with damage, and the hosts that found it on reading their parts again."""
+        """Generations with damage found at a second look, and the hosts."""
         return tuple(sorted((n, host) for n, each in self.numbered.items() for host in each.found))
 
     def failed_proof(self, number: int) -> tuple["Catalogue", bool]:
-        """A proof of this generation has failed. Returns also whether one had failed before, none
-        passed since, and nobody found damage."""
+        """Record a failed proof. Also returns whether it is the second without a success or damage
+        in between."""
         before = self.numbered[number]
         if before.unproven is not None:
             return self, True
         return self._with(replace(before, unproven={})), False
 
     def passed_proof(self, number: int) -> "Catalogue":
-        """A proof of this generation has passed."""
+        """Record a successful proof."""
         before = self.numbered[number]
         return self if before.unproven is None else self._with(replace(before, unproven=None))
 
@@ -539,7 +539,7 @@ def _gone(entry: Numbered, standing: Standing) -> Numbered:
 
 
 def what_lacks(state: Lacking) -> str:
-    """Name present and missing hosts of an incomplete generation, and the damage."""
+    """Text on present and missing hosts of an incomplete generation, and its damage."""
     found = [f"hosts {list(state.present)} hold parts"] if state.present else []
     if state.missing:
         found.append(f"those of {list(state.missing)} are missing")

@@ -1,7 +1,7 @@
-"""Whether a job computes the same function behind a change: numbers of one step, made by the old
-workers up to the door of its update and by the new ones, and the limits within which they agree.
+"""Proof of one function across a change: numbers of one step, made by the old workers without its
+update and by the new ones, and the limits of their differences.
 
-Fingerprints prove the state. They say nothing of a loss that is a function of the layout.
+Fingerprints prove the state, and do not cover a loss that depends on the layout.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 POLICIES = ("auto", "always", "never")
 FACT = "proven_layouts"
-"""Under this name the keys of layouts travel with the facts of a generation."""
+"""Key of the layouts' keys in the facts of a generation."""
 FP32 = (3e-6, 3e-5)
 """Largest relative difference of loss and gradient norm in float32: healthy changes differ by less
 than 3e-7 of the loss, faults by more than 6e-5 of the loss or 1e-2 of the norm."""
@@ -28,7 +28,7 @@ REMADE = (3e-6, 3e-4)
 """Largest relative difference of a repeated step, in float32: the framework's own sum of the norm
 is off by 1e-5 on a CPU."""
 Made = tuple[int, float, float]
-"""A step, its loss and its gradient norm; NaN: not known."""
+"""A step, its loss and its gradient norm; NaN: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,15 @@ class Numbers:
     """Numbers of a step before its update.
 
     Attributes:
-        loss: Mean over all samples or tokens of the step; None: not known.
-        norm: Norm of the whole gradient; None: not known.
-        is_skipped: Its update was skipped, as by a loss scaler: the norm says nothing.
+        loss: Mean over all samples or tokens of the step; None: unknown.
+        norm: Norm of the whole gradient; None: unknown.
+        is_skipped: Its update was skipped, as by a loss scaler: the norm is meaningless.
         dtype: Dtype of the passes, in torch's word.
         framework: Name and version.
-        obstacle: Why the numbers cannot be compared, such as dropout; empty: they can.
+        obstacle: Obstacle to a comparison, such as dropout; empty: none.
         seconds: Duration of the step.
-        norms: Norms of parts of the gradient with an update of their own, by name.
-        is_random: Whether steps draw random numbers, also if these numbers are of a pass without
-            any.
+        norms: Norms of separately updated parts of the gradient, by name.
+        is_random: Steps draw random numbers, even if this pass drew none.
     """
 
     loss: float | None = None
@@ -67,8 +66,7 @@ def _digits(value: float | None) -> str:
 
 
 def merged(one: Numbers | None, other: Numbers | None) -> Numbers | None:
-    """Return the numbers of several ranks of one step: the last pipeline stage alone has the
-    loss."""
+    """Numbers of several ranks of one step: only the last pipeline stage has the loss."""
     if one is None or other is None:
         return one or other
     return replace(
@@ -96,8 +94,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class StepComparison:
-    """Whether the numbers of two makings of a step agree; None: they cannot be compared. ``text``
-    says by how much they differ, or why not."""
+    """Agreement of two makings of a step; None: not comparable. ``text``: their difference, or the
+    obstacle."""
 
     is_same: bool | None
     text: str

@@ -4,13 +4,12 @@
 out. The coordinator feeds events in (a host joined, every worker has written) and performs the
 actions (send this command to these hosts). One pass through the phases is a resize:
 
-    running -> preparing -> draining -> snapshotting -> committing -> stopping -> starting ->
-        running
+   running -> preparing -> draining -> snapshotting -> committing -> stopping -> starting -> running
 
 After a start that fails before its proof, hosts examine its source (``Examination``); after a later
 failure the surviving workers write their state (``FailedRound``):
 
-    running -> freezing -> rescuing -> committing -> stopping -> starting -> running
+   running -> freezing -> rescuing -> committing -> stopping -> starting -> running
 
 ``deadlines`` has the limit of each phase and its consequence.
 

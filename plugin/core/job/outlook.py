@@ -1,5 +1,5 @@
-"""The state that a job goes on from with its present hosts, or the one that it waits for, and the
-ways out.
+"""Judgement of a job's states: the one to go on from with its present hosts, or to wait for, and
+the ways out.
 
 A job with a state never begins without it by itself.
 """
@@ -28,10 +28,9 @@ class Prospect:
     """The whole generations, oldest first, and the obstacle to a newer state.
 
     Attributes:
-        obstacle: Reason not to go on from the newest state, and the ways out; "": none.
+        obstacle: Reason against the newest state, and the ways out; "": none.
         is_held_back: The job must not go back behind that state by itself: a person decides.
-        loss: Reason to end the job: no state is left, by damage, and no absent host can mend it;
-            "": none.
+        loss: Reason to end the job: damage left no state, and no absent host can mend it; "": none.
     """
 
     generations: tuple[Generation, ...]
@@ -47,9 +46,9 @@ class Course:
     Attributes:
         job: Its name, for a person's commands.
         has_begun: It has had a round.
-        has_lost_all: No host is left of the last round.
-        is_successor: Its coordinator took the place of one that is gone.
-        archived: Generations of its own in the durable directory.
+        has_lost_all: No host of the last round is left.
+        is_successor: Its coordinator replaced a lost one.
+        archived: Its own generations in the durable directory.
     """
 
     job: str
@@ -70,8 +69,8 @@ def outlook(catalogue: Catalogue, survey: Survey, hosts: Iterable[str], course: 
     text = _obstacle(newer, whole, course.job)
     if not text and not course.has_begun:
         text = _first_obstacle(catalogue, survey, whole, hosts, course.job)
-    # A running job goes back by itself to a state in memory or one that it has archived itself,
-    # and to nothing older.
+    # A running job goes back by itself to a state in memory or in its own archive, and to nothing
+    # older.
     is_old = bool(whole) and catalogue.is_offered(whole[-1].number)
     is_old = is_old and whole[-1].number not in course.archived
     is_there = course.has_begun and not course.has_lost_all
@@ -82,7 +81,7 @@ def outlook(catalogue: Catalogue, survey: Survey, hosts: Iterable[str], course: 
 
 
 def _obstacle(newer: Sequence[Lacking], whole: Sequence[Generation], job: str) -> str:
-    """Name the states newer than all whole ones, the missing parts, and the ways out."""
+    """Text on states newer than all whole ones, their missing parts, and the ways out."""
     if not newer:
         return ""
     ways = [_bring(newer[0]), *_others(newer[0].step, whole, job)]
@@ -104,7 +103,7 @@ def _first_obstacle(
     catalogue: Catalogue, survey: Survey, whole: Sequence[Generation], hosts: Iterable[str],
     job: str,
 ) -> str:  # fmt: skip
-    """Say why a job without a round may not pass over the last sealed state; "": it may."""
+    """Reason against skipping the last sealed state in a job without a round; "": none."""
     text = _forked(catalogue.forks(whole), job)
     text = text or _refused(catalogue.furthest_refused(), whole, job)
     text = text or _unread(catalogue.still_unread(whole, survey), whole, job)
@@ -150,7 +149,7 @@ def _unread(found: Mapping[str, str], whole: Sequence[Generation], job: str) -> 
 
 
 def _others(step: int | None, whole: Sequence[Generation], job: str) -> list[str]:
-    """Ways out of every job without its newest state."""
+    """Ways out for any job without its newest state."""
     ways = []
     if whole:
         older = whole[-1]
@@ -163,7 +162,7 @@ def _others(step: int | None, whole: Sequence[Generation], job: str) -> list[str
 
 
 def _sealed(found: Sequence[Unfinished]) -> str:
-    """Name the absent hosts of the furthest sealed snapshot, without any generation."""
+    """Text on absent hosts of the furthest sealed snapshot, without any generation."""
     if not found:
         return ""
     newest = found[0]
@@ -191,7 +190,7 @@ def _bring(newer: Lacking) -> str:
 
 
 def doubtful(catalogue: Catalogue, survey: Survey, number: int, reason: str) -> str:
-    """Describe a generation after two failed proofs: reason, places of its parts, ways out."""
+    """Text on a generation after two failed proofs: reason, places of its parts, ways out."""
     found = catalogue.numbered[number]
     places = ", ".join(f"{h!r} ({at})" for h, at in sorted((found.unproven or {}).items()))
     return (
@@ -201,13 +200,13 @@ def doubtful(catalogue: Catalogue, survey: Survey, number: int, reason: str) -> 
 
 
 def given_up_text(number: int, step: int, age_s: float | None) -> str:
-    """Step and age of a generation to be given up; None: unknown age."""
+    """Step and age of a generation to be given up; ``age_s`` None: unknown."""
     text = f"generation {number} of step {step}"
     return text if age_s is None else f"{text}, {age_text(age_s)} old"
 
 
 def age_text(seconds: float) -> str:
-    """Return a length of time in the unit that fits it."""
+    """A duration in a fitting unit."""
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"

@@ -1,5 +1,5 @@
-"""The rules of the proof of a function behind a change: when the old workers make a step more, up
-to the door of its update, and the comparison of both sides' numbers."""
+"""Rules of the proof of a function across a change: a further step of the old workers, without its
+update, and the comparison of both sides' numbers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,14 +28,13 @@ UNTOLD = "the old workers have not told of their step yet"
 
 
 def key_of(job: Job, assignment: Assignment) -> str:
-    """Return the key of an assignment's function."""
+    """Key of an assignment's function."""
     size = assignment.micro_batch_size
     return f"{assignment.layout} micro_batch={size or '-'} {job.function.framework}"
 
 
 def agreed(job: Job) -> Job:
-    """Return the job after a stop was agreed: its workers make a step more behind it where a proof
-    is due."""
+    """The job after an agreed stop: if a proof is due, its workers make one more step behind it."""
     job = not_probing(job)
     target = (
         job.change.standby.assignment if job.change.standby is not None else next_assignment(job)
@@ -47,15 +46,15 @@ def agreed(job: Job) -> Job:
 
 
 def not_probing(job: Job) -> Job:
-    """Return the job without a proof: its workers do not come to their stop, or do not go on from
-    it, so no step of both sides is the same one."""
+    """The job without a proof: the workers do not stop, or do not go on from the stop, so the two
+    sides share no step."""
     function = replace(job.function, probe=None, after=None, found="", seconds=0.0)
     return job if function == job.function else replace(job, function=function)
 
 
 def started(job: Job, *, is_from_stop: bool) -> Job:
-    """Return the job at the start of its next round: its first step is the one behind the stop, or
-    of an older state."""
+    """The job at the start of its next round, with a first step behind the stop or of an older
+    state."""
     job = job if is_from_stop else not_probing(job)
     asked = job.function.asked
     probe = None if asked is None else replace(asked, until=job.now + PROOF_S)
@@ -94,7 +93,7 @@ def probed(report: reports.Stepped, host: str, job: Job) -> Job:
 
 
 def stepped(report: reports.Stepped, job: Job) -> Job:
-    """A host of the new round has made its first step."""
+    """Record the first step of a host of the new round."""
     if report.numbers is None:
         return job
     after = merged(job.function.after, report.numbers)
@@ -102,7 +101,7 @@ def stepped(report: reports.Stepped, job: Job) -> Job:
 
 
 def must_wait(job: Job) -> bool:
-    """Whether old workers have yet to report the step already made by the new ones."""
+    """Whether old workers have yet to report the step made by the new ones."""
     asked, after = job.function.asked, job.function.after
     is_known = after is not None and not after.obstacle
     if asked is None or not is_known:
@@ -111,8 +110,8 @@ def must_wait(job: Job) -> bool:
 
 
 def judge(job: Job) -> tuple[Job, StepComparison | None, tuple[Action, ...]]:
-    """Every rank of the new round has stepped: compare, if there is a step to compare. The new
-    workers train on until the old ones have reported it."""
+    """Compare, if there is a step to compare: every rank of the new round has stepped. The new
+    workers train on until the old ones report."""
     asked = job.function.asked
     if asked is not None and must_wait(job):
         waiting = replace(job.function, probe=Waiting(asked), found=f"not proven: {UNTOLD}")
@@ -162,15 +161,15 @@ def _judge(job: Job) -> tuple[Job, StepComparison | None, tuple[Action, ...]]:
 
 
 def unproven(job: Job, why: str) -> tuple[Job, tuple[Action, ...]]:
-    """Return the job without a wait for old workers, and its log lines."""
+    """The job without a wait for old workers, and its log lines."""
     job, _, lines = _unproven(job, why)
     amended = AmendReport(job.function.found, job.function.seconds)
     return not_probing(job), (*lines, amended)
 
 
 def made(job: Job, made: Sequence[Made]) -> tuple[Job, str]:
-    """Return the job after its present round has made these steps, and a log line: they may be lost
-    steps of an earlier round, made again."""
+    """The job after these steps of its present round, and a log line: they may repeat lost steps of
+    an earlier round."""
     if job.current is None:
         return job, ""
     layout = f"{job.current.layout} micro_batch={job.current.micro_batch_size or '-'}"
@@ -187,7 +186,7 @@ def _known(job: Job, assignment: Assignment) -> Job:
 
 
 def _unproven(job: Job, why: str) -> tuple[Job, StepComparison | None, tuple[Action, ...]]:
-    """The change stands: each reason of a missing proof is logged once."""
+    """Keep the change; log each reason of a missing proof once."""
     function: FunctionProof = job.function
     is_new = why != function.said
     job = replace(job, function=replace(function, found=f"not proven: {why}", said=why))

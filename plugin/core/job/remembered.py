@@ -1,9 +1,9 @@
-"""A job beyond its coordinator: every host keeps it, and brings it to the coordinator's successor,
-together with the round of its workers.
+"""A job's record, kept by every host and brought to the next coordinator, with the round of its
+workers.
 
-Facts by the coordinator's clock are not kept, because the next one has another: the beginning of
-the training time that earns back a restart, times of losses, ends of waits. They begin anew, and
-give no job more restarts than it had.
+Facts by the coordinator's clock are left out, because the next one has another: the start of the
+training time that earns back a restart, times of losses, ends of waits. They begin anew, and give
+no job more restarts than it had.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,13 +15,13 @@ from scalai.core.degrees.passes import Recompute
 from scalai.core.messages.shared import JsonText
 
 ASKED = "asked"
-"""Under this name of ``about.facts`` a host writes the ``request`` beside a state, for a start of
-the same job once all of its processes are gone."""
+"""Key in ``about.facts`` of the ``request`` beside a state, for a start of the same job after the
+end of all its processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAssignment:
-    """An assignment as it travels: hosts in rank order with their workers, degrees as of
+    """An assignment as a message: hosts in rank order with their workers, degrees as in
     ``Degrees.to_json``."""
 
     workers: tuple[tuple[str, int], ...]
@@ -45,15 +45,15 @@ class Remembered:
     Attributes:
         term: Number of its coordinator.
         number: Number of the record within the term.
-        request: Persons' requests, and assignments that ran out of memory.
+        request: Persons' requests, and assignments out of memory.
         max_hosts: Most hosts.
         failures_left: Failures left.
-        counted_round: The last round whose failure has cost a restart; 0: none.
+        counted_round: Last round with a counted failure; 0: none.
         tries: Possible chance failures of the present assignment.
-        ran: The last assignment with a step of every rank; None: none yet.
-        failed: Changes not to be tried again on the hosts as they are.
-        archived: Generations brought to the durable directory and kept there.
-        lost: Steps behind which the job went back; the ledger of samples keeps them.
+        ran: Last assignment with a step of every rank; None: none yet.
+        failed: Changes not to be retried on the same hosts.
+        archived: Generations in the durable directory.
+        lost: Steps dropped by returns; the ledger of samples keeps them.
         proven: Keys of layouts with a proven function, and the framework of their steps.
     """
 
@@ -72,7 +72,7 @@ class Remembered:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Of two, the later one has the higher one."""
+        """Sort key, oldest first."""
         return self.term, self.number
 
 
@@ -84,19 +84,19 @@ class Underway:
         run: Name of the run of the job.
         round: Its number.
         workers: All hosts of the round with their number of workers, in rank order.
-        degrees: As of ``Degrees.to_json``.
+        degrees: As in ``Degrees.to_json``.
         micro_batch_size, recompute: None: the script's own.
         generation: Its source; None: the script's own initial state.
-        newest: The furthest step of this host's workers.
-        is_proven: Whether they may train: their source is proven.
-        is_stepping: Whether each of them has made its first step.
-        is_hooked: Whether the job knows of their steps.
-        stop: The agreed stop; None: there is none.
-        has_arrived: Whether they stand there.
-        is_writing: Whether they may write there, and leave.
-        is_sealed: Whether they have, and it is sealed.
-        is_failed: Whether the round has failed here, or its workers were told to stand still.
-        is_finished: Whether all of them have come to the end of their script.
+        newest: Furthest step of this host's workers.
+        is_proven: They may train: their source is proven.
+        is_stepping: Each has made its first step.
+        is_hooked: The job learns of their steps.
+        stop: The agreed stop; None: none.
+        has_arrived: They stand at the stop.
+        is_writing: They may write there, and leave.
+        is_sealed: Their snapshot is sealed.
+        is_failed: The round has failed here, or its workers had to stop updating.
+        is_finished: All have come to the end of their script.
         every: Steps between snapshots of these workers.
     """
 
@@ -131,19 +131,19 @@ class Underway:
 
 @dataclass(frozen=True, slots=True)
 class TakingOver:
-    """A new coordinator waits for the hosts of the round under way ``until`` this moment; ``of``
-    each host, its part as far as known."""
+    """A new coordinator's wait for the hosts of a round, ``until`` this moment; ``of``: known parts
+    by host."""
 
     until: float
     of: Mapping[str, Underway] = field(default_factory=dict)
 
     @property
     def newest(self) -> int | None:
-        """The number of the newest round of a host."""
+        """Number of the newest round of a host."""
         return max((each.round for each in self.of.values()), default=None)
 
     def of_newest(self, hosts: Iterable[str]) -> dict[str, Underway]:
-        """Return the parts of those hosts in the newest round."""
+        """Parts of those hosts in the newest round."""
         newest, there = self.newest, frozenset(hosts)
         return {h: each for h, each in self.of.items() if each.round == newest and h in there}
 
@@ -153,7 +153,7 @@ class Takeover:
     """A coordinator in the place of another one.
 
     Attributes:
-        pending: Until the round under way is known.
+        pending: Set until the round in progress is known.
         recalled: The newest record from the hosts.
         keepers: Hosts with a record: their agents have lived since.
     """

@@ -28,10 +28,10 @@ SEEN_S = 3600.0
 
 
 def mtbf_s(workers: int, mtbf_hours: float, failures: int, worker_s: float) -> float:
-    """Return the training time between two failures, in seconds.
+    """Training time between two failures, in seconds.
 
     The higher of two rates: the assumed one, corrected slowly by the job's own failures, and the
-    seen one, made by a few failures.
+    seen one, after a few failures.
 
     Args:
         workers: Training workers.
@@ -46,7 +46,7 @@ def mtbf_s(workers: int, mtbf_hours: float, failures: int, worker_s: float) -> f
 
 
 def interval_s(cost_s: float, mtbf_s: float, write_s: float = 0.0) -> float:
-    """Return the interval between two snapshots with the least lost time, in seconds of training.
+    """Interval between two snapshots with the least lost time, in seconds of training.
 
     Args:
         cost_s: Seconds added to the training by one; not a number: 0.
@@ -60,7 +60,7 @@ def interval_s(cost_s: float, mtbf_s: float, write_s: float = 0.0) -> float:
 
 
 def steps_of(interval_s: float, step_s: float) -> int:
-    """Return the steps that come nearest to an interval, at least 1.
+    """Nearest number of steps to an interval, at least 1.
 
     Args:
         interval_s: In seconds.
@@ -79,8 +79,8 @@ NOTICEABLE = 1.25
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCost:
-    """SnapshotCost cost of a snapshot on the way, on the host with the highest, in seconds: longer
-    training, a usual step, the whole writing. None: not known."""
+    """Cost of a snapshot on the way on the slowest host, in seconds: longer training, a usual step,
+    the whole writing. None: unknown."""
 
     cost_s: float | None
     step_s: float | None
@@ -109,12 +109,12 @@ class Spacing:
     """The steps between two snapshots.
 
     Attributes:
-        every: Steps; 0: there are none on the way.
-        is_auto: Whether the job chooses them.
+        every: Steps; 0: none on the way.
+        is_auto: The job chooses them.
         mtbf_hours: Assumed hours of a worker between two failures.
-        lead_s: Seconds between the order of a change and its first step: every host has heard of it
-            by then, or is lost.
-        costs, steps: Newest measurements, in seconds, newest last.
+        lead_s: Seconds between the order of a change and its first step: by then every host has
+            heard of it, or is lost.
+        costs, steps: Measurements in seconds, newest last.
         write_s: Seconds of writing the newest snapshot.
         replicate_s: Seconds of its replicas; the next one has no room before.
         failures: Failures of the training job, within
@@ -146,7 +146,7 @@ class Spacing:
         return median(self.steps) if self.steps else None
 
     def with_measured(self, found: SnapshotCost) -> "Spacing":
-        """Return it with the cost of another snapshot; not a number: left out."""
+        """The spacing with the cost of another snapshot; not a number: ignored."""
         return replace(
             self,
             costs=_kept(self.costs, found.cost_s, least=0.0),
@@ -155,14 +155,14 @@ class Spacing:
         )
 
     def counted(self, now: float, workers: int | None) -> "Spacing":
-        """Return it at another time. ``workers``: so many train; None: none do."""
+        """The spacing at another time. ``workers``: number in training; None: none."""
         if workers is None:
             return self if self.counted_at is None else replace(self, counted_at=None)
         took_s = 0.0 if self.counted_at is None else max(0.0, now - self.counted_at)
         return replace(self, worker_s=self.worker_s + took_s * workers, counted_at=now)
 
     def chosen(self, workers: int) -> SnapshotInterval | None:
-        """Return the choice for so many workers; None: no measurement yet."""
+        """The choice for this number of workers; None: no measurement yet."""
         step_s = self.step_s
         if not self.costs or step_s is None:
             return None
@@ -172,8 +172,7 @@ class Spacing:
         return SnapshotInterval(steps_of(apart_s, step_s), cost_s, step_s, between_s, apart_s)
 
     def lead(self, step_s: float) -> int:
-        """Return the steps between the order of a change and its beginning, at so many seconds a
-        step."""
+        """Steps between the order of a change and its start, at ``step_s`` seconds a step."""
         known = [each for each in (step_s, self.step_s) if each]
         return 2 + (steps_of(self.lead_s, min(known)) if known else 0)
 
@@ -218,12 +217,12 @@ class StepTimes:
     """Steps of a round so far, and the times between them.
 
     Attributes:
-        usual: Seconds of the newest steps without a snapshot beside them, newest last.
-        since: Begin of the step under way; None: not known.
+        usual: Seconds of recent steps without a snapshot beside them, newest last.
+        since: Start of the present step; None: unknown.
         over_s: Seconds beyond usual steps beside the present snapshot; an estimate, if a single
             step took less.
-        is_open: Whether there is one.
-        cost_s: Cost of the last complete one, in seconds; None: not known.
+        is_open: A snapshot is in progress.
+        cost_s: Cost of the last complete one, in seconds; None: unknown.
     """
 
     usual: tuple[float, ...] = ()
@@ -267,11 +266,11 @@ class Pace:
     """Seconds of the parts of a change.
 
     Attributes:
-        step_s: A usual step; 0: none was measured.
-        write_s: From the stop until the next round is assigned; None: never measured.
-        start_s: From there until every rank has stepped; None: never measured.
-        since: When the part under way began; None: none is measured now.
-        seen: The furthest step while the workers train, and when it was seen first.
+        step_s: A usual step; 0: unmeasured.
+        write_s: From the stop to the next assignment; None: unmeasured.
+        start_s: From there to a step of every rank; None: unmeasured.
+        since: Start of the present part; None: none.
+        seen: Furthest step in training, and the time of its first sight.
     """
 
     step_s: float = 0.0
@@ -283,8 +282,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class DrainEstimate:
-    """Expected seconds of a drain: until the workers stand at one step, until their state is a
-    generation, until the others have stepped. ``is_measured``: by an earlier stop."""
+    """Expected seconds of a drain: to a common stop, to a generation, to the others' step.
+    ``is_measured``: by an earlier stop."""
 
     step_s: float
     write_s: float
@@ -304,8 +303,8 @@ class DrainEstimate:
 
 
 def estimate(pace: Pace, now: float, size_bytes: int) -> DrainEstimate:
-    """Return the expected duration of a drain from ``now`` on, of a host with so many bytes of the
-    newest generation."""
+    """Expected duration of a drain from ``now`` on, of a host with these bytes of the newest
+    generation."""
     under_way_s = 0.0 if pace.seen is None else now - pace.seen[1]
     written_s, started_s = pace.write_s, pace.start_s or 0.0
     first_s = FIRST_WRITE_S + size_bytes / FIRST_RATE

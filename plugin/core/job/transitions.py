@@ -1,5 +1,5 @@
-"""The transitions of a job between its phases: each takes a job and returns the next one and the
-acts due. Their causes are in ``resize``. Nothing here waits, sends or reads a clock."""
+"""Transitions of a job between its phases: from a job to the next one and its actions. Their causes
+are in ``resize``. Nothing here waits, sends or reads a clock."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -59,7 +59,7 @@ NOT_BEGUN = (
 
 
 def consider(job: Job) -> Result:
-    """Begin a resize if the hosts now present would be assigned otherwise than they are."""
+    """Begin a resize if the present hosts need another assignment."""
     if job.takeover.pending is not None:
         return replace(job, change=replace(job.change, at=job.now)), ()
     job = replace(job, change=replace(job.change, at=None, again_at=None))
@@ -82,16 +82,16 @@ def consider(job: Job) -> Result:
 
 
 def runs_as_requested(job: Job) -> bool:
-    """Whether the hosts now present would be assigned as they are."""
+    """Whether the present hosts keep their assignment."""
     target = next_assignment(job)
     return target is not None and job.current is not None and target.is_same_as(job.current)
 
 
 def call_off(job: Job) -> Result:
-    """Take a proposed stop back: its change is not requested any more."""
+    """Withdraw a proposed stop: its change is no longer requested."""
     hosts = active(job)
     job, given_up = without_standby(job)
-    # Answers to this stop may be on their way: the next one is another.
+    # Answers to this stop may still arrive: the next one is another.
     newest = max(job.newest, job.stop.step)
     stop, change = replace(job.stop, held={}, margin=1), replace(job.change, at=None)
     job = replace(
@@ -103,8 +103,8 @@ def call_off(job: Job) -> Result:
 
 
 def changed(job: Job, at: float) -> Result:
-    """A change has to settle: it is met at once if no other host can come, else at the first tick
-    after ``settle_s``."""
+    """Make a change at once if no other host can come, else at the first tick after
+    ``settle_s``."""
     job = replace(job, change=replace(job.change, at=at))
     if job.phase not in RESIZABLE or len(job.hosts) < job.settings.max_hosts:
         return job, ()
@@ -137,14 +137,13 @@ def _build(job: Job, target: Assignment | None) -> Result:
 
 
 def _is_built_for(job: Job, target: Assignment | None) -> bool:
-    """Whether the standby workers are those of this assignment."""
     if job.change.standby is None or target is None:
         return False
     return target.is_same_as(job.change.standby.assignment)
 
 
 def stop_unbuilt(job: Job, reason: str) -> Result:
-    """The next round's workers will start when the present ones have stopped."""
+    """Stop first: the next round's workers start after the present ones."""
     job, given_up = without_standby(job)
     message = Say(f"the next workers are not built beside the present ones: {reason}")
     job, actions = prepare(job) if job.phase is Phase.BUILDING else (job, ())
@@ -189,7 +188,8 @@ def stop_workers(job: Job, reason: str, *, has_written: bool = False) -> Result:
 
 
 def rescue(job: Job) -> Result:
-    """Have the furthest step of standing workers written, if it is beyond the newest generation."""
+    """Command the furthest step of standing workers to be written, if it is beyond the newest
+    generation."""
     assert job.emergency is not None
     hosts, newest = active(job), job.newest_generation
     steps = {step for step in job.emergency.steps if newest is None or step > newest.step}
@@ -202,8 +202,8 @@ def rescue(job: Job) -> Result:
 
 
 def go_on(job: Job) -> Result:
-    """Nothing more is written after a failure: the workers are stopped, and the job begins its next
-    round, or ends."""
+    """Stop the workers after a failure, without further writes; the job begins its next round, or
+    ends."""
     assert job.emergency is not None
     if job.emergency.ending:
         return end(replace(job, failure=None), 1, job.emergency.ending)
@@ -222,8 +222,8 @@ def show_stacks(hosts: Iterable[str]) -> tuple[Action, ...]:
 
 
 def withdraw(job: Job, reason: str) -> Result:
-    """Take an agreed stop back: nobody has written yet, and the workers that wait at it go on. The
-    change is tried again, later each time."""
+    """Withdraw an agreed stop: nobody has written, and waiting workers go on. The change is
+    retried, later each time."""
     hosts, slow = active(job), job.awaited & active(job)
     job, given_up = without_standby(job)
     later_s = min(
@@ -239,7 +239,7 @@ def withdraw(job: Job, reason: str) -> Result:
 
 
 def _start_round(job: Job) -> Result:
-    """No worker is alive: assign the next round, or wait, or save and leave."""
+    """Assign the next round, or wait, or save and leave: no worker is alive."""
     if job.change.standby is None and is_being_checked(job):
         return _wait(replace(job, change=replace(job.change, again_at=job.now + CHECKED_S)))
     target = next_assignment(job)
@@ -284,7 +284,7 @@ def _start_round(job: Job) -> Result:
 
 
 def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) -> tuple[Action, ...]:
-    """Acts at the beginning of a round: all hosts drop the remains of the earlier round, and
+    """Actions at the start of a round: all hosts drop the remains of the earlier round, and
     generations newer than the source."""
     everyone, source = tuple(sorted(job.hosts)), job.attempt.source
     message = Say(f"event=round {target.reason!r} generation={source}")
@@ -304,7 +304,7 @@ def _unfit(job: Job) -> list[str]:
 
 def is_being_checked(job: Job) -> bool:
     """Whether a host of the coming round has just been asked for its health: its answer is worth a
-    moment. A host that joins a training job is not waited for."""
+    moment. A training job does not wait for a joining host."""
     expected = job.current.members if job.current else job.hosts.keys()
     asked = [job.health.checks[host] for host in _unfit(job) if host in expected]
     return any(c.is_asked and not c.failures and job.now - c.since < CHECKED_S for c in asked)
@@ -319,8 +319,8 @@ def _wait(job: Job) -> Result:
 
 
 def _look(job: Job) -> Result:
-    """No state in memory is whole any more, and the job begins to wait: hosts report the contents
-    of their disks. At a start the agents have just done so."""
+    """Ask hosts for the contents of their disks: no state in memory is whole any more, and the job
+    begins to wait. At a start the agents have just reported them."""
     is_lost = job.settings.has_durable_dir and job.states.has_state and not job.states.generations
     if job.phase is Phase.WAITING or not is_lost or not job.hosts:
         return job, ()
@@ -331,7 +331,7 @@ def _look(job: Job) -> Result:
 
 
 def missing(job: Job) -> str:
-    """Name the reason for which a job cannot begin its round."""
+    """Text of the reason without a next round."""
     hosts = staying(job)
     fits = bool(hosts) and job.settings.assign(hosts, present(job)) is not None
     found = job.states.obstacle or _NOT_WHOLE
@@ -347,8 +347,8 @@ def missing(job: Job) -> str:
 
 
 def save(job: Job) -> Result:
-    """No host can go on: the newest generation goes to the durable directory, and the job ends
-    resumable. If no host has asked to leave, the last one was lost: the job waits for others."""
+    """Save the newest generation in the durable directory and end resumable: no host can go on.
+    Without a host that asked to leave, the last one was lost: the job waits for others."""
     source = None if job.states.is_held_back else job.newest_generation
     if not job.hosts or source is None or not job.settings.has_durable_dir:
         if staying(job) or _unfit(job) or not leaving(job):
@@ -374,7 +374,7 @@ def save(job: Job) -> Result:
 
 
 def _has_made_nothing(job: Job) -> bool:
-    """Whether no host has kept any step: to begin anew loses nothing."""
+    """Whether no host keeps any step: a new beginning loses nothing."""
     return (
         job.settings.is_elastic
         and job.attempt.is_hooked
@@ -383,19 +383,19 @@ def _has_made_nothing(job: Job) -> bool:
 
 
 def end(job: Job, code: int, reason: str) -> Result:
-    """Every agent ends with this exit code."""
+    """End every agent with this exit code."""
     return replace(job, phase=Phase.ENDED, awaited=frozenset()), (
         EndJob(tuple(sorted(job.hosts)), code, reason),
     )
 
 
 def release_leaving(job: Job) -> Result:
-    """Let leaving hosts without workers go."""
+    """Release leaving hosts without workers."""
     released = leaving(job) - active(job)
     hosts = {name: host for name, host in job.hosts.items() if name not in released}
     job = lose(without(replace(job, hosts=hosts), released), released)
-    # Older generations stay while some host has yet to rename its part of the newest, or to make
-    # its replicas.
+    # Older generations stay until every host has renamed its part of the newest, and made its
+    # replicas.
     source = None if job.states.uncommitted or needs_older(job) else job.newest_generation
     job = replace(
         job, states=replace(job.states, generations=(source,) if source else job.states.generations)
@@ -404,12 +404,12 @@ def release_leaving(job: Job) -> Result:
 
 
 def answered(job: Job, host: str) -> Job:
-    """This host's answer, or its loss, is awaited no more."""
+    """The job without this awaited host."""
     return replace(job, awaited=job.awaited - {host})
 
 
 def next_phase(job: Job) -> Result:
-    """Go on once no host's answer is awaited any more."""
+    """Go on once no answer is awaited."""
     if job.awaited:
         return job, ()
     if job.phase is Phase.BUILDING:
@@ -438,7 +438,7 @@ def next_phase(job: Job) -> Result:
             Send(hosts, commands.TakeSnapshot(job.round)),
         )
     if job.phase in (Phase.DRAINING, Phase.SNAPSHOTTING):
-        # A host that came back may have brought what it had sealed.
+        # A returned host may have brought sealed parts.
         hosts = tuple(sorted(set(job.current.active if job.current else ()) & set(job.hosts)))
         return replace(job, phase=Phase.SNAPSHOTTING), (JudgeStop(hosts),)
     if job.phase is Phase.FREEZING:
@@ -456,7 +456,7 @@ def next_phase(job: Job) -> Result:
         saved = "saved to the durable directory; the same command resumes from there"
         return end(job, RESUMABLE, saved)
     assert job.phase is Phase.STARTING, job.phase
-    # While its function waits to be judged, the job may yet go back to what ran.
+    # Until the function is judged, the job may still go back.
     ran = job.change.ran if job.function.is_waiting else job.current
     change = replace(job.change, withdrawn=0, ran=ran)
     budget = replace(job.budget, tries=0, stepped_at=None, was_start_killed=False)
@@ -464,7 +464,7 @@ def next_phase(job: Job) -> Result:
 
 
 def prove_no_more(job: Job, why: str) -> Result:
-    """End the wait for the old workers' numbers, if there is one."""
+    """End a wait for the old workers' numbers."""
     if not job.function.is_waiting:
         return job, ()
     job, lines = probing.unproven(job, f"{why} before the old workers had told of their step")
@@ -472,12 +472,12 @@ def prove_no_more(job: Job, why: str) -> Result:
 
 
 def stand(job: Job) -> Result:
-    """The change of the present round stands, and so do its sealed snapshots."""
+    """Confirm the change of the present round, with its sealed snapshots."""
     return judge_sealed(replace(job, change=replace(job.change, ran=job.current)))
 
 
 def judge_sealed(job: Job, reason: str = "snapshot") -> Result:
-    """Have snapshots on the way judged for which every host with workers has answered."""
+    """Judge snapshots on the way with answers of every host with workers."""
     due = [
         name
         for name in sorted(job.states.sealed, key=step_of)
@@ -489,5 +489,5 @@ def judge_sealed(job: Job, reason: str = "snapshot") -> Result:
 
 
 def step_of(snapshot: str) -> int:
-    """Return the step of a snapshot of this name."""
+    """Step in the name of a snapshot."""
     return int(snapshot.rpartition("-")[2])

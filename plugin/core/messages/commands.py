@@ -1,5 +1,5 @@
-"""Commands of the coordinator to one host. Those of one incarnation of an agent are numbered and
-arrive once, in order; those about a round name it, and a host in another round ignores them."""
+"""Commands of the coordinator to one host, numbered by incarnation of the agent; each arrives once,
+in order. Those about a round name it; a host in another round ignores them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Placement:
 
     @property
     def workers(self) -> tuple[tuple[str, int], ...]:
-        """All hosts with how many workers each has, in rank order."""
+        """All hosts with their numbers of workers, in rank order."""
         return tuple(zip(self.hosts.value, self.counts.value, strict=True))
 
     @property
@@ -56,12 +56,12 @@ class Workers:
 
     Attributes:
         run: Name of this run of the job.
-        degrees: As of ``Degrees.to_json``.
+        degrees: As in ``Degrees.to_json``.
         micro_batch_size, recompute: None: by the script's flags.
         master_addr, master_port: Rendezvous of the workers.
-        generation: The newest one; None: there is none.
+        generation: The newest one; None: none.
         restorable_step, facts: Of that generation.
-        snapshot_every: Steps between snapshots on the way; 0: there are none.
+        snapshot_every: Steps between snapshots on the way; 0: none.
     """
 
     run: str
@@ -80,7 +80,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Keep this for the coordinator's successor, in place of an earlier one."""
+    """Keep this record for the next coordinator, in place of an earlier one."""
 
     known: Shared[Remembered]
 
@@ -102,10 +102,9 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin a round, with the workers built for it where ``is_built``. They go on from the
-    generation of ``sources``; None: from the script's own initial state. ``lost``: earlier steps
-    outside of any generation. ``proves``: the round's first step is compared with the same step of
-    the workers before."""
+    """Begin a round, with its standby workers if ``is_built``, from the generation of ``sources``;
+    None: from the script's own initial state. ``lost``: earlier steps outside of any generation.
+    ``proves``: the first step is compared with the same step of the workers before."""
 
     workers: Workers
     sources: Shared[SourceList] | None
@@ -116,7 +115,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """All workers of the job have published: it has so many tensors."""
+    """All workers of the job have published: its number of tensors."""
 
     round: int
     tensors: int
@@ -139,8 +138,8 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """All workers of the job see the stop: they may come to it. ``probes``: once their state is
-    sealed they make the next step up to the door of its update, and tell its numbers."""
+    """All workers of the job see the stop: they may come to it. ``probes``: after the seal they
+    make the next step without its update, and report its numbers."""
 
     round: int
     stop: int
@@ -205,8 +204,7 @@ class DropSnapshot:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Rename the sealed ``snapshot`` to ``generation``, with its statement: the ``hosts`` of its
-    writers (None: there is no statement) and the fingerprints of the tensors of this host's
-    pieces."""
+    writers (None: no statement) and the fingerprints of tensors with pieces here."""
 
     generation: int
     snapshot: str
@@ -243,9 +241,9 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Bring the part of a generation to the durable directory beside the training, hidden as yet;
-    ``own_only``: without pieces of hosts that bring them themselves. ``order`` goes back with the
-    answer. An earlier order is given up."""
+    """Write the part of a generation to the durable directory beside the training, hidden;
+    ``own_only``: without pieces written by other hosts. The answer repeats ``order``. An earlier
+    order is cancelled."""
 
     order: int
     generation: int
@@ -315,7 +313,7 @@ class Knock:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The job has come to its end, at this step and with this newest generation."""
+    """The end of the job: its step and newest generation."""
 
     step: int
     generation: int | None
@@ -323,7 +321,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End with this code. ``ending``: the job has; ``keeps_state``: the store stays as it is."""
+    """End with this code. ``ending``: of the job; ``keeps_state``: the store stays unchanged."""
 
     code: int
     reason: str
