@@ -67,7 +67,8 @@ def await_holder(
     Args:
         register: The register.
         call: Calls the holder; None: no answer.
-        refuse: May raise for a silent holder, seconds after its renewal, to end the wait.
+        refuse: Ends the wait for a living, silent holder by raising; gets its entry and the seconds
+            since its renewal.
 
     Returns:
         The holder's answer, and the newest entry; None: none.

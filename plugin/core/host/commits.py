@@ -28,8 +28,7 @@ def done(step: Step, report: reports.Committed) -> None:
 
 
 def nothing(step: Step, generation: int, found: str) -> None:
-    """Handle a missing snapshot. If later ones replaced it, the coordinator learns that this host
-    has no part."""
+    """Handle a missing snapshot. If later ones replaced it, the host reports no part of it."""
     if generation not in step.state.late:
         return
     snapshot = step.state.late[generation].snapshot
@@ -60,8 +59,8 @@ def retry(step: Step) -> None:
 
 
 def forget(step: Step) -> None:
-    """Forget commits that wait for room: the job goes on without this host, or under another
-    coordinator. The next join reports their snapshots as sealed, and the coordinator decides."""
+    """Forget commits without room: the job goes on without this host, or under another coordinator.
+    The next join reports their snapshots as sealed, and the coordinator decides."""
     step.change(late={})
 
 

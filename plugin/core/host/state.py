@@ -39,7 +39,7 @@ class Slot(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Want:
-    """Pieces that a worker restores, and the ``coordinate`` of its rank state."""
+    """A worker's pieces to restore, and the ``coordinate`` of its rank state."""
 
     pieces: Collection
     coordinate: str
@@ -62,16 +62,16 @@ class Published:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Snapshot:
-    """A snapshot that workers are writing.
+    """A snapshot in progress.
 
     Attributes:
         waiting: Calls of ranks without an order.
         ordered: Ranks with an order.
-        done: Calls of ranks that have written at a stop, kept for the share of a dead replica.
+        done: Calls of ranks done at a stop, kept for the share of a dead replica.
         taken_over: Orders written for dead ranks, with fingerprints.
         replaced: Dead ranks with substitute writers.
         queued, writing: Orders of substitute writers: next, and in progress.
-        unwritten_by: Ranks that train on without a valid share.
+        unwritten_by: Training ranks without a valid share.
         since: Time of the first rank's request, in seconds of the law's clock.
         is_given_up: No files came; none are awaited.
         prints: Fingerprints of held pieces by rank, for the comparison of replicas.
@@ -113,12 +113,12 @@ class Snapshot:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Emergency:
-    """Workers that outlive a failure of their round.
+    """Survivors of a failure of their round.
 
     Attributes:
         until: Deadline for their answers, in seconds of the law's clock.
         steps: Step of each rank's memory; None: torn between two steps.
-        waiting: Calls of ranks that have answered and await an order.
+        waiting: Calls of ranks with an answer and no order.
         is_reported: The coordinator knows the steps.
         step: Step to write.
         has_sealed: A part of an earlier, now useless, step was sealed.
@@ -243,7 +243,7 @@ class Round:
 
     @property
     def absent(self) -> frozenset[int]:
-        """Ranks that write nothing: lost or, in an emergency, at another step."""
+        """Ranks without a share: lost or, in an emergency, at another step."""
         if self.emergency is None:
             return self.lost
         return self.lost | (frozenset(self.ranks) - self.emergency.ranks)
@@ -300,20 +300,20 @@ class HostState:
 
     Attributes:
         now: The law's clock, in seconds; only ``TimePassed`` moves it.
-        slots: Number of workers that the host can run.
+        slots: Most workers of the host.
         generations: Generations in the host's store.
         round, standby: The present round, and one built beside it.
         probing: A stopped round with one more step to make beside the present one.
         ending: Rounds with workers being ended, by number.
-        held: A proposed stop that waits for a save.
+        held: A proposed stop, delayed by a save.
         standing: Calls of workers at an agreed stop with a save in flight.
-        late: Commits by generation that wait for room in the store.
-        expelled: Rounds that ended without this host; their snapshots may join the next one.
+        late: Commits without room in the store, by generation.
+        expelled: Rounds ended without this host; its next join may bring their sealed snapshots.
         save_looks: Workers' looks for a save at a leaving host's last check.
         leaving_at: Time of the signal to leave.
         notices: Removal time by source of the notice; None: unknown.
         is_rejoining: The host joins again once its workers are gone.
-        last_step: Last step of workers that finished their script.
+        last_step: Last step of finished workers.
         last_ledger: Ledger of samples at that end; None: none reported.
         last_round: Highest known round number.
         remembered: The job's record for the next coordinator.

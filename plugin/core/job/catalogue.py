@@ -401,8 +401,8 @@ class Catalogue:
             return None
         known = self
         if found is not None and found.snapshot != part.snapshot and not holders:
-            # The holders of another state of this number are lost, and a doubt was about that
-            # state.
+            # The holders of another state of this number are lost, and with them the cause of a
+            # doubt.
             known = self._with(replace(found, unproven=None))
         return known._took(part, Standing.BROUGHT)
 

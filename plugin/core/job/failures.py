@@ -198,7 +198,7 @@ def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
     current = job.current
     assert current is not None
     failed = FailedChange(current, members_of(job, current), reason)
-    # What hosts that went have failed at says nothing of those that come.
+    # Failures of hosts now gone do not concern new ones.
     kept = tuple(
         f for f in job.change.failed if f.members <= {(h.name, h.order) for h in _hosts(job)}
     )

@@ -20,8 +20,8 @@ LEAST = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """And never below the rounding of the type: repetitions at the same degrees may be bit-equal, other
 degrees sum in another order."""
 PROOF_S = 20.0
-"""How long old workers may take for their step behind the end of their round: less than the
-coordinator waits for an answer."""
+"""Time for old workers to make their further step, in seconds: less than the coordinator's wait for
+an answer."""
 MOST_STEPS = 64
 """Steps with kept numbers, for a comparison when they are made again."""
 REMADE = (3e-6, 3e-4)

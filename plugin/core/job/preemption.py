@@ -1,5 +1,5 @@
-"""Rules for a host that will be taken away: a drain that is likely to end late, an early copy of
-its pieces, and a passed deadline."""
+"""Rules for a host's announced removal: a drain likely to end late, an early copy of its pieces,
+and a passed deadline."""
 
 from dataclasses import replace
 

@@ -25,7 +25,7 @@ _NEEDING = (
 
 
 def keepers(job: Job) -> frozenset[str]:
-    """Hosts that keep replicas: all staying ones that hear each other."""
+    """Hosts for replicas: all staying and connected ones."""
     there = [(host.name, host.slots) for host in job.hosts.values() if not host.is_leaving]
     if job.health.links.unheard:
         training = active(job)
@@ -35,7 +35,7 @@ def keepers(job: Job) -> frozenset[str]:
 
 
 def is_to_be_replicated(job: Job) -> bool:
-    """Whether replicas of the newest generation are, or will be, made while the job trains."""
+    """Whether replicas of the newest generation are, or will be, made during training."""
     return bool(job.settings.replicas) and job.phase in TRAINING and len(keepers(job)) > 1
 
 
@@ -126,8 +126,8 @@ def replicated(report: reports.Replicated, host: str, job: Job) -> Result:
 
 
 def _done(job: Job, replication: Replication) -> Result:
-    """Release older generations after all possible replicas. After a replica that failed for want
-    of another host's bytes, retry first: that host may turn out to be lost."""
+    """Release older generations after all possible replicas. After a failure for want of another
+    host's bytes, retry first: the other host may be lost."""
     number, took_s = replication.generation, job.now - replication.since
     if replication.giving:
         return _given(job, replication)

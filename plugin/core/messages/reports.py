@@ -186,7 +186,7 @@ class Rescued:
 
 
 SILENT = "does not answer"
-"""First words of the place of a rank that was stopped, or hangs in the kernel."""
+"""First words of the place of a stopped rank, or of one hung in the kernel."""
 FRAMES_APART = " < "
 """Separator of frames in a place, innermost first."""
 
