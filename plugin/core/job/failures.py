@@ -34,7 +34,7 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.actions import Action, Say, Send
 
 _PASSING = re.compile(r"Dist\w*Error|Connection|[Tt]im(?:ed ?|e)out|[Aa]ddress already in use")
-"""Network errors, which may vanish at a retry."""
+"""Network errors, perhaps gone at a retry."""
 
 STEPPING = (*TRAINING, Phase.PREPARING, Phase.DRAINING)
 """Phases with steps of all present workers."""
@@ -52,7 +52,7 @@ def fail(
 ) -> Result:
     """Start again from the survivors' state, or else from the newest generation.
 
-    A change that fails before all workers have stepped goes back to the assignment that ran, at no
+    A change that fails before all workers have stepped returns to the assignment before, at no
     cost. A possible chance failure (a signal, or one of standby workers) is first tried once more.
     Loss of a host costs nothing if it counts as a change; every other failure costs a restart
     unless it ``is_free``, and a refusal outside of a change ends the job. A second standstill is
@@ -106,10 +106,10 @@ def fail(
 
 
 def computes_otherwise(job: Job, text: str) -> Result:
-    """Go back to the assignment that ran: the new workers' first step differs from the old workers'
+    """Return to the assignment before: the new workers' first step differs from the old workers'
     same step.
 
-    It restarts from the state before that step; later results of the new workers are dropped. A
+    It restarts from the state before the step; later results of the new workers are dropped. A
     round without a change, and hosts without an alternative, go on.
     """
     assert job.current is not None
@@ -134,8 +134,8 @@ def _has_other(job: Job, reason: str) -> bool:
 
 
 def _error_of_the_script(job: Job, reason: str) -> str:
-    """Error of a script without a step so far, without its varying numbers; empty if its
-    surroundings, which may change, may be to blame."""
+    """Error of a script without a step so far, without its varying numbers; empty if its changing
+    surroundings may be to blame."""
     kind = kind_of(reason)
     is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
     newest = job.newest_generation
@@ -187,7 +187,7 @@ def excuse_loss(job: Job, host: str) -> Result:
 
 
 def _is_change(job: Job) -> bool:
-    """Whether the present round differs from the last one that ran."""
+    """Whether the present round differs from the last complete one."""
     ran, current = job.change.ran, job.current
     return ran is not None and current is not None and not current.is_same_as(ran)
 
