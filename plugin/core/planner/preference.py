@@ -1,8 +1,7 @@
-"""Which of the degrees that are valid a running job takes, by what they cost: a step, and the
-change to them.
+"""Orders a running job's valid degrees by cost: seconds a step, and seconds of the change.
 
-Whatever is taken is kept until something is better by more than is uncertain. What was measured in
-the job itself is believed before what is predicted.
+The present layout stays until another is better by more than the uncertainty. The job's own
+measurements take precedence over predictions.
 """
 
 from collections.abc import Sequence
@@ -33,13 +32,13 @@ from scalai.core.planner.weighing import (
 )
 
 KNOWN_LAYOUTS = 2
-"""So many layouts of a job were measured before its planner decides without being asked to."""
+"""Measured layouts after which the planner decides unasked."""
 COSTED = 8
-"""Of so many of the best the bytes of the change are counted."""
+"""Best cases with a count of the change's bytes."""
 
 
 _Key = tuple[Degrees, Passes]
-"""What tells a layout of the job from others: none of the passes is None."""
+"""Identity of a layout in the job; its passes are never None."""
 Bools = npt.NDArray[np.bool_]
 
 
@@ -49,9 +48,9 @@ class Measured:
 
     Attributes:
         micro_batch: Samples of a pass.
-        steps: How many were made while it was measured.
-        seconds: Of a usual one.
-        recompute: None: as the script's flags say.
+        steps: Number of steps measured.
+        seconds: Typical seconds of one step.
+        recompute: None: by the script's flags.
     """
 
     degrees: Degrees
@@ -67,12 +66,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a person says about the planner, and what the job has measured of its changes.
+    """The user's settings for the planner, and the measured time of a change.
 
     Attributes:
-        is_asked: The planner decides although nothing was measured yet.
-        change: How long the training stands still for a change, as the last one took; until the job
-            has made one, what a relaunch is taken to cost.
+        is_asked: The planner decides even without measurements.
+        change: Pause of training in the last change; before the first, the assumed relaunch time.
     """
 
     is_asked: bool = False
@@ -81,7 +79,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A choice that fits, with what a step takes and what it would earn."""
+    """A choice that fits in memory, with seconds of a step and of the change."""
 
     choice: Choice
     seconds: float
@@ -92,7 +90,7 @@ class _Case:
     work: float = 0.0
     """Steps within the residence."""
     uncounted: str = ""
-    """Why the bytes of the change are not in its cost."""
+    """Reason for a cost without the change's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +98,16 @@ class Preference:
     """The planner of one job.
 
     Attributes:
-        work: What a step computes.
-        device: What each rank runs on.
-        sharding: ZeRO's stage by world size.
-        is_sequence_parallel: How the script runs, at any degrees.
-        recompute: What is computed again where a choice does not say it.
-        micro_batch: Samples of a pass where a choice does not say it: where they divide a
-            replica's share of the global batch, else as many below as do.
-        terms: What holds beside.
-        measured: What the job has measured, one entry a layout.
-        calibration: What those say of all other layouts.
+        work: Computation of a step.
+        device: Device of each rank.
+        sharding: ZeRO stage by world size.
+        is_sequence_parallel: The script's setting, at any degrees.
+        recompute: Recomputation for a choice without its own.
+        micro_batch: Samples of a pass for a choice without its own; lowered to a divisor of the
+            replica's share of the global batch.
+        terms: Settings of the user and time of a change.
+        measured: Measurements of the job, one entry a layout.
+        calibration: Prediction for other layouts from ``measured``.
     """
 
     work: Workload
@@ -124,12 +122,15 @@ class Preference:
 
     @property
     def is_deciding(self) -> bool:
-        """Whether its word counts: a person asked for it, or enough was measured."""
+        """Whether the user asked for the planner, or enough layouts are measured."""
         return self.terms.is_asked or len(self.measured) >= KNOWN_LAYOUTS
 
     def with_measured(self, found: Measured, change: ChangeTime | None = None) -> "Preference":
-        """Return the planner that has learned this, which replaces what it knew of the layout, and
-        what a change takes (None: not measured)."""
+        """Return the planner with this measurement in place of an older one of the same layout.
+
+        Args:
+            change: Time of a change; None: not measured.
+        """
         if change is not None:
             return replace(self, terms=replace(self.terms, change=change)).with_measured(found)
         key = found.degrees, found.passes
@@ -137,8 +138,8 @@ class Preference:
         return self.with_all_measured((*others, found))
 
     def recalling(self, measured: Sequence[Measured], change: ChangeTime | None) -> "Preference":
-        """Return the planner that knows what another one has measured; what that says of other
-        layouts is computed by ``recalibrated``, which takes its time."""
+        """Return the planner with another one's measurements, still uncalibrated:
+        ``recalibrated`` takes time."""
         return replace(
             self, measured=tuple(measured), calibration=uncalibrated(),
             terms=replace(self.terms, change=change or self.terms.change),
@@ -146,15 +147,15 @@ class Preference:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether all that was measured counts for other layouts too."""
+        """Whether the calibration covers all measurements."""
         return self.calibration.rows == len(self.measured)
 
     def recalibrated(self) -> "Preference":
-        """Return the planner that has computed what its measurements say of other layouts."""
+        """Return the planner calibrated by its measurements."""
         return self.with_all_measured(self.measured)
 
     def with_all_measured(self, measured: Sequence[Measured]) -> "Preference":
-        """Return the planner that knows this of the job, and nothing else."""
+        """Return the planner calibrated by exactly these measurements."""
         kept = tuple(measured)
         if not kept:
             return replace(self, measured=(), calibration=uncalibrated())
@@ -163,7 +164,7 @@ class Preference:
         return replace(self, measured=kept, calibration=calibrate(x, seconds))
 
     def on_hosts(self, slots: int) -> "Preference":
-        """Return the planner for hosts with so many ranks each."""
+        """Return the planner for hosts with ``slots`` ranks each."""
         return replace(self, device=replace(self.device, per_host=max(1, slots)))
 
     def order(
@@ -173,14 +174,14 @@ class Preference:
         ran: Passes = AS_GIVEN,
         failed: Sequence[Choice] = (),
     ) -> tuple[Choice, ...]:
-        """Return the choices that fit, best first, with the reason of each; none of them where the
+        """Return the choices that fit in memory, best first, each with its reason; empty if the
         planner does not decide.
 
         Args:
-            choices: What is valid, each once.
-            present: The degrees that run; None: none do.
-            ran: The passes that run with them.
-            failed: What ran out of memory: nothing fits that is held to need as much.
+            choices: Valid choices, each once.
+            present: Running degrees; None: none.
+            ran: Passes of ``present``.
+            failed: Choices that ran out of memory; a choice modelled at as many bytes does not fit.
         """
         if not self.is_deciding or not choices:
             return ()
@@ -202,7 +203,7 @@ class Preference:
         )
 
     def _or_stay(self, cases: Sequence[_Case], stays: _Case) -> tuple[_Case, str]:
-        """Return what to take where the present degrees may stay, and why."""
+        """Return the case to take if the present degrees are possible, and the reason."""
         best = cases[0]
         spread = self._spread(best, stays)
         if best is not stays and is_worth_leaving(best.work, stays.work, spread):
@@ -213,8 +214,7 @@ class Preference:
         )
 
     def _with_cost(self, case: _Case, runs: _Key) -> _Case:
-        """Return the case with the seconds of its change: those that any takes, and those of its
-        own bytes."""
+        """Return the case with the change's fixed seconds and those of its bytes."""
         if self._of_choice(case.choice) == runs:
             return case
         work, device, before = self._case(*runs)
@@ -223,7 +223,7 @@ class Preference:
                 work, device, before, self._of(case.choice)[2],
                 relaunch_s=self.terms.change.fixed_s,
             )  # fmt: skip
-        except ScalaiError as error:  # what runs is cut as the formulas do not know
+        except ScalaiError as error:  # the formulas do not know the running layout's cut
             return replace(case, uncounted=str(error))
         return _worth(replace(case, cost_s=change.total_s))
 
@@ -258,7 +258,7 @@ class Preference:
         return found
 
     def _fits(self, x: Columns, failed: Sequence[Choice]) -> Bools:
-        """Return which of these cases fit into memory, as far as that is known."""
+        """Return a mask of the cases that fit in memory by the model and by past failures."""
         needed = step_memory(x).total
         fits: Bools = needed <= USABLE * self.device.memory
         if failed:
@@ -267,9 +267,10 @@ class Preference:
         return fits
 
     def _bias(self) -> float:
-        """Return by how much steps of this job take longer than predicted, as far as coefficients
-        do not say it: all of its layouts have that in common. Of two middle ones it is the one
-        nearer to 1, so that one strange layout among two says nothing of all others."""
+        """Return the factor of this job's measured over predicted seconds, common to its layouts.
+
+        It is the middle value nearer to 1, so that one odd layout among two does not count.
+        """
         if not self.measured:
             return 1.0
         x = columns_of([self._case(each.degrees, each.passes) for each in self.measured])
@@ -288,7 +289,7 @@ class Preference:
         return fit_batches(self.work.global_batch, degrees.dp, micro_batch).micro_batch_size
 
     def _key(self, degrees: Degrees, passes: Passes) -> _Key:
-        """Return the layout with the script's own passes where none are stated."""
+        """Return the layout, with the script's passes as defaults."""
         micro = self._fitted(degrees, passes.micro_batch_size or self.micro_batch)
         return degrees, Passes(micro, passes.recompute or self.recompute)
 
@@ -302,7 +303,7 @@ class Preference:
 
 
 def measured_to_json(measured: Sequence[Measured]) -> list[list[object]]:
-    """Return what ``measured_of_json`` reads."""
+    """Return the input of ``measured_of_json``."""
     return [
         [each.degrees.to_json(), each.micro_batch, each.steps, each.seconds, each.recompute]
         for each in measured
@@ -310,19 +311,19 @@ def measured_to_json(measured: Sequence[Measured]) -> list[list[object]]:
 
 
 def measured_of_json(data: object) -> list[Measured]:
-    """Raises ``ValueError`` where it is nothing of the kind."""
+    """Read measured steps. Raises ``ValueError`` for anything else."""
     if not isinstance(data, list | tuple):
         raise ValueError(f"{data!r} is no list of measured steps")
     return [_measured_of_json(entry) for entry in data]
 
 
 def change_to_json(change: ChangeTime | None) -> list[float | None]:
-    """Return what ``change_of_json`` reads: the seconds of a change, and of these its bytes'."""
+    """Return the input of ``change_of_json``: total seconds of a change, and its bytes' share."""
     return [None, None] if change is None else [change.total_s, change.moves_s]
 
 
 def change_of_json(data: Sequence[object]) -> ChangeTime | None:
-    """Read a change's seconds. Raises ``ValueError`` where it is nothing of the kind."""
+    """Read a change's seconds. Raises ``ValueError`` for anything else."""
     match tuple(data):
         case (None, None):
             return None

@@ -1,4 +1,4 @@
-"""What a policy makes of a trace: pieces of time, and where the time went."""
+"""Replays a trace under a policy: pieces of time, and an account of lost time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from scalai.core.planner.trace import Event, Trace
 from scalai.core.planner.weighing import RESIDENCE_S, is_worth_leaving, steps_within
 
 MOST_OPTIONS = 8
-"""Of so many of the fastest layouts the cost of a change is looked at."""
+"""Fastest layouts considered for a change."""
 
 
 class Cost(Protocol):
@@ -22,39 +22,39 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Menu:
-    """Layouts that are valid and fit.
+    """Valid layouts that fit in memory.
 
     Attributes:
-        seconds: Of a step.
-        margin: Half of the interval of that, over it; none: it is known exactly.
+        seconds: Seconds of a step.
+        margin: Half of the interval of ``seconds``, relative; absent: exact.
     """
 
     seconds: Mapping[Layout, float]
     margin: Mapping[Layout, float] = field(default_factory=dict)
 
     def on(self, gpus: int) -> tuple[Layout, ...]:
-        """Return those that so many devices can run, fastest first; fewer devices before more."""
+        """Return the layouts possible on ``gpus`` devices, fastest first, then fewest devices."""
         possible = [one for one in self.seconds if one.degrees.world_size <= gpus]
         return tuple(
             sorted(possible, key=lambda one: (self.seconds[one], one.degrees.world_size, str(one)))
         )
 
     def only(self, is_wanted: Callable[[Layout], bool]) -> "Menu":
-        """Return the menu of some of the layouts."""
+        """Return the menu of the wanted layouts."""
         return Menu({one: s for one, s in self.seconds.items() if is_wanted(one)}, self.margin)
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is known when devices change.
+    """Knowledge at a change of devices.
 
     Attributes:
-        gpus: Devices that are there now.
-        layout: What runs, or is being changed to; None: the job waits.
+        gpus: Devices available now.
+        layout: Running layout, or the target of a change in progress; None: the job waits.
         remaining_s: Seconds until ``layout`` runs.
-        held: The layout in which the state is kept in memory; None: only a checkpoint has it.
-        is_failure: Whether workers died, so that ``layout`` has to be started anew.
-        residence_s: For how long the devices are expected to stay.
+        held: Layout of the state in memory; None: only a checkpoint has it.
+        is_failure: Workers died; ``layout`` must start anew.
+        residence_s: Expected seconds until devices change again.
     """
 
     gpus: int
@@ -78,16 +78,16 @@ Decide = Callable[[Moment], Layout | None]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A way to decide, and what its changes cost.
+    """A way to decide, with the cost of its changes.
 
     Attributes:
-        name: As reports show it.
-        decide: What to run; None: the job waits.
+        name: Name in reports.
+        decide: Layout to run; None: the job waits.
         cost: Seconds of a change.
-        save_s: Seconds that an announced change takes before it, in which state is written.
-        kept_every_s: A failure loses what was done since the last multiple of it.
-        is_in_memory: Whether others keep the state, so that a failure that leaves half of the
-            devices goes back to it, and not to a checkpoint.
+        save_s: Seconds to write state before an announced change.
+        kept_every_s: Interval of kept states; a failure loses the work since the last one.
+        is_in_memory: Peers keep the state; only a failure of more than half of the devices returns
+            to a checkpoint.
     """
 
     name: str
@@ -99,10 +99,10 @@ class Policy:
 
 
 def by_work(menu: Menu, cost: Cost) -> Decide:
-    """Decide for the layout that does the most work until devices are expected to change again.
+    """Decide for the layout with the most work until the next expected change of devices.
 
-    This is ``change.choose`` without hosts: where staying is possible a change has to do more work
-    by 5 %, and by the margin of what it promises.
+    Like ``change.choose`` without hosts: a change must beat staying by 5 %, and by the margin of
+    its prediction.
     """
 
     def decide(now: Moment) -> Layout | None:
@@ -128,7 +128,7 @@ def by_work(menu: Menu, cost: Cost) -> Decide:
 
 
 def _near(options: tuple[Layout, ...], now: Moment) -> tuple[Layout, ...]:
-    """Return the fastest options, what runs, and the fastest that cut the model as it is held."""
+    """Return the fastest options, the running one, and the fastest two with the held state's cut."""
     alike = [one for one in options if now.held is not None and _is_cut_alike(one, now.held)]
     kept = {*options[:MOST_OPTIONS], *alike[:2], now.layout}
     return tuple(one for one in options if one in kept)
@@ -140,7 +140,7 @@ def _is_cut_alike(one: Layout, other: Layout) -> bool:
 
 
 def fastest(menu: Menu) -> Decide:
-    """Decide for the fastest layout of the menu, whatever it costs; keep it among equals."""
+    """Decide for the fastest layout at any cost of change; keep the present one among equals."""
 
     def decide(now: Moment) -> Layout | None:
         options = menu.on(now.gpus)
@@ -154,7 +154,7 @@ def fastest(menu: Menu) -> Decide:
 
 
 def by_table(table: Mapping[int, Layout]) -> Decide:
-    """Decide by what a person wrote for a number of devices, or the next smaller one."""
+    """Decide by a user's table of device counts; the next smaller count applies."""
 
     def decide(now: Moment) -> Layout | None:
         sizes = [size for size in table if size <= now.gpus]
@@ -179,15 +179,15 @@ def same_degrees(menu: Menu, start: Layout) -> Menu:
 
 State = Literal["run", "reconfiguration", "redone", "waiting"]
 CAUSES = ("reconfiguration", "redone", "idle", "slower", "waiting")
-"""Where time is lost: changing; work done twice; devices left alone; degrees slower than the best;
-no valid layout, or no device."""
+"""Losses of time: changes; repeated work; unused devices; degrees slower than the best; no valid
+layout, or no device."""
 _NEWEST = 0.3
 """Weight of the newest stay in the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of time in which nothing changes. ``redone``: its work was lost afterwards."""
+    """A stretch of time without changes. ``redone``: a later failure lost its work."""
 
     begin_s: float
     end_s: float
@@ -202,13 +202,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all policies share.
+    """Terms common to all policies.
 
     Attributes:
-        residence_s: How long devices are expected to stay; None: as they did before, the newest
-            stay with the weight 0.3, and 35 minutes at first.
-        checkpoint_every_s: How often state comes to durable storage, where a failure goes back to
-            that leaves less than half of the devices.
+        residence_s: Expected seconds until devices change; None: a running mean of past stays, with
+            weight 0.3 for the newest and 35 minutes at first.
+        checkpoint_every_s: Interval of durable checkpoints, used after a loss of more than half of
+            the devices.
     """
 
     residence_s: float | None = None
@@ -217,17 +217,15 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Where a policy's time went.
+    """Use of a policy's time.
 
     Attributes:
-        steps: Optimizer steps that were made and not lost, with the part of one.
-        ideal_steps: Those of a job that always runs the best layout and changes at no cost.
-        useful_s: Seconds in which the ideal job makes ``steps``. With ``lost_s`` it is the time of
-            the trace.
+        steps: Optimizer steps made and not lost, fractions included.
+        ideal_steps: Steps of a job always on the best layout, with changes at no cost.
+        useful_s: Seconds of the ideal job for ``steps``; with ``lost_s`` the time of the trace.
         lost_s: Seconds by cause (``CAUSES``).
-        idle_device_s: Device-seconds in which a device was there and had nothing to do while others
-            ran.
-        changes: How often the job was started anew.
+        idle_device_s: Device-seconds of available devices without work while others ran.
+        changes: Number of restarts of the job.
     """
 
     steps: float
@@ -239,29 +237,29 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """Steps over those of the ideal job."""
+        """Steps over the ideal job's steps."""
         return self.steps / self.ideal_steps if self.ideal_steps else 0.0
 
 
 @dataclass(slots=True)
 class _Job:
-    """Where the replayed job is."""
+    """State of the replayed job."""
 
     begin_s: float
     layout: Layout | None
     held: Layout | None
     ready_s: float
     anchor_s: float
-    """Since when state is kept at multiples of the interval."""
+    """Begin of the intervals of kept states."""
     pieces: list[Piece] = field(default_factory=list)
 
 
 def replay(trace: Trace, policy: Policy, start: Layout | None, terms: Terms) -> tuple[Piece, ...]:
-    """Return what a job does all through a trace, without gaps.
+    """Return the job's pieces over the whole trace, without gaps.
 
-    The job runs ``start`` when the trace begins (None: it waits, and holds no state in memory).
-    Announced changes lose no work. Devices that fail are ones in use. A change that is not complete
-    when devices change again goes on where its layout is still wanted, else it is begun anew.
+    The job begins with ``start`` (None: it waits, without state in memory). Announced changes lose
+    no work. Failed devices are assumed in use. If devices change again during a change, it
+    continues if its layout is still wanted, else begins anew.
     """
     begin = trace.events[0].at_s
     job = _Job(begin, start, start, begin, begin)
@@ -281,7 +279,7 @@ def replay(trace: Trace, policy: Policy, start: Layout | None, terms: Terms) -> 
 
 
 def count_changes(pieces: Sequence[Piece]) -> int:
-    """Return how often another layout, or the same one anew, was begun."""
+    """Return the number of starts of another layout, or of the same one anew."""
     return sum(
         after.layout is not None
         and (after.layout != before.layout or _begins(before.state, after.state))
@@ -294,7 +292,7 @@ def _begins(before: State, after: State) -> bool:
 
 
 def _fail(job: _Job, event: Event, gpus: int, policy: Policy, terms: Terms) -> None:
-    """Take the lost work out of what was done."""
+    """Mark the work since the last kept state as lost."""
     is_running = job.layout is not None and job.ready_s <= event.at_s
     if policy.is_in_memory and 2 * event.gpus < gpus:
         kept_s = _last(job.begin_s, event.at_s, terms.checkpoint_every_s)
@@ -306,8 +304,7 @@ def _fail(job: _Job, event: Event, gpus: int, policy: Policy, terms: Terms) -> N
 
 
 def _last(since_s: float, at_s: float, every_s: float) -> float:
-    """Return the last of ``since_s``, and every so many seconds after it, that is not after
-    ``at_s``."""
+    """Return the last multiple of ``every_s`` after ``since_s``, up to ``at_s``."""
     if every_s <= 0 or at_s <= since_s:
         return at_s
     return since_s + (at_s - since_s) // every_s * every_s
@@ -350,7 +347,7 @@ def _pass(job: _Job, event: Event, end_s: float) -> None:
 
 
 def account(pieces: Sequence[Piece], menu: Menu) -> Account:
-    """Return where the time of some pieces went; ``menu`` has all that any policy runs."""
+    """Return the use of the pieces' time; ``menu`` has all layouts of all policies."""
     lost, steps, ideal, useful, idle = dict.fromkeys(CAUSES, 0.0), 0.0, 0.0, 0.0, 0.0
     bests: dict[int, tuple[float, int]] = {}
     for one in pieces:
