@@ -1,5 +1,4 @@
-"""Calibration: the coefficients that measured steps of one cluster speak for, and how far they, and
-what they predict, can be trusted."""
+"""Calibration: the likeliest coefficients for one cluster's measured steps, and their uncertainty."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,24 +12,24 @@ from scalai.core.planner.step_time import step_time
 
 KINDS = ("recompute", "sharding", "is_sequence_parallel", "is_attention_fused")
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "hidden", "layers", "seq")
-"""Columns by which a case is like another one, or is not."""
+"""Columns for the likeness of cases."""
 NEAR, FAR = 0.7, 4.0
-"""Doublings of a size over which cases are alike in all, and in what a whole class has."""
+"""Length scales, in doublings of a size: of near cases, and of a whole class."""
 NEAR_SHARE, FAR_SHARE = 0.6, 0.3
-"""Shares of a residual's variance; what is left is of one measurement alone. Shares and distances
-are those under which the rows of other models, left out, are likeliest (docs/degrees.md)."""
+"""Shares of a residual's variance; the rest belongs to one measurement alone. Shares and distances
+maximise the likelihood of other models' rows, left out (docs/degrees.md)."""
 KIND_APART, SHARED_APART = 4.0, 2.0
-"""How far apart, in doublings, another kind is; in deviations, whether pipelines share hosts."""
+"""Distances of another kind, in doublings, and of pipelines with shared hosts, in deviations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Measured cases with what each says of cases that are like it.
+    """Measured cases and their influence on like cases.
 
     Attributes:
-        sizes: Of the measured cases, [measured, columns]; ``shared``: whether several pipelines
-            pass through one host, [measured].
-        pull: By what a case that is wholly alike would be moved, of logarithms, [measured].
+        sizes: Sizes of the measured cases, [measured, columns].
+        shared: 1 if several pipelines share a host, [measured].
+        pull: Weight of each measured case, of logarithms, [measured].
     """
 
     sizes: Floats
@@ -39,13 +38,13 @@ class Neighbours:
 
     @classmethod
     def of(cls, x: Columns, residual: Floats, noise: float, trust: Floats) -> Self:
-        """Take in what measurements have left.
+        """Fit the residuals of measurements.
 
         Args:
-            x: The measured cases, [measured].
+            x: Measured cases, [measured].
             residual: Measured over predicted seconds, of logarithms, [measured].
-            noise: Their standard deviation.
-            trust: Weight of each in the fit, [measured]: one that contradicts others has little.
+            noise: Standard deviation of ``residual``.
+            trust: Weight of each in the fit, [measured]; small for contradicting ones.
         """
         sizes, shared = _places(x)
         own = (1 - NEAR_SHARE - FAR_SHARE) / np.minimum(trust, 1.0)
@@ -54,13 +53,13 @@ class Neighbours:
         return cls(sizes, shared, np.linalg.solve(alike, limited).astype(np.float64))
 
     def residual(self, x: Columns) -> Floats:
-        """Return what to add to the logarithm of predicted seconds, [cases]."""
+        """Return the correction to the logarithm of predicted seconds, [cases]."""
         found: Floats = _alike(*_places(x), self.sizes, self.shared) @ self.pull
         return found
 
 
 def _places(x: Columns) -> tuple[Floats, Floats]:
-    """Return sizes in doublings, [cases, columns], and whether pipelines share hosts, [cases]."""
+    """Return sizes in doublings, [cases, columns], and 1 for pipelines with shared hosts, [cases]."""
     of_sizes = (np.log2(getattr(x, name)) for name in SIZES)
     of_kinds = (KIND_APART * np.asarray(getattr(x, name), float) for name in KINDS)
     columns = np.broadcast_arrays(*map(np.atleast_1d, (*of_sizes, *of_kinds)))
@@ -78,24 +77,24 @@ def _alike(sizes: Floats, shared: Floats, others: Floats, others_shared: Floats)
 
 
 PRIOR_NOISE = 0.08
-"""Standard deviation of a measured step about the model, of logarithms: what models like this one
-reach (vTrain, arXiv 2312.12391: 8.4 %)."""
+"""Standard deviation of a measured step about the model, of logarithms, typical of such models
+(vTrain, arXiv 2312.12391: 8.4 %)."""
 PRIOR_ROWS = 4.0
-"""Rows whose weight the prior of the noise has."""
+"""Weight of the noise's prior, in rows."""
 TAIL = 4.0
-"""Degrees of freedom of Student's t, by which a row far away counts less."""
+"""Degrees of freedom of Student's t; outliers count less."""
 UNCALIBRATED_NOISE = 0.12
-"""The same on a cluster of which nothing was measured: also what no coefficient can express."""
+"""Noise on an unmeasured cluster, the coefficients' common error included."""
 NINETY_PERCENT, NINETY_PERCENT_TAILED = 1.645, 2.132
-"""Standard deviations, or scales, to either side that hold 90 % of a normal distribution and of
-Student's t with ``TAIL`` degrees of freedom."""
+"""Half-widths of the 90 % interval: of a normal distribution, in standard deviations, and of
+Student's t with ``TAIL`` degrees of freedom, in scales."""
 ITERATIONS = 40
 _STEP = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of a step, and the interval that holds 90 % of measurements, [cases]."""
+    """Seconds of a step, and the interval with 90 % of measurements, [cases]."""
 
     seconds: Floats
     low: Floats
@@ -113,11 +112,11 @@ class Calibration:
 
     Attributes:
         logs: Logarithms of the coefficients, [coefficients].
-        covariance: Of ``logs``, [coefficients, coefficients].
+        covariance: Covariance of ``logs``, [coefficients, coefficients].
         noise: Standard deviation of a measurement about the model, of logarithms.
-        rows: How many measurements it rests on.
-        seen: Sizes that the measurements had, by column.
-        neighbours: What they say of cases that are like them; None: nothing.
+        rows: Number of measurements.
+        seen: Measured sizes, by column.
+        neighbours: Corrections for cases like the measured ones; None: none.
     """
 
     logs: Floats
@@ -132,7 +131,7 @@ class Calibration:
         return from_logs(self.logs)
 
     def seconds(self, x: Columns) -> Floats:
-        """Return what a step takes, [cases]."""
+        """Return the seconds of a step, [cases]."""
         total = step_time(x, self.coefficients).total
         if self.neighbours is None:
             return total
@@ -140,8 +139,7 @@ class Calibration:
         return alike
 
     def never_seen(self, x: Columns, number: int) -> tuple[str, ...]:
-        """Say of one case what none of the measurements had: a kind, or a size beyond all of
-        theirs."""
+        """Name a case's unmeasured kinds, and sizes beyond the measured range."""
         found = []
         for name, sizes in self.seen.items():
             column = np.ravel(getattr(x, name))
@@ -154,8 +152,10 @@ class Calibration:
         return tuple(found)
 
     def predict(self, x: Columns) -> Prediction:
-        """Return what a step takes, and how well that is known. Neighbours make no interval
-        narrower: what they have in common with a case is itself a guess."""
+        """Return the seconds of a step with their interval.
+
+        Neighbours do not narrow the interval: their likeness to a case is itself a guess.
+        """
         seconds = self.seconds(x)
         slopes = _slopes(lambda logs: np.log(step_time(x, from_logs(logs)).total), self.logs)
         variance = np.einsum("...i,ij,...j->...", slopes, self.covariance, slopes)
@@ -166,42 +166,41 @@ class Calibration:
     def spread_of_ratio(
         self, x: Columns, measured_spread: float, is_measured: tuple[bool, bool]
     ) -> float:
-        """Return half of the 90 % interval of the ratio of two steps, over it: what both have in
-        common cancels.
+        """Return half of the 90 % interval of the ratio of two steps, relative; common errors cancel.
 
         Args:
             x: The two cases, [2].
-            measured_spread: Half of the interval of a step that was measured itself.
-            is_measured: Whether each was.
+            measured_spread: Half of the interval of a measured step.
+            is_measured: True for each case with a measurement of its own.
         """
         slopes = _slopes(lambda logs: np.log(step_time(x, from_logs(logs)).total), self.logs)
         own = [
             measured_spread if each else NINETY_PERCENT_TAILED * self.noise for each in is_measured
         ]
-        # One that was measured does not move with the coefficients.
+        # A measured case does not move with the coefficients.
         apart = slopes[0] * (not is_measured[0]) - slopes[1] * (not is_measured[1])
         variance = NINETY_PERCENT**2 * float(apart @ self.covariance @ apart)
         return float(np.exp(np.sqrt(variance + own[0] ** 2 + own[1] ** 2)) - 1)
 
 
 def uncalibrated() -> Calibration:
-    """Return what is known where nothing was measured."""
+    """Return the calibration without measurements: the priors."""
     means, deviations = prior_logs()
     nothing = {name: frozenset[float]() for name in (*KINDS, *SIZES)}
     return Calibration(means, np.diag(deviations**2), UNCALIBRATED_NOISE, 0, nothing)
 
 
 def calibrate(x: Columns, seconds: Floats, *, has_neighbours: bool = False) -> Calibration:
-    """Return the coefficients that are most likely, of one cluster's measured steps.
+    """Return the likeliest coefficients for one cluster's measured steps.
 
-    They maximise the posterior of the priors and of errors of logarithms under Student's t, so that
-    a few rows move few coefficients and a row that contradicts its neighbours hardly counts.
+    They maximise the posterior of the priors and of errors of logarithms under Student's t: a few
+    rows move few coefficients, and a row in contradiction to its neighbours hardly counts.
 
     Args:
-        x: The measured cases, [cases].
-        seconds: A step of each, [cases].
-        has_neighbours: Whether what coefficients leave is of layouts like those, not of all: for
-            measurements of many layouts, or models.
+        x: Measured cases, [cases].
+        seconds: Seconds of a step of each, [cases].
+        has_neighbours: Residuals correct like layouts only; for measurements of many layouts or
+            models.
     """
     means, deviations = prior_logs()
     measured = np.log(seconds)
@@ -250,7 +249,7 @@ def _loss(residual: Floats, noise: float, logs: Floats, means: Floats, deviation
 
 
 def _slopes(function: Callable[[Floats], Floats], at: Floats) -> Floats:
-    """Return the derivatives of what ``function`` gives, [cases, coefficients]."""
+    """Return the derivatives of ``function``, [cases, coefficients]."""
     columns = []
     for number in range(len(at)):
         moved = np.zeros(len(at))

@@ -1,4 +1,4 @@
-"""What a change from one layout to another moves, and how long training stands still for it."""
+"""Bytes moved by a change from one layout to another, and its pause of training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,24 @@ from scalai.core.tensors.boxes import expand
 from scalai.core.tensors.collection import Columns
 
 PHASES = ("quiesce", "snapshot", "relaunch", "move", "restore")
-"""Parts of a change in which no step is made, in order."""
+"""Parts of the pause, in order."""
 HOST_COPY = 25e9
-"""Bytes/s between a device and its host's memory (PCIe 4 x16: 31.5 GB/s; what CUDA's bandwidthTest
-shows of pinned memory on an A100)."""
+"""Bytes/s between a device and its host's memory (PCIe 4 x16: 31.5 GB/s; CUDA's bandwidthTest with
+pinned memory on an A100)."""
 DATA_PLANE = 0.61e9
-"""Bytes/s that a host takes or gives, sealed: one connection over the loopback on two cores, as
-docs/security.md has it."""
+"""Bytes/s into or out of a host, sealed: one loopback connection on two cores (docs/security.md)."""
 RELAUNCH_S = 79.0
-"""From the end of the old workers to the first step, without the state's way: Tenplex (arXiv
-2312.05181), figure 12 less figure 14, GPT-3 XL from 8 to 16 GPUs: 87.2 - 8.5 s. A job that has
-changed once knows its own."""
+"""Seconds from the end of the old workers to the first step, without the state's transfer: Tenplex
+(arXiv 2312.05181), figure 12 less figure 14, GPT-3 XL from 8 to 16 GPUs: 87.2 - 8.5 s. After its
+first change a job uses its own."""
 
 Hosts = tuple[tuple[str, int], ...]
-"""Names of hosts with how many ranks each has, in the order of the ranks."""
+"""Host names with their numbers of ranks, in the order of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What no table of devices says: bytes/s, and the seconds of a relaunch."""
+    """Rates in bytes/s, and seconds of a relaunch, absent from the table of devices."""
 
     host_copy: float = HOST_COPY
     data_plane: float = DATA_PLANE
@@ -45,16 +44,15 @@ class Reconfiguration:
     """The cost of one change.
 
     Attributes:
-        before: None: nothing ran before.
-        hosts: Names of all hosts, those of before first.
-        host_bytes: From which host to which, [hosts, hosts]; on the diagonal what stays on a host.
-            Where several hosts have the same each gives an equal part.
-        stays: Bytes that stay on their hosts; each counts once a host that wants it.
-        stays_on_device: Of these, bytes that the same device wants that holds them, added up over
-            devices.
-        moves: Bytes that cross to another host.
-        missing: Bytes that no host that is left holds. They come from an older state.
-        seconds: By ``PHASES``.
+        before: None: a first start.
+        hosts: Names of all hosts, the old ones first.
+        host_bytes: Bytes from host to host, [hosts, hosts]; the diagonal stays on its host. Hosts
+            with the same bytes give equal parts.
+        stays: Bytes that stay on their hosts, each once a host.
+        stays_on_device: Of these, bytes already on the device, summed over devices.
+        moves: Bytes to another host.
+        missing: Bytes on no remaining host; they come from an older state.
+        seconds: Seconds by ``PHASES``.
     """
 
     before: Layout | None
@@ -69,18 +67,17 @@ class Reconfiguration:
 
     @property
     def total_s(self) -> float:
-        """Seconds in which no step is made."""
+        """Seconds without a step."""
         return sum(self.seconds.values())
 
     @property
     def needed(self) -> int:
-        """Bytes that the new hosts want, each once a host."""
+        """Bytes wanted by the new hosts, each once a host."""
         return self.stays + self.moves + self.missing
 
 
 def spread(ranks: int, per_host: int, names: Sequence[str] = ()) -> Hosts:
-    """Fill hosts with ranks in order; hosts without a name in ``names`` are called
-    ``host-<number>``.
+    """Fill hosts with ranks in order; hosts without a name are called ``host-<number>``.
 
     Raises:
         UsageError: No rank, or hosts without devices.
@@ -107,21 +104,21 @@ def reconfiguration(
     rates: Rates | None = None,
     coefficients: Coefficients = DEFAULT,
 ) -> Reconfiguration:
-    """Return what a change costs.
+    """Return the cost of a change.
 
     Args:
-        before: What runs; None: nothing does, then a start is all that there is.
-        before_hosts, after_hosts: Where the ranks are; None: hosts of ``device.per_host`` are
-            filled in order, and the new ones are the old ones as far as they go.
-        lost: Hosts of before whose memory is gone.
-        relaunch_s: Measured; None: that of ``rates``.
-        step_s: A step of before: at most one ends first.
-        rates: What was measured of hosts; None: the defaults.
-        coefficients: What collectives reach of the network.
+        before: Running layout; None: a first start.
+        before_hosts, after_hosts: Hosts of the ranks; None: hosts of ``device.per_host`` filled in
+            order, old hosts first.
+        lost: Old hosts without their memory.
+        relaunch_s: Measured seconds of a relaunch; None: from ``rates``.
+        step_s: Seconds of an old step; at most one ends first.
+        rates: Measured rates of hosts; None: the defaults.
+        coefficients: Shares of the network's bandwidth reached by collectives.
 
     Raises:
         RefusedError: A layout does not cut the model.
-        UsageError: Hosts that do not have the layout's ranks.
+        UsageError: The hosts' ranks differ from the layout's.
     """
     rates = rates or Rates()
     relaunch_s = rates.relaunch_s if relaunch_s is None else relaunch_s
@@ -155,7 +152,7 @@ def cost_of(
     step_s: float,
     coefficients: Coefficients,
 ) -> Reconfiguration:
-    """Return the cost where the overlaps are known; see ``reconfiguration``."""
+    """Return the cost from known overlaps; see ``reconfiguration``."""
     names = tuple(dict.fromkeys([name for name, _ in (*old, *new)]))
     number = {name: place for place, name in enumerate(names)}
     gone = {number[name] for name in lost if name in number}
@@ -199,12 +196,12 @@ def _checked(layout: Layout, hosts: Hosts) -> Hosts:
 
 
 def _places(hosts: Hosts, number: Mapping[str, int]) -> Columns:
-    """Return the number of the host of each rank, [ranks]."""
+    """Return the host's number of each rank, [ranks]."""
     return np.repeat([number[name] for name, _ in hosts], [count for _, count in hosts])
 
 
 def _devices(hosts: Hosts, number: Mapping[str, int], gone: set[int]) -> Columns:
-    """Return a number for the device of each rank, the same in any layout, [ranks]."""
+    """Return a number for each rank's device, the same in any layout, -1 if lost, [ranks]."""
     most = 1 << 20
     return np.concatenate(
         [
@@ -219,7 +216,7 @@ def _devices(hosts: Hosts, number: Mapping[str, int], gone: set[int]) -> Columns
 def _flows(
     overlap: Overlap, before: Columns, after: Columns, count: int
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Return bytes from host to host, [count, count], and those that nobody is left to give."""
+    """Return bytes from host to host, [count, count], and bytes without a giver."""
     pair, place, begin, source = by_place(overlap, before, after)
     size, cell = overlap.size_bytes[pair], overlap.first[pair]
     choices = (begin[1:] - begin[:-1])[cell]
@@ -230,7 +227,7 @@ def _flows(
     flat = summed(place[is_here] * (count + 1), size[is_here], count * count)
     away = ~is_here[entry]
     entry, turn, giver = entry[away], turn[away], giver[away]
-    # Equal parts; what is left over is given by the first ones.
+    # Equal parts; the first ones give the remainder.
     part, rest = np.divmod(size[entry], choices[entry])
     flat += summed(giver * count + place[entry], part + (turn < rest), count * count)
     return flat.reshape(count, count), int(size[choices == 0].sum())
@@ -239,8 +236,8 @@ def _flows(
 def _stored(
     overlaps: Sequence[Overlap], before: Columns, old: Hosts, number: Mapping[str, int]
 ) -> float:
-    """Return the most bytes that a device writes into its host's memory, where those of a host
-    share what it holds."""
+    """Return the most bytes written by a device to its host's memory; the devices of a host share
+    its bytes equally."""
     total = np.zeros(len(number), dtype=np.int64)
     for overlap in overlaps:
         held = overlap.held
@@ -252,7 +249,7 @@ def _stored(
 
 
 def _wanted_by_device(overlaps: Sequence[Overlap], world: int) -> int:
-    """Return the most bytes that one rank wants."""
+    """Return the most bytes wanted by one rank."""
     total = np.zeros(world, dtype=np.int64)
     for overlap in overlaps:
         of_cell = summed(overlap.second, overlap.size_bytes, overlap.wanted.count)
@@ -261,7 +258,7 @@ def _wanted_by_device(overlaps: Sequence[Overlap], world: int) -> int:
 
 
 def _on_device(overlaps: Sequence[Overlap], before: Columns, after: Columns) -> int:
-    """Return the bytes that devices want which they hold."""
+    """Return the wanted bytes already on their device, summed over devices."""
     _, both = np.unique(np.concatenate([before, after]), return_inverse=True)
     places = np.ravel(both) - int((before < 0).any())
     total = 0

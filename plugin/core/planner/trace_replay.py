@@ -128,7 +128,7 @@ def by_work(menu: Menu, cost: Cost) -> Decide:
 
 
 def _near(options: tuple[Layout, ...], now: Moment) -> tuple[Layout, ...]:
-    """Return the fastest options, the running one, and the fastest two with the held state's cut."""
+    """Return the fastest options, the running one, and the fastest two cut like the held state."""
     alike = [one for one in options if now.held is not None and _is_cut_alike(one, now.held)]
     kept = {*options[:MOST_OPTIONS], *alike[:2], now.layout}
     return tuple(one for one in options if one in kept)
