@@ -14,10 +14,9 @@ from scalai.core.messages.commands import Placement
 from scalai.core.messages.shared import Shared
 
 KNOWN_CHOICES = 256
-"""Changes of which it is kept what was chosen."""
+"""Changes with a cached choice."""
 MOST_ASKED = 16_384
-"""Workers of a world that is not there, whose layouts are looked at: the coordinator answers nobody
-meanwhile."""
+"""Largest unavailable world to search; the coordinator does not answer meanwhile."""
 
 
 def make_assign(
@@ -31,21 +30,20 @@ def make_assign(
     requested: DegreeRequest | None = None,
     explain: Callable[[str], object] = lambda reason: None,
 ) -> Assign:
-    """Return the function that assigns workers to the hosts that are there.
+    """Return a function from available hosts to their workers.
+
+    The function returns None with too few hosts or without valid degrees. It caches its choices.
 
     Args:
         max_workers: Workers in total, from ``scalai scale --nproc``; None: every slot.
         excluded: Choices that ran out of memory.
-        requested: Degrees that a person asked for.
-        explain: Is told why there is none.
-
-    The returned function gives None where too few hosts are there or no degrees are valid. What it
-    has chosen once it knows.
+        requested: The user's degrees.
+        explain: Callback for the reason of None.
     """
 
     @lru_cache(maxsize=KNOWN_CHOICES)
     def chosen(world: int, most: int, present: Degrees | None, ran: Passes) -> Choice | str:
-        """Return what is chosen for so many ranks on hosts of ``most`` at most, or why nothing."""
+        """Return the choice for ``world`` ranks on hosts of at most ``most``, or a reason."""
         here = policy
         if policy.preference is not None:
             here = replace(policy, preference=policy.preference.on_hosts(most))
@@ -94,7 +92,7 @@ def make_assign(
 
 
 def place_ranks(assignment: Assignment) -> dict[str, Placement]:
-    """Return where each host with workers stands in the world."""
+    """Return the placement of each host with workers."""
     hosts, first = Shared(assignment.active), 0
     counts = Shared(tuple(count for _, count in assignment.workers if count))
     places: dict[str, Placement] = {}
@@ -114,7 +112,7 @@ def place_ranks(assignment: Assignment) -> dict[str, Placement]:
 
 
 def _fill(hosts: tuple[tuple[str, int], ...], world: int) -> tuple[tuple[str, int], ...]:
-    """Give ``world`` workers to the hosts in order, each as many as it has slots for."""
+    """Give ``world`` workers to the hosts in order, up to the slots of each."""
     filled = []
     for name, slots in hosts:
         count = min(slots, world)

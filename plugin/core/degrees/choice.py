@@ -1,9 +1,8 @@
-"""Which degrees a job takes on the ranks that are there.
+"""Chooses a job's degrees on the available ranks.
 
-One function decides, :func:`choose`. It keeps to what is known to work: the degrees that a person
-wrote down, else what the job's planner prefers (``planner/preference.py``), else those that run
-now. Micro-batch and recomputation are the script's, unless a person frees them or memory forces
-another (``passes.Freedom``).
+:func:`choose` alone decides. The user's degrees come first, then the order of the job's planner
+(``planner/preference.py``), then the running degrees. Micro-batch and recomputation are the
+script's, unless the user frees them or memory forces others (``passes.Freedom``).
 """
 
 from collections import Counter
@@ -19,7 +18,7 @@ from scalai.core.errors import RefusedError, ScalaiError
 def splits(case: Case, most: int, least: int) -> Iterator[DegreeRequest]:
     """Yield TP and PP to try, of ``least`` to ``most`` ranks a replica, the kept ones first.
 
-    Where heads or layers are unknown, only divisors of what ran are safe.
+    With unknown heads or layers only divisors of the kept sizes are safe.
     """
     kept, limits = case.kept, case.limits
     fixed = case.policy.kept_axes
@@ -44,7 +43,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def with_passes(case: Case, split: DegreeRequest, *, for_memory: bool) -> Iterator[DegreeRequest]:
-    """Yield a split with each of the passes that it may have, the script's own first."""
+    """Yield a split with each of its allowed passes, the script's own first."""
     freedom, own = case.policy.freedom, case.own.micro_batch_size
     micros: list[int | None] = [None]
     if own is not None and freedom.is_free("micro-batch", for_memory=for_memory):
@@ -57,7 +56,7 @@ def with_passes(case: Case, split: DegreeRequest, *, for_memory: bool) -> Iterat
 
 
 def smaller(case: Case, splits: Iterator[DegreeRequest]) -> Iterator[DegreeRequest]:
-    """Yield the splits; after an out-of-memory each also with the passes that need less memory."""
+    """Yield the splits; after an out-of-memory each also with passes of less memory."""
     recompute = case.policy.freedom.recomputes(for_memory=True)[-1]
     own = case.own.micro_batch_size or 1
     for split in splits:
@@ -71,8 +70,8 @@ def smaller(case: Case, splits: Iterator[DegreeRequest]) -> Iterator[DegreeReque
 
 
 def after_failure(case: Case, request: DegreeRequest) -> int:
-    """Return in which turn a split comes after an out-of-memory: larger TP·PP, then passes that
-    need less memory, then what is left. Where nothing has failed all come in one."""
+    """Return a split's turn after an out-of-memory: larger TP·PP, passes of less memory, the rest.
+    Without a failure all share one turn."""
     if request.micro_batch_size is not None or request.recompute is not None:
         return 1
     return 2 if request.tp * request.pp <= case.failed else 0
@@ -91,14 +90,14 @@ def choose(
     """Return the first of :func:`candidates`.
 
     Args:
-        world: Ranks that are available.
-        present: Degrees that ran last; None on the first start.
+        world: Available ranks.
+        present: Degrees of the last round; None on the first start.
         excluded: Choices that ran out of memory in their first step.
-        requested: Degrees that a person asked for, for this change; they win over everything.
-        ran: The passes that ran with ``present``.
+        requested: The user's degrees for this change; they win over everything.
+        ran: Passes of ``present``.
 
     Raises:
-        RefusedError: Nothing is valid; the message names the nearest worlds where something is.
+        RefusedError: Nothing is valid; the message names the nearest worlds with valid degrees.
     """
     case = Case(world, limits, policy, present, tuple(excluded), ran)
     refused: list[str] = []
@@ -121,13 +120,12 @@ def candidates(
     requested: DegreeRequest | None = None,
     ran: Passes = AS_GIVEN,
 ) -> Iterator[Choice]:
-    """Yield the valid choices, best first: the table's, then the planner's, then present TP and PP,
-    then any other split.
+    """Yield the valid choices, best first: the table's, the planner's, present TP and PP, other splits.
 
-    TP·PP does not go below what memory is known to hold, nor below what ran out of memory, except
-    by the table; and by the planner, which computes what memory holds. After an out-of-memory
-    splits with larger TP·PP come first, then the same with passes that need less memory. A request
-    admits nothing beside itself. The arguments are those of :func:`choose`.
+    TP·PP stays at or above the size known to fit in memory, and above the size of an out-of-memory.
+    The table is exempt, and the planner, by its model of memory. After an out-of-memory splits with
+    larger TP·PP come first, then splits with passes of less memory. A request admits nothing beside
+    itself. Arguments as in :func:`choose`.
     """
     case = Case(world, limits, policy, present, tuple(excluded), ran)
     return _candidates(case, requested, [])
@@ -136,7 +134,7 @@ def candidates(
 def _candidates(
     case: Case, requested: DegreeRequest | None, refused: list[str]
 ) -> Iterator[Choice]:
-    """Yield :func:`candidates`; ``refused`` collects why better ones were passed over."""
+    """Yield :func:`candidates`; ``refused`` collects the reasons against better ones."""
     if case.world < 1:
         raise RefusedError(f"{case.world} ranks: a job needs at least one.")
     sizes = case.sizes()
@@ -167,7 +165,7 @@ def _in_order(
 def _asked_for(
     case: Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
 ) -> Iterator[Choice]:
-    """Yield what a person wrote: the request, else the table's entries."""
+    """Yield the user's choices: the request, else the table's entries."""
     before = case.present.world_size if case.present else None
     for size in sizes:
         if requested is not None:
@@ -184,9 +182,9 @@ def _asked_for(
 
 
 def _preferred(case: Case, sizes: Sequence[int]) -> Sequence[Choice]:
-    """Return what the job's planner makes of all splits, those that ran out of memory aside.
+    """Return the planner's order of all splits except those out of memory.
 
-    Passes that nobody has freed are other than the script's only where nothing fits with these.
+    Passes not freed by the user differ from the script's only if nothing fits otherwise.
     """
     preference, freedom = case.policy.preference, case.policy.freedom
     if preference is None:
@@ -194,7 +192,7 @@ def _preferred(case: Case, sizes: Sequence[int]) -> Sequence[Choice]:
     own, runs = _valid(case, sizes, for_memory=False), _that_runs(case, sizes)
     ordered = preference.order(own, case.present, case.ran, case.excluded)
     if ordered and runs is not None and runs not in own:
-        # First, since it may be what another one comes to: that one would be a change in name.
+        # First: another choice may equal it, and would be a change in name only.
         ordered = preference.order((runs, *own), case.present, case.ran, case.excluded)
     if ordered or not any(freedom.is_free(part, for_memory=True) for part in MEMORY_PARTS):
         return ordered
@@ -208,8 +206,8 @@ def _preferred(case: Case, sizes: Sequence[int]) -> Sequence[Choice]:
 
 
 def _that_runs(case: Case, sizes: Sequence[int]) -> Choice | None:
-    """Return present degrees with the passes that ran, which a person may have asked for; None:
-    they are not valid on what is there, or ran out of memory."""
+    """Return present degrees with their passes, possibly a user's; None: not valid here, or out of
+    memory."""
     present = case.present
     if present is None:
         return None
@@ -220,8 +218,7 @@ def _that_runs(case: Case, sizes: Sequence[int]) -> Choice | None:
 
 
 def _valid(case: Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choice, ...]:
-    """Return all choices that are valid, with the passes that are free for speed, or also for
-    memory."""
+    """Return all valid choices, with passes free for speed, or also for memory."""
     least = max(case.policy.min_model_parallel or 0, case.failed)
     failed = {each.key for each in case.excluded}
     known: dict[tuple[Degrees, Passes], Choice] = {}
@@ -235,8 +232,8 @@ def _valid(case: Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choic
 
 
 def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterator[Choice]:
-    """Yield present TP and PP, then every other split that the model allows; after an
-    out-of-memory also with passes that need less."""
+    """Yield present TP and PP, then every other valid split; after an out-of-memory also with passes
+    of less memory."""
     kept, ranked = case.kept, []
     least = 1 if case.is_modelled else case.floor
     tried = smaller(case, splits(case, max(sizes, default=0), least))
@@ -273,8 +270,8 @@ def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterato
 
 
 def _as_it_ran(case: Case, split: DegreeRequest, size: int, source: str) -> Choice | None:
-    """Return present degrees with the passes that ran, which an entry for one change may have
-    said; None: they are not valid any more."""
+    """Return present degrees with their passes, possibly from an entry for one change; None: no
+    longer valid."""
     ran = case.ran
     request = replace(split, micro_batch_size=ran.micro_batch_size, recompute=ran.recompute)
     choice = _fit(case, request, size, source, [])
@@ -284,9 +281,9 @@ def _as_it_ran(case: Case, split: DegreeRequest, size: int, source: str) -> Choi
 def _fit(
     case: Case, request: DegreeRequest, size: int, source: str, refused: list[str]
 ) -> Choice | None:
-    """Return the request with the most replicas that are valid on ``size`` ranks.
+    """Return the request with the most valid replicas on ``size`` ranks.
 
-    None, and a line in ``refused``, where no number of replicas is.
+    None, with a line in ``refused``: no number of replicas is valid.
     """
     allowed = case.policy.allowed_sizes
     cp, ep = request.cp or case.kept.cp or 1, request.ep or case.kept.ep or 1
@@ -323,7 +320,7 @@ def _fit(
 
 
 def replicated(case: Case, request: DegreeRequest) -> Iterator[Degrees]:
-    """Yield the request with each number of replicas that is valid on ``case.world`` ranks."""
+    """Yield the request with each valid number of replicas on ``case.world`` ranks."""
     cp, ep = request.cp or case.kept.cp or 1, request.ep or case.kept.ep or 1
     micro = request.micro_batch_size or case.own.micro_batch_size
     most = case.world // (request.tp * request.pp * cp)
@@ -357,7 +354,7 @@ def _chosen(
 
 
 def _nearest_worlds(case: Case, requested: DegreeRequest | None) -> str:
-    """Name the nearest smaller and larger world that has valid degrees."""
+    """Name the nearest smaller and larger world with valid degrees."""
     policy = case.policy
     known = (case.world, *policy.allowed_sizes, *(rule.world_size for rule in policy.rules))
     furthest = 4 * max(case.floor, *known)
@@ -377,7 +374,7 @@ def check_rules(limits: ModelLimits, policy: DegreePolicy) -> None:
     """Check the whole table before training starts.
 
     Raises:
-        RefusedError: No request of an entry is valid on its world; the message names it and why.
+        RefusedError: An entry has no valid request on its world; the message names it and why.
     """
     for rule in policy.rules:
         case = Case(rule.world_size, limits, policy, None, ())
@@ -390,10 +387,10 @@ def check_rules(limits: ModelLimits, policy: DegreePolicy) -> None:
 
 
 def check_initial(limits: ModelLimits, policy: DegreePolicy) -> None:
-    """Check the degrees that a script's flags ask for, where no entry of the table says any.
+    """Check the degrees of the script's flags, if the table is empty.
 
     Raises:
-        RefusedError: They are valid with no number of replicas; the message says why.
+        RefusedError: No number of replicas is valid; the message says why.
     """
     asked = policy.initial
     if asked is None or policy.rules:

@@ -1,32 +1,31 @@
-"""How a round computes its passes, beside its degrees: how many samples go through at once, and
-what is computed again on the way back."""
+"""Passes of a round, beside its degrees: the micro-batch, and recomputation in the backward pass."""
 
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 Recompute = Literal["none", "selective", "full"]
-"""What the backward pass computes again: nothing, attention, or each layer from its input."""
+"""Recomputation in the backward pass: nothing, attention, or each layer from its input."""
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
-"""From the one that keeps the most activations in memory to the one that keeps the fewest."""
+"""In order, from the most activations in memory to the fewest."""
 Part = Literal["micro-batch", "recompute", "virtual-stages"]
-"""What of a layout a person may free, beside its degrees."""
+"""Parts of a layout, beside its degrees, for a user to free."""
 PARTS: tuple[Part, ...] = get_args(Part)
 MEMORY_PARTS: tuple[Part, ...] = ("micro-batch", "recompute")
-"""Those of which another choice saves memory."""
+"""Parts able to save memory."""
 MICRO_BATCHES = 32
 """Larger micro-batches are not tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """``micro_batch_size`` is in samples. None: as the script's flags say."""
+    """``micro_batch_size`` is in samples. None: by the script's flags."""
 
     micro_batch_size: int | None = None
     recompute: Recompute | None = None
 
     def beside(self, other: "Passes") -> str:
-        """Return what to write behind degrees so that they are told from those with ``other``
-        passes; empty: nothing."""
+        """Return a suffix for degrees to distinguish them from those with ``other`` passes; empty if
+        equal."""
         is_same = self.micro_batch_size in (None, other.micro_batch_size)
         text = "" if is_same else f"·MBS{self.micro_batch_size}"
         return text + (f"·recompute={self.recompute}" if self.recompute else "")
@@ -37,20 +36,20 @@ class Passes:
 
 
 AS_GIVEN = Passes()
-"""As the script's flags say."""
+"""By the script's flags."""
 
 
 @dataclass(frozen=True, slots=True)
 class Freedom:
-    """What of a job may be another than its script's flags say, beside its degrees.
+    """Allowed differences from the script's flags, beside its degrees.
 
     Attributes:
-        own: What the script recomputes by its flags.
-        more: What it can be made to recompute instead, each saving more memory than the one before;
-            empty: nothing, as where no flag does that.
-        fixed: (part, why) that stays, whatever a person allows.
-        for_speed: Parts that may differ wherever that is faster.
-        for_memory: Parts that may differ where nothing fits into memory as the flags have it.
+        own: Recomputation by the script's flags.
+        more: Other possible recomputations, each with less memory than the one before; empty: none,
+            for example without a flag for it.
+        fixed: (part, why) of parts fixed against the user's wish.
+        for_speed: Parts free for speed.
+        for_memory: Parts free if nothing fits in memory under the flags.
     """
 
     own: Recompute = "none"
@@ -65,12 +64,12 @@ class Freedom:
         return part in allowed and part not in dict(self.fixed)
 
     def recomputes(self, *, for_memory: bool) -> tuple[Recompute | None, ...]:
-        """Return what may be recomputed, the flags' own (None) first."""
+        """Return the allowed recomputations, the flags' own (None) first."""
         more = self.more if self.is_free("recompute", for_memory=for_memory) else ()
         return (None, *more)
 
     def refusal(self, recompute: Recompute | None) -> str | None:
-        """Say why a person cannot have this; None: it can be had."""
+        """Return the reason against this recomputation; None: allowed."""
         why = dict(self.fixed).get("recompute")
         if recompute in (None, self.own) or (why is None and recompute in self.more):
             return None
@@ -81,11 +80,10 @@ NO_FREEDOM = Freedom()
 
 
 def difference(before: Passes, after: Passes, own: Recompute) -> str:
-    """Return in words what changes from the passes of one round to those of the next; empty:
-    nothing does.
+    """Return the changes from one round's passes to the next's, in words; empty: none.
 
     Args:
-        own: What the script recomputes by its flags.
+        own: Recomputation by the script's flags.
     """
     words = []
     sizes = before.micro_batch_size, after.micro_batch_size
@@ -98,7 +96,7 @@ def difference(before: Passes, after: Passes, own: Recompute) -> str:
 
 
 def recompute_of_json(data: object) -> Recompute | None:
-    """Raises ``ValueError`` where it is nothing of the kind."""
+    """Read a recomputation. Raises ``ValueError`` for anything else."""
     for kind in (None, *RECOMPUTES):
         if data == kind:
             return kind

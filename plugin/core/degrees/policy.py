@@ -1,4 +1,4 @@
-"""What a person says about degrees, and what is chosen by it: values."""
+"""The user's policy for degrees, and choices under it: values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,13 @@ from scalai.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One entry of the ``[degrees]`` table: what to take on ``world_size`` ranks.
+    """One entry of the ``[degrees]`` table: requests for ``world_size`` ranks.
 
-    ``from_world_size`` narrows it to a change from that many ranks in use (``"2->4"``); None:
-    always (``"4"``). ``requests`` are candidates: the first valid one is taken, the next after an
-    out-of-memory.
+    ``from_world_size`` limits it to a change from so many used ranks (``"2->4"``); None: always
+    (``"4"``). The first valid request is taken, the next after an out-of-memory.
 
-    The same world may so be met with other degrees on other ways to it, and yet the choice depends
-    on nothing but the change itself: no history that a restarted coordinator would have forgotten.
+    One world may have other degrees after other changes, but the choice depends on the change alone:
+    no history to lose in a restart of the coordinator.
     """
 
     world_size: int
@@ -27,14 +26,14 @@ class Rule:
 
     @property
     def key(self) -> str:
-        """The entry's key as it stands in the table."""
+        """The entry's key in the table."""
         came = "" if self.from_world_size is None else f"{self.from_world_size}->"
         return f"{came}{self.world_size}"
 
 
 class Preferring(Protocol):
-    """Puts valid choices in order by what they cost; gives none where it does not decide, and
-    raises ``ScalaiError`` where it cannot."""
+    """Orders valid choices by cost. Returns none if it does not decide; raises ``ScalaiError`` if it
+    cannot."""
 
     def order(
         self,
@@ -48,7 +47,7 @@ class Preferring(Protocol):
 
 
 class Needing(Protocol):
-    """Models the bytes that layouts need on each device."""
+    """Models the bytes of layouts on each device."""
 
     def __call__(
         self, layouts: Sequence[tuple[Degrees, Passes]]
@@ -57,19 +56,18 @@ class Needing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DegreePolicy:
-    """What a person says about degrees.
+    """The user's policy for degrees.
 
     Attributes:
         rules: The ``[degrees]`` table.
-        initial: Degrees of the first start where no rule speaks: those of the script's flags.
-        allowed_sizes: World sizes that may be used, ascending; empty: any.
-        min_model_parallel: Smallest TP·PP that memory is known to hold; None: by what has run.
-        preference: The job's planner; None: what runs is kept.
-        kept_axes: Those of TP and PP that stay what they are where no person asks for another: of
-            a script that is not known to cut its model there.
-        freedom: What beside the degrees may be another than the script's flags say.
-        stepped: Layouts that this job has made steps in, on devices as it has now.
-        needs: Models their bytes; None: nobody can.
+        initial: Degrees of the script's flags, for a first start without a rule.
+        allowed_sizes: World sizes allowed, ascending; empty: any.
+        min_model_parallel: Smallest TP·PP known to fit in memory; None: from past rounds.
+        preference: The job's planner; None: the running degrees stay.
+        kept_axes: TP or PP, fixed unless the user asks: axes not known to be cut by the script.
+        freedom: Passes that may differ from the script's flags.
+        stepped: Layouts with completed steps of this job on its present devices.
+        needs: Model of their bytes; None: no model.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -96,7 +94,7 @@ class DegreePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Degrees for a world, the ranks that stay idle (the last ones), and one line that says why."""
+    """Degrees for a world, its idle ranks (the last ones), and one line with the reason."""
 
     degrees: Degrees
     idle_ranks: tuple[int, ...]
@@ -104,7 +102,7 @@ class Choice:
     micro_batch_size: int | None = None
     """Samples a forward pass and replica; None: unknown, the job's own."""
     recompute: Recompute | None = None
-    """What is computed again; None: as the script's flags say."""
+    """Recomputation; None: by the script's flags."""
 
     @property
     def passes(self) -> Passes:
@@ -112,13 +110,13 @@ class Choice:
 
     @property
     def key(self) -> tuple[Degrees, Passes]:
-        """What tells it from other choices."""
+        """Identity among choices."""
         return self.degrees, self.passes
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The question: the arguments of ``choice.choose``."""
+    """The arguments of ``choice.choose``."""
 
     world: int
     limits: ModelLimits
@@ -133,24 +131,24 @@ class Case:
 
     @property
     def failed(self) -> int:
-        """Largest TP·PP that ran out of memory; 0: none did."""
+        """Largest TP·PP that ran out of memory; 0: none."""
         return max((choice.degrees.model_parallel for choice in self.excluded), default=0)
 
     @property
     def floor(self) -> int:
-        """The smallest TP·PP that is known to fit: what a person says, else what has run."""
+        """Smallest TP·PP known to fit: the user's, else from past rounds."""
         ran = [degrees.model_parallel for degrees, _ in self.policy.stepped]
         known = self.policy.min_model_parallel or min([self.kept.tp * self.kept.pp, *ran])
         return max(known, self.failed)
 
     @property
     def is_modelled(self) -> bool:
-        """Whether a TP·PP below the floor may be known to fit, by its modelled bytes."""
+        """Whether modelled bytes may admit a TP·PP below the floor."""
         policy, is_stated = self.policy, self.policy.min_model_parallel is not None
         return bool(policy.stepped and policy.needs) and not is_stated and not self.excluded
 
     def is_known_to_fit(self, degrees: Degrees, passes: Passes) -> bool:
-        """Whether a layout needs no more on each device than one that has run."""
+        """Whether a layout needs at most the bytes of a past one on each device."""
         if degrees.model_parallel >= self.floor or not self.is_modelled:
             return degrees.model_parallel >= self.floor
         assert self.policy.needs is not None
