@@ -120,9 +120,9 @@ def candidates(
     requested: DegreeRequest | None = None,
     ran: Passes = AS_GIVEN,
 ) -> Iterator[Choice]:
-    """Yield the valid choices, best first: the table's, the planner's, present TP and PP, other splits.
+    """Yield the valid choices, best first: the table's, the planner's, present TP and PP, others.
 
-    TP·PP stays at or above the size known to fit in memory, and above the size of an out-of-memory.
+    TP·PP never goes below the size known to fit in memory, nor below one that ran out of memory.
     The table is exempt, and the planner, by its model of memory. After an out-of-memory splits with
     larger TP·PP come first, then splits with passes of less memory. A request admits nothing beside
     itself. Arguments as in :func:`choose`.
@@ -232,8 +232,8 @@ def _valid(case: Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choic
 
 
 def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterator[Choice]:
-    """Yield present TP and PP, then every other valid split; after an out-of-memory also with passes
-    of less memory."""
+    """Yield present TP and PP, then every other valid split; after an out-of-memory also with
+    passes of less memory."""
     kept, ranked = case.kept, []
     least = 1 if case.is_modelled else case.floor
     tried = smaller(case, splits(case, max(sizes, default=0), least))

@@ -1,4 +1,4 @@
-"""Passes of a round, beside its degrees: the micro-batch, and recomputation in the backward pass."""
+"""Passes of a round, beside its degrees: micro-batch, and recomputation in the backward pass."""
 
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
@@ -24,7 +24,7 @@ class Passes:
     recompute: Recompute | None = None
 
     def beside(self, other: "Passes") -> str:
-        """Return a suffix for degrees to distinguish them from those with ``other`` passes; empty if
+        """Return a suffix for degrees to distinguish them from those with ``other`` passes; empty:
         equal."""
         is_same = self.micro_batch_size in (None, other.micro_batch_size)
         text = "" if is_same else f"·MBS{self.micro_batch_size}"

@@ -16,8 +16,8 @@ class Rule:
     ``from_world_size`` limits it to a change from so many used ranks (``"2->4"``); None: always
     (``"4"``). The first valid request is taken, the next after an out-of-memory.
 
-    One world may have other degrees after other changes, but the choice depends on the change alone:
-    no history to lose in a restart of the coordinator.
+    One world may have other degrees after other changes, but the choice depends on the change
+    alone: no history to lose in a restart of the coordinator.
     """
 
     world_size: int
@@ -32,8 +32,8 @@ class Rule:
 
 
 class Preferring(Protocol):
-    """Orders valid choices by cost. Returns none if it does not decide; raises ``ScalaiError`` if it
-    cannot."""
+    """Orders valid choices by cost. Returns none if it does not decide; raises ``ScalaiError`` if
+    it cannot."""
 
     def order(
         self,

@@ -1,4 +1,4 @@
-"""Calibration: the likeliest coefficients for one cluster's measured steps, and their uncertainty."""
+"""Calibration: the likeliest coefficients for a cluster's measured steps, and their uncertainty."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,7 +59,8 @@ class Neighbours:
 
 
 def _places(x: Columns) -> tuple[Floats, Floats]:
-    """Return sizes in doublings, [cases, columns], and 1 for pipelines with shared hosts, [cases]."""
+    """Return sizes in doublings, [cases, columns], and 1 for pipelines with shared hosts,
+    [cases]."""
     of_sizes = (np.log2(getattr(x, name)) for name in SIZES)
     of_kinds = (KIND_APART * np.asarray(getattr(x, name), float) for name in KINDS)
     columns = np.broadcast_arrays(*map(np.atleast_1d, (*of_sizes, *of_kinds)))
@@ -166,7 +167,9 @@ class Calibration:
     def spread_of_ratio(
         self, x: Columns, measured_spread: float, is_measured: tuple[bool, bool]
     ) -> float:
-        """Return half of the 90 % interval of the ratio of two steps, relative; common errors cancel.
+        """Return half of the 90 % interval of the ratio of two steps, relative.
+
+        Common errors cancel.
 
         Args:
             x: The two cases, [2].

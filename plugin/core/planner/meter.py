@@ -1,5 +1,4 @@
-"""How long a step of the present round takes, from the furthest step that the coordinator has heard
-of. Reads no clock."""
+"""Measures seconds a step of the present round from the furthest reported step. Reads no clock."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,15 +11,15 @@ from scalai.core.planner.reconfiguration import RELAUNCH_S
 
 @dataclass(frozen=True, slots=True)
 class ChangeTime:
-    """Seconds in which training stands still for a change.
+    """Seconds of a change's pause of training.
 
     Attributes:
-        fixed_s: Of what does not depend on bytes: a step that ends, commit, relaunch, plan, proof,
-            first step.
-        moves_s: Of the bytes: snapshot, way, restore.
+        fixed_s: Seconds independent of bytes: end of a step, commit, relaunch, plan, proof, first
+            step.
+        moves_s: Seconds of the bytes: snapshot, transfer, restore.
 
     Raises:
-        ValueError: It is no time.
+        ValueError: Negative, zero or infinite seconds.
     """
 
     fixed_s: float = RELAUNCH_S
@@ -39,31 +38,30 @@ class ChangeTime:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Seconds that the bytes of a job's last stop and of its last start took.
+    """Seconds of the bytes of a job's last stop and last start.
 
     Attributes:
-        snapshot_s: On their way into a host's memory.
-        arrival_s: From host to host, and into the devices.
+        snapshot_s: Seconds into a host's memory.
+        arrival_s: Seconds from host to host, and into the devices.
     """
 
     snapshot_s: float = 0.0
     arrival_s: float = 0.0
 
     def reported(self, seconds: Mapping[str, float], *, is_stop: bool) -> "Moves":
-        """Return it after a change of which the report has these seconds by phase.
+        """Return it after a change with these reported seconds by phase.
 
         Args:
-            is_stop: Whether its workers stopped for it, so that the pace counts their snapshot.
+            is_stop: Workers stopped for the change, so the pace counts their snapshot.
         """
         moves = replace(self, arrival_s=seconds.get("move", 0.0) + seconds.get("restore", 0.0))
         return replace(moves, snapshot_s=seconds.get("snapshot", 0.0)) if is_stop else moves
 
 
 def change_time(pace: Pace, moves: Moves) -> ChangeTime | None:
-    """Return what the last change took, as the parts of it were measured last; None: none was.
+    """Return the time of a change by the last measurement of each part; None: not measured.
 
-    Phases are the longest of what hosts report, so that they cannot take more than the part in
-    which they lie.
+    Phases are the maximum over hosts, limited to the part around them.
     """
     if pace.write_s is None or pace.start_s is None:
         return None
@@ -73,17 +71,17 @@ def change_time(pace: Pace, moves: Moves) -> ChangeTime | None:
 
 
 WARM_STEPS = 3
-"""The first steps of a round are not usual ones."""
+"""First steps of a round, not typical."""
 WINDOW_S, WINDOW_STEPS = 10.0, 5
-"""What a window has at least: steps are heard of once a second."""
+"""Least seconds and steps of a window: steps are reported once a second."""
 WINDOWS = 3
-"""After so many the median is said, and again whenever there are twice as many."""
+"""Windows before the first median; it is repeated at each doubling."""
 KEPT = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """So many steps were made, and what a usual one took."""
+    """Number of measured steps, and typical seconds of one."""
 
     steps: int
     seconds: float
@@ -91,16 +89,16 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """What was seen of a round.
+    """Observations of a round.
 
     Attributes:
-        round: Whose steps these are.
-        first: The step at which it was seen first.
-        since: Step and time at which the present window began; None: none has.
-        newest: The furthest step so far.
+        round: Number of the round.
+        first: First observed step.
+        since: Step and time of the present window's begin; None: none.
+        newest: Furthest step so far.
         windows: Seconds a step, of the newest windows.
-        steps: How many they had together.
-        said: Windows that there were when the median was said last.
+        steps: Total steps of the windows.
+        said: Number of windows at the last median.
     """
 
     round: int = 0
@@ -112,10 +110,10 @@ class Meter:
     said: int = 0
 
     def look(self, round: int, step: int, now: float) -> tuple["Meter", Reading | None]:
-        """Return it after ``step`` of a round that trains undisturbed was heard of.
+        """Return it after a report of ``step`` in an undisturbed round.
 
         Args:
-            now: Seconds of any clock that does not jump.
+            now: Seconds of any steady clock.
         """
         if round != self.round:
             return Meter(round, step, None, step), None
@@ -136,5 +134,5 @@ class Meter:
         return replace(meter, said=len(windows)), Reading(meter.steps, median(windows))
 
     def interrupted(self) -> "Meter":
-        """Return it after something that makes the window under way no usual one."""
+        """Return it without the present window, after a disturbance."""
         return replace(self, since=None, first=self.newest)

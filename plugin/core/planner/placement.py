@@ -1,10 +1,8 @@
-"""Which host takes which place in the new layout, so that the fewest bytes cross between hosts.
+"""Orders the hosts of a new layout so that the fewest bytes cross between hosts.
 
-Ranks inside a host stay next to each other, so a layout has *slots*: a place in the order of the
-hosts with so many ranks. A slot needs certain bytes, of which each host holds a part; what crosses
-is the sum over slots of what is needed less what the host there holds. So the best order is an
-assignment, linear in pairs of slot and host. From which of several replicas a byte comes changes
-nothing of it.
+Ranks of a host stay neighbours, so a layout has *slots*: places in the order of hosts, each with a
+number of ranks. Each host holds a part of a slot's bytes; the rest crosses. The best order is a
+linear assignment of hosts to slots. The choice among replicas of a byte does not affect it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +23,7 @@ from scalai.core.planner.reconfiguration import Hosts
 from scalai.core.tensors.collection import Columns
 
 EXACT_HOSTS = 128
-"""So many hosts are assigned exactly; more greedily, with a bound."""
+"""Most hosts for an exact assignment; above it is greedy, with a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +31,11 @@ class Placed:
     """An order of hosts.
 
     Attributes:
-        hosts: In the order of the ranks, with how many each has.
-        moves: Bytes that cross to another host.
-        unplaced_moves: Bytes that cross with the order that was given.
-        least_moves: No order has fewer; ``moves`` where the assignment is exact.
-        needed: Bytes that the hosts want, each once a host.
+        hosts: Hosts in the order of the ranks, with their numbers of ranks.
+        moves: Bytes to another host.
+        unplaced_moves: Bytes to another host in the given order.
+        least_moves: Lower bound over all orders; equals ``moves`` for an exact assignment.
+        needed: Bytes wanted by the hosts, each once a host.
     """
 
     hosts: Hosts
@@ -56,19 +54,19 @@ def place_by(
     lost: frozenset[str] = frozenset(),
     exact_hosts: int = EXACT_HOSTS,
 ) -> Placed:
-    """The order of the new hosts in which the fewest bytes cross.
+    """Return the order of the new hosts with the fewest crossing bytes.
 
-    A host takes any slot that its devices suffice for. Of equal orders the one that leaves most
-    hosts where they are wins, up to ``exact_hosts``; the given order wins over any equal one.
+    A host takes any slot within its devices. Among equal orders the one with the most unmoved hosts
+    wins, up to ``exact_hosts``; the given order wins over any equal one.
 
     Args:
-        overlaps: Boxes that ranks of the old and the new layout have in common.
-        after_hosts: Order to begin with, such as that of joining. A host without ranks may take
-            the place of one with ranks.
+        overlaps: Common boxes of ranks of the old and the new layout.
+        after_hosts: Initial order, such as the order of joining. A host without ranks may replace
+            one with ranks.
         devices: Number of devices of each host; None: its number of ranks.
-        lost: Hosts of before whose memory is gone.
-        exact_hosts: Most hosts that are assigned exactly; more of them greedily, and only among
-            hosts of one size.
+        lost: Old hosts without their memory.
+        exact_hosts: Most hosts for an exact assignment; above it is greedy, within hosts of one
+            size.
 
     Raises:
         UsageError: Too few devices for a host's ranks.
@@ -104,14 +102,14 @@ def place_by(
 def _assign(
     held: npt.NDArray[np.int64], is_allowed: npt.NDArray[np.bool_], rooms: Columns, exact_hosts: int
 ) -> tuple[Columns, int]:
-    """Return the host of each slot, and no less than the most that any assignment keeps."""
+    """Return the host of each slot, and an upper bound of kept bytes over all assignments."""
     count = len(held)
     given = np.arange(count)
     gain = np.where(is_allowed, held, 0)
     if count <= exact_hosts:
-        # Of two orders that keep as much, the one that leaves more hosts where they are.
+        # Ties: prefer more unmoved hosts.
         worth = gain * (count + 1) + np.eye(count, dtype=np.int64)
-        # What is not allowed costs more than all else can gain.
+        # A forbidden pair costs more than the largest total gain.
         chosen = assignment(np.where(is_allowed, worth, -count * int(worth.max(initial=0)) - 1))
         most = int(held[given, chosen].sum())
     else:
@@ -135,7 +133,7 @@ def assignment(gain: npt.NDArray[np.int64]) -> Columns:
     cost = int(gain.max(initial=0)) - gain
     row_price = np.zeros(count + 1, dtype=np.int64)
     column_price = np.zeros(count + 1, dtype=np.int64)
-    # Column ``count`` stands for the row that is being placed.
+    # Column ``count`` stands for the row in progress.
     row_of = np.full(count + 1, -1, dtype=np.int64)
     far = np.iinfo(np.int64).max
     for row in range(count):
@@ -167,8 +165,8 @@ def assignment(gain: npt.NDArray[np.int64]) -> Columns:
 
 
 def _greedy(held: npt.NDArray[np.int64]) -> Columns:
-    """Take the largest entries first, as long as row and column are free; the rest stay in order.
-    At least half of what the best assignment keeps is kept."""
+    """Take the largest entries with free row and column first; the rest stay in order. Keeps at
+    least half of the optimum."""
     count = len(held)
     chosen = np.full(count, -1, dtype=np.int64)
     is_taken = np.zeros(count, dtype=bool)
@@ -182,39 +180,38 @@ def _greedy(held: npt.NDArray[np.int64]) -> Columns:
 
 
 KNOWN_CHANGES = 16
-"""Changes of which it is kept what has been computed."""
+"""Changes with cached results."""
 WIDTH = 4096
-"""Of a layer of a model whose shape is not known: wide enough to be cut by any degree of data
-parallelism."""
+"""Width of an unknown model's layer: divisible enough for any degree of data parallelism."""
 FINENESS = 8
-"""Such a model has at most so many layers by stage, so that few numbers say all."""
+"""Most layers by stage of an unknown model."""
 WORTH = 0.01
-"""Hosts change places where more than this share of what they want need not cross: for less the
-first rank, with what it logs and writes, stays where it is."""
+"""Least saved share of the wanted bytes for a change of order; below it the first rank, with its
+logs and files, stays on its host."""
 MOST_PAIRS = 1 << 15
-"""Of hosts and of replicas whose parts each of them wants: more of them keep the order of joining,
-because the computation, which the whole job waits for, would take a good part of a second."""
+"""Most pairs of host and replica. Above, the order of joining stays: the whole job would wait for
+the computation, a good part of a second."""
 
 
 def make_place(work: Workload | None, sharding: Callable[[int], int]) -> Place:
-    """Return the function that puts the hosts of an assignment in order.
+    """Return a function to order the hosts of an assignment.
+
+    It returns the same assignment if no other order is worth it. Ranks of a host stay neighbours;
+    only hosts with equal slots change places.
 
     Args:
-        work: What a step of the job computes; None: it is not known, or not modelled.
-        sharding: What data-parallel ranks keep a part of (``columns.py``) on so many ranks.
-
-    The returned function gives the same assignment where no other order is worth it. Ranks of a
-    host stay neighbours, and only hosts with as many slots change places.
+        work: Computation of a step; None: unknown, or not modelled.
+        sharding: Sharding (``columns.py``) by number of ranks.
     """
 
     @lru_cache(maxsize=KNOWN_CHANGES)
     def overlaps(before: Degrees, after: Degrees) -> tuple[tuple[Overlap, ...], bool]:
-        """Return them, and whether they are of the job's own model."""
+        """Return the overlaps; True: of the job's own model."""
         layouts = [Layout(each, 1, sharding=sharding(each.world_size)) for each in (before, after)]
         if work is not None:
             try:
                 return overlaps_of(work, *layouts), True
-            except RefusedError:  # the job has a layout that the formulas do not know
+            except RefusedError:  # a layout unknown to the formulas
                 pass
         return overlaps_of(_even_model(before, after), *layouts), False
 
@@ -244,8 +241,8 @@ def make_place(work: Workload | None, sharding: Callable[[int], int]) -> Place:
 
 
 def _is_settled(hosts: Hosts, given: Hosts, slots: Mapping[str, int]) -> bool:
-    """Whether hosts change places with such of as many slots alone: who assigns ranks to them in
-    this order then comes to the same, and no other change follows."""
+    """Whether only hosts with equal slots change places: assigning ranks in this order then gives
+    the same result, without another change."""
     return [slots.get(name) for name, _ in hosts] == [slots.get(name) for name, _ in given]
 
 
@@ -257,7 +254,7 @@ def _saved(best: Placed, is_own: bool) -> str:
 
 
 def _even_model(before: Degrees, after: Degrees) -> Workload:
-    """Return a model of equal layers that both degrees cut into equal parts."""
+    """Return a model of equal layers, cut evenly by both degrees."""
     heads = lcm(before.tp, after.tp)
     chunks = before.pp * before.vpp, after.pp * after.vpp
     layers = min(lcm(*chunks), FINENESS * max(chunks))

@@ -20,7 +20,7 @@ HOST_COPY = 25e9
 """Bytes/s between a device and its host's memory (PCIe 4 x16: 31.5 GB/s; CUDA's bandwidthTest with
 pinned memory on an A100)."""
 DATA_PLANE = 0.61e9
-"""Bytes/s into or out of a host, sealed: one loopback connection on two cores (docs/security.md)."""
+"""Bytes/s into or out of a host, sealed: a loopback connection on two cores (docs/security.md)."""
 RELAUNCH_S = 79.0
 """Seconds from the end of the old workers to the first step, without the state's transfer: Tenplex
 (arXiv 2312.05181), figure 12 less figure 14, GPT-3 XL from 8 to 16 GPUs: 87.2 - 8.5 s. After its

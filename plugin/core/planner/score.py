@@ -1,4 +1,4 @@
-"""How well predictions agree with measurements, of steps and of which layout is best."""
+"""Agreement of predictions with measurements: seconds of steps, and choice of the best layout."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +21,10 @@ NEEDED = (
     "layers", "hidden", "heads", "seq", "vocab", "gpus", "gpu_type", "tp", "pp", "dp",
     "global_batch", "iteration_time_s",
 )  # fmt: skip
-"""Columns that every row has a value in."""
+"""Columns with a value in every row."""
 OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
 FUSED_SINCE = ("h100", "h200", "h800", "h20", "b200", "gb200", "mi300x")
-"""Devices of which there is no software in use without fused attention."""
+"""Devices always used with fused attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Row:
     """One measured step.
 
     Attributes:
-        source: Who measured it, of which cluster and software.
-        cluster: Source and device: what one calibration is about.
-        model: What is the same in a group of one model.
-        work, device, layout: What ran; None where the row cannot be taken.
-        seconds: What it took; 0 where the row does not say.
-        refused: Why the row cannot be taken, or is held infeasible; empty: it is neither.
+        source: Author of the measurement, cluster and software.
+        cluster: Source and device: scope of one calibration.
+        model: Sizes common to a group of one model.
+        work, device, layout: The measured case; None for an unusable row.
+        seconds: Measured seconds; 0: absent.
+        refused: Reason against the row: unusable, or held infeasible; empty: none.
     """
 
     source: str
@@ -52,20 +52,20 @@ class Row:
 
     @property
     def case(self) -> tuple[Workload, Device, Layout]:
-        """What ``columns_of`` takes."""
+        """Input of ``columns_of``."""
         assert self.work is not None and self.device is not None and self.layout is not None
         return self.work, self.device, self.layout
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Rows of one group differ in nothing but their layout: one of them is the best."""
+        """Rows of one group differ in their layout alone: one of them is the best."""
         seq = self.work.shape.seq if self.work else 0
         batch = self.work.global_batch if self.work else 0
         return (*self.cluster, *self.model, seq, batch, self.gpus)
 
 
 def read_rows(lines: Sequence[Mapping[str, str]]) -> tuple[Row, ...]:
-    """Read the lines of a table; a line that cannot be taken is a row that says why."""
+    """Read the lines of a table; an unusable line becomes a row with the reason."""
     return tuple(_read(line, number) for number, line in enumerate(lines, 2))
 
 
@@ -154,8 +154,8 @@ def _shape(integer: Callable[[str, int], int], experts: int) -> ModelShape:
 
 
 def _layouts(base: Layout, work: Workload, line: Mapping[str, str]) -> list[Layout]:
-    """Return the layouts that a row may mean: where micro-batch, virtual stages or recomputation
-    are not said, all that are valid."""
+    """Return the possible layouts of a row: all valid ones for a missing micro-batch, number of
+    virtual stages or recomputation."""
     degrees, shape = base.degrees, work.shape
     each, rest = divmod(work.global_batch, degrees.dp)
     if rest:
@@ -174,7 +174,7 @@ def _layouts(base: Layout, work: Workload, line: Mapping[str, str]) -> list[Layo
     again = [said("recompute").lower()] if said("recompute") else list(RECOMPUTES)
     if not set(again) <= set(RECOMPUTES):
         raise RefusedError(f"recompute={again[0]!r} is none of {', '.join(RECOMPUTES)}")
-    # What ran is valid: the stricter rule for virtual stages is for those that a row leaves open.
+    # A stated number of virtual stages did run: the stricter rule is for open ones.
     limits = limits_of(work)
     if said("vpp"):
         limits = replace(limits, global_batch_size=None)
@@ -205,7 +205,7 @@ def _layouts(base: Layout, work: Workload, line: Mapping[str, str]) -> list[Layo
 
 
 def limits_of(work: Workload, **more: object) -> ModelLimits:
-    """Return the limits of a model's shape; ``more`` are others beside it."""
+    """Return the limits of a model's shape, with ``more`` others."""
     shape = work.shape
     limits = ModelLimits(
         num_attention_heads=shape.heads,
@@ -223,7 +223,7 @@ def limits_of(work: Workload, **more: object) -> ModelLimits:
 
 
 def _best(layouts: Sequence[Layout], work: Workload, device: Device) -> Layout:
-    """Return the layout that the table alone holds fastest, of those that fit if any do."""
+    """Return the fastest layout by the table alone, among those that fit if any do."""
     if len(layouts) == 1:
         return layouts[0]
     x = columns_of([(work, device, layout) for layout in layouts])
@@ -233,16 +233,16 @@ def _best(layouts: Sequence[Layout], work: Workload, device: Device) -> Layout:
 
 
 REFUSED_ERROR = 1.0
-"""Relative error that a row counts with which cannot be taken, or is held infeasible."""
+"""Relative error of an unusable row, or one held infeasible."""
 CHOICE = 5
-"""Rows from which on a group is a choice between layouts."""
+"""Least rows of a group for a choice between layouts."""
 Figures = dict[str, float | int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A row with what was predicted. ``is_known``: by a calibration of its cluster, else by the
-    table of devices alone. Seconds are 0 where the row is refused."""
+    """A row with its prediction. ``is_known``: by a calibration of its cluster, else by the table
+    of devices alone. Seconds of a refused row are 0."""
 
     row: Row
     is_known: bool
@@ -260,7 +260,7 @@ class Scored:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the measurement is inside the stated interval."""
+        """Whether the measurement is inside the predicted interval."""
         return not self.row.refused and self.low <= self.row.seconds <= self.high
 
     @property
@@ -269,7 +269,7 @@ class Scored:
 
 
 def predict_rows(rows: Sequence[Row], measured: Sequence[Row] = ()) -> list[Scored]:
-    """Predict each row from what ``measured`` says of its cluster, else from the table alone."""
+    """Predict each row by the ``measured`` rows of its cluster, else by the table alone."""
     scored: dict[int, Scored] = {}
     for cluster in dict.fromkeys(row.cluster for row in rows):
         known = [row for row in measured if row.cluster == cluster and not row.refused]
@@ -296,7 +296,7 @@ def calibrate_rows(rows: Sequence[Row]) -> Calibration:
 
 
 def figures(scored: Sequence[Scored]) -> Figures:
-    """Return the figures over all rows; None where there is no row that they are about."""
+    """Return the figures over all rows; None for a figure without rows."""
     known = [one.error for one in scored if one.is_known]
     foreign = [one.error for one in scored if not one.is_known]
     widths = [one.half_width for one in scored if not one.row.refused]
@@ -319,7 +319,7 @@ def figures(scored: Sequence[Scored]) -> Figures:
 
 def group_figures(scored: Sequence[Scored]) -> list[dict[str, object]]:
     """Return the figures of each group: rows of one cluster, model, sequence, batch and number of
-    devices; ``refused`` says why rows count as errors."""
+    devices; ``refused`` has the reasons of rows counted as errors."""
     found: list[dict[str, object]] = []
     for group in _groups(scored):
         row = group[0].row
@@ -341,8 +341,10 @@ def group_figures(scored: Sequence[Scored]) -> list[dict[str, object]]:
 
 
 def regret(group: Sequence[Scored]) -> float:
-    """Return how much longer the layout that is predicted best takes than the one that is best; a
-    refused row is never predicted best, and where all are, the slowest counts."""
+    """Return the relative loss of the predicted best layout against the measured best.
+
+    A refused row is never predicted best; if all are refused, the slowest counts.
+    """
     measured = [one.row.seconds for one in group if one.row.seconds > 0]
     taken = [one for one in group if not one.row.refused]
     if not measured:

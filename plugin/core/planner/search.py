@@ -1,8 +1,7 @@
-"""Which layout of a training step is best on the devices that are there, and why others are not.
+"""Searches the best layout of a training step on the available devices, and explains the others.
 
-What is valid is said by ``core/degrees/degrees.py``, what fits by ``memory.py``, what is fast by
-``time.py`` with what is measured. The global batch stays what it is: a layout that cannot keep it
-is none.
+``core/degrees/degrees.py`` decides validity, ``step_memory.py`` fit, ``step_time.py`` and the
+calibration speed. The global batch is fixed: a layout unable to keep it is invalid.
 """
 
 import re
@@ -21,20 +20,20 @@ from scalai.core.planner.step_memory import USABLE, StepMemory, step_memory
 from scalai.core.planner.step_time import StepTime, step_time
 
 REPLICA_COUNTS = 3
-"""How many of the largest numbers of replicas that fit the devices are tried with each split of the
-model: fewer replicas leave more devices idle."""
+"""Numbers of replicas tried with each split of the model, from the largest possible down: fewer
+replicas leave more devices idle."""
 RUNNERS_UP, TOO_LARGE = 5, 2
-"""Layouts that are shown beside the best: those that fit, and faster ones that do not."""
+"""Layouts shown beside the best: fitting ones, and faster ones too large for memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a search may choose from.
+    """Options of a search.
 
     Attributes:
-        micro_batches: Those that are tried; empty: all divisors up to ``MICRO_BATCHES``.
-        sharding: As ``columns.py`` counts it. Gradients and weights are not sharded with pipelines.
-        context_parallel, expert_parallel: Degrees that are tried.
+        micro_batches: Sizes to try; empty: all divisors up to ``MICRO_BATCHES``.
+        sharding: Kinds by ``columns.py``. Pipelines do not shard gradients and weights.
+        context_parallel, expert_parallel: Degrees to try.
         max_tensor_parallel: None: the devices of a host.
     """
 
@@ -49,10 +48,11 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One layout with what it costs: seconds a step with their 90 % interval, and bytes.
+    """One layout with its cost: seconds a step with their 90 % interval, and bytes.
 
-    ``time`` has the parts of ``StepTime``, and in ``neighbours`` what measured steps of alike
-    layouts add to them or take away; ``memory`` those of ``StepMemory``."""
+    ``time`` has the parts of ``StepTime``, and in ``neighbours`` the correction from measured steps
+    of like layouts; ``memory`` has the parts of ``StepMemory``.
+    """
 
     layout: Layout
     seconds: float
@@ -61,9 +61,9 @@ class Estimate:
     time: dict[str, float]
     memory: dict[str, float]
     idle: int
-    """Devices that it leaves alone."""
+    """Unused devices."""
     reason: str = ""
-    """Why it is not the one to take; empty: it is."""
+    """Reason against it; empty: the best."""
 
     @property
     def bytes(self) -> float:
@@ -72,16 +72,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The best layout, others with the reason why not, and how many were looked at."""
+    """The best layout, others with reasons, and the numbers of valid and fitting ones."""
 
     best: Estimate
     runners_up: tuple[Estimate, ...]
     valid: int
     fitting: int
     never_seen: tuple[str, ...] = ()
-    """What of the best layout no measurement is like; empty also where nothing was measured."""
+    """Unmeasured properties of the best layout; empty also without measurements."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Reasons for which layouts are not valid, an example of each kind, and how often."""
+    """Reasons against invalid layouts: an example of each kind, with its count."""
 
 
 def search(
@@ -92,14 +92,14 @@ def search(
     choices: Choices | None = None,
     calibration: Calibration | None = None,
 ) -> Plan:
-    """Return the fastest layout that is valid and fits.
+    """Return the fastest valid layout within memory.
 
     Args:
-        devices: How many there are; a plan may leave some idle.
-        limits: What the model and the framework allow.
+        devices: Number of devices; a plan may leave some idle.
+        limits: Limits of the model and the framework.
 
     Raises:
-        RefusedError: Nothing is valid, or nothing that is fits; the message names the nearest way
+        RefusedError: No layout is valid, or no valid one fits; the message names the nearest way
             out.
     """
     choices, calibration = choices or Choices(), calibration or uncalibrated()
@@ -141,8 +141,8 @@ def _layouts(
     choices: Choices,
     replica_counts: int = REPLICA_COUNTS,
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """Return the valid layouts as (tp, pp, dp, vpp, cp, ep, micro, recompute, sharding), and
-    an example of each kind of reason against one, with how often there was such."""
+    """Return the valid layouts as (tp, pp, dp, vpp, cp, ep, micro, recompute, sharding), and the
+    reasons against others: an example of each kind with its count."""
     found: list[tuple[int, ...]] = []
     refused: dict[str, int] = {}
     examples: dict[str, str] = {}
@@ -155,7 +155,7 @@ def _layouts(
     for degrees, micro in _degrees(work, device, devices, limits, choices, replica_counts):
         why = refusal(degrees, limits, micro)
         if why is not None:
-            # The same reason with other numbers is one reason, of which the first is an example.
+            # Reasons with other numbers are one kind; the first is the example.
             kind = re.sub(r"\d+", "", why)
             example = examples.setdefault(kind, why)
             refused[example] = refused.get(example, 0) + 1
@@ -177,7 +177,7 @@ def _degrees(
     choices: Choices,
     replica_counts: int,
 ) -> Iterator[tuple[Degrees, int]]:
-    """Yield degrees and micro-batches that may be valid: divisors of what they cut."""
+    """Yield possible degrees and micro-batches: divisors of the sizes to cut."""
     shape, batch = work.shape, work.global_batch
     most = choices.max_tensor_parallel or device.per_host
     layers = shape.layers + limits.extra_layers
@@ -241,7 +241,7 @@ def _distinct(x: Columns, numbers: Iterable[int], most: int) -> list[int]:
 def estimates(
     x: Columns, layouts: Sequence[Layout], devices: int, calibration: Calibration
 ) -> list[Estimate]:
-    """Return what these layouts, of which ``x`` are the columns, cost on so many devices."""
+    """Return the costs of these layouts, with columns ``x``, on so many devices."""
     time, memory = step_time(x, calibration.coefficients), step_memory(x)
     said, total = calibration.predict(x), np.ravel(time.total)
     found = []
@@ -276,7 +276,7 @@ def _parts(of: StepTime | StepMemory, place: int) -> dict[str, float]:
 
 
 def _why_not(one: Estimate, best: Estimate, device: Device, devices: int) -> str:
-    """Return what binds: memory, with its largest parts, or the parts of time that are longer."""
+    """Return the reason: memory, with its largest parts, or the longer parts of time."""
     room = USABLE * device.memory
     if one.bytes > room:
         largest = sorted(one.memory.items(), key=lambda item: -item[1])[:3]
@@ -326,7 +326,7 @@ def _what_would_fit(
     x: Columns,
     memory: StepMemory,
 ) -> str:
-    """Return the message where no valid layout fits: the least that is needed, and the way out."""
+    """Return the message for no fitting layout: the least need of memory, and the way out."""
     least = int(np.argmin(memory.total))
     parts = _parts(memory, least)
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
@@ -346,7 +346,7 @@ def _what_would_fit(
 def nearest_fitting(
     work: Workload, device: Device, devices: int, limits: ModelLimits, choices: Choices
 ) -> int | None:
-    """Return the smallest number of devices, above ``devices``, on which something fits."""
+    """Return the smallest number of devices above ``devices`` with a fitting layout."""
     shape = work.shape
     most = device.per_host * shape.layers * max(choices.context_parallel) * work.global_batch
     least = replace(choices, micro_batches=choices.micro_batches or (1,))
