@@ -1,5 +1,4 @@
-"""Which layout to take when devices come or go: the one with which most is done until the next
-change."""
+"""Chooses a layout when devices come or go: the one with the most steps until the next change."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +24,13 @@ from scalai.core.planner.weighing import (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One layout on the hosts that are there.
+    """One layout on the available hosts.
 
     Attributes:
         estimate: The layout with its seconds a step.
-        hosts: In the order of the ranks.
-        change: What it costs to get there; None: nothing, the job goes on as it is.
-        unplaced_moves: Bytes that would cross with the hosts in the order in which they are there.
+        hosts: Hosts in the order of the ranks.
+        change: Cost of the change; None: the job goes on unchanged.
+        unplaced_moves: Crossing bytes with the hosts in their given order.
     """
 
     estimate: Estimate
@@ -44,13 +43,13 @@ class Option:
         return self.change is None
 
     def steps(self, residence_s: float) -> float:
-        """Return the steps that are made within the time."""
+        """Return the steps made within ``residence_s``."""
         return steps_within(residence_s, _seconds_of(self), self.estimate.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is taken, and the others with the reason why not, by the work that they would do."""
+    """The chosen option, and the others with reasons, ordered by work."""
 
     taken: Option
     reason: str
@@ -62,14 +61,13 @@ def choose(
     residence_s: float,
     spread_of: Callable[[Estimate, Estimate], float] | None = None,
 ) -> Choice:
-    """Return the option with which most steps are made within ``residence_s`` seconds.
+    """Return the option with the most steps within ``residence_s`` seconds.
 
-    Staying is left only where another one promises more by 5 %, and by as much as is uncertain.
-    Where nothing gets as far as a step, staying is taken, else the shortest change.
+    Another option replaces staying only if it promises 5 % more steps, and more than the
+    uncertainty. If no option makes a step, the job stays, or else takes the shortest change.
 
     Args:
-        spread_of: Half of the interval of the ratio of two steps; None: of the step of the other
-            one.
+        spread_of: Half of the interval of the ratio of two steps; None: of the other's step.
 
     Raises:
         RefusedError: There is no option.
@@ -93,7 +91,7 @@ def _or_stay(
     residence_s: float,
     spread_of: Callable[[Estimate, Estimate], float],
 ) -> tuple[Option, str]:
-    """Return what to take where the job may go on as it is, and why."""
+    """Return the best option or staying, with the reason."""
     spread = spread_of(best.estimate, stay.estimate)
     steps, present = best.steps(residence_s), stay.steps(residence_s)
     gain = _gain(steps, present)
@@ -118,16 +116,16 @@ def options_for(
     calibration: Calibration | None = None,
     exact_hosts: int = EXACT_HOSTS,
 ) -> list[Option]:
-    """Return each candidate where the fewest bytes cross, with what it costs to get there.
+    """Return each candidate on the hosts with the fewest crossing bytes, with the cost of the
+    change.
 
     Args:
-        before_hosts: Where the ranks are, in order.
-        there: The hosts that are there with how many devices each has, in the order of joining.
-        lost: Hosts of before whose memory is gone.
+        before_hosts: Hosts of the old ranks, in order.
+        there: Available hosts with their numbers of devices, in the order of joining.
+        lost: Old hosts without their memory.
 
     Raises:
-        RefusedError: Of no candidate it is known what the ranks hold of each other's parts; those
-            of which it is not are left out.
+        RefusedError: The overlaps of all candidates are unknown; single ones are left out.
     """
     rates, calibration = rates or Rates(), calibration or uncalibrated()
     order = in_order(before_hosts, there)
@@ -142,7 +140,7 @@ def options_for(
         new = fill(order, degrees.world_size, degrees.tp)
         try:
             overlaps = overlaps_of(work, before, estimate.layout)
-        except RefusedError as error:  # others may be counted
+        except RefusedError as error:  # other candidates may have known overlaps
             refused = refused or error
             continue
         placed: Placed = place_by(
@@ -175,10 +173,10 @@ def plan_change(
     rates: Rates | None = None,
     relaunch_s: float | None = None,
 ) -> Choice:
-    """Search on the hosts that are there, and choose.
+    """Search on the available hosts, and choose.
 
-    Candidates are the fastest layouts of the search, the fastest one with the TP and PP that run,
-    and what runs.
+    Candidates are the fastest layouts of the search, the fastest with the running TP and PP, and
+    the running one.
 
     Raises:
         RefusedError: Nothing is valid on the devices, or nothing fits.
@@ -220,22 +218,21 @@ def estimate_of(
     devices: int,
     calibration: Calibration | None = None,
 ) -> Estimate:
-    """Return what one layout costs on so many devices."""
+    """Return the cost of one layout on so many devices."""
     x = columns_of([(work, device, layout)])
     return estimates(x, [layout], devices, calibration or uncalibrated())[0]
 
 
 def in_order(before_hosts: Hosts, there: Hosts) -> Hosts:
-    """Return the hosts that are there: those of before in their order, then the others."""
+    """Return the available hosts: the old ones in their order, then the others."""
     place = {name: number for number, (name, _) in enumerate(before_hosts)}
     return tuple(sorted(there, key=lambda host: place.get(host[0], len(place))))
 
 
 def fill(hosts: Hosts, ranks: int, tp: int = 1) -> Hosts:
-    """Give ranks to hosts in order, each as many as it has devices; the rest have none.
+    """Give ranks to hosts in order, up to the devices of each; the rest have none.
 
-    Where the devices suffice each host has a multiple of ``tp``, so that no TP group is on two
-    hosts.
+    With enough devices each host has a multiple of ``tp``: no TP group spans two hosts.
 
     Raises:
         RefusedError: There are fewer devices.
@@ -261,7 +258,7 @@ def _goes_on(before_hosts: Hosts, there: Hosts, lost: frozenset[str]) -> bool:
 
 
 def _is_possible(present: Estimate, devices: int, limits: ModelLimits) -> bool:
-    """Whether what ran before may run on as many devices: it did fit, whatever is estimated."""
+    """Whether the old layout is valid on the devices; it did fit, whatever the estimate."""
     layout = present.layout
     is_valid = refusal(layout.degrees, limits, layout.micro_batch) is None
     return is_valid and layout.degrees.world_size <= devices

@@ -1,7 +1,7 @@
-"""What programs reach of a device's figures: nine numbers, each with a prior and its source.
+"""Reached shares of a device's rated figures: nine coefficients, each with a prior and its source.
 
-A prior is log-normal: its median, and by what factor one standard deviation multiplies or divides
-it. No median was fitted to step times. ``fit.py`` moves them to where measurements are.
+A prior is log-normal: its median, and the factor of one standard deviation. No median was fitted to
+step times; ``fit.py`` moves them towards measurements.
 """
 
 from dataclasses import astuple, dataclass, fields
@@ -13,7 +13,7 @@ from scalai.core.planner.columns import Floats
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Median, factor of one standard deviation, and where both come from."""
+    """Median, factor of one standard deviation, meaning and source."""
 
     median: float
     factor: float
@@ -86,17 +86,17 @@ _SHARES = ("overlap", "overlap_weights")
 
 
 def from_logs(logs: Floats) -> Coefficients:
-    """Return the coefficients of these logarithms; a share that is hidden is 1 at most."""
+    """Return the coefficients of these logarithms; hidden shares are at most 1."""
     values = dict(zip(NAMES, np.exp(logs).tolist(), strict=True))
     return Coefficients(**{n: min(v, 1.0) if n in _SHARES else v for n, v in values.items()})
 
 
 def prior_logs() -> tuple[Floats, Floats]:
-    """Return the priors' means and standard deviations, of logarithms."""
+    """Return the means and standard deviations of the priors' logarithms."""
     priors = [PRIORS[name] for name in NAMES]
     medians = np.array([prior.median for prior in priors])
     return np.log(medians), np.log(np.array([prior.factor for prior in priors]))
 
 
 DEFAULT = from_logs(prior_logs()[0])
-"""What holds where nothing was measured."""
+"""Coefficients without measurements."""

@@ -1,4 +1,4 @@
-"""Many layouts of a training step as columns of numbers, so that one formula computes them all."""
+"""Many layouts of a training step as columns of numbers, computed by one formula."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,28 +14,27 @@ from scalai.core.planner.model import LARGEST, ModelShape
 
 Floats = npt.NDArray[np.float64]
 NO_SHARDING, OPTIMIZER, GRADIENTS, WEIGHTS = range(4)
-"""What data-parallel ranks keep a part of: nothing; as ZeRO 1 (Megatron-LM's distributed optimizer)
-the optimizer's state; as ZeRO 2 the gradients too; as ZeRO 3 the weights too."""
+"""State sharded over data-parallel ranks: none; the optimizer's (ZeRO 1, Megatron-LM's distributed
+optimizer); the gradients too (ZeRO 2); the weights too (ZeRO 3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a step computes, whatever its layout.
+    """Computation of a step, whatever its layout.
 
     Attributes:
-        is_attention_fused: Whether attention's scores stay on the chip (FlashAttention).
-        has_dropout: Whether dropouts keep their masks for the backward pass.
-        gradient_bytes: Of one gradient when it crosses; None: 4 with bf16 and 2 with fp16, as
-            Megatron-LM has it (``accumulate_allreduce_grads_in_fp32``).
-        has_flat_masters: Whether masters are kept, and what they are updated by in their precision,
-            beside the weights: in 16 bits, and with ZeRO also where weights are in fp32, as
-            DeepSpeed does.
-        bucket_bytes: Of the buckets in which ZeRO reduces gradients; they are there at all times.
-        gathers_per_layer: Into how many collectives the sharded weights of a layer are cut: 1 where
-            it is gathered as a whole (FSDP), 4 where each matrix is (ZeRO 3).
-        expert_tp: Tensor parallelism of the experts; None: that of the model.
-        expert_capacity: Rows that experts compute over copies of tokens that are sent to them: 1
-            where none is dropped or added, the capacity factor where they are padded to it.
+        is_attention_fused: Attention's scores stay on the chip (FlashAttention).
+        has_dropout: Dropouts keep their masks for the backward pass.
+        gradient_bytes: Bytes of one gradient in transfer; None: 4 with bf16 and 2 with fp16, as in
+            Megatron-LM (``accumulate_allreduce_grads_in_fp32``).
+        has_flat_masters: Masters, and their updates in their precision, are kept beside 16-bit
+            weights, and with ZeRO also beside fp32 weights, as in DeepSpeed.
+        bucket_bytes: Bytes of ZeRO's buckets for the reduction of gradients, always allocated.
+        gathers_per_layer: Collectives for the sharded weights of a layer: 1 for a whole layer
+            (FSDP), 4 for its matrices (ZeRO 3).
+        expert_tp: Tensor parallelism of the experts; None: the model's.
+        expert_capacity: Rows computed by experts over copies of tokens sent to them: 1 without
+            drops and padding, the capacity factor with padding.
     """
 
     shape: ModelShape
@@ -65,7 +64,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the step is spread over devices."""
+    """Spread of the step over devices."""
 
     degrees: Degrees
     micro_batch: int
@@ -82,7 +81,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Model, layout and device of every case, [cases] or [] where all have the same.
+    """Model, layout and device of every case, [cases], or [] if common to all.
 
     Rates are in FLOP/s and bytes/s, sizes in bytes; ``recompute`` is 0, 1, 2 for none, selective,
     full.
@@ -105,17 +104,17 @@ class Columns:
     expert_ffn: Floats
     shared_ffn: Floats
     dense_cut: Floats
-    """Parameters of a layer without experts that tensor parallelism cuts."""
+    """Parameters of a layer without experts, cut by tensor parallelism."""
     dense_whole: Floats
-    """Those that each of its ranks has."""
+    """Parameters of a layer without experts, whole on each TP rank."""
     moe_cut: Floats
-    """The same of a layer with experts, but for the routed ones."""
+    """Cut parameters of a layer with experts, except the routed ones."""
     moe_whole: Floats
     expert_cut: Floats
-    """The same of one routed expert."""
+    """Cut parameters of one routed expert."""
     expert_whole: Floats
     expert_tp: Floats
-    """As stated; 0: that of the model."""
+    """0: the model's."""
     expert_capacity: Floats
     final_norm: Floats
     global_batch: Floats
@@ -138,7 +137,7 @@ class Columns:
     is_sequence_parallel: Floats
     peak: Floats
     half_peak: Floats
-    """Of attention and the head, which stay in 16 bit where layers are computed in 8."""
+    """FLOP/s of attention and the head, in 16 bit even beside 8-bit layers."""
     matrix_efficiency: Floats
     memory: Floats
     memory_bandwidth: Floats
@@ -148,12 +147,12 @@ class Columns:
 
     @property
     def micro_batches(self) -> Floats:
-        """Of one replica and step."""
+        """Micro-batches of one replica and step."""
         return self.global_batch / (self.micro_batch * self.dp)
 
     @property
     def tokens(self) -> Floats:
-        """Of one micro-batch, on one context-parallel rank."""
+        """Tokens of one micro-batch, on one context-parallel rank."""
         return self.seq * self.micro_batch / self.cp
 
     @property
@@ -163,14 +162,16 @@ class Columns:
 
     @property
     def replicas(self) -> Floats:
-        """Ranks that have the same of all but the experts."""
+        """Ranks with equal parameters, experts aside."""
         return self.dp * self.cp
 
     @property
     def expert_replicas(self) -> Floats:
-        """Ranks that share the experts' state: fewer, as their ranks are more. Without expert
-        parallelism megatron-core spreads it as all other state (``allreduce`` of a parameter,
-        tensor_parallel/layers.py)."""
+        """Ranks that share the experts' state, fewer than ``replicas``.
+
+        Without expert parallelism megatron-core spreads it like other state (``allreduce`` of a
+        parameter, tensor_parallel/layers.py).
+        """
         apart = np.maximum(self.tp * self.replicas / (self.etp * self.ep), 1)
         return np.where(self.ep > 1, apart, self.replicas)
 

@@ -1,7 +1,8 @@
-"""How many bytes the ranks of one layout hold of what those of another want, by host and by device.
+"""Counts the bytes wanted by the ranks of one layout and held by those of another, by host and
+device.
 
-A pair of cells (one that is held, one that is wanted) has bytes in common; no byte is in two pairs
-of one kind. So what a host has, lacks and sends is a sum over pairs.
+A pair of a held and a wanted cell has common bytes; no byte is in two pairs of one kind. So a
+host's held, missing and sent bytes are sums over pairs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,34 +22,33 @@ from scalai.core.tensors.collection import MAX_NDIM, Columns
 
 BUCKET_ALIGNMENT, PARAMETER_ALIGNMENT = 128, 64
 TIED, TENSOR, GROUPS, WHOLE, EXPERT, EXPERT_WHOLE = range(6)
-"""How a block is spread: over the TP ranks of the first and the last stage; over TP ranks; over as
-many of them as there are query groups; not at all; and the same of an expert."""
+"""Spread of a block: over the TP ranks of the first and the last stage; over TP ranks; over at most
+one TP rank a query group; not at all; and for experts, over TP ranks and not at all."""
 Segment = tuple[int, int, int, int, int, int, int, int, int, int, int]
-"""Number of the matrix; where it begins in the buffer; local rows and columns; where its rows begin
-in the matrix; by how many rows and columns the next rank's is further on; the spread; the chunk;
-the elements of a shard of the buffer; by how many matrices the next rank's experts are further
-on."""
+"""Number of the matrix; offset in the buffer; local rows and columns; first row in the matrix;
+steps in rows and in columns to the next rank's; spread; chunk; elements of a shard of the buffer;
+step in matrices to the next rank's experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A matrix of one layer, or of the model's ends. A parameter is one, or several in a row."""
+    """A matrix of one layer, or of the model's ends; a parameter has one or several in a row."""
 
     rows: int
     columns: int
     axis: Literal["rows", "columns", "none"]
-    """Which of them tensor parallelism cuts."""
+    """Axis cut by tensor parallelism."""
     spread: int
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as blocks, in sizes that the TP degrees of several layouts cut alike.
+    """A model as blocks, in sizes divisible by the TP degrees of several layouts.
 
     Attributes:
-        tp: Multiple of all of them; the vocabulary is padded to it.
-        has_parted_queries: Some TP rank has less than a query group, so that queries are a matrix
-            of their own.
+        tp: Common multiple of the degrees; the vocabulary is padded to it.
+        has_parted_queries: Some TP rank has less than a query group; queries are then a matrix of
+            their own.
     """
 
     shape: ModelShape
@@ -66,7 +66,7 @@ class Model:
         return -(-self.shape.vocab // self.tp) * self.tp
 
     def layer(self, *, is_moe: bool) -> list[list[_Block]]:
-        """Return the parameters of a layer but its routed experts, in Megatron's order."""
+        """Return a layer's parameters without its routed experts, in Megatron's order."""
         shape, norm = self.shape, self._norm()
         queries, keys = shape.heads * shape.head_dim, shape.kv_groups * shape.head_dim
         mlp = self._feed_forward(shape.shared_ffn if is_moe else shape.ffn, TENSOR, WHOLE)
@@ -84,8 +84,8 @@ class Model:
         return self._feed_forward(self.shape.expert_ffn, EXPERT, EXPERT_WHOLE)
 
     def ends(self) -> tuple[list[list[_Block]], list[list[_Block]]]:
-        """Return the parameters before the first layer and behind the last; a tied embedding is the
-        first of the former alone."""
+        """Return the parameters before the first layer and behind the last; a tied embedding is in
+        the former alone."""
         shape = self.shape
         spread = TIED if shape.is_tied else TENSOR
         first = [[_Block(self.vocab, shape.hidden, "rows", spread)]]
@@ -124,7 +124,7 @@ def check(shape: ModelShape, degrees: Degrees) -> None:
     """Refuse degrees that do not cut the model.
 
     Raises:
-        RefusedError: A size that is not divided, with those that are.
+        RefusedError: An undivided size; the message names valid degrees.
     """
     tp, ep, chunks = degrees.tp, degrees.ep, degrees.pp * degrees.vpp
     names = ("heads", "ffn", "expert_ffn", "shared_ffn")
@@ -156,7 +156,7 @@ def ways(spread: int, shape: ModelShape, degrees: Degrees) -> int:
 
 
 def matrices(model: Model) -> tuple[Columns, Columns]:
-    """Return elements and columns of every matrix, in the order in which they are numbered."""
+    """Return elements and columns of every matrix, in the order of their numbers."""
     shape = model.shape
     first, last = model.ends()
     sizes = [
@@ -176,13 +176,13 @@ def matrices(model: Model) -> tuple[Columns, Columns]:
 
 
 def _is_moe(shape: ModelShape, layer: int) -> bool:
-    """Whether a layer has experts: those that do are spread evenly."""
+    """Whether a layer has experts; such layers are spread evenly."""
     moe, layers = shape.moe_layers, shape.layers
     return (layer + 1) * moe // layers > layer * moe // layers
 
 
 def segments(model: Model, degrees: Degrees, is_sharded: bool) -> Iterator[Segment]:
-    """Yield what the first TP rank, and the first of experts, has of each matrix."""
+    """Yield each matrix's part on the first TP rank and the first expert rank."""
     shape = model.shape
     first, last = model.ends()
     chunks = degrees.pp * degrees.vpp
@@ -251,10 +251,11 @@ def _buffer(
 def _local(
     blocks: list[_Block], model: Model, degrees: Degrees
 ) -> Iterator[tuple[int, _Block, int, int, int, int, int]]:
-    """Yield what the first TP rank has of a parameter, in the order of the buffer: the block and
-    its number, rows, columns, the first row, and by how much the next rank's rows and columns are
-    further on. Where queries are a matrix of their own they alternate with keys and values, group
-    by group."""
+    """Yield the first TP rank's part of a parameter, in the order of the buffer.
+
+    Each entry: number, block, rows, columns, first row, and steps in rows and columns to the next
+    rank. Queries in a matrix of their own alternate with keys and values, group by group.
+    """
     kv_groups = model.shape.kv_groups
     is_grouped = blocks[-1].spread == GROUPS
     groups = max(kv_groups // degrees.tp, 1) if is_grouped else 1
@@ -274,10 +275,10 @@ class Cells:
     """Boxes of one kind of state by cell, and the ranks of each cell.
 
     Attributes:
-        tensor, row, column: Of which matrix a box is, and where it begins, [boxes].
-        rows, columns: Its sizes, [boxes].
-        cell: Which cell it is of, [boxes].
-        count: How many cells there are.
+        tensor, row, column: Matrix of a box, and its first row and column, [boxes].
+        rows, columns: Sizes of a box, [boxes].
+        cell: Cell of a box, [boxes].
+        count: Number of cells.
         holder_cell, holder_rank: Pairs of a cell and one of its ranks, [holders].
         length: Elements of each matrix, [matrices].
         width: Columns of each matrix, [matrices].
@@ -297,8 +298,8 @@ class Cells:
 
 
 def cells_of(model: Model, degrees: Degrees, *, is_sharded: bool) -> Cells:
-    """Return the cells of one kind of state: parts of the buffers where it is sharded over
-    replicas, else what a TP rank has of each chunk."""
+    """Return the cells of one kind of state: parts of the buffers if sharded over replicas, else a
+    TP rank's part of each chunk."""
     check(model.shape, degrees)
     table = np.array(list(segments(model, degrees, is_sharded)), dtype=np.int64)
     length, width = matrices(model)
@@ -321,7 +322,7 @@ def cells_of(model: Model, degrees: Degrees, *, is_sharded: bool) -> Cells:
     source, top, left, height, breadth = _rectangles(low, high, columns[row])
     row, shard = row[source], shard[source]
 
-    # Each index of the ranks that it is spread over has such a box elsewhere in the matrix.
+    # Each index of its spread has such a box elsewhere in the matrix.
     copy, number = expand((parted * experts)[row])
     row, shard = row[copy], shard[copy]
     expert, index = np.divmod(number, parted[row])
@@ -358,7 +359,7 @@ def _holders(
             own = range(replicas)
         places = [own[shard]] if is_sharded else own
         stages = {0, degrees.pp - 1} if spread == TIED else {chunk % degrees.pp}
-        # One of so many equal parts is on as many neighbouring TP ranks.
+        # With fewer parts than TP ranks, neighbouring ranks hold equal copies.
         each = tp // ways(spread, shape, degrees)
         pairs += [
             (cell, (stage * replicas + place) * tp + tp_rank)
@@ -374,7 +375,7 @@ def _rectangles(low: Columns, high: Columns, width: Columns) -> tuple[Columns, .
     """Cut flat ranges of row-major matrices into the rest of a row, whole rows, the start of one.
 
     Returns:
-        The range that each is of, its first row and column, its rows and columns.
+        The range's number, first row and column, rows and columns of each rectangle.
     """
     first, head = np.divmod(low, width)
     last, tail = np.divmod(high, width)
@@ -395,12 +396,12 @@ def _rectangles(low: Columns, high: Columns, width: Columns) -> tuple[Columns, .
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Overlap:
-    """Bytes that cells have in common, of all kinds of state that are cut alike.
+    """Common bytes of cells, for all kinds of state with the same cut.
 
     Attributes:
         held, wanted: The cells.
         first, second: The held and the wanted cell of each pair, [pairs].
-        size_bytes: What they have in common, [pairs].
+        size_bytes: Common bytes of each pair, [pairs].
     """
 
     held: Cells
@@ -416,13 +417,13 @@ def state_bytes(work: Workload) -> tuple[int, int]:
 
 
 def overlaps_of(work: Workload, before: Layout, after: Layout) -> tuple[Overlap, ...]:
-    """Return what the ranks of ``before`` hold of what those of ``after`` want.
+    """Return the bytes held by the ranks of ``before`` and wanted by those of ``after``.
 
-    With optimizer state over replicas a rank wants its weights whole, but holds its part alone: the
-    rest may be one step old.
+    With optimizer state over replicas a rank wants whole weights but holds its part alone: the rest
+    may be one step old.
 
     Raises:
-        RefusedError: A layout does not cut the model, or cuts experts otherwise than the rest.
+        RefusedError: A layout does not cut the model, or cuts experts differently from the rest.
     """
     for tp in {before.degrees.tp, after.degrees.tp}:
         if work.shape.experts and work.expert_tp not in (None, tp):
@@ -453,7 +454,7 @@ def _overlap(held: Cells, wanted: Cells, item_bytes: int) -> Overlap:
 
 
 def summed(number: Columns, size: Columns, count: int) -> Columns:
-    """Return the sums of sizes by number, [count]. They are exact below 2^53."""
+    """Return the sums of sizes by number, [count]; exact below 2^53."""
     sums: Columns = np.bincount(number, weights=size, minlength=count).astype(np.int64)
     return sums
 
@@ -471,8 +472,8 @@ def _boxes(cells: Cells) -> Boxes:
 
 
 def joined(cell: Columns, place: Columns, count: int) -> tuple[Columns, Columns]:
-    """Return, by cell, the distinct places that have it: the first entry of each cell
-    [cells + 1], and the places."""
+    """Return the distinct places of each cell: the first entry of each cell [cells + 1], and the
+    places."""
     most = int(place.max(initial=-1)) + 1
     both = np.unique(cell * most + place)
     owner, found = np.divmod(both, max(most, 1))
@@ -482,14 +483,14 @@ def joined(cell: Columns, place: Columns, count: int) -> tuple[Columns, Columns]
 def by_place(
     overlap: Overlap, before: Columns, after: Columns
 ) -> tuple[Columns, Columns, Columns, Columns]:
-    """Return each pair at each of the places that want it.
+    """Return each pair at each place that wants it.
 
     Args:
-        before, after: The place (host or device) of each rank, [ranks]; below 0: it is gone.
+        before, after: The place (host or device) of each rank, [ranks]; below 0: gone.
 
     Returns:
-        The pair and the place of each entry, which is distinct; and of the pairs' held cells the
-        first source [pairs + 1] and the sources.
+        Pair and place of each entry, distinct; and the sources of the held cells: first entry
+        [cells + 1] and places.
     """
     held, wanted = overlap.held, overlap.wanted
     where = before[held.holder_rank]
@@ -503,7 +504,7 @@ def by_place(
 def needed_and_held(
     overlaps: Sequence[Overlap], before: Columns, after: Columns, places: int, others: int
 ) -> tuple[Columns, Columns]:
-    """Return the bytes that each new place needs, [places], and what each old place holds of them,
+    """Return the bytes needed by each new place, [places], and each old place's share of them,
     [places, others]."""
     needed = np.zeros(places, dtype=np.int64)
     common = np.zeros(places * others, dtype=np.int64)
