@@ -1,6 +1,8 @@
-"""The processes of a job that run on this machine, found by the job's folder: whoever holds the
-lock of a host's store is its agent, and workers and fork servers name the agent's directory in
-their environment."""
+"""The processes of a job on this machine, found by the job's folder.
+
+The owner of the lock of a host's store is its agent; workers and fork servers have the agent's
+directory in their environment.
+"""
 
 import os
 import signal
@@ -18,11 +20,11 @@ from scalai.store.secure import open_below
 COORDINATOR = "scalai.launch.coordinator.process"
 AGENT_FOLDER = "agent"
 ENDS_S = 30.0
-"""How long processes may take to end that were killed."""
+"""Seconds for killed processes to end."""
 
 
 def agents(folder: Path) -> dict[str, int]:
-    """Return the agents of a job that run on this machine: process numbers by host."""
+    """Return the process numbers of a job's agents on this machine, by host."""
     found = {}
     for lock in sorted(folder.glob(f"*/{LOCK}")):
         with suppress(OSError), open_below(folder.parent, folder.name, lock.parent.name) as host:
@@ -33,7 +35,7 @@ def agents(folder: Path) -> dict[str, int]:
 
 
 def coordinator(folder: Path) -> int | None:
-    """Return the process of the job's coordinator, where it runs on this machine."""
+    """Return the process of the job's coordinator on this machine, or None."""
     for pid in _pids():
         words = _words(pid, "cmdline")
         if COORDINATOR in words and str(folder) in words and state(pid) not in "ZX":
@@ -42,7 +44,7 @@ def coordinator(folder: Path) -> int | None:
 
 
 def workers(folder: Path, host: str) -> list[int]:
-    """Return the live workers of a host, in the order in which they were made: that of ranks."""
+    """Return the live workers of a host in the order of creation, equal to the order of ranks."""
     home = str(folder / host / AGENT_FOLDER)
     found = []
     for pid in _pids():
@@ -58,7 +60,7 @@ def workers(folder: Path, host: str) -> list[int]:
 
 
 def family(folder: Path, host: str) -> list[int]:
-    """Return the agent of a host, and all that it has started but the coordinator, agent first."""
+    """Return the agent of a host, then all its descendants except the coordinator."""
     home = folder / host / AGENT_FOLDER
     preload = f"{home}{os.sep}"
     found = [pid for name, pid in agents(folder).items() if name == host]
@@ -72,8 +74,7 @@ def family(folder: Path, host: str) -> list[int]:
 
 
 def _is_child_of_a_worker(pid: int, home: str) -> bool:
-    """Whether this is a process that a worker has started (a data loader's): it has the worker's
-    environment."""
+    """Whether a worker started this process (a data loader's): it has the worker's environment."""
     variables = environment(_parent(pid))
     return variables.get("SCALAI_AGENT") == home and "RANK" in variables
 
@@ -116,12 +117,12 @@ def _words(pid: int, what: str) -> list[str]:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """Return the variables that a process began with; none where it cannot be looked at."""
+    """Return the initial variables of a process; empty if not readable."""
     return dict(word.partition("=")[::2] for word in _words(pid, "environ"))
 
 
 def flag(pid: int, name: str) -> str | None:
-    """Return the value of a flag on an agent's command line, None where it is not there."""
+    """Return the value of a flag on an agent's command line, None without it."""
     words = _words(pid, "cmdline")
     for spelling in (name, name.replace("-", "_").replace("__", "--", 1)):
         for word, behind in zip(words, [*words[1:], ""], strict=False):
@@ -133,13 +134,13 @@ def flag(pid: int, name: str) -> str | None:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal; nothing where the process is gone."""
+    """Send a signal; ignore a process already gone."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def end(pids: Sequence[int]) -> None:
-    """Kill processes and return once they are gone. Raises ``PeerError`` where one is not."""
+    """Kill processes and wait for their end. Raises ``PeerError`` if one remains."""
     for pid in pids:
         send(pid, signal.SIGKILL)
     deadline = time.monotonic() + ENDS_S
@@ -151,9 +152,8 @@ def end(pids: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How an agent was started, so that it can be started again: its words, variables, directory,
-    where its output goes (None: nowhere that can be opened), and a descriptor of its network, where
-    that is not ours."""
+    """The start of an agent, for a restart: words, variables, directory, output file (None: none to
+    open), and a descriptor of its network namespace, if not ours."""
 
     words: tuple[str, ...]
     variables: Mapping[str, str]
@@ -174,7 +174,7 @@ class Command:
     def start(
         self, before: Sequence[str] = (), output: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start it again, by the words ``before`` it, where there are some; it outlives us."""
+        """Start it again, behind the words ``before``; it outlives this process."""
         where = str(output) if output is not None else self.output or os.devnull
         if self.network is not None:
             before = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self.network}", *before]
@@ -202,7 +202,7 @@ class Command:
 
 
 def output_of(pid: int) -> str | None:
-    """Return the file that a process writes its errors to, None where that is no file."""
+    """Return the file of a process's standard error, None if it is no file."""
     try:
         path = os.readlink(f"/proc/{pid}/fd/2")
     except OSError:
@@ -211,7 +211,7 @@ def output_of(pid: int) -> str | None:
 
 
 def namespace(pid: int | str, kind: str) -> str:
-    """Return which namespace of a kind a process is in; empty where that cannot be told."""
+    """Return the process's namespace of a kind; empty if unknown."""
     try:
         return os.readlink(f"/proc/{pid}/ns/{kind}")
     except OSError:

@@ -1,4 +1,4 @@
-"""What an injector is given: the job, the fault, and where it leaves how to undo what it does."""
+"""Input of an injector: the job, the fault, and a stack of undo actions."""
 
 import contextlib
 import re
@@ -19,15 +19,15 @@ from scalai.runtime.calls import Channel
 
 LOOK_S = 0.1
 ANSWER_S = 3.0
-"""How long a coordinator may take to answer a connection."""
+"""Seconds for a coordinator's answer to a connection."""
 
 
 class JobEnded(PeerError):
-    """The job that is watched has ended, or is not there."""
+    """The watched job has ended, or does not exist."""
 
 
 class Log:
-    """The files to which agents of this machine write, read on from where they were."""
+    """The log files of this machine's agents, read on from their last position."""
 
     def __init__(self, given: Sequence[Path]) -> None:
         self._at = {path: _size(path) for path in given}
@@ -35,7 +35,7 @@ class Log:
         self.text = ""
 
     def add(self, path: Path, *, is_new: bool = False) -> None:
-        """Also read this one, from now on, or from its beginning where it is new."""
+        """Also read this file, from now on, or a new one from its beginning."""
         if path not in self._at:
             self._at[path] = 0 if is_new else _size(path)
 
@@ -44,12 +44,12 @@ class Log:
         return bool(self._at)
 
     def look(self) -> None:
-        """Read what has come."""
+        """Read new whole lines."""
         for path, at in self._at.items():
             with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(at)
                 new = file.read()
-                # A line is read whole: half of it would not be understood.
+                # Whole lines only: half a line has no meaning.
                 whole = new[: new.rfind(b"\n") + 1]
                 self._at[path] = at + len(whole)
                 self.text += whole.decode(errors="replace")
@@ -63,7 +63,7 @@ def _size(path: Path) -> int:
 
 
 def _archived(text: str) -> list[int]:
-    """Return the steps of the generations that a log says are in the durable directory."""
+    """Return the steps of generations logged as archived in the durable directory."""
     return [int(n) for n in re.findall(r"event=archived generation=\d+ step=(\d+)", text)]
 
 
@@ -72,7 +72,7 @@ class Watch:
 
     Args:
         folder: ``<store>/<job>`` on this machine.
-        logs: Files of the agents' logs; those that agents of this machine write to are found.
+        logs: Log files of agents; those of this machine's agents are found.
     """
 
     def __init__(self, folder: Path, logs: Sequence[Path] = ()) -> None:
@@ -94,7 +94,7 @@ class Watch:
             self._channel = None
 
     def look(self) -> None:
-        """Ask once, and read what has come."""
+        """Ask for the status once, and read new log lines."""
         self.log.look()
         self.status = self._ask()
         last = (self.status or {}).get("last_resize")
@@ -102,7 +102,7 @@ class Watch:
             self.reports.append(last)
 
     def _ask(self) -> Mapping[str, Any] | None:
-        """Return the status, None where nobody answers."""
+        """Return the status, None without an answer."""
         try:
             if self._channel is None:
                 card = read_card(self.folder, answer_s=ANSWER_S)
@@ -117,7 +117,7 @@ class Watch:
 
     @property
     def step(self) -> int | None:
-        """The job's newest step, as far as anybody says."""
+        """The job's newest known step."""
         return None if self.status is None else self.status["step"]
 
     @property
@@ -125,8 +125,7 @@ class Watch:
         return None if self.status is None else self.status["generation_step"]
 
     def is_whole(self, hosts: Sequence[str], world: int) -> bool:
-        """Whether the job trains on all of these hosts with as many workers as ``world``; 0: any
-        number."""
+        """Whether the job trains on all of these hosts with ``world`` workers; 0: any number."""
         status = self.status
         if status is None or status["phase"] != "running" or status["step"] is None:
             return False
@@ -134,18 +133,18 @@ class Watch:
         if not busy >= set(hosts) or world not in (0, status["world_size"]):
             return False
         last = status["last_resize"]
-        if last is None:  # a coordinator that took another one's place has begun no round yet
+        if last is None:  # a successor coordinator has begun no round yet
             return int(status["term"]) > 1
         return bool(last.get("round") == status["round"])
 
     def archived(self, newer: int = 0) -> int | None:
-        """Return the step of the newest generation that the log says is in the durable directory,
-        but for so many ``newer`` ones."""
+        """Return the step of the newest generation logged as archived, without the ``newer`` last
+        ones."""
         found = [*self._archived, *_archived(self.log.text)]
         return found[-1 - newer] if len(found) > newer else None
 
     def wait(self, is_so: Callable[[], bool], for_s: float) -> bool:
-        """Look until something is so, ``for_s`` at most. Returns whether it is."""
+        """Look until ``is_so`` holds, for at most ``for_s`` seconds. Returns whether it holds."""
         deadline = time.monotonic() + for_s
         while True:
             self.look()
@@ -156,7 +155,7 @@ class Watch:
             time.sleep(LOOK_S)
 
     def rounds_since(self, at: float) -> tuple[Round, ...]:
-        """Return the rounds that were begun after a moment of the wall clock."""
+        """Return the rounds begun after a time of the wall clock."""
         return tuple(
             Round(
                 str(each["reason"]), each.get("step"), int(each.get("steps_lost", 0)),
@@ -170,9 +169,8 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the job was started with, as far as its command lines and logs say: steps between
-    snapshots, other hosts that keep what one has, the durable directory and the sources of
-    preemption notices and of a host's health."""
+    """Settings of a job's start, by its command lines and logs: steps between snapshots, number of
+    replicas on other hosts, durable directory."""
 
     snapshot_every: int | None
     replicas: int
@@ -181,8 +179,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One fault of one job. ``before``: words that start the host's agent anew, where it is to be
-    started otherwise than it was."""
+    """One fault of one job. ``before``: words to put before the command of the host's agent at its
+    next start."""
 
     folder: Path
     watch: Watch
@@ -198,21 +196,21 @@ class Scene:
         return self.fault.hosts[0]
 
     def agent(self, host: str | None = None) -> int:
-        """Return the agent of a host. Raises ``ProcessLookupError``: there is none."""
+        """Return the agent of a host. Raises ``ProcessLookupError`` without one."""
         found = processes.agents(self.folder).get(host or self.host)
         if found is None:
             raise ProcessLookupError(f"host {host or self.host} has no agent here")
         return found
 
     def worker(self) -> int:
-        """Return the worker that the fault strikes. Raises ``ProcessLookupError``."""
+        """Return the worker to strike. Raises ``ProcessLookupError``."""
         found = processes.workers(self.folder, self.host)
         if not found:
             raise ProcessLookupError(f"host {self.host} has no worker here")
         return found[self.fault.worker % len(found)]
 
     def rank(self) -> int:
-        """Return the rank of that worker: hosts have theirs in the order of the status."""
+        """Return the rank of this worker: hosts have ranks in the order of the status."""
         workers: Mapping[str, int] = (self.watch.status or {}).get("workers", {})
         names = list(workers)
         first = sum(workers[name] for name in names[: names.index(self.host)])
@@ -221,16 +219,18 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """A fault that has struck, or has been prepared. ``seen``: words by which the injection shows
-    by other means than the job's words, empty as long as it does not; ``struck_at``: when it
-    struck, by the wall clock, None as long as it has not."""
+    """A fault after its injection or preparation.
+
+    ``seen`` returns evidence of the injection beyond the job's own words, empty until there is any;
+    ``struck_at`` returns its wall-clock time, None until it strikes.
+    """
 
     seen: Callable[[], str] | None = None
     struck_at: Callable[[], float | None] | None = None
 
 
 def settings_of(folder: Path) -> Settings:
-    """Read what a job was started with."""
+    """Read the settings of a job's start."""
     found: dict[str, str] = {}
     for pid in processes.agents(folder).values():
         path = processes.output_of(pid)
@@ -250,7 +250,7 @@ def settings_of(folder: Path) -> Settings:
 
 
 def least_hosts(folder: Path) -> int:
-    """Return how many hosts a job needs at least (``--nnodes``)."""
+    """Return the least number of hosts of a job (``--nnodes``)."""
     needed = 1
     for pid in processes.agents(folder).values():
         given = processes.flag(pid, "--nnodes") or "1"

@@ -1,4 +1,5 @@
-"""The coordinator's card: how agents and commands on one machine find a job's coordinator."""
+"""The coordinator's card: the way from agents and commands on one machine to a job's
+coordinator."""
 
 import contextlib
 import ctypes
@@ -24,20 +25,21 @@ from scalai.runtime.handshake import job_key
 from scalai.store.secure import open_below
 
 TOKEN_VARIABLE = "SCALAI_JOB_TOKEN"
-"""Environment variable: the job's secret, where hosts do not share a machine."""
+"""Environment variable with the job's secret, for hosts on several machines."""
 CARD = "coordinator.json"
 ENDED = "coordinator.ended.json"
 ATTEMPTS, PAUSE_S = 4, 0.2
-"""How often a coordinator is asked whose connections break, and how long it is left between."""
+"""Attempts at a coordinator after broken connections, and seconds between them."""
 
 TOKEN_CHARACTERS = 16
-"""A shorter secret is soon guessed by a false server that was sent one proof."""
+"""Least length of a secret: a false server with one proof soon guesses a shorter one."""
 
 
 def take_token(job: str) -> str | None:
-    """Return the key that follows from the job's secret in the environment (``job_key``), None
-    where there is none, and take the secret out of there: what this process starts does not inherit
-    it, and nobody reads it in ``/proc``.
+    """Return the key of the job's secret in the environment (``job_key``), or None.
+
+    Removes the secret from the environment: child processes do not inherit it, and ``/proc`` does
+    not show it.
 
     Raises:
         UsageError: It is too short.
@@ -56,7 +58,7 @@ def take_token(job: str) -> str | None:
 
 
 def _wipe(variable: str, size_bytes: int) -> None:
-    """Overwrite the value that the process was started with: the kernel shows it for ever."""
+    """Overwrite the initial value of a variable; the kernel would show it for ever."""
     find = ctypes.CDLL(None).getenv
     find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     place = find(variable.encode())
@@ -67,15 +69,15 @@ def _wipe(variable: str, size_bytes: int) -> None:
 def read_card(
     folder: Path, *, answer_s: float = CONNECT_S, pause_s: float = PAUSE_S
 ) -> tuple[tuple[str, int], bytes] | None:
-    """Return the address and token of a live coordinator that left its card in the job's folder,
-    else None.
+    """Return the address and token of a live coordinator from the card in the job's folder, or
+    None.
 
     Args:
-        answer_s: How long it may take to answer.
-        pause_s: How long it is left alone after its connection has broken.
+        answer_s: Seconds to wait for an answer.
+        pause_s: Seconds to wait after a broken connection.
 
     Raises:
-        PeerError: There is one, or something else, and it does not answer.
+        PeerError: A coordinator, or another process, is there and does not answer.
         StoreError: The folder is not this user's alone.
     """
     try:
@@ -90,7 +92,7 @@ def read_card(
 
 
 def _parse(text: bytes) -> tuple[tuple[str, int], bytes] | None:
-    """Return the address and token of a card, None where it is torn."""
+    """Return the address and token of a card, None for a torn one."""
     try:
         card = json.loads(text)
         return (str(card["host"]), int(card["port"])), bytes.fromhex(card["token"])
@@ -99,7 +101,7 @@ def _parse(text: bytes) -> tuple[tuple[str, int], bytes] | None:
 
 
 def _answers(address: tuple[str, int], token: bytes, answer_s: float, pause_s: float) -> bool:
-    """Whether a coordinator of the job is there. Raises ``PeerError`` where that cannot be told."""
+    """Whether a coordinator of the job is there. Raises ``PeerError`` if unknown."""
     for attempt in range(ATTEMPTS):
         try:
             Channel(address, token, connect_s=answer_s).close()
@@ -121,15 +123,15 @@ def _answers(address: tuple[str, int], token: bytes, answer_s: float, pause_s: f
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Whose card it is: the how-manieth coordinator of the job, and its process."""
+    """Owner of a card: the coordinator's number in the job, from 1, and its process."""
 
     term: int
     pid: int
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Return whose card lies in the job's folder, whether it lives or not; None: no card does, so
-    no coordinator has died here. Raises ``StoreError`` as ``read_card``."""
+    """Return the owner of the card in the job's folder, alive or dead; None: no card, so no
+    coordinator died here. Raises ``StoreError`` as ``read_card``."""
     try:
         with open_below(folder.parent, folder.name) as job:
             card = json.loads(job.read(CARD))
@@ -141,8 +143,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def write_card(folder: Path, address: tuple[str, int], token: bytes, term: int = 1) -> None:
-    """Leave the card of this process, readable by this user alone. Raises ``StoreError`` where that
-    cannot be."""
+    """Write this process's card, readable by this user alone. Raises ``StoreError`` on failure."""
     card: Mapping[str, Any] = {
         "host": address[0],
         "port": address[1],
@@ -157,15 +158,14 @@ def write_card(folder: Path, address: tuple[str, int], token: bytes, term: int =
 
 
 def write_ending(folder: Path, code: int, reason: str) -> None:
-    """Leave word of how the job has ended, for who asks for it. Raises as ``write_card``."""
+    """Record the end of the job for later readers. Raises as ``write_card``."""
     ending = {"code": code, "reason": reason, "at": time.time()}
     with open_below(folder.parent, folder.name) as job:
         job.write(ENDED, json.dumps(ending).encode())
 
 
 def read_ending(folder: Path) -> str:
-    """Return how the last job of this name has ended, as a sentence; empty where nobody has said
-    it."""
+    """Return a sentence about the end of the last job of this name; empty: unknown."""
     try:
         with open_below(folder.parent, folder.name) as job:
             found = json.loads(job.read(ENDED))
@@ -176,8 +176,8 @@ def read_ending(folder: Path) -> str:
 
 
 def remove_card(folder: Path, of: tuple[str, int] | None = None) -> None:
-    """Take the card away, if it is there; only that of the coordinator that listens at ``of``,
-    where that is named. Whoever calls holds the lock of the job's folder."""
+    """Remove the card, if any; with ``of`` only the card of the coordinator at this address. The
+    caller holds the lock of the job's folder."""
     with contextlib.suppress(FileNotFoundError), open_below(folder.parent, folder.name) as job:
         found = _parse(job.read(CARD))
         if of is None or (found is not None and found[0] == of):
@@ -198,5 +198,5 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """Return what ``split_endpoint`` splits into these; ``host`` may stand in brackets."""
+    """Return the inverse of ``split_endpoint``; ``host`` may stand in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

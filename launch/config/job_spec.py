@@ -1,4 +1,4 @@
-"""What a job is: the same for all its agents, and what the coordinator decides by."""
+"""The specification of a job, the same for all its agents and its coordinator."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,13 @@ def own_batch(
     script_args: Sequence[str], stated: int | None, deepspeed: Mapping[str, Json] | None = None,
     facts: Mapping[str, Json] | None = None,
 ) -> DatasetTable:  # fmt: skip
-    """Return a table that says the job's own global batch and nothing else; nothing at all where it
-    is not known, or is none that a table takes.
+    """Return a table with the job's own global batch alone; empty if it is unknown or invalid.
 
     Args:
-        script_args: Of a script of Megatron-LM, whose flags say it.
-        stated: What ``[model]`` says, of other scripts.
-        deepspeed: The DeepSpeed configuration; None: there is none.
-        facts: What the first workers have told.
+        script_args: Arguments of the script; Megatron-LM's flags state the batch.
+        stated: Batch of ``[model]``, for other scripts.
+        deepspeed: The DeepSpeed configuration; None: none.
+        facts: Facts reported by the first workers.
     """
     batch: int | BatchRamp | None
     try:
@@ -56,23 +55,21 @@ COMPARED = (
     "elastic_text",
     "deepspeed",
 )
-"""What all agents of a job must have in common; the rest (names, folders, log files) is a host's
-own affair."""
+"""Settings common to all agents of a job; the rest (names, folders, log files) may differ by host."""
 
 
 FAILURES = 3
-"""Failures of workers within an hour of training that a job survives whose hosts may come and go,
-where nobody gave ``--max-restarts``."""
+"""Failures of workers within an hour of training allowed to a job with a varying number of hosts and
+without ``--max-restarts``."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """A job as its command line and its elastic configuration state it.
+    """A job by its command line and elastic configuration.
 
-    ``options``, ``elastic_text`` and ``deepspeed`` are what a person gave; everything else follows
-    from them, on every process alike. ``elastic_text`` is TOML, or JSON where it comes from a
-    DeepSpeed configuration; ``deepspeed`` is that configuration, None where the script's arguments
-    name none.
+    ``options``, ``elastic_text`` and ``deepspeed`` are the user's; all else follows from them,
+    equally on every process. ``elastic_text`` is TOML, or JSON from a DeepSpeed configuration;
+    ``deepspeed`` is the configuration named by the script's arguments, or None.
     """
 
     options: Options
@@ -82,7 +79,7 @@ class JobSpec:
 
     @classmethod
     def read(cls, options: Options) -> "JobSpec":
-        """Read the files that a command line names."""
+        """Read the files named by a command line."""
         named = given = find_config(options.script_args)
         text, name = None, "flags"
         if options.elastic is not None:
@@ -95,7 +92,7 @@ class JobSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> "JobSpec":
-        """Read what ``to_json`` wrote, without any file."""
+        """Read the output of ``to_json``, without any file."""
         options = Options.from_json(data["options"])
         name = options.elastic or BLOCK
         return cls._of(options, data["elastic_text"], name, data["deepspeed"])
@@ -132,15 +129,15 @@ class JobSpec:
 
     @property
     def failures(self) -> int:
-        """Failures that the job survives: as torchrun, what a person gave; where that is nothing
-        and hosts may come and go, a few."""
+        """Failures allowed: ``--max-restarts`` as in torchrun, else a few if hosts may come
+        and go."""
         if self.options.max_restarts is not None:
             return self.options.max_restarts
         return FAILURES if self.is_loss_free else 0
 
     @property
     def is_loss_free(self) -> bool:
-        """Whether the loss of a host is a change as others are, and costs no restart."""
+        """Whether the loss of a host is an ordinary change, without counting as a restart."""
         return self.options.max_restarts is None and self.min_hosts < self.max_hosts
 
     @property
@@ -159,7 +156,7 @@ class JobSpec:
 
     @property
     def spacing(self) -> Spacing:
-        """How many steps lie between snapshots on the way, at first."""
+        """Initial spacing of snapshots, in steps."""
         if not self.is_elastic:
             return Spacing()
         store, lead_s = self.config.store, 2.0 * self.config.resize.silent_s
@@ -169,12 +166,13 @@ class JobSpec:
 
     @property
     def replicas(self) -> int:
-        """On how many other hosts that is kept which would be lost with a host."""
+        """Number of other hosts with copies of a host's state."""
         return self.config.store.replicas if self.is_elastic and self.max_hosts > 1 else 0
 
     @property
     def are_replicas_asked(self) -> bool:
-        """Whether a person has said how many: where there is no room for them, that is refused."""
+        """Whether the user set the number of replicas; too little room for them is then an
+        error."""
         return "store.replicas" in self.config.origin
 
     @property
@@ -188,7 +186,7 @@ class JobSpec:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the job begins anew although it has a state."""
+        """Whether the job begins anew despite a stored state."""
         return self.options.is_fresh
 
     @property
@@ -198,14 +196,14 @@ class JobSpec:
 
     @property
     def script(self) -> ScriptFacts:
-        """What the script's own flags and the configuration say of the model, before anything
-        runs."""
+        """Facts about the model from the script's flags and the configuration, before the first
+        start."""
         if not self.is_elastic:
             return ScriptFacts(self.config.model, self.config.policy())
         return read_script(self.options, self.config, self.deepspeed)
 
     def hook_settings(self, world_size: int) -> Json:
-        """Return what the frameworks' hooks have to know of the configuration, on so many ranks."""
+        """Return the configuration of the frameworks' hooks on ``world_size`` ranks."""
         deepspeed = self.config.deepspeed
         return {
             "zero_stage": deepspeed.stage_on(world_size),
@@ -215,17 +213,17 @@ class JobSpec:
         }
 
     def dataset(self, facts: Mapping[str, Json]) -> DatasetTable:
-        """Return what the job says of its data sets, for whoever looks at what it has left.
+        """Return the job's statement of its data sets, for readers of its remains.
 
         Args:
-            facts: What its first workers have told.
+            facts: Facts reported by its first workers.
         """
         stated = self.config.model.global_batch_size
         own = own_batch(self.options.script_args, stated, self.deepspeed, facts)
         return self.config.dataset.over(own)
 
     def difference(self, other: "JobSpec") -> str | None:
-        """Say in what another agent's job differs from this one, None where it is the same."""
+        """Return the difference of another agent's job from this one; None: the same."""
         for name in COMPARED:
             of_spec = name in ("elastic_text", "deepspeed")
             mine, its = (getattr(of if of_spec else of.options, name) for of in (self, other))

@@ -1,4 +1,4 @@
-"""What is known about a job before it runs, from the flags of its script and the configurations."""
+"""Facts about a job before it runs, from its script's flags and the configurations."""
 
 import importlib.metadata
 import os
@@ -50,10 +50,10 @@ _NEEDED = ("heads", "hidden", "layers", "seq", "vocab")
 
 
 def read_table_shape(table: Mapping[str, Any], where: str) -> ModelShape:
-    """Return the shape that a table states; what it leaves out is a GPT's.
+    """Return the shape stated by a table; missing sizes are a GPT's.
 
     Args:
-        where: What errors call the table.
+        where: Name of the table in errors.
 
     Raises:
         RefusedError: A size is missing, unknown or no whole number.
@@ -77,12 +77,11 @@ def read_table_shape(table: Mapping[str, Any], where: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What is known of a DeepSpeed job.
+    """Known facts of a DeepSpeed job.
 
     Attributes:
         config: Its configuration.
-        micro_batch_size: Samples of a pass where its share of the batch has such; None: nobody
-            states it, and no round was there yet.
+        micro_batch_size: Samples of a pass; None: not stated, and no round yet.
     """
 
     config: Mapping[str, Any]
@@ -90,7 +89,7 @@ class Told:
 
 
 def told_by(config: Mapping[str, Any]) -> Told:
-    """Return what a configuration says, before anything runs."""
+    """Return the facts of a configuration, before the first start."""
     return Told(config, StatedBatch.of(config).micro)
 
 
@@ -100,16 +99,16 @@ def read_planner(
     limits: ModelLimits,
     deepspeed: Told | None = None,
 ) -> Preference | str:
-    """Return the planner, or why there is none.
+    """Return the planner, or the reason for none.
 
     Args:
-        arguments: Of a Megatron-LM script; None: it is another one.
-        limits: What is known of the model beside its flags.
-        deepspeed: Of a DeepSpeed job; None: it is another one.
+        arguments: Arguments of a Megatron-LM script; None: another script.
+        limits: Known limits of the model beside its flags.
+        deepspeed: Facts of a DeepSpeed job; None: another job.
 
     Raises:
-        RefusedError: A person asked for the planner, and something that it needs is not known; or
-            what ``[planner] model`` states is no model.
+        RefusedError: The user asked for the planner and a needed fact is unknown, or ``[planner]
+            model`` is no model.
     """
     if config.kind == "keep":
         return "[planner] kind = keep"
@@ -140,7 +139,7 @@ def _planner_of_megatron(
 def _planner_of_deepspeed(
     config: PlannerConfig, limits: ModelLimits, told: Told | None
 ) -> Preference:
-    """Return the planner of a DeepSpeed job: no flag says its model."""
+    """Return the planner of a DeepSpeed job; its model is in ``[planner] model``."""
     if told is None or not config.model:
         raise RefusedError(
             "degrees are computed for Megatron-LM's scripts, whose flags say the model, and for "
@@ -166,7 +165,7 @@ def _device(config: PlannerConfig) -> Device:
 
 
 def read_freedom(config: PlannerConfig, arguments: MegatronArguments | None) -> Freedom:
-    """Return what beside the degrees may be another than the script's flags say."""
+    """Return the allowed differences from the script's flags, beside the degrees."""
     if arguments is None:
         why = "no flag of the script is known that changes it"
         return Freedom(fixed=tuple((part, why) for part in PARTS))
@@ -180,7 +179,7 @@ def read_freedom(config: PlannerConfig, arguments: MegatronArguments | None) -> 
 
 
 def read_workload(arguments: MegatronArguments | None, limits: ModelLimits) -> Workload | None:
-    """Return what a step of the job computes; None: its flags do not say all of it."""
+    """Return the computation of a step; None: the flags do not state all of it."""
     if arguments is None:
         return None
     try:
@@ -195,8 +194,7 @@ def read_sharding(
     config: DeepSpeedConfig,
     deepspeed: Mapping[str, Json] | None,
 ) -> int:
-    """Return what data-parallel ranks keep a part of on so many ranks (``columns.py``): where
-    nothing says it, the optimizer's state."""
+    """Return the sharding (``columns.py``) on so many ranks; by default the optimizer's state."""
     if arguments is not None:
         return sharding_of(arguments)
     stage = config.stage_on(world_size)
@@ -218,26 +216,26 @@ DEEPSPEED_FIXED = (
 
 @dataclass(frozen=True, slots=True)
 class ScriptFacts:
-    """Limits and policy of a job; ``arguments`` None: the script is not one of Megatron-LM's."""
+    """Limits and policy of a job; ``arguments`` None: not a script of Megatron-LM."""
 
     limits: ModelLimits
     policy: DegreePolicy
     arguments: MegatronArguments | None = None
     why_no_planner: str = ""
-    """Why degrees are not computed; empty: they are, as far as ``[planner] kind`` says."""
+    """Reason against computed degrees; empty: computed, subject to ``[planner] kind``."""
 
 
 def read_script(
     options: Options, config: ElasticConfig, deepspeed: Mapping[str, Any] | None = None
 ) -> ScriptFacts:
-    """Return what the script's flags and the configurations say; the elastic one wins.
+    """Return the facts of the script's flags and the configurations; the elastic one wins.
 
     Args:
-        deepspeed: The DeepSpeed configuration that the script's arguments name; None: none.
+        deepspeed: The DeepSpeed configuration named by the script's arguments; None: none.
 
     Raises:
-        RefusedError: The flags of a Megatron-LM script, or DeepSpeed's configuration, do not go
-        with changing degrees.
+        RefusedError: The flags of a Megatron-LM script, or DeepSpeed's configuration, exclude a
+            change of degrees.
         UsageError: A value among them is not a number.
     """
     if is_megatron(options.script_args):
@@ -285,8 +283,7 @@ def read_script(
 
 
 def _even_cuts(model: Mapping[str, int | bool]) -> ModelLimits:
-    """Return what a stated model allows: only even cuts of it are computed, so that no others are
-    offered."""
+    """Return the limits of a stated model; only its even cuts are computed and offered."""
     shape = read_table_shape(model, "[planner] model")
     return ModelLimits(
         num_attention_heads=shape.heads, num_query_groups=shape.kv_groups,
@@ -295,15 +292,17 @@ def _even_cuts(model: Mapping[str, int | bool]) -> ModelLimits:
 
 
 def _sharding(by_world: Mapping[str, int], configured: int) -> Sharding | None:
-    """Return the ZeRO stage by world; None: it is 0 on all."""
+    """Return the ZeRO stage by world; None: 0 on all."""
     usual = by_world.get("default", configured)
     sizes = sorted((int(world), stage) for world, stage in by_world.items() if world != "default")
     return Sharding(usual, tuple(sizes)) if any((usual, *dict(sizes).values())) else None
 
 
 def _kept_axes(policy: DegreePolicy, deepspeed: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the axes on which the script of a DeepSpeed job is not known to cut its model: AutoTP
-    does it wherever it is configured, else the script by what [degrees] or its flags ask for."""
+    """Return the axes not known to be cut by a DeepSpeed job's script.
+
+    AutoTP cuts TP if configured; otherwise the script cuts by [degrees] or its flags.
+    """
     of_table = (request for rule in policy.rules for request in rule.requests)
     asked = [policy.initial or DegreeRequest(), *of_table]
     is_tensor_parallel = AUTOTP in deepspeed or any(request.tp > 1 for request in asked)
@@ -312,7 +311,7 @@ def _kept_axes(policy: DegreePolicy, deepspeed: Mapping[str, Any]) -> tuple[str,
 
 
 def installed_release(package: str) -> tuple[int, ...]:
-    """Return the numbers of the release that is installed here; none: it is not."""
+    """Return the installed release's numbers; empty: not installed."""
     try:
         return numbers_of(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
