@@ -1,5 +1,7 @@
-"""Carries a schedule of faults out against a running job, one after the other, and observes what
-becomes of each. All that was injected is undone at the end, whatever happens."""
+"""Carries out a schedule of faults against a running job, one by one, and observes each outcome.
+
+At the end all injections are undone, whatever happens.
+"""
 
 import fcntl
 import json
@@ -20,20 +22,19 @@ from scalai.launch.chaos.scene import Injected, Scene, Settings, Watch, least_ho
 from scalai.launch.chaos.verdicts import Outcome, Verdict, problems, step_to_pass, to_json
 
 ENDS_S = 20.0
-"""How long a job that cannot go on is left to itself before what was injected is undone."""
+"""Seconds without progress before the injection is undone."""
 STARTS = 4
-"""How often an agent that does not stay is started again."""
+"""Most starts of a failing agent."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was asked for.
+    """The request.
 
-    ``every``: steps between the recovery from a fault and the next one; ``bite_s``: a fault that is
-    not seen for so long failed, and so did one from which the job is not back for so long;
-    ``is_restarting``: agents that have ended are started again; ``hosts``: those that are struck,
-    none: any that are here.
+    ``every``: steps between the recovery from a fault and the next one; ``bite_s``: time limit in
+    seconds for the detection of a fault, and for the recovery; ``is_restarting``: ended agents are
+    started again; ``hosts``: hosts to strike, empty: any here.
     """
 
     seed: int
@@ -49,8 +50,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Cast:
-    """The hosts of the job that are here: how each agent was started, and those that were started
-    again."""
+    """The job's hosts on this machine: the start of each agent, and agents started again."""
 
     hosts: tuple[str, ...]
     world: int
@@ -61,8 +61,8 @@ class Cast:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Be the only one that injects faults into a job. Raises ``UsageError``: somebody else does, or
-    there is no such job."""
+    """Lock out other injectors of faults into the job. Raises ``UsageError``: another one is
+    active, or there is no such job."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -85,8 +85,8 @@ class Chaos:
 
     Args:
         folder: ``<store>/<job>``.
-        plan: What was asked for.
-        say: Gets a line of progress.
+        plan: The request.
+        say: Callback for a line of progress.
     """
 
     def __init__(self, folder: Path, plan: Plan, say: Say) -> None:
@@ -144,8 +144,8 @@ class Chaos:
         return bool(status and status["phase"] == "running" and status["step"] is not None)
 
     def run(self, faults: Sequence[Fault]) -> Verdict:
-        """Carry a schedule out. What a person interrupts is undone, and judged as far as it
-        came: see ``outcomes``."""
+        """Carry a schedule out. An interrupted run is undone, and judged as far as it came: see
+        ``outcomes``."""
         self.outcomes: list[Outcome] = []
         self._say(f"hosts {', '.join(self._cast.hosts)}; {len(faults)} faults")
         try:
@@ -169,7 +169,7 @@ class Chaos:
         return self._watch.status is not None or bool(processes.agents(self._folder))
 
     def _one(self, fault: Fault) -> Outcome:
-        """Wait for the time of a fault, inject it, and see what becomes of it."""
+        """Wait for the time of a fault, inject it, and observe the outcome."""
         if not self._await_time(fault):
             return Outcome(fault, trouble="the job did not get to the time of this fault")
         with ExitStack() as undo:
@@ -188,7 +188,7 @@ class Chaos:
                 return Outcome(fault, trouble=f"its target is not there: {error}")
 
     def _await_time(self, fault: Fault) -> bool:
-        """Return once the job is whole and a fault is due; False: it never was."""
+        """Return True once the job is whole and a fault is due; False: it never was."""
         watch, at = self._watch, fault.at
         watch.wait(lambda: self._is_whole() or not self._is_alive(), self._plan.bite_s)
         if not self._is_whole():
@@ -263,7 +263,7 @@ class Chaos:
         )  # fmt: skip
 
     def _is_back(self, step: int, before: Mapping[str, tuple[str, ...]]) -> bool:
-        """Start agents again that have ended; whether all hosts train beyond a step."""
+        """Start ended agents again; return True if all hosts train beyond ``step``."""
         if self._plan.is_restarting:
             self._start_again(before)
         else:
@@ -271,7 +271,7 @@ class Chaos:
         return self._is_whole() and (self._watch.step or 0) > step
 
     def _go_on_with_those_left(self) -> None:
-        """Nobody starts agents again: from now on the job is whole without those that are gone."""
+        """Without restarts: count the job as whole without its lost hosts."""
         there = processes.agents(self._folder)
         left = tuple(host for host in self._cast.hosts if host in there)
         if left and left != self._cast.hosts:
@@ -291,7 +291,7 @@ class Chaos:
             cast.started[host] = cast.commands[host].start(before.get(host, ()))
 
     def _as_before(self, scene: Scene) -> bool:
-        """Have a host that was started otherwise drain, and start it as it was."""
+        """Drain a host with a changed start, and start it as before."""
         processes.send(scene.agent(), 15)
         host = scene.host
         if not self._watch.wait(lambda: host not in processes.agents(self._folder), 60.0):
@@ -318,7 +318,7 @@ class Chaos:
 
 
 class _Sign:
-    """Looks for what shows an injection."""
+    """Looks for signs of an injection."""
 
     def __init__(
         self, fault: Fault, injected: Injected, watch: Watch, from_here: int, wall: float
@@ -340,7 +340,7 @@ class _Sign:
         return True
 
     def _text(self) -> str:
-        """All that the job has said since."""
+        """The job's words since the injection."""
         watch = self._watch
         reports = [each for each in watch.reports if each["at"] > self._wall]
         failure = (watch.status or {}).get("last_failure")

@@ -1,4 +1,4 @@
-"""How each kind of fault is injected, and where it cannot be."""
+"""The injection of each kind of fault, and obstacles to it."""
 
 import json
 import shutil
@@ -18,12 +18,12 @@ from scalai.runtime.failpoints import VARIABLE
 
 COMMAND_S = 20.0
 ENOUGH = 200
-"""So many packets have waited, and a slow link has been seen to be one."""
+"""Delayed packets as a sign of a slow link."""
 RATE = ("rate", "256kbit", "burst", "4kb", "latency", "400ms")
 
 
 def run_tool(*words: str) -> str | None:
-    """Run a command. Returns what it prints, None where it fails or is not there."""
+    """Run a command. Returns its output, None if it fails or does not exist."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -36,7 +36,7 @@ def _inside(scene: Scene, *words: str) -> str | None:
 
 
 def no_link(scene: Scene) -> str:
-    """Say why the host has no link that could be struck."""
+    """Return the reason against striking the host's link, or nothing."""
     agent = processes.namespace(scene.agent(), "net")
     if agent in ("", processes.namespace("self", "net")):
         return f"host {scene.host} shares the network of this command, which is never cut"
@@ -55,7 +55,7 @@ def _device(scene: Scene) -> str | None:
 
 
 def drop_link(scene: Scene) -> Injected:
-    """Pull the wire out: what is sent is lost without a word."""
+    """Pull the wire out: packets are lost silently."""
     device, pid = _device(scene), str(scene.agent())
     assert device is not None
     enter = ("nsenter", "-t", pid, "-n")
@@ -65,13 +65,14 @@ def drop_link(scene: Scene) -> Injected:
 
 
 def no_pair(scene: Scene) -> str:
-    """Say why no link between two hosts could be cut that leaves the coordinator heard."""
+    """Return the reason against cutting a link between two hosts with the coordinator still in
+    reach."""
     missing = "needs a second host with a network of its own, beside that of this command"
     return no_link(scene) or ("" if _other(scene) is not None else missing)
 
 
 def _other(scene: Scene) -> int | None:
-    """Return the agent of another host that has a network of its own."""
+    """Return the agent of another host with a network of its own."""
     taken = {processes.namespace(pid, "net") for pid in ("self", 1, scene.agent())}
     agents = processes.agents(scene.folder)
     return next(
@@ -88,7 +89,7 @@ def _address(pid: int) -> tuple[str, str]:
 
 
 def cut_pair(scene: Scene) -> Injected:
-    """Have two hosts send each other to an address of Ethernet that nobody has."""
+    """Redirect two hosts' packets for each other to an unused Ethernet address."""
     one, other = scene.agent(), _other(scene)
     assert other is not None
     for near, far in ((one, other), (other, one)):
@@ -108,7 +109,7 @@ def reset_link(scene: Scene) -> Injected:
 
 
 def slow_link(scene: Scene) -> Injected:
-    """Let little pass, by a token bucket on what the host sends."""
+    """Limit the host's sending rate by a token bucket."""
     device = _device(scene)
     assert device is not None
     enter = ("nsenter", "-t", str(scene.agent()), "-n")
@@ -135,19 +136,19 @@ COORDINATOR_SIGNALS = {
 NOTICE_S = "60"
 OUTLIVED_STEPS = 5
 ENDS_S = 30.0
-"""How long a process may take to end that is killed."""
+"""Seconds for a killed process to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Injector:
-    """``inject`` a kind; ``obstacle`` says why that cannot be done here, or nothing."""
+    """``inject`` a kind; ``obstacle`` returns the reason against it here, or nothing."""
 
     inject: Inject
     obstacle: Obstacle = lambda scene: ""
 
 
 def injector_of(fault: Fault) -> Injector:
-    """Return how a fault is injected."""
+    """Return the injector of a fault."""
     if fault.at.station:
         return Injector(_arm, _no_failpoint)
     return TABLE[fault.kind.name]
@@ -157,7 +158,7 @@ def injector_of(fault: Fault) -> Injector:
 
 
 def _signal(scene: Scene) -> Injected:
-    """Send a worker or an agent the signal of the kind; a stopped one is let go on at the end."""
+    """Send a worker or an agent the kind's signal; a stopped one continues at the end."""
     kind = scene.fault.kind
     pid = scene.worker() if kind.target is Target.WORKER else scene.agent()
     number = signal.Signals[SIGNALS[kind.name]]

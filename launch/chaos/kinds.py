@@ -1,9 +1,7 @@
-"""Faults that are injected into a running job: which there are, when they strike, and what each of
-them may cost.
+"""Kinds of faults to inject into a running job, their times, and their allowed cost.
 
-A kind is one row of ``KINDS``: whom it strikes, what the job is expected to do, how many steps may
-be lost by it, and by what words of the job its injection is seen. What was observed is judged in
-``launch/chaos/verdicts.py``.
+A kind is one row of ``KINDS``: its target, the expected effect, the limit of lost steps, and the
+job's words as a sign of its injection. ``launch/chaos/verdicts.py`` judges the observations.
 """
 
 import random
@@ -16,7 +14,7 @@ from scalai.core.errors import UsageError
 
 
 class Target(Enum):
-    """Whom a fault strikes, and so how many hosts lose what they hold at once."""
+    """Target of a fault; it sets the number of hosts struck at once."""
 
     WORKER = "a worker"
     AGENT = "an agent"
@@ -30,7 +28,7 @@ class Target(Enum):
 
 
 class Effect(Enum):
-    """What the job does about a fault."""
+    """Expected reaction of the job to a fault."""
 
     ROUND = "it begins another round"
     NOTED = "it says so, and trains on"
@@ -38,7 +36,7 @@ class Effect(Enum):
 
 
 class Loss(Enum):
-    """How many steps may be made once more."""
+    """Limit of repeated steps."""
 
     NONE = "none"
     SNAPSHOT = "those since the newest snapshot that outlives the fault: two intervals at most"
@@ -51,7 +49,7 @@ class Loss(Enum):
 
 
 class Heard(Enum):
-    """By what the job learns of a fault."""
+    """The job's way to learn of a fault."""
 
     PROCESS = "a process ends, or its connections"
     SILENCE = "an agent says nothing"
@@ -61,9 +59,11 @@ class Heard(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of fault. ``sign``: pattern of what the job says of it, in its log, its status or
-    its reports; empty where the injection shows it by other means. ``station``: where it strikes by
-    itself, empty: wherever the job is."""
+    """One kind of fault.
+
+    ``sign``: pattern of the job's words in its log, status or reports; empty: the injection itself
+    shows it. ``station``: its own place of a change; empty: any.
+    """
 
     name: str
     about: str
@@ -176,7 +176,7 @@ _ROWS = (
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _ROWS}
 MEMORY_GOES = {"kill-host", "kill-hosts", "kill-more-hosts", "damage-disk"}
-"""Kinds by which the memory of hosts is gone."""
+"""Kinds with a loss of hosts' memory."""
 TRIGGERS = {
     **dict.fromkeys(("freeze", "emergency", "relaunch", "plan", "move", "moved", "restore"),
                     "kill-worker"),
@@ -201,9 +201,12 @@ SIGNALS = {
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """When a fault strikes: ``step``: once the job has made this step; ``after_s``: so many seconds
-    after the schedule began; ``station``: when the job gets to a place of a change; none of them:
-    so many steps after the job is whole again as the schedule says."""
+    """Time of a fault.
+
+    ``step``: once the job has made this step; ``after_s``: seconds after the schedule's begin;
+    ``station``: a place of a change; none: the schedule's number of steps after the job is whole
+    again.
+    """
 
     step: int | None = None
     after_s: float | None = None
@@ -219,7 +222,7 @@ class At:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A kind that was asked for, and when it is to strike."""
+    """A requested kind with its time."""
 
     kind: Kind
     at: At
@@ -227,9 +230,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of a schedule: its ``kind``, the ``hosts`` that it strikes, the place of its worker
-    among those of its host (the first is 0), ``at`` what time, and after how many steps at least
-    since the job was whole again."""
+    """A fault of a schedule: its ``kind``, the struck ``hosts``, its worker's place on the host
+    (from 0), its time ``at``, and the least number of steps since the job was whole again."""
 
     kind: Kind
     hosts: tuple[str, ...]
@@ -269,7 +271,7 @@ def parse(text: str) -> Wanted:
 
 
 def struck(kind: Kind, replicas: int) -> int:
-    """Return how many hosts a fault of a kind strikes at once."""
+    """Return the number of hosts struck at once by a kind."""
     if kind.target is Target.HOSTS:
         return max(1, replicas)
     return replicas + 1 if kind.target is Target.MOST_HOSTS or kind.name == "damage-disk" else 1
@@ -286,20 +288,20 @@ def schedule(
     rounds: int = 1,
     others: int = 0,
 ) -> tuple[Fault, ...]:
-    """Return which fault strikes whom, in which order.
+    """Return the faults with their hosts, in order.
 
     Args:
-        seed: The same one gives the same schedule.
-        wanted: The kinds, each of which comes once in each of ``rounds``, in an order of chance.
-        hosts: How many workers each host that can be reached has.
-        least_hosts: So many hosts are left alone at each time.
-        replicas: How many other hosts keep what only one host has. No kind takes away the memory of
-            more at once, but the one that says so.
-        every: Steps between the job's recovery from a fault and the next one, at least.
-        others: How many more hosts the job has, which are not struck.
+        seed: Equal seeds give equal schedules.
+        wanted: Kinds, each once in each of ``rounds``, in random order.
+        hosts: Number of workers of each reachable host.
+        least_hosts: Hosts left alone at each time.
+        replicas: Other hosts with copies of a host's state. Only one kind, by its purpose, takes
+            the memory of more hosts at once.
+        every: Least steps between the recovery from a fault and the next one.
+        others: Further hosts of the job, never struck.
 
     Raises:
-        UsageError: There are fewer hosts than a kind strikes and the job needs.
+        UsageError: Too few hosts for a kind and the job's need.
     """
     chance = random.Random(seed)
     found = []
@@ -332,12 +334,12 @@ def _takes_hosts(kind: Kind) -> bool:
 def most_steps_lost(
     kind: Kind, snapshot_every: int | None, since_generation: int, since_disk: int | None
 ) -> int | None:
-    """Return how many steps a fault may cost; None: nothing says so.
+    """Return the limit of lost steps; None: no limit is stated.
 
     Args:
-        snapshot_every: Steps between two snapshots; None: there are none on the way.
-        since_generation: Steps since the newest generation, when the fault struck.
-        since_disk: Steps since the newest generation on the disk; None: there is none.
+        snapshot_every: Steps between two snapshots; None: none on the way.
+        since_generation: Steps from the newest generation to the fault.
+        since_disk: Steps from the newest generation on disk; None: none there.
     """
     if kind.loss is Loss.NONE:
         return 0

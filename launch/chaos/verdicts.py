@@ -1,5 +1,5 @@
-"""What became of injected faults: were they seen, what did they cost, and is what was trained what
-an uninterrupted run trains?"""
+"""Judges injected faults: detection, cost, and equality of the training with an uninterrupted
+run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,8 @@ from scalai.launch.chaos.kinds import Effect, Fault, Heard
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round that the job began behind a fault, as its report says: from which ``step``, how many
-    steps were lost, and the ``seconds`` of each phase. ``noticed_at``: seconds since the
-    injection."""
+    """A round begun after a fault, by its report: first ``step``, lost steps, and ``seconds`` of
+    each phase. ``noticed_at``: seconds since the injection."""
 
     reason: str
     step: int | None
@@ -26,13 +25,13 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was observed of one fault.
+    """Observations of one fault.
 
-    ``step``: the job's newest step when the fault struck, None: it did not strike. ``sign``: the
-    words of the job, or of the injection, that show it; empty: it was not seen. ``seen_s``,
-    ``back_s``: seconds from the injection until it was seen, and until all hosts trained again
-    (``step_to_pass``). ``limit``: steps that may be lost, None: none is stated. ``skipped``: why it
-    cannot be injected here. ``trouble``: what went wrong besides.
+    ``step``: the job's newest step at the fault, None: it did not strike. ``sign``: the job's or
+    the injection's words for it; empty: not seen. ``seen_s``, ``back_s``: seconds from the
+    injection to its detection, and to the training of all hosts (``step_to_pass``). ``limit``:
+    limit of lost steps, None: none. ``skipped``: reason against an injection here. ``trouble``:
+    other problems.
     """
 
     fault: Fault
@@ -51,8 +50,8 @@ class Outcome:
 
     @property
     def detect_s(self) -> float | None:
-        """Seconds until the job knew of the fault: until its first round behind it was begun, or,
-        where there is none or the job has ended in between, until it said so."""
+        """Seconds to the job's knowledge of the fault: to its first round after it, or without one,
+        or after the job's end, to its words."""
         is_of_the_job = bool(self.rounds) and self.fault.kind.effect is not Effect.ENDS
         return self.rounds[0].noticed_s if is_of_the_job else self.seen_s
 
@@ -62,15 +61,14 @@ class Outcome:
 
 
 def step_to_pass(step: int, rounds: Sequence[Round]) -> int:
-    """Return the step beyond which a job trains again, that was at ``step`` when a fault struck: it
-    may have gone back, and need not have made all again that was lost."""
+    """Return the step to pass for a recovered job, with ``step`` at the fault: it may have gone
+    back, and need not have repeated all lost steps."""
     begun = rounds[-1].step if rounds else None
     return step if begun is None else min(step, begun)
 
 
 def problems(outcome: Outcome) -> tuple[str, ...]:
-    """Return why a fault counts as failed, nothing where all is as it should be or it was
-    skipped."""
+    """Return the reasons of a failure; empty: as expected, or skipped."""
     if outcome.skipped:
         return ()
     found = []
@@ -94,8 +92,7 @@ def problems(outcome: Outcome) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run beside one that nobody interrupted: how many steps were compared, how many of them
-    twice, and what differs."""
+    """A run beside an uninterrupted one: compared steps, repeated ones, and differences."""
 
     steps: int
     again: int
@@ -103,11 +100,11 @@ class Comparison:
 
 
 def compare(made: Sequence[tuple[int, float]], reference: Mapping[int, float]) -> Comparison:
-    """Compare every step that was made, also those that were made once more, exactly.
+    """Compare every step, repeated ones included, exactly.
 
     Args:
-        made: Step and loss, in the order in which they were made.
-        reference: The loss of each step of an uninterrupted run.
+        made: Step and loss, in the order of the run.
+        reference: Loss of each step of an uninterrupted run.
     """
     wrong = []
     steps = {step for step, _ in made}
@@ -126,9 +123,8 @@ def compare(made: Sequence[tuple[int, float]], reference: Mapping[int, float]) -
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All of a schedule: the outcome of each fault, the comparison of the losses (None: there was
-    nothing to compare with), and the final fingerprints of the run and of the uninterrupted one by
-    tensor (None: likewise)."""
+    """All of a schedule: outcomes of the faults, comparison of the losses (None: no reference), and
+    final fingerprints by tensor of this run and the uninterrupted one (None: likewise)."""
 
     seed: int
     outcomes: tuple[Outcome, ...]
@@ -137,7 +133,7 @@ class Verdict:
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """What differs from the uninterrupted run."""
+        """Differences from the uninterrupted run."""
         found = list(self.losses.wrong) if self.losses is not None else []
         if self.fingerprints is not None:
             own, other = self.fingerprints
@@ -156,11 +152,11 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether every fault was seen and survived as stated, and nothing differs."""
+        """Whether every fault was seen and survived as stated, without differences."""
         return bool(self.passed) and not self.failed and not self.wrong
 
     def figures(self) -> dict[str, Json]:
-        """Return the figures of ``make chaos``. A kind has passed where each of its faults has."""
+        """Return the figures of ``make chaos``. A kind passes if each of its faults does."""
         failed = {each.fault.kind.name for each in self.failed}
         injected = {each.fault.kind.name for each in self.outcomes if each.is_seen}
         lost = dict[str, Json]()
@@ -209,7 +205,7 @@ class Verdict:
 
 
 def to_json(outcome: Outcome) -> dict[str, Json]:
-    """Return an outcome as the verdict's file has it."""
+    """Return an outcome in the format of the verdict's file."""
     fault = outcome.fault
     return {
         "kind": fault.kind.name, "hosts": list(fault.hosts), "at": str(fault.at),

@@ -55,12 +55,12 @@ COMPARED = (
     "elastic_text",
     "deepspeed",
 )
-"""Settings common to all agents of a job; the rest (names, folders, log files) may differ by host."""
+"""Settings common to all agents of a job; names, folders and log files may differ by host."""
 
 
 FAILURES = 3
-"""Failures of workers within an hour of training allowed to a job with a varying number of hosts and
-without ``--max-restarts``."""
+"""Failures of workers allowed within an hour of training, for a job with a varying number of hosts
+and without ``--max-restarts``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Parallel degrees of a job: which are valid, and the choice among them."""
+"""Parallel degrees of a job: the valid ones, and the choice among them."""

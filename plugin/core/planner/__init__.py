@@ -1,2 +1,4 @@
-"""What a layout of a transformer costs, in memory and in time, and which layout is best: ``search``
-asks ``memory`` and ``time``, and ``fit`` calibrates the latter by what was measured."""
+"""Costs of a transformer's layouts in memory and time, and the search for the best layout.
+
+``search`` uses ``step_memory`` and ``step_time``; ``fit`` calibrates the latter by measurements.
+"""
