@@ -1,8 +1,8 @@
-"""``scalai-run --check-elastic``: what may change, what stays and why, and the degrees for every
-world that may come.
+"""``scalai-run --check-elastic``: possible changes, fixed settings with reasons, and the degrees of
+every possible world.
 
-Nothing here is a rule of its own: what a script is refused or fixed for is said by
-``converters/megatron/rules.py``, degrees are chosen by ``core/degrees/choice.py``, as in a job.
+It has no rules of its own: ``converters/megatron/rules.py`` refuses and fixes settings,
+``core/degrees/choice.py`` chooses degrees, as in a job.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ _WIDEST_WORLD = 1024
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Worlds of the report that have the same degrees. ``choice`` is None where nothing is valid;
-    ``reason`` says why."""
+    """Worlds of the report with equal degrees. ``choice`` None: nothing is valid; ``reason``
+    explains."""
 
     world: str
     choice: Choice | None
@@ -46,7 +46,7 @@ def check_elastic(
 
     Args:
         slots: Workers of one host (``--nproc-per-node`` as a number).
-        deepspeed: The DeepSpeed configuration that the script's arguments name; None: none.
+        deepspeed: The DeepSpeed configuration named by the script's arguments; None: none.
 
     Raises:
         RefusedError: An entry of [degrees] cannot be used, or no world has valid degrees.
@@ -80,7 +80,7 @@ def check_elastic(
 def offered_degrees(
     limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]
 ) -> frozenset[Degrees]:
-    """Return all degrees that a job may come to on these worlds, by whatever change."""
+    """Return all degrees possible for a job on these worlds, after any change."""
     case = Case(max(worlds), limits, policy, None, ())
     least = case.floor if policy.preference is None else policy.min_model_parallel or 1
     asked = (request for rule in policy.rules for request in rule.requests)
@@ -123,8 +123,8 @@ def _line(
 
 
 def folded(lines: Sequence[Line]) -> list[Line]:
-    """Return the report with one line for worlds that follow each other and have the same degrees;
-    the last one's reason says it of idle ranks too."""
+    """Return the report with one line for consecutive worlds of equal degrees; the last one's
+    reason includes idle ranks."""
 
     def key(numbered: tuple[int, Line]) -> tuple[object, ...]:
         place, line = numbered
@@ -174,7 +174,7 @@ def _planner(facts: ScriptFacts, config: ElasticConfig) -> str:
 
 
 def _changes(limits: ModelLimits, offered: frozenset[Degrees]) -> Iterator[str]:
-    """Yield what may change, and each axis that stays, with the reason."""
+    """Yield the possible changes, and each fixed axis with the reason."""
     sizes = {axis: sorted({getattr(degrees, axis) for degrees in offered}) for axis in AXES}
     kept = {axis for axis, _, _ in limits.fixed}
     free = [axis for axis in AXES if len(sizes[axis]) > 1 and axis not in kept]
@@ -193,7 +193,8 @@ def _changes(limits: ModelLimits, offered: frozenset[Degrees]) -> Iterator[str]:
 
 
 def _passes(policy: DegreePolicy) -> Iterator[str]:
-    """Yield what of the passes may change, when, and what stays, with the reason."""
+    """Yield the possible changes of passes with their conditions, and fixed ones with the
+    reason."""
     freedom, fixed = policy.freedom, dict(policy.freedom.fixed)
     for part in PARTS:
         if part in fixed:

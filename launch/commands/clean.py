@@ -1,4 +1,4 @@
-"""``scalai clean``: remove what killed jobs left in shared memory, and what a job has saved."""
+"""``scalai clean``: remove leftovers of killed jobs in shared memory, and a job's saved state."""
 
 import argparse
 import os
@@ -42,12 +42,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove, or print what would be.
+    """Remove, or print the plan.
 
     Raises:
-        StoreError: The named job is alive, or could be resumed and nobody forces it.
-        RefusedError: A run of it lives that has what it has saved.
-        UsageError: There is no such job, or a directory is not what it should be.
+        StoreError: The named job is alive, or resumable without --force.
+        RefusedError: A live run of it owns the saved state.
+        UsageError: There is no such job, or a directory has unexpected content.
     """
     root = args.store_dir or default_store_dir()
     if args.job is None:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _clean(job: Path, args: argparse.Namespace) -> int:
-    """Remove one job of all; leave it, and say why, where that may not be."""
+    """Remove one of all jobs, or leave it and print the reason."""
     reason = _alive(job)
     found = _leftovers(job)
     if not reason and any(each.is_resumable for each in found) and not args.force:
@@ -74,7 +74,7 @@ def _clean(job: Path, args: argparse.Namespace) -> int:
 
 
 def _clean_named(job: Path, args: argparse.Namespace) -> int:
-    """Remove one job, and what it has saved. Everything is looked at before anything goes."""
+    """Remove one job and its saved state, after checks of everything."""
     saved = None if args.durable_dir is None else args.durable_dir / job.name
     has_saved = saved is not None and saved.is_dir()
     if not job.is_dir() and not has_saved:
@@ -104,7 +104,7 @@ def _clean_named(job: Path, args: argparse.Namespace) -> int:
 
 
 def _jobs(root: Path) -> list[Path]:
-    """List the job directories of a store. Raises ``UsageError`` where something else is there."""
+    """List the job directories of a store. Raises ``UsageError`` for other content."""
     if not root.is_dir():
         return []
     return [_checked(path) for path in sorted(root.iterdir())]
@@ -133,7 +133,7 @@ def _checked(job: Path) -> Path:
 
 
 def _checked_saved(folder: Path) -> Path:
-    """Return ``<durable_dir>/<job>`` if all in it is a job's, so that a wrong ``--durable-dir``
+    """Return ``<durable_dir>/<job>`` if all its content is a job's: a wrong ``--durable-dir``
     removes nothing."""
     for path in sorted(folder.iterdir()):
         match = NUMBERED.fullmatch(path.name)
@@ -152,7 +152,7 @@ def _hosts(job: Path) -> list[str]:
 
 
 def _alive(job: Path) -> str:
-    """Say which agent or coordinator of a job is alive; empty where none is."""
+    """Return the live agent or coordinator of a job; empty: none."""
     for name in _hosts(job):
         with open_below(job.parent, job.name, name) as host:
             owner = find_owner(host)
@@ -194,7 +194,7 @@ def _remove(job: Path, found: Sequence[Leftover], *, is_dry: bool) -> int:
 
 
 def _remove_saved(folder: Path, found: Sequence[Leftover], *, is_dry: bool) -> int:
-    """Remove what a job has saved: under another name first, so that nobody finds half of it."""
+    """Remove a job's saved state, renamed first: nobody finds half of it."""
     size = sum(sizes(folder))
     print(f"{'would remove' if is_dry else 'remove'}  {folder}  {size} bytes")
     _show(found)

@@ -1,5 +1,4 @@
-"""``scalai plan --from``: what a change of degrees moves, how long it takes, and what to change
-to."""
+"""``scalai plan --from``: bytes and time of a change of degrees, and the best target."""
 
 import argparse
 import json
@@ -25,7 +24,7 @@ SHOWN_PAIRS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A change as it was asked for."""
+    """A requested change."""
 
     before: Layout
     before_hosts: Hosts
@@ -52,7 +51,7 @@ def is_asked(args: argparse.Namespace) -> bool:
     """Whether the command line asks about a change.
 
     Raises:
-        RefusedError: It has flags of a change, but does not say from what.
+        RefusedError: It has flags of a change without --from.
     """
     if args.before is None:
         _refuse_without(args)
@@ -65,7 +64,7 @@ def is_asked(args: argparse.Namespace) -> bool:
 
 
 def _refuse_without(args: argparse.Namespace) -> None:
-    """Refuse flags of a change where nobody says from what; a trace has two of them itself."""
+    """Refuse flags of a change without --from; a trace allows two of them."""
     given = {"--to": args.after, "--lost": args.lost or None, "--picture": args.picture}
     if args.trace is None:
         given |= {"--residence": args.residence, "--relaunch": args.relaunch}
@@ -75,10 +74,10 @@ def _refuse_without(args: argparse.Namespace) -> None:
 
 
 def report(question: Question, args: argparse.Namespace) -> int:
-    """Print what the change costs, and draw it.
+    """Print the cost of the change, and draw it.
 
     Raises:
-        RefusedError: Degrees that are not valid, hosts that are not there, too few devices.
+        RefusedError: Invalid degrees, absent hosts, too few devices.
     """
     question = _as_it_runs(question, args.sharding is not None)
     before = _layout(question, args.before, "--from", must_fit=False)
@@ -103,7 +102,7 @@ def report(question: Question, args: argparse.Namespace) -> int:
 
 
 def _as_it_runs(question: Question, is_sharding_given: bool) -> Question:
-    """A script's optimizer is sharded as its flags say, before and after."""
+    """Use the sharding of the script's flags, before and after."""
     if question.arguments is None or is_sharding_given:
         return question
     sharding = (sharding_of(question.arguments),)
@@ -161,7 +160,7 @@ def _degrees(question: Question, text: str, flag: str) -> tuple[Degrees, DegreeR
 
 
 def _layout(question: Question, text: str, flag: str, *, must_fit: bool) -> Layout:
-    """Return these degrees with the micro-batch and recomputation that are fastest and fit."""
+    """Return these degrees with the fastest fitting micro-batch and recomputation."""
     degrees, request = _degrees(question, text, flag)
     limits, choices, work = question.limits, question.choices, question.work
     micro = request.micro_batch_size
@@ -249,7 +248,7 @@ def _print_cost(cost: Reconfiguration, unplaced_moves: int) -> None:
 
 
 def _pairs(cost: Reconfiguration) -> list[tuple[str, str, int]]:
-    """Return giver, taker and bytes of what crosses, the most first."""
+    """Return giver, taker and bytes of crossing flows, the largest first."""
     rows, columns = cost.host_bytes.nonzero()
     found = [
         (cost.hosts[row], cost.hosts[column], int(cost.host_bytes[row, column]))

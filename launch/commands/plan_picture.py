@@ -1,4 +1,5 @@
-"""A change of degrees in one picture: ranks on their hosts before and after, and who sends what."""
+"""A change of degrees in one picture: ranks on their hosts before and after, and bytes between
+them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ _STAGE, _MOST_STAGES = 26, 10
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The hosts of one layout: where each stands, from top to bottom."""
+    """The hosts of one layout, from top to bottom."""
 
     layout: Layout
     hosts: Hosts
@@ -28,7 +29,7 @@ class _Side:
 
     @property
     def edge(self) -> int:
-        """Where the squares of the largest host end."""
+        """Right end of the largest host's squares."""
         most = max((count for _, count in self.shown), default=0)
         return self.left + min(most, MOST_RANKS) * _CELL
 
@@ -37,7 +38,7 @@ class _Side:
         return self.hosts[:MOST_HOSTS]
 
     def middle(self, name: str) -> float | None:
-        """Return the height at which a host's flows begin or end; None: it is not drawn."""
+        """Return the height of a host's flows; None: not drawn."""
         for place, (host, _) in enumerate(self.shown):
             if host == name:
                 return _TOP + place * _ROW + _CELL / 2
@@ -55,13 +56,13 @@ def picture(
 ) -> str:
     """Return an SVG.
 
-    Hosts of before stand at the left, those of after at the right, each with its ranks, in the
-    colour of their pipeline stage. A line is as wide as its share of what the busiest host gives
-    or takes; what stays on its host is pale. Lines of a host begin and end side by side.
+    Old hosts stand at the left, new ones at the right, with their ranks in the colour of the
+    pipeline stage. A line's width is its share of the busiest host's bytes; bytes within a host are
+    pale. Lines of a host begin and end side by side.
 
     Args:
-        change: None: nothing changes.
-        lost: Hosts of before whose memory is gone.
+        change: None: no change.
+        lost: Old hosts without their memory.
     """
     width = MOST_RANKS * _CELL
     old, new = _Side(before, before_hosts, 20), _Side(after, after_hosts, _WIDTH - width - 20)
@@ -99,7 +100,7 @@ def _summary(change: Reconfiguration | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """Bytes from a host of before to one of after."""
+    """Bytes from an old host to a new one."""
 
     size: int
     giver: str
@@ -107,7 +108,7 @@ class _Flow:
 
 
 def _flows(old: _Side, new: _Side, change: Reconfiguration) -> list[str]:
-    """Draw what goes from host to host: what crosses lies on what stays."""
+    """Draw the flows from host to host, crossing ones on top."""
     found = []
     rows, columns = change.host_bytes.nonzero()
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
@@ -143,8 +144,8 @@ def _flows(old: _Side, new: _Side, change: Reconfiguration) -> list[str]:
 def _side_by_side(
     flows: Sequence[_Flow], old: _Side, new: _Side, scale: float, *, is_after: bool
 ) -> dict[_Flow, float]:
-    """Return at which height each flow begins, or ends, in the order of where it comes from or
-    goes to, so that lines of a host do not cross there."""
+    """Return the height of each flow's begin or end, in the order of its other end: lines of a host
+    do not cross there."""
     here, there = (new, old) if is_after else (old, new)
     found: dict[_Flow, float] = {}
     for name, _ in here.shown:
@@ -158,7 +159,7 @@ def _side_by_side(
 
 
 def _stages(side: _Side) -> list[str]:
-    """Draw which colour is which stage."""
+    """Draw the legend of stages."""
     parts, stages = [], side.layout.degrees.pp
     if stages == 1:
         return []
@@ -238,7 +239,7 @@ def _colour(stage: int, stages: int) -> str:
 
 
 def _rgb(hue: float, saturation: float, light: float) -> str:
-    """Return ``#rrggbb``, which every renderer knows."""
+    """Return ``#rrggbb``, known to every renderer."""
     reach = saturation * min(light, 1 - light)
 
     def part(turn: float) -> int:
@@ -253,7 +254,7 @@ def _text(x: float, y: float, words: str, *, size: int = 12, fill: str = INK) ->
 
 
 def sized(size_bytes: int) -> str:
-    """Return a number of bytes in the unit that suits it."""
+    """Return a number of bytes in a suitable unit."""
     for unit, name in ((1e12, "TB"), (GB, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.3g} {name}"

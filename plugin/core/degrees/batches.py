@@ -1,7 +1,7 @@
-"""Global batches: which replica trains on which samples, and proof that they were the same ones.
+"""Global batches: the samples of each replica, and hashes to prove them equal.
 
-The number of samples consumed is the one clock of a job: it does not depend on the layout. Data
-offsets, batch-size ramp and learning-rate schedule are functions of it.
+The number of consumed samples is a job's one clock, independent of the layout. Data offsets,
+batch-size ramp and learning-rate schedule are functions of it.
 """
 
 import math
@@ -16,7 +16,7 @@ from scalai.core.tensors.universal_hash import mix
 
 
 class Layout(Protocol):
-    """How a layout cuts samples: micro-batches of so many, to so many replicas."""
+    """A layout's cut of samples: micro-batch size and number of replicas."""
 
     @property
     def micro_batch_size(self) -> int: ...
@@ -27,7 +27,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """How a global batch is spread over ``dp`` replicas.
+    """Spread of a global batch over ``dp`` replicas.
 
     Raises:
         RefusedError: The global batch cannot be cut into equal micro-batches.
@@ -50,7 +50,7 @@ class Batches:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that each replica runs for one optimizer step."""
+        """Micro-batches of each replica for one optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     def samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
@@ -68,10 +68,10 @@ class Batches:
     def dealt_samples(
         self, consumed_samples: int, dp_rank: int, first: "Layout | None" = None
     ) -> npt.NDArray[np.int64]:
-        """Return what ``samples`` does, where the first layout dealt a block out sample by sample.
+        """Return ``samples`` for a first layout that dealt blocks out sample by sample.
 
-        Its micro-batches are dealt whole, one a replica, so that a step has the same ones wherever
-        their size is the same.
+        Its micro-batches are dealt whole, one a replica: equal sizes give equal micro-batches in a
+        step.
 
         Args:
             first: The first layout; None, or one that does not divide the global batch: this one.
@@ -87,8 +87,8 @@ class Batches:
         return dealt.reshape(shape)[:, dp_rank]
 
     def contiguous_samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
-        """Return what ``samples`` does, where a replica has one share of the global batch, in one
-        piece: the same one whatever the micro-batch."""
+        """Return ``samples`` with one contiguous share of the global batch a replica, independent
+        of the micro-batch."""
         shape = (self.dp, self.num_micro_batches, self.micro_batch_size)
         shares = self._block(consumed_samples, dp_rank).reshape(shape)
         return np.asarray(shares[dp_rank], dtype=np.int64)
@@ -102,8 +102,8 @@ class Batches:
 
 
 def fit_batches(global_batch_size: int, dp: int, micro_batch_size: int) -> Batches:
-    """Spread a global batch over ``dp`` replicas, in micro-batches of the given size where that
-    divides, else of the largest size below it that does.
+    """Spread a global batch over ``dp`` replicas, in micro-batches of the given size or the largest
+    divisor below it.
 
     Raises:
         RefusedError: ``dp`` does not divide the global batch.
@@ -119,12 +119,12 @@ def fit_batches(global_batch_size: int, dp: int, micro_batch_size: int) -> Batch
 
 
 def pass_length(samples: int, global_batch_size: int, *, drop_last: bool) -> int:
-    """Return how many samples one pass over a data set takes: whole global batches.
+    """Return the samples of one pass over a data set, in whole global batches.
 
     Args:
         samples: Size of the data set.
-        drop_last: Leave out the incomplete batch at the end; else it is filled from the beginning
-            of the pass.
+        drop_last: Omit the incomplete batch at the end; else fill it from the beginning of the
+            pass.
     """
     batches = samples // global_batch_size if drop_last else -(-samples // global_batch_size)
     return batches * global_batch_size
@@ -132,8 +132,8 @@ def pass_length(samples: int, global_batch_size: int, *, drop_last: bool) -> int
 
 @dataclass(frozen=True, slots=True)
 class BatchRamp:
-    """A global batch size that grows from ``start`` by ``increment`` over ``ramp_samples`` samples:
-    whatever the layout, by the samples alone.
+    """A global batch size from ``start`` up by ``increment`` over ``ramp_samples`` samples,
+    independent of the layout.
 
     Source: RampupBatchsizeNumMicroBatchesCalculator, megatron/core/num_microbatches_calculator.py
     (0.16).
@@ -159,14 +159,13 @@ class BatchRamp:
 
     @property
     def passed(self) -> tuple[int, ...]:
-        """Those of ``sizes`` that steps from the first sample on have: where a step has more
-        samples than belong to a size, the next ones are skipped."""
+        """The ``sizes`` of actual steps from the first sample on: a step larger than a size's range
+        skips the next sizes."""
         return tuple(size for _, size in self.stages)
 
     @property
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """The global batch sizes of the steps from the first sample on, each with the samples
-        consumed where it begins."""
+        """The global batch sizes of actual steps, each with the consumed samples at its begin."""
         growth = self.global_batch_size - self.start
         if not growth or self.ramp_samples < 1:
             return ((0, self.global_batch_size),)

@@ -1,4 +1,4 @@
-"""Parallel degrees: the size of each axis, which rank stands where, and what a model allows."""
+"""Parallel degrees: sizes of the axes, ranks' coordinates, and a model's limits."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -53,7 +53,7 @@ class Degrees:
 
     @property
     def model_parallel(self) -> int:
-        """TP times PP: into how many parts the model is cut."""
+        """TP times PP: number of parts of the model."""
         return self.tp * self.pp
 
     def __str__(self) -> str:
@@ -62,9 +62,9 @@ class Degrees:
         return "·".join(f"{axis.upper()}{sizes[axis]}" for axis in shown)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return where ``rank`` stands, in Megatron's order tp-cp-ep-dp-pp: TP varies fastest.
+        """Return the coordinate of ``rank``, in Megatron's order tp-cp-ep-dp-pp: TP varies fastest.
 
-        Experts are counted with as much tensor parallelism as the rest of the model has.
+        Experts count with the model's tensor parallelism.
         """
         if not 0 <= rank < self.world_size:
             raise UsageError(f"rank {rank} is not in {self} (0 to {self.world_size - 1}).")
@@ -88,7 +88,7 @@ class Degrees:
 
     @classmethod
     def from_json(cls, data: Mapping[str, int]) -> "Degrees":
-        """Read what ``to_json`` wrote; axes that are absent have size 1."""
+        """Read the output of ``to_json``; missing axes have size 1."""
         unknown = sorted(set(data) - set(AXES))
         if unknown:
             raise RefusedError(f"{unknown[0]!r} is not an axis; known are {', '.join(AXES)}.")
@@ -97,8 +97,8 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What data-parallel ranks keep a part of, as stages of ZeRO (arXiv 1910.02054): by world size,
-    else as usual."""
+    """Sharding over data-parallel ranks as stages of ZeRO (arXiv 1910.02054), by world size, else
+    ``usual``."""
 
     usual: int = 0
     by_world: tuple[tuple[int, int], ...] = ()
@@ -118,13 +118,12 @@ MOST_SHARDED_WITH_STAGES = 1
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model and its batches allow. None: unknown, then nothing is refused for it.
+    """Limits of a model and its batches. None: unknown, no reason for a refusal.
 
-    ``padded_vocab_size`` counts rows of the embedding, padding included: it stays the same for the
-    life of a job. ``ramp_batch_sizes`` are other global batch sizes that the job will pass through.
-    ``extra_layers`` counts embedding and loss where the pipeline split takes them for layers.
-    ``min_tp`` 2: something that the job uses does not exist without tensor parallelism
-    (``min_tp_reason``).
+    ``padded_vocab_size`` counts rows of the embedding with padding, constant for the life of a job.
+    ``ramp_batch_sizes`` are other global batch sizes ahead of the job. ``extra_layers`` counts
+    embedding and loss if the pipeline split treats them as layers. ``min_tp`` 2: a feature of the
+    job needs tensor parallelism (``min_tp_reason``).
     """
 
     num_attention_heads: int | None = None
@@ -183,12 +182,12 @@ class ModelLimits:
     which is not known yet."""
 
     def filled_from(self, other: "ModelLimits") -> "ModelLimits":
-        """Return these limits, with what they leave at its default taken from ``other``."""
+        """Return these limits, with defaults replaced from ``other``."""
         unset = {f.name for f in fields(self) if getattr(self, f.name) == f.default}
         return replace(self, **{name: getattr(other, name) for name in unset})
 
     def with_first_dp(self, dp: int) -> "ModelLimits":
-        """Return these limits, now that the data parallelism of the job's first round is known."""
+        """Return these limits with the data parallelism of the job's first round."""
         fixed = tuple((axis, size or dp, why) for axis, size, why in self.fixed)
         return replace(self, fixed=fixed)
 
@@ -196,16 +195,15 @@ class ModelLimits:
 def refusal(
     degrees: Degrees, limits: ModelLimits, micro_batch_size: int | None = None
 ) -> str | None:
-    """Say why ``degrees`` are not valid for the model, or return None where nothing known speaks
-    against them.
+    """Return the reason against ``degrees`` for the model, or None if none is known.
 
     Args:
-        micro_batch_size: Samples a forward pass and replica; None: the one of ``limits``.
+        micro_batch_size: Samples a forward pass and replica; None: from ``limits``.
 
     Source:
         Checks of Megatron-LM 0.14 to 0.20 (``transformer_config.py``, ``arguments.py``,
         ``schedules.py``). Stricter for virtual stages: micro-batches must be a multiple of PP,
-        which every release accepts, or go with the group that is stated.
+        accepted by every release, or suit the stated group.
     """
     micro = micro_batch_size if micro_batch_size is not None else limits.micro_batch_size
     checks = (
@@ -288,7 +286,7 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
 
 
 def _sharded(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
-    """Yield what of a pipeline does not go with ZeRO, or with who cuts its layers.
+    """Yield conflicts of a pipeline with ZeRO, or with its division of layers.
 
     Source: ``PipelineEngine.__init__`` of deepspeed/runtime/pipe/engine.py, and
     ``PipelineModule._partition_layers``: stages without layers have nothing to optimize.
@@ -307,7 +305,7 @@ def _sharded(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
 
 
 def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:
-    """Yield what speaks against a first or last stage that has other numbers of layers."""
+    """Yield reasons against a first or last stage with another number of layers."""
     ends = [n for n in (limits.first_stage_layers, limits.last_stage_layers) if n is not None]
     if degrees.pp == 1:
         # One stage is the first and the last: Megatron-LM takes what it says of the last.
@@ -327,8 +325,8 @@ def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterat
 
 
 def chunk_group(degrees: Degrees, limits: ModelLimits, micro: int) -> int:
-    """Return how many micro-batches a virtual stage takes at once: as stated where all batches go
-    with that, else PP.
+    """Return the micro-batches of a virtual stage at once: the stated number if it suits all
+    batches, else PP.
 
     Source: ``forward_backward_pipelining_with_interleaving`` of Megatron-LM's schedules.py.
     """
@@ -374,8 +372,8 @@ def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator
 
 
 def _evaluation(degrees: Degrees, limits: ModelLimits, micro: int) -> Iterator[str]:
-    """Yield what speaks against the samples of an evaluation's step; their micro-batch may be a
-    part of the training's."""
+    """Yield reasons against the samples of an evaluation's step; their micro-batch may be a part of
+    the training's."""
     batch = limits.eval_batch_size
     if batch is None:
         return
@@ -431,10 +429,10 @@ def _optimizer_copies(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class DegreeRequest:
-    """Degrees that somebody asks for.
+    """Requested degrees.
 
     ``dp`` None: as many replicas as fit; ``cp``, ``ep``, ``micro_batch_size``, ``recompute`` None:
-    what the job has.
+    the job's own.
     """
 
     tp: int = 1
@@ -469,10 +467,10 @@ _NAMES = (*AXES, "micro_batch_size", "recompute")
 
 
 def parse_request(value: object) -> DegreeRequest:
-    """Read ``"tp2 pp1"``, ``"tp=2,pp=1"``, ``"TP2·PP1·MBS4"``, ``"tp2 recompute=full"`` or
-    ``{"tp": 2, "micro_batch_size": 4}``.
+    """Read ``"tp2 pp1"``, ``"tp=2,pp=1"``, ``"TP2·PP1·MBS4"``, ``"tp2 recompute=full"`` or ``{"tp":
+    2, "micro_batch_size": 4}``.
 
-    TP and PP that are not named are 1.
+    Missing TP and PP are 1.
 
     Raises:
         UsageError: Anything else, by name.
