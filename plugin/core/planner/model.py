@@ -1,4 +1,4 @@
-"""The shape of a transformer, and how many parameters each part of it has."""
+"""The shape of a transformer, and the numbers of parameters of its parts."""
 
 from dataclasses import dataclass, fields
 
@@ -29,8 +29,8 @@ class Cut:
     """Numbers of parameters of a part of the model.
 
     Attributes:
-        cut: Those that tensor parallelism cuts.
-        whole: Those that each of its ranks has: norms, routers, biases behind a cut sum.
+        cut: Parameters cut by tensor parallelism.
+        whole: Parameters whole on each TP rank: norms, routers, biases behind a cut sum.
     """
 
     cut: int

@@ -1,4 +1,4 @@
-"""Bytes of device memory that a step needs on the fullest pipeline stage, by part."""
+"""Bytes of device memory for a step on the fullest pipeline stage, by part."""
 
 from dataclasses import dataclass, fields
 
@@ -37,13 +37,13 @@ UNCERTAINTY = 0.15
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes by part on the stage that has the most, [cases]."""
+    """Bytes by part on the fullest stage, [cases]."""
 
     weights: Floats
     gradients: Floats
     optimizer: Floats
     activations: Floats
-    """What forward passes in flight keep for backward passes."""
+    """Saved by forward passes in flight for backward passes."""
     working: Floats
     """One layer, while it is computed again or its gradients are."""
     logits: Floats
@@ -92,13 +92,13 @@ def is_too_large(x: Columns) -> npt.NDArray[np.bool_]:
 
 
 def layer_activations(x: Columns, *, is_moe: bool = False) -> Floats:
-    """Return what a layer, without experts or with them, keeps of one micro-batch without
+    """Return the saved bytes of a layer, with or without experts, for one micro-batch without
     recomputation."""
     return _saved_whole(x) + _saved_parts(x, is_moe) + _scores(x)
 
 
 def kept_activations(x: Columns, *, is_moe: bool = False) -> Floats:
-    """Return what a layer, without experts or with them, keeps of one micro-batch at the case's
+    """Return the saved bytes of a layer, with or without experts, for one micro-batch at the case's
     recomputation."""
     # The input of a layer lies in parts under sequence parallelism, else whole on each rank.
     checkpoint = BYTES * x.tokens * x.hidden / _sequence_parts(x)

@@ -63,9 +63,12 @@ def product(
     inner: Floats,
     peak: Floats | None = None,
 ) -> Floats:
-    """Return the seconds of ``[rows, inner] @ [inner, columns]``: its operations, and its operands
-    once through memory, which a roofline would take the larger of and real kernels hardly overlap
-    at their ends. ``peak`` None: that of the layers' precision."""
+    """Return the seconds of ``[rows, inner] @ [inner, columns]``: operations plus one pass of the
+    operands through memory.
+
+    A roofline would take the larger of both; real kernels hardly overlap them at their ends.
+    ``peak`` None: of the layers' precision.
+    """
     rate = (x.peak if peak is None else peak) * x.matrix_efficiency * k.matrix
     operations = 2 * rows * columns * inner / rate
     size = BYTES * (rows * inner + inner * columns + rows * columns)
@@ -74,13 +77,13 @@ def product(
 
 def head_time(x: Columns, k: Coefficients) -> Floats:
     """Return the seconds of logits and loss, forward and backward, for one micro-batch: three
-    products, and fp32 logits that are read or written five times."""
+    products, and five reads or writes of fp32 logits."""
     logits = 3 * product(x, k, x.tokens, x.vocab / x.tp, x.hidden, x.half_peak)
     return logits + 20 * x.tokens * x.vocab / x.tp / (x.memory_bandwidth * k.memory)
 
 
 def core_attention_time(layer: LayerTime) -> Floats:
-    """Return what selective recomputation computes again in a layer."""
+    """Return the recomputed seconds of a layer under selective recomputation."""
     return layer.attention
 
 
@@ -99,9 +102,9 @@ def _experts(x: Columns, k: Coefficients) -> Floats:
 
 
 def _scores(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
-    """Return seconds of attention's own products, and of what scores take through memory.
+    """Return the seconds of attention's own products, and of the scores' memory traffic.
 
-    Fused attention skips what the causal mask hides; products of their own do not.
+    Fused attention skips masked scores; separate products do not.
     """
     operations = 4 * x.tokens * x.seq * x.heads * x.head_dim / x.tp
     best = x.half_peak * x.matrix_efficiency
@@ -115,7 +118,7 @@ def _scores(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
 
 
 def _traffic(x: Columns, moe: Floats) -> Floats:
-    """Return the bytes that norms, dropouts, residuals and activations read and write."""
+    """Return the bytes read and written by norms, dropouts, residuals and activations."""
     repeated = LAYER_NORM_BYTES * x.tokens * x.hidden
     repeated = repeated / np.where(x.is_sequence_parallel > 0, x.tp, 1)
     width = (1 - moe) * x.ffn + moe * (x.top_k * x.expert_ffn + x.shared_ffn)
@@ -152,15 +155,15 @@ def gather(size_bytes: Floats, ranks: Floats, rate: tuple[Floats, Floats]) -> Fl
 
 
 def tensor_time(x: Columns, k: Coefficients) -> Floats:
-    """Return the seconds that a layer's tensor parallelism takes in a forward pass: two all-reduces
-    of the activations, or the same as gathers and scatters."""
+    """Return the seconds of a layer's tensor parallelism in a forward pass: two all-reduces of the
+    activations, or equal gathers and scatters."""
     rate = bandwidth(x, k, np.asarray(1.0), x.tp)
     return 4 * gather(BYTES * x.tokens * x.hidden, x.tp, rate)
 
 
 def context_time(x: Columns, k: Coefficients) -> Floats:
-    """Return the seconds in which keys and values go round the context-parallel ring in a layer's
-    forward pass."""
+    """Return the seconds of keys and values round the context-parallel ring in a layer's forward
+    pass."""
     rate = bandwidth(x, k, x.tp, x.cp)
     keys = 2 * BYTES * x.seq * x.micro_batch * np.maximum(x.kv_groups / x.tp, 1) * x.head_dim
     return gather(keys, x.cp, rate)
@@ -194,7 +197,7 @@ def replica_rate(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
 
 
 def expert_replica_rate(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
-    """Return bytes/s and latency between the ranks that have the same experts."""
+    """Return bytes/s and latency between ranks with the same experts."""
     return bandwidth(x, k, np.where(x.ep > 1, x.etp * x.ep, x.tp), x.expert_replicas)
 
 
@@ -205,7 +208,7 @@ then masters, moments and the weight, and once more the gradient to clip it."""
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step by part, [cases]; what other work hides is left out."""
+    """Seconds of a step by part, [cases], without hidden seconds."""
 
     compute: Floats
     """Forward and backward passes of the layers."""
@@ -215,11 +218,11 @@ class StepTime:
     context: Floats
     expert: Floats
     bubble: Floats
-    """What stages wait for each other."""
+    """Waits of stages for each other."""
     pipeline: Floats
     """Messages between stages."""
     data: Floats
-    """Gradients, and weights that are sharded."""
+    """Gradients, and sharded weights."""
     optimizer: Floats
     overhead: Floats
 

@@ -1,4 +1,4 @@
-"""What a trace's policies may run, and what they are: from a model, devices and searches."""
+"""Menus and policies for a trace, from a model, devices and searches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,14 +37,14 @@ CHECKPOINT_S, SNAPSHOT_S = 1800.0, 300.0
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What changes and failures cost, as far as it is not computed.
+    """Costs of changes and failures, beside the computed ones.
 
     Attributes:
-        rates: Of relaunches and of the state's way.
-        checkpoint_every_s: Between checkpoints on durable storage.
-        snapshot_every_s: Between generations of the state that other hosts keep in memory.
+        rates: Rates of relaunches and of the state's transfer.
+        checkpoint_every_s: Seconds between checkpoints on durable storage.
+        snapshot_every_s: Seconds between generations of state in other hosts' memory.
         storage: Bytes/s of a whole checkpoint.
-        residence_s: How long devices are expected to stay; None: as they did before.
+        residence_s: Expected seconds until devices change; None: by past stays.
     """
 
     rates: Rates = field(default_factory=Rates)
@@ -56,11 +56,11 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """All that policies are compared on.
+    """Common input of the compared policies.
 
     Attributes:
-        start: What runs when the trace begins, or as soon as it can.
-        refused: Why nothing runs, by number of devices.
+        start: Layout at the begin of the trace, or as soon as possible.
+        refused: Reasons for no layout, by number of devices.
     """
 
     menu: Menu
@@ -78,7 +78,7 @@ class _Model:
     calibration: Calibration
 
     def menu(self, layouts: Sequence[Layout]) -> Menu:
-        """Return what they take, and how well that is known."""
+        """Return the layouts with their seconds and uncertainty."""
         x = columns_of([(self.work, self.device, one) for one in layouts])
         said = self.calibration.predict(x)
         return Menu(
@@ -87,7 +87,7 @@ class _Model:
         )
 
     def timed(self, layouts: Sequence[Layout]) -> dict[Layout, float]:
-        """Return the seconds of a step of those that fit."""
+        """Return the seconds of a step of the fitting layouts."""
         if not layouts:
             return {}
         x = columns_of([(self.work, self.device, one) for one in layouts])
@@ -109,15 +109,15 @@ def build_case(
     table: Mapping[int, DegreeRequest] | None = None,
 ) -> Case:
     """Return the policies of a trace: ours, data parallelism only, fixed degrees, restarts from
-    checkpoints, and where a person has degrees by number of devices, these.
+    checkpoints, and the user's table of degrees, if any.
 
     Args:
-        start: Degrees at the beginning; None: the fastest on the devices that are there first.
+        start: Degrees at the beginning; None: the fastest on the first devices.
         table: Degrees by number of devices.
 
     Raises:
-        RefusedError: On none of the trace's numbers of devices anything is valid and fits, or given
-            degrees are not valid, do not fit, or there are never so many devices.
+        RefusedError: Nothing is valid and fits on any of the trace's numbers of devices, or given
+            degrees are not valid, do not fit, or need more devices than ever there.
     """
     model = _Model(work, device, limits, choices, calibration)
     found: dict[Layout, float] = {}
@@ -146,12 +146,12 @@ def build_case(
 
 
 def stored_s(work: Workload, prices: Prices) -> float:
-    """Return the seconds in which a whole checkpoint is written, or read."""
+    """Return the seconds to write or read a whole checkpoint."""
     return work.shape.total_parameters * STATE_BYTES / prices.storage
 
 
 def change_cost(work: Workload, device: Device, prices: Prices) -> Cost:
-    """Return what a change in memory costs; without a layout before it, what a start does."""
+    """Return the cost function of changes in memory; without an old layout, of a start."""
     rates = prices.rates
 
     @cache
@@ -203,7 +203,7 @@ def _may_ever_run(start: Layout, trace: Trace) -> None:
 
 
 def _given(model: _Model, request: DegreeRequest, gpus: int) -> Layout:
-    """Return the fastest layout with degrees that a person gave for a number of devices."""
+    """Return the fastest layout with the user's degrees for a number of devices."""
     cut = request.tp * request.pp * (request.cp or 1)
     rooms = [request.dp] if request.dp else list(_replica_counts(model, gpus // cut))
     reasons: list[str] = []
@@ -256,8 +256,7 @@ def _variants(
 
 
 def _with_replicas(model: _Model, start: Layout, gpus: int) -> Iterator[Layout]:
-    """Yield ``start`` with the most replicas that so many devices have room for, in all
-    micro-batches."""
+    """Yield ``start`` with the most replicas possible on so many devices, in all micro-batches."""
     room = gpus // (start.degrees.tp * start.degrees.pp * start.degrees.cp)
     for dp in _replica_counts(model, room):
         if dp * start.degrees.cp % start.degrees.ep:
