@@ -1,4 +1,4 @@
-"""``scalai plan --trace``: what policies make of devices that come and go."""
+"""``scalai plan --trace``: policies for a changing number of devices."""
 
 import argparse
 import json
@@ -81,7 +81,7 @@ def is_asked(args: argparse.Namespace) -> bool:
 
 
 def run_trace(question: Question, args: argparse.Namespace) -> int:
-    """Replay the trace and say what policies make of it.
+    """Replay the trace and report each policy's result.
 
     Raises:
         RefusedError: The table, or given degrees, cannot be used, or nothing is ever valid.

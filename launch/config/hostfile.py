@@ -21,8 +21,8 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 def expand_hostfile(argv: Sequence[str], flags: argparse.Namespace) -> tuple[list[str], Hosts]:
-    """Return a command line with what ``--hostfile`` says put before it, where flags of its own
-    win, and the hosts; unchanged, and none, without the flag.
+    """Return a command line with the flags of ``--hostfile`` before it, its own flags winning, and
+    the hosts; unchanged, and none, without the flag.
 
     Raises:
         UsageError: The file or a filter cannot be read, or this host is not in it.
@@ -47,7 +47,7 @@ def expand_for_coordinator(argv: Sequence[str], flags: argparse.Namespace) -> li
 
 
 def _hosts(flags: argparse.Namespace) -> Hosts | None:
-    """Return the hosts that the flags name; None where they name no file."""
+    """Return the hosts of the flags' file; None without a file."""
     if flags.hostfile is None:
         if flags.include or flags.exclude:
             raise UsageError("--include and --exclude filter the hosts of --hostfile; name it too.")
@@ -118,7 +118,7 @@ def filtered(hosts: Hosts, include: str | None, exclude: str | None) -> Hosts:
 
 
 def own_name(hosts: Hosts, host_id: str | None, hostname: str, file: str) -> str:
-    """Return what the host file calls this host."""
+    """Return this host's name in the host file."""
     for name in (host_id, hostname, hostname.partition(".")[0]):
         if name in hosts:
             return str(name)

@@ -1,5 +1,5 @@
-"""When what runs is left for something else: the one rule of a running job, of ``scalai plan
---from`` and of a trace that is replayed."""
+"""The rule for leaving the running layout, common to jobs, ``scalai plan --from`` and replayed
+traces."""
 
 RESIDENCE_S = 2100.0
 """How long devices are taken to stay as they are: the mean of the predecessor's trace (Tenplex,
@@ -11,20 +11,19 @@ MEASURED_SPREAD = 0.03
 
 
 def steps_within(residence_s: float, lost_s: float, step_s: float) -> float:
-    """Return the steps that are made until devices change again, where ``lost_s`` pass before the
-    first one."""
+    """Return the steps until devices change again, after ``lost_s`` seconds without steps."""
     return max(0.0, residence_s - lost_s) / step_s
 
 
 def needed_gain(spread: float) -> float:
-    """Return by what share something must do more steps than what runs.
+    """Return the least relative gain of steps over the running layout.
 
     Args:
-        spread: Half of the interval of the ratio of the two steps, over it.
+        spread: Half of the interval of the ratio of the two steps, relative.
     """
     return max(MARGIN, spread)
 
 
 def is_worth_leaving(steps: float, present_steps: float, spread: float) -> bool:
-    """Return whether so many steps are enough more than those that what runs would do."""
+    """Return whether ``steps`` exceed ``present_steps`` by the needed gain."""
     return steps > (1 + needed_gain(spread)) * present_steps
