@@ -159,6 +159,8 @@ def stage_of(config: Mapping[str, Any]) -> int:
     section = config.get(ZERO)
     if section is None or isinstance(section, bool):
         return int(bool(section))
+    if not isinstance(section, Mapping):
+        raise UsageError(f"{ZERO} = {section!r}; expected an object such as {{{STAGE!r}: 1}}.")
     stage = section.get(STAGE, 0)
     if stage == "auto":  # as if not stated
         return 0
@@ -168,8 +170,16 @@ def stage_of(config: Mapping[str, Any]) -> int:
 
 
 def autotp_size(config: Mapping[str, Any]) -> int:
-    """Return the configured AutoTP size; 1: none."""
-    return int(config.get(AUTOTP, {}).get(AUTOTP_SIZE) or 1)
+    """Return the configured AutoTP size; 1: none.
+
+    Raises:
+        UsageError: No number.
+    """
+    section = config.get(AUTOTP) or {}
+    size = (section.get(AUTOTP_SIZE) or 1) if isinstance(section, Mapping) else section
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise UsageError(f"{AUTOTP}.{AUTOTP_SIZE} = {size!r}; expected a number of ranks.")
+    return size
 
 
 def refuse_fixed(config: Mapping[str, Any]) -> None:

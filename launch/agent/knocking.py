@@ -51,7 +51,12 @@ def _taken(peers: Mapping[str, Address]) -> list[str]:
     with ExitStack() as closing:
         poll, waiting, taken = select.poll(), dict[int, str](), list[str]()
         for host, (name, port) in peers.items():
-            family, kind, *_, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+            try:
+                found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError) as error:  # its name does not resolve; others may
+                log.warning("event=not_resolved host=%s name=%s: %s", host, name, error)
+                continue
+            family, kind, *_, address = found[0]
             line = closing.enter_context(socket.socket(family, kind))
             line.setblocking(False)
             line.connect_ex(address)

@@ -11,8 +11,10 @@ import pytest
 from scalai.converters.deepspeed.config import (
     SUMS,
     StatedBatch,
+    autotp_size,
     find_config,
     refuse_fixed,
+    stage_of,
     stated_stages,
 )
 from scalai.core.errors import RefusedError, UsageError
@@ -100,6 +102,26 @@ def test_batches_are_resolved_as_deepspeed_does(
 def test_a_size_that_is_none_is_named() -> None:
     with pytest.raises(UsageError, match="train_batch_size = '12'"):
         StatedBatch.of({"train_batch_size": "12"})
+
+
+@pytest.mark.parametrize(
+    ("read", "wrong"),
+    [
+        (stage_of, {"zero_optimization": "auto"}),
+        (stage_of, {"zero_optimization": {"stage": 4}}),
+        (autotp_size, {"tensor_parallel": {"autotp_size": "auto"}}),
+        (autotp_size, {"tensor_parallel": "auto"}),
+    ],
+)
+def test_a_section_of_another_kind_is_named(
+    read: Callable[[dict[str, object]], int], wrong: dict[str, object]
+) -> None:
+    with pytest.raises(UsageError, match=rf"^{next(iter(wrong))}.* = .*; expected "):
+        read(wrong)
+
+
+def test_no_section_of_tensor_parallelism_is_one_rank() -> None:
+    assert autotp_size({"tensor_parallel": None}) == autotp_size({}) == 1
 
 
 def test_a_scripts_own_flags_tell_the_stages() -> None:

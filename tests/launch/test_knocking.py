@@ -26,6 +26,8 @@ def test_who_takes_a_connection_is_heard_however_busy_its_agent_is(
         there, gone = busy.getsockname(), ("127.0.0.1", free_port("127.0.0.1"))
         peers = (("a", there), ("b", gone), ("c", there), ("d", gone), ("e", there))
         assert knock(peers) == ("b", "d")
+        nameless = ("n", ("no..name", 1))
+        assert unheard((nameless, *peers)) == ("b", "d", "n")
     assert knock(()) == ()
 
 

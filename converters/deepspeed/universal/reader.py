@@ -244,7 +244,6 @@ class UniversalReader:
             return
         self.number_steps.append(isinstance(value, int))
         self.steps.setdefault(step, name)
-        self.steps.setdefault(step, name)
         file = f"(step {step:g})"
         content = np.float32(step).tobytes()
         self.files[file] = CheckpointFile(file, len(content), content)
