@@ -221,11 +221,11 @@ class Performer:
                 self.groups[round].page.prepare(stop)
                 newest = self.groups[round].newest_step()
                 return [reports.Prepared(round, stop, newest)]
-            case commands.Agree(round, stop, probes):
+            case commands.Agree(round, stop, proves):
                 over = self._poll(round)
                 if over:
                     return over
-                self.groups[round].page.agree(stop, probes=probes)
+                self.groups[round].page.agree(stop, proves=proves)
                 return [events.Agreed(round, stop)]
             case commands.Space(round, begin, every):
                 return [events.Spaced(action, self.groups[round].space(begin, every))]

@@ -27,7 +27,7 @@ from scalai.core.job.function_proof import MOST_STEPS, Made
 from scalai.core.job.spacing import Schedule
 from scalai.store.secure import Folder
 
-STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, PROBED, FIRST_WORKER = 0, 1, 2, 3, 4, 5, 6, 8
+STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, PROVED, FIRST_WORKER = 0, 1, 2, 3, 4, 5, 6, 8
 EVERY_BITS = 20
 """Bits for the number of steps between snapshots."""
 PAGE_BYTES = 8192
@@ -120,12 +120,12 @@ class ControlPage:
         self._cells[STOP] = stop
         order()
 
-    def agree(self, stop: int, *, probes: bool = False) -> None:
+    def agree(self, stop: int, *, proves: bool = False) -> None:
         """Agent: agree. Every worker leaves at ``stop``.
 
-        ``probes``: after the next step up to its update.
+        ``proves``: after the next step up to its update.
         """
-        self._cells[PROBED] = stop if probes else 0
+        self._cells[PROVED] = stop if proves else 0
         self._cells[AGREED] = stop
 
     def withdraw(self) -> None:
@@ -221,7 +221,7 @@ class ControlPage:
 
     def must_prove(self, step: int) -> bool:
         """Worker, at the stop of this step: True to make the next one up to its update."""
-        return bool(step) and int(self._cells[PROBED]) == step
+        return bool(step) and int(self._cells[PROVED]) == step
 
     def must_stop(self, step: int) -> bool:
         """Worker, after ``report``: wait at a prepared stop for the agreement; True to leave

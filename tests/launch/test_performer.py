@@ -44,7 +44,7 @@ class FakeGroup:
             written=[], save_in_flight=lambda: None, save_looks=lambda: 0,
             has_reached_stop=lambda local: local == 1,
             prepare=lambda stop: self.page.written.append(("prepare", stop)),
-            agree=lambda stop, probes: self.page.written.append(("agree", stop)),
+            agree=lambda stop, proves: self.page.written.append(("agree", stop)),
         )  # fmt: skip
 
     def pids(self) -> dict[str, int]:

@@ -130,7 +130,7 @@ def test_an_engine_makes_the_step_behind_its_stop_without_its_update_and_leaves(
 ) -> None:
     given = {"stage": stage, "dropout": dropout, "is_by_rank": is_by_rank}
     rounds: list[tuple[int, int | None]] = [(2, 3), (1, 5)]
-    old, new = play(rounds_pool, tmp_path, "computes", rounds, {"probes": True}, **given)
+    old, new = play(rounds_pool, tmp_path, "computes", rounds, {"proves": True}, **given)
     assert [each.ending for each in (*old, *new)] == ["left"] * 3
     assert [line["step"] for line in old[0].notes] == [1, 2, 3], "the script sees no step behind it"
     before = merged(old[0].numbers[-1], old[1].numbers[-1])
@@ -143,7 +143,7 @@ def test_an_engine_makes_the_step_behind_its_stop_without_its_update_and_leaves(
         assert DROPOUT in proof.text
 
 
-STAGES = {"probes": True, "compares": True, "stages": [2, 1]}
+STAGES = {"proves": True, "compares": True, "stages": [2, 1]}
 
 
 @pytest.mark.parametrize(

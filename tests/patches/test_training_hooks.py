@@ -27,9 +27,9 @@ class FakeSession:
         stop: int | None = None,
         *,
         is_standby: bool = False,
-        probes: bool = False,
+        proves: bool = False,
     ) -> None:
-        self.probes, self.is_proving, self.is_to_prove = probes, False, False
+        self.proves, self.is_proving, self.is_to_prove = proves, False, False
         self.is_compared = False
         self.numbers: list[Numbers] = []
         self.restorable_step = restorable_step
@@ -72,7 +72,7 @@ class FakeSession:
 
     def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
         self.boundaries.append((step, consumed_samples))
-        self.is_to_prove = self.probes and step == self.stop
+        self.is_to_prove = self.proves and step == self.stop
         return step == self.stop
 
     def note_numbers(self, numbers: Numbers) -> None:
@@ -272,7 +272,7 @@ class FakeOptimizer:
 
 def stopped(**arguments: Any) -> tuple[FakeSession, FakeTraining]:
     """Return a worker that has come to its stop, behind which it is to make a step."""
-    session = FakeSession(stop=2, probes=True)
+    session = FakeSession(stop=2, proves=True)
     framework = hooked(session, **arguments)
     assert framework.step(2) is False, "the script goes on to its next step"
     return session, framework
@@ -315,7 +315,7 @@ def test_a_step_behind_the_stop_that_raises_is_no_failure(
 
 
 def test_behind_the_last_step_there_is_none_to_prove() -> None:
-    framework = hooked(FakeSession(stop=2, probes=True), train_iters=2)
+    framework = hooked(FakeSession(stop=2, proves=True), train_iters=2)
     with pytest.raises(SystemExit):
         framework.step(2)
 

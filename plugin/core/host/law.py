@@ -12,7 +12,7 @@ from scalai.core.host import (
     emergency,
     events,
     leaving,
-    probing,
+    proof_step,
     rounds,
     snapshots,
     stops,
@@ -167,7 +167,7 @@ def _time_passed(step: Step, at: float, seen: events.GroupSeen | None) -> None:
     stops.watch(step, seen)
     emergency.watch(step, seen)
     rounds.poll(step)
-    probing.watch(step, seen)
+    proof_step.watch(step, seen)
 
 
 # ---------------------------------------------------------------------- what the coordinator says
@@ -264,7 +264,7 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
     is_known = current is not None and (
         request.rank in current.ranks or isinstance(request, AwaitSlot)
     )
-    is_due = isinstance(request, RankStepped | RankFinished)  # also of one that probes or ends
+    is_due = isinstance(request, RankStepped | RankFinished)  # also of one that proves or ends
     if current is not None and not current.is_ending:
         is_due |= step.is_present(request.round) or isinstance(request, OF_BOTH_ROUNDS)
     if current is None or not is_known or not is_due:

@@ -4,7 +4,7 @@ proven, stepped, finished, failed, ended."""
 import numpy as np
 
 from scalai.core.errors import ProofError
-from scalai.core.host import actions, probing, snapshots
+from scalai.core.host import actions, proof_step, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import GroupOver, WantedFetched
 from scalai.core.host.state import Call, Published, Round, Want
@@ -56,7 +56,7 @@ def start(step: Step, command: commands.Start) -> None:
             _begin_restore(step)
         return
     give_up(step)
-    probing.end(step)  # the next workers may need its memory
+    proof_step.end(step)  # the next workers may need its memory
     step.change(round=Round(command, is_due=not command.is_built))
     if command.is_built:
         step.fail("what was on standby is gone")
@@ -110,7 +110,7 @@ def stop(step: Step, number: int, *, has_written: bool) -> None:
     if current is None or current.number != number:
         step.tell(reports.Stopped(number, 0))
         return
-    if has_written and probing.holds(step):
+    if has_written and proof_step.holds(step):
         return
     grace_s = step.state.settings.exit_grace_s if has_written else 0.0
     end(step, grace_s)
@@ -172,8 +172,8 @@ def poll(step: Step) -> None:
 def group_over(step: Step, over: GroupOver) -> None:
     """Handle workers that ended by themselves."""
     standby, current = step.state.standby, step.round
-    if step.state.probing is not None and step.state.probing.number == over.round:
-        probing.end(step)
+    if step.state.proving is not None and step.state.proving.number == over.round:
+        proof_step.end(step)
     elif standby is not None and standby.number == over.round:
         give_up(step)
         reason = "; ".join(over.failures) or "the script has ended"
@@ -313,7 +313,7 @@ def stepped(step: Step, report: RankStepped) -> None:
     """Record a worker's first step of the round."""
     if report.imports is not None:
         step.do(actions.WarmUp(report.imports))
-    if probing.told(step, report) or not step.is_present(report.round):
+    if proof_step.told(step, report) or not step.is_present(report.round):
         return
     current = step.present()
     numbers = merged(current.numbers, report.numbers)

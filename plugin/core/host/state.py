@@ -172,10 +172,10 @@ class Round:
         failure: Reported failure.
         is_unhooked: A worker trains without hooks.
         uses_devices: Workers keep state in device memory.
-        probes: Its workers make one more step behind their stop.
+        proves: Its workers make one more step behind their stop.
         numbers: Numbers of the first step or, once ``may_write``, of that further step.
-        probed: Ranks that reported the further step.
-        probe_until: Deadline of the further step, in seconds of the law's clock; 0: none.
+        proven_ranks: Ranks that reported the further step.
+        proof_until: Deadline of the further step, in seconds of the law's clock; 0: none.
     """
 
     command: Build | Start
@@ -219,10 +219,10 @@ class Round:
     has_finished: bool = False
     is_unhooked: bool = False
     uses_devices: bool = False
-    probes: bool = False
+    proves: bool = False
     numbers: Numbers | None = None
-    probed: frozenset[int] = frozenset()
-    probe_until: float = 0.0
+    proven_ranks: frozenset[int] = frozenset()
+    proof_until: float = 0.0
 
     @property
     def workers(self) -> Workers:
@@ -303,7 +303,7 @@ class HostState:
         slots: Most workers of the host.
         generations: Generations in the host's store.
         round, standby: The present round, and one built beside it.
-        probing: A stopped round with one more step to make beside the present one.
+        proving: A stopped round with one more step to make beside the present one.
         ending: Rounds with workers being ended, by number.
         held: A proposed stop, delayed by a save.
         standing: Calls of workers at an agreed stop with a save in flight.
@@ -326,7 +326,7 @@ class HostState:
     generations: frozenset[int] = frozenset()
     round: Round | None = None
     standby: Round | None = None
-    probing: Round | None = None
+    proving: Round | None = None
     ending: Mapping[int, Round | None] = field(default_factory=dict)
     held: HeldStop | None = None
     standing: tuple[Call, ...] = ()

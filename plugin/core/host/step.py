@@ -42,17 +42,17 @@ class Step:
         return changed
 
     def change_of(self, number: int, **values: Any) -> None:
-        """Change fields of this round: present, standby or probing."""
+        """Change fields of this round: present, standby or proof_step."""
         if self.state.round is not None and self.state.round.number == number:
             self.change_round(**values)
         elif self.state.standby is not None and self.state.standby.number == number:
             self.change(standby=replace(self.state.standby, **values))
-        elif self.state.probing is not None and self.state.probing.number == number:
-            self.change(probing=replace(self.state.probing, **values))
+        elif self.state.proving is not None and self.state.proving.number == number:
+            self.change(proving=replace(self.state.proving, **values))
 
     def of(self, number: int) -> Round | None:
-        """This round, if present, standby or probing; else None."""
-        rounds = (self.state.round, self.state.standby, self.state.probing)
+        """This round, if present, standby or proving; else None."""
+        rounds = (self.state.round, self.state.standby, self.state.proving)
         return next((r for r in rounds if r is not None and r.number == number), None)
 
     def is_present(self, number: int) -> bool:
@@ -81,7 +81,7 @@ class Step:
 
     def answer(self, call: Call, value: object = None) -> None:
         """Answer a pending call."""
-        for found in (self.state.round, self.state.standby, self.state.probing):
+        for found in (self.state.round, self.state.standby, self.state.proving):
             if found is not None and call in found.calls:
                 self.change_of(found.number, calls=found.calls - {call})
                 self.due.append(actions.AnswerCall(call, value))

@@ -92,7 +92,7 @@ def agree(step: Step, command: commands.Agree) -> None:
     """Let workers come to this stop: all workers of the job see it."""
     current = step.round
     if current is not None and current.has_group:
-        step.change_round(probes=command.probes)
+        step.change_round(proves=command.proves)
         step.do(command)
 
 

@@ -4,7 +4,7 @@ on, at other degrees if these are to blame."""
 import re
 from dataclasses import replace
 
-from scalai.core.job import probing, respacing
+from scalai.core.job import proving, respacing
 from scalai.core.job.assigning import failure_of, members_of, next_assignment
 from scalai.core.job.endings import kind_of
 from scalai.core.job.function_proof import Refuted
@@ -69,7 +69,7 @@ def fail(
     unproven: tuple[Action, ...] = ()
     if not is_starting:  # else the old workers' numbers still hold
         job, unproven = prove_no_more(job, "workers have failed")
-        job = probing.not_probing(job)
+        job = proving.without_proof(job)
     job, respaced = respacing.failed(job) if job.phase in STEPPING else (job, ())
     job, given_up = without_standby(job)
     message: tuple[Action, ...] = ()
@@ -120,7 +120,7 @@ def computes_otherwise(job: Job, text: str) -> Result:
         job, actions = next_phase(job) if job.phase is Phase.STARTING else stand(job)
         return job, (warning, Say("there is nothing to go back to: the job goes on"), *actions)
     # If its workers train already, the start still fails, and nothing of theirs is written.
-    function = replace(job.function, probe=Refuted())
+    function = replace(job.function, proof=Refuted())
     job = replace(job, phase=Phase.STARTING, function=function)
     job, actions = fail(job, reason, is_refusal=True)
     return job, (warning, *actions)

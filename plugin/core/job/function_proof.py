@@ -242,7 +242,7 @@ class FunctionProof:
         framework, dtype, is_random: As reported with the newest round's first step; no framework:
             nothing measures its steps.
         remade: Numbers of the newest steps.
-        probe: The proof under way, or its refutation.
+        proof: The proof under way, or its refutation.
         after: Numbers of the present round's first step.
         found: Outcome of the newest comparison, for the report; empty: none was made.
         seconds: Duration of the old workers' step.
@@ -254,7 +254,7 @@ class FunctionProof:
     dtype: str = "float32"
     is_random: bool = False
     remade: Remade = Remade()
-    probe: Asked | Waiting | Refuted | None = None
+    proof: Asked | Waiting | Refuted | None = None
     after: Numbers | None = None
     found: str = ""
     seconds: float = 0.0
@@ -263,14 +263,14 @@ class FunctionProof:
     @property
     def asked(self) -> Asked | None:
         """The step that the old workers make, until it is judged."""
-        if isinstance(self.probe, Waiting):
-            return self.probe.asked
-        return self.probe if isinstance(self.probe, Asked) else None
+        if isinstance(self.proof, Waiting):
+            return self.proof.asked
+        return self.proof if isinstance(self.proof, Asked) else None
 
     @property
     def is_waiting(self) -> bool:
-        return isinstance(self.probe, Waiting)
+        return isinstance(self.proof, Waiting)
 
     @property
     def is_refuted(self) -> bool:
-        return isinstance(self.probe, Refuted)
+        return isinstance(self.proof, Refuted)

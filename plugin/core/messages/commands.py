@@ -138,12 +138,12 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """All workers of the job see the stop: they may come to it. ``probes``: after the seal they
+    """All workers of the job see the stop: they may come to it. ``proves``: after the seal they
     make the next step without its update, and report its numbers."""
 
     round: int
     stop: int
-    probes: bool = False
+    proves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from scalai.core.job import membership as m
-from scalai.core.job import probing
+from scalai.core.job import proving
 from scalai.core.job.function_proof import (
     PROOF_S,
     Numbers,
@@ -17,7 +17,7 @@ from scalai.core.job.function_proof import (
     remade,
 )
 from scalai.core.job.membership import active
-from scalai.core.job.probing import key_of
+from scalai.core.job.proving import key_of
 from scalai.core.job.succession import recall, remember
 from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import JsonText
@@ -105,16 +105,16 @@ def test_repeated_steps_of_half_precision_say_how_far_layouts_may_differ() -> No
 @pytest.mark.fault
 def test_the_coordinator_warns_of_steps_that_a_recovery_makes_otherwise() -> None:
     simulation = training()
-    job, text = probing.made(simulation.job, [(6, 5.0, 2.0), (7, 4.9, 2.0)])
+    job, text = proving.made(simulation.job, [(6, 5.0, 2.0), (7, 4.9, 2.0)])
     simulation.job = job
     assert not text
     simulation.feed(
         events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
     )
     simulation.settle()
-    job, text = probing.made(simulation.job, [(6, 5.0, 2.0)])
+    job, text = proving.made(simulation.job, [(6, 5.0, 2.0)])
     assert not text and job.function.remade.spread.steps == 1
-    assert "step 7 computes otherwise" in probing.made(job, [(7, 4.8, 2.0)])[1]
+    assert "step 7 computes otherwise" in proving.made(job, [(7, 4.8, 2.0)])[1]
 
 
 def test_with_dropout_steps_are_compared_with_those_of_the_same_layout_alone() -> None:
@@ -125,19 +125,19 @@ def test_with_dropout_steps_are_compared_with_those_of_the_same_layout_alone() -
     simulation.settle()
     simulation.feed(events.HostLeaving("c", simulation.now))
     simulation.settle()
-    before, _ = probing.made(simulation.job, [(20, 5.0, 2.0), (21, 4.9, 2.0)])
+    before, _ = proving.made(simulation.job, [(20, 5.0, 2.0), (21, 4.9, 2.0)])
     simulation.job = before
     simulation.lose("b")
     simulation.settle()
     assert active(simulation.job) == {"a"}
-    job, text = probing.made(simulation.job, [(20, 5.01, 2.0)])
+    job, text = proving.made(simulation.job, [(20, 5.01, 2.0)])
     assert not text, "other degrees have other random streams"
     simulation.job = job
     simulation.feed(
         events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
     )
     simulation.settle()
-    assert "step 20 computes otherwise" in probing.made(simulation.job, [(20, 5.02, 2.0)])[1]
+    assert "step 20 computes otherwise" in proving.made(simulation.job, [(20, 5.02, 2.0)])[1]
 
 
 def training(policy: str = "auto", **settings: object) -> Simulation:
@@ -164,8 +164,8 @@ def change(simulation: Simulation, before: Numbers | None, after: Numbers | None
     simulation.settle()
 
 
-def probes(simulation: Simulation) -> list[bool]:
-    return [each.probes for each in simulation.logged if isinstance(each, commands.Agree)]
+def proves(simulation: Simulation) -> list[bool]:
+    return [each.proves for each in simulation.logged if isinstance(each, commands.Agree)]
 
 
 def said(simulation: Simulation, word: str) -> list[str]:
@@ -184,7 +184,7 @@ def test_a_change_that_computes_the_same_stands_and_is_not_proven_again() -> Non
             simulation.join("c", 2)
         simulation.settle()
         assert active(simulation.job) == present
-    assert probes(simulation) == [True, False, False]
+    assert proves(simulation) == [True, False, False]
     assert [each.proves for each in rounds(simulation)] == [False, True, False, False]
 
 
@@ -278,20 +278,20 @@ def test_a_script_that_tells_nothing_of_its_steps_is_said_to_be_unproven_once() 
         simulation.settle()
         simulation.feed(events.HostLeaving("c", simulation.now))
         simulation.settle()
-    assert len(said(simulation, "function_unproven")) == 1 and not any(probes(simulation))
+    assert len(said(simulation, "function_unproven")) == 1 and not any(proves(simulation))
 
 
 def test_where_a_notice_leaves_no_time_nothing_is_proven() -> None:
     simulation = training("always")
     simulation.feed(events.HostLeaving("b", simulation.now, "aws", 1.0, is_final=True))
     simulation.settle()
-    assert probes(simulation) == [False]
+    assert proves(simulation) == [False]
 
 
 def test_never_means_never() -> None:
     simulation = training("never")
     change(simulation, None, replace(HERE, norm=3.0))
-    assert probes(simulation) == [False] and not said(simulation, "function")
+    assert proves(simulation) == [False] and not said(simulation, "function")
 
 
 def test_the_next_coordinator_knows_what_is_proven() -> None:

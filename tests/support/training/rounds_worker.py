@@ -175,7 +175,7 @@ class RoundSession(Session):
 
     @property
     def is_to_prove(self) -> bool:
-        return self._progress.is_stopped and bool(self.given.settings.get("probes"))
+        return self._progress.is_stopped and bool(self.given.settings.get("proves"))
 
     def note_numbers(self, numbers: Numbers) -> None:
         seen.numbers.append(numbers)

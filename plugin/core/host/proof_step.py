@@ -13,13 +13,13 @@ from scalai.core.messages.worker_messages import RankStepped
 def told(step: Step, report: RankStepped) -> bool:
     """Record a worker's report of the step behind its stop; False: it is its first step."""
     current = step.of(report.round)
-    if current is None or not current.probes or not current.may_write:
+    if current is None or not current.proves or not current.may_write:
         return False
-    is_first = not current.probed
+    is_first = not current.proven_ranks
     numbers = report.numbers if is_first else merged(current.numbers, report.numbers)
-    probed = current.probed | {report.rank}
-    step.change_of(report.round, numbers=numbers, probed=probed)
-    if current.is_complete(probed):
+    proven_ranks = current.proven_ranks | {report.rank}
+    step.change_of(report.round, numbers=numbers, proven_ranks=proven_ranks)
+    if current.is_complete(proven_ranks):
         step.tell(reports.Stepped(report.round, numbers))
     return True
 
@@ -31,35 +31,35 @@ def holds(step: Step) -> bool:
     memory may be needed, and the next round waits for it.
     """
     current = step.present()
-    if not current.probes:
+    if not current.proves:
         return False
     if not current.has_group or _is_over(current, frozenset()):
         _told_no_more(step, current)
         return False
-    current = step.change_round(probe_until=step.now + PROOF_S)
+    current = step.change_round(proof_until=step.now + PROOF_S)
     if step.state.standby is None and not step.state.is_leaving:
         return True
     end(step)  # of an earlier change
-    step.change(probing=current, round=None)
+    step.change(proving=current, round=None)
     snapshots.give_back(step, current)
     step.tell(reports.Stopped(current.number, current.stop or 0))
     return True
 
 
 def _is_over(current: Round, ended: frozenset[int]) -> bool:
-    return current.is_complete(current.probed | current.lost | ended)
+    return current.is_complete(current.proven_ranks | current.lost | ended)
 
 
 def watch(step: Step, seen: GroupSeen | None) -> None:
     """End a round after its step, or after too long."""
-    current, aside = step.round, step.state.probing
-    if current is not None and current.probe_until and not current.is_ending:
+    current, aside = step.round, step.state.proving
+    if current is not None and current.proof_until and not current.is_ending:
         ended = frozenset(seen.ended if seen is not None else ())
-        if _is_over(current, ended) or step.now >= current.probe_until:
-            step.change_round(is_ending=True, probe_until=0.0)
+        if _is_over(current, ended) or step.now >= current.proof_until:
+            step.change_round(is_ending=True, proof_until=0.0)
             _told_no_more(step, current)
             step.end_group(current.number, _grace_s(step, current))
-    if aside is not None and step.now >= aside.probe_until:
+    if aside is not None and step.now >= aside.proof_until:
         end(step)
     elif aside is not None:
         step.do(actions.PollGroup(aside.number))
@@ -67,19 +67,19 @@ def watch(step: Step, seen: GroupSeen | None) -> None:
 
 def _grace_s(step: Step, current: Round) -> float:
     """Workers that have reported the step leave by themselves."""
-    return step.state.settings.exit_grace_s if current.is_complete(current.probed) else 0.0
+    return step.state.settings.exit_grace_s if current.is_complete(current.proven_ranks) else 0.0
 
 
 def end(step: Step) -> None:
     """End the workers beside the present round."""
-    if (aside := step.state.probing) is not None:
+    if (aside := step.state.proving) is not None:
         _told_no_more(step, aside)
         step.end_group(aside.number, given_up=aside)
-        step.change(probing=None)
+        step.change(proving=None)
 
 
 def _told_no_more(step: Step, ended: Round) -> None:
     """Report that no more ranks will answer. One rank's numbers stand for all."""
-    if not ended.is_complete(ended.probed):
-        numbers = ended.numbers if ended.probed else None
+    if not ended.is_complete(ended.proven_ranks):
+        numbers = ended.numbers if ended.proven_ranks else None
         step.tell(reports.Stepped(ended.number, numbers))

@@ -22,7 +22,7 @@ def host() -> LawHost:
     """A host whose two workers have written at their stop, and make a step more."""
     host = LawHost()
     slot = host.train()
-    host.obey(commands.Agree(1, 8, probes=True))
+    host.obey(commands.Agree(1, 8, proves=True))
     host.feed(Agreed(1, 8))
     for rank in range(2):
         host.ask(BeginSnapshot(rank, 1, "stop", 8))
@@ -61,7 +61,7 @@ def test_where_the_next_workers_stand_by_the_old_ones_go_on_beside_them(host: La
     assert host.all(actions.EndGroup) == [actions.EndGroup(1, 0.0)]
     host.feed(GroupEnded(1, 8))
     assert host.reported().count("stopped") == 1 and "workers_failed" not in host.reported()
-    assert host.state.probing is None and host.state.round is not None
+    assert host.state.proving is None and host.state.round is not None
 
 
 def test_who_makes_the_step_for_too_long_beside_the_next_round_is_ended(host: LawHost) -> None:

@@ -35,30 +35,30 @@ def key_of(job: Job, assignment: Assignment) -> str:
 
 def agreed(job: Job) -> Job:
     """The job after an agreed stop: if a proof is due, its workers make one more step behind it."""
-    job = not_probing(job)
+    job = without_proof(job)
     target = (
         job.change.standby.assignment if job.change.standby is not None else next_assignment(job)
     )
     if target is None or not _is_due(job, target):
         return job
-    probe = Asked(job.round, active(job))
-    return replace(job, function=replace(job.function, probe=probe))
+    proof = Asked(job.round, active(job))
+    return replace(job, function=replace(job.function, proof=proof))
 
 
-def not_probing(job: Job) -> Job:
+def without_proof(job: Job) -> Job:
     """The job without a proof: the workers do not stop, or do not go on from the stop, so the two
     sides share no step."""
-    function = replace(job.function, probe=None, after=None, found="", seconds=0.0)
+    function = replace(job.function, proof=None, after=None, found="", seconds=0.0)
     return job if function == job.function else replace(job, function=function)
 
 
 def started(job: Job, *, is_from_stop: bool) -> Job:
     """The job at the start of its next round, with a first step behind the stop or of an older
     state."""
-    job = job if is_from_stop else not_probing(job)
+    job = job if is_from_stop else without_proof(job)
     asked = job.function.asked
-    probe = None if asked is None else replace(asked, until=job.now + PROOF_S)
-    return replace(job, function=replace(job.function, probe=probe, after=None))
+    proof = None if asked is None else replace(asked, until=job.now + PROOF_S)
+    return replace(job, function=replace(job.function, proof=proof, after=None))
 
 
 def _is_due(job: Job, target: Assignment) -> bool:
@@ -75,21 +75,21 @@ def _is_due(job: Job, target: Assignment) -> bool:
     return job.settings.proves == "always" or key_of(job, target) not in function.known
 
 
-def is_of_probe(report: reports.Stepped, job: Job) -> bool:
+def is_of_proof(report: reports.Stepped, job: Job) -> bool:
     """Whether a report is of the step behind the stop."""
     asked = job.function.asked
     is_past = report.round != job.round or job.phase is not Phase.STARTING
     return asked is not None and report.round == asked.round and is_past
 
 
-def probed(report: reports.Stepped, host: str, job: Job) -> Job:
+def recorded(report: reports.Stepped, host: str, job: Job) -> Job:
     function, asked = job.function, job.function.asked
     assert asked is not None
     before = merged(asked.before, report.numbers)
     asked = replace(asked, before=before, awaited=asked.awaited - {host})
     seconds = before.seconds if before is not None else 0.0
-    probe = Waiting(asked) if function.is_waiting else asked
-    return replace(job, function=replace(function, probe=probe, seconds=seconds))
+    proof = Waiting(asked) if function.is_waiting else asked
+    return replace(job, function=replace(function, proof=proof, seconds=seconds))
 
 
 def stepped(report: reports.Stepped, job: Job) -> Job:
@@ -114,11 +114,11 @@ def judge(job: Job) -> tuple[Job, StepComparison | None, tuple[Action, ...]]:
     workers train on until the old ones report."""
     asked = job.function.asked
     if asked is not None and must_wait(job):
-        waiting = replace(job.function, probe=Waiting(asked), found=f"not proven: {UNTOLD}")
+        waiting = replace(job.function, proof=Waiting(asked), found=f"not proven: {UNTOLD}")
         return replace(job, function=waiting), None, ()
     is_late = job.function.is_waiting
     job, verdict, lines = _judge(job)
-    function = replace(job.function, probe=None, after=None)
+    function = replace(job.function, proof=None, after=None)
     amended = (AmendReport(function.found, function.seconds),) if is_late else ()
     return replace(job, function=function), verdict, (*lines, *amended)
 
@@ -164,7 +164,7 @@ def unproven(job: Job, why: str) -> tuple[Job, tuple[Action, ...]]:
     """The job without a wait for old workers, and its log lines."""
     job, _, lines = _unproven(job, why)
     amended = AmendReport(job.function.found, job.function.seconds)
-    return not_probing(job), (*lines, amended)
+    return without_proof(job), (*lines, amended)
 
 
 def made(job: Job, made: Sequence[Made]) -> tuple[Job, str]:
