@@ -23,7 +23,7 @@ from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
 from scalai.launch.agent.durable import check_writable, refuse_finished
 from scalai.launch.agent.interfaces import address_towards, interface_environment
-from scalai.launch.agent.notice_watch import watch
+from scalai.launch.agent.notices import watch
 from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.probe import DeviceProbe
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check

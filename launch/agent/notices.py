@@ -1,22 +1,131 @@
-"""Sources of preemption notices: each answers one question, asked repeatedly by ``notice_watch``.
+"""Preemption notices: each source answers one question, asked repeatedly in its own thread; a
+hanging one delays neither others nor the agent.
 
 Sources: AWS, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations",
 with IMDSv2; Google Cloud, "Preemption process" (``instance/preempted``); Azure, "Scheduled Events".
 """
 
+import io
 import json
+import logging
 import math
 import os
+import socket
 import stat
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPResponse
 from typing import Any
+from urllib.parse import urlsplit
 
-from scalai.core.errors import PeerError, StoreError
-from scalai.launch.agent.metadata import Answer, ask
+from scalai.core.errors import PeerError, ScalaiError, StoreError
 from scalai.launch.config.elastic_config import NoticeSource
+
+log = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------ metadata servers
+
+TIMEOUT_S = 3.0
+"""Seconds for a question, from the connection to the answer's last byte."""
+MOST_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A server's answer: status and text; ``at``: its own time in seconds since 1970, None: not
+    stated."""
+
+    status: int
+    text: str
+    at: float | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def ask(address: str, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
+    """Ask a cloud's metadata server at ``address`` (``http://HOST:PORT``) over HTTP. Blocks.
+
+    Trusts it little: a total deadline, a size limit, no proxy, no redirects. The caller judges the
+    status.
+
+    Raises:
+        PeerError: There is no answer in time, or it is invalid, too long, or not text.
+    """
+    end = time.monotonic() + TIMEOUT_S
+    parts = urlsplit(address)
+    assert parts.hostname is not None, "parse_source has looked"
+    host, port = parts.hostname, parts.port or 80
+    lines = [
+        f"{method} {path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close",
+        "Accept-Encoding: identity", *(f"{name}: {value}" for name, value in headers.items()),
+        *(["Content-Length: 0"] if method != "GET" else []),
+    ]  # fmt: skip
+    try:
+        with socket.create_connection((host, port), TIMEOUT_S) as connection:
+            connection.settimeout(_left(end))
+            connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
+            return _answer(connection, end, method)
+    except (OSError, HTTPException, ValueError) as error:
+        raise PeerError(f"{address}{path}: {error or type(error).__name__}") from error
+
+
+def _answer(connection: socket.socket, end: float, method: str) -> Answer:
+    # It uses only the socket's ``makefile``.
+    response = HTTPResponse(_Within(connection, end), method=method)  # type: ignore[arg-type]
+    try:
+        response.begin()
+        text = response.read().decode()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, text, _time(headers.get("date")), headers)
+    finally:
+        response.close()
+
+
+def _time(date: str | None) -> float | None:
+    try:
+        return parsedate_to_datetime(date).timestamp() if date else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _left(end: float) -> float:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it takes too long")
+    return left
+
+
+class _Within:
+    """A connection with a deadline and a size limit for reads."""
+
+    def __init__(self, connection: socket.socket, end: float) -> None:
+        self._connection, self._end = connection, end
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Reader(self._connection, self._end))
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, connection: socket.socket, end: float) -> None:
+        super().__init__()
+        self._connection, self._end, self._left = connection, end, MOST_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(_left(self._end))
+        count = self._connection.recv_into(buffer)
+        self._left -= count
+        if self._left < 0:
+            raise OSError(f"the answer has more than {MOST_BYTES} bytes")
+        return count
+
+
+# ------------------------------------------------------------------ questions
 
 Notices = Mapping[str, float | None]
 """Seconds left by notice; None: unknown."""
@@ -264,3 +373,128 @@ def question_of(source: NoticeSource, default_s: float) -> Question:
             return AzureNotice(source.where)
         case _:
             raise StoreError(f"nobody asks {source}.")
+
+
+# ------------------------------------------------------------------ the watch
+
+LONGEST_S = 60.0
+"""Seconds; longest interval between questions, doubled after each failure."""
+
+SILENT_S = 30.0
+"""Seconds before a pending question is logged: a file system may hang forever."""
+
+Noticed = Callable[[str, float | None], None]
+Withdrawn = Callable[[str], None]
+
+
+class NoticeWatch:
+    """Asks one source, and passes on notices.
+
+    Args:
+        source: The source.
+        question: Its question.
+        noticed, withdrawn: Callbacks for notices; repeated while they hold.
+        interval_s: Seconds between questions.
+    """
+
+    def __init__(
+        self,
+        source: NoticeSource,
+        question: Question,
+        noticed: Noticed,
+        withdrawn: Withdrawn,
+        interval_s: float,
+    ) -> None:
+        self._source, self._question = source, question
+        self._noticed, self._withdrawn, self._interval_s = noticed, withdrawn, interval_s
+        self._known: frozenset[str] = frozenset()
+        self._failures, self._problem = 0, ""
+        self._asked_at: float | None = None
+        self._is_said = False
+
+    def look(self) -> float:
+        """Ask once. Returns the seconds before the next question. A failure keeps known notices."""
+        self._asked_at = time.monotonic()
+        try:
+            found = self._question.read()
+        except Exception as error:  # also our own slip: else notices would stop
+            self._failed(error)
+            return min(self._interval_s * 2.0 ** min(self._failures, 10), LONGEST_S)
+        finally:
+            self._asked_at, self._is_said = None, False
+        if self._failures:
+            log.info("event=notice_source source=%s answers again", self._source)
+        self._failures, self._problem = 0, ""
+        self._tell(found)
+        return self._interval_s
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        known = isinstance(error, (ScalaiError, OSError))
+        problem = str(error) if known else repr(error)
+        if self._failures == 1 or type(error).__name__ != self._problem:
+            self._problem = type(error).__name__
+            log.warning(
+                "event=notice_source source=%s gives no answer: %s. It is asked again, each %.0f s "
+                "at the latest; until then nobody hears of its notices.",
+                self._source, problem, LONGEST_S,
+            )  # fmt: skip
+
+    def _tell(self, found: Notices) -> None:
+        for name, left_s in found.items():
+            if name not in self._known and isinstance(self._question, FileNotice):
+                if self._question.problem:
+                    log.warning("event=notice_unclear %s", self._question.problem)
+            if name in self._known and left_s is not None and left_s <= LEAST_S:
+                continue  # its time is over: a repeat postpones nothing
+            self._noticed(name, left_s)
+        for name in sorted(self._known - found.keys()):
+            self._withdrawn(name)
+        self._known = frozenset(found)
+
+    def check(self, now: float) -> None:
+        """Log once a question without an answer for long. Any thread may call it."""
+        asked_at = self._asked_at
+        if asked_at is None or self._is_said or now - asked_at < SILENT_S:
+            return
+        self._is_said = True
+        log.warning(
+            "event=notice_source source=%s hangs: no answer for %.0f s. Nobody hears of its "
+            "notices until it answers.", self._source, now - asked_at,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Ask without end."""
+        while True:
+            time.sleep(self.look())
+
+
+def watch(
+    sources: Iterable[NoticeSource],
+    noticed: Noticed,
+    withdrawn: Withdrawn,
+    interval_s: float,
+    default_s: float,
+) -> None:
+    """Start to ask these sources, signals excluded, in threads that end with the process.
+
+    ``default_s``: seconds left for a file without content.
+    """
+    asked: list[NoticeWatch] = []
+    for source in sources:
+        if source.kind == "signal":
+            continue
+        question = question_of(source, default_s)
+        one = NoticeWatch(source, question, noticed, withdrawn, interval_s)
+        asked.append(one)
+        log.info("event=notice_source source=%s is asked each %.0f s", source, interval_s)
+        threading.Thread(target=one.run, name=f"notice-{source.kind}", daemon=True).start()
+    if asked:
+        threading.Thread(target=_check, args=(asked,), name="notice-check", daemon=True).start()
+
+
+def _check(asked: Iterable[NoticeWatch]) -> None:
+    while True:
+        time.sleep(SILENT_S / 3)
+        for one in asked:
+            one.check(time.monotonic())

@@ -3,7 +3,7 @@
 The planner counts holders and rows; here they become files and byte offsets.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,17 +29,9 @@ class HeldPart(Protocol):
         """Its pieces."""
 
 
-def holders_of(
-    manifests: Sequence[HeldPart], host: str = "", readable: Container[str] = ()
-) -> list[Holder]:
-    """Return the source side of a plan: one holder a host, its rows those of the manifest.
-
-    ``host`` can open the files of the hosts in ``readable`` (a durable directory): their parts
-    count as its own.
-    """
-    return [
-        Holder(host if part.host in readable else part.host, part.collection) for part in manifests
-    ]
+def holders_of(manifests: Sequence[HeldPart]) -> list[Holder]:
+    """Return the source side of a plan: one holder a host, its rows those of the manifest."""
+    return [Holder(part.host, part.collection) for part in manifests]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,5 +1,5 @@
-"""Whoever may say that a host will be taken away is asked, believed no more than needed, and ends
-nothing by what it says."""
+"""Preemption notices: read as their source means them, believed no more than needed; they end
+nothing by themselves."""
 
 import json
 import logging
@@ -7,7 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -16,19 +17,30 @@ from typing import Any
 import pytest
 
 from scalai.core.errors import PeerError, UsageError
-from scalai.launch.agent import metadata, notices
-from scalai.launch.agent.notice_watch import LONGEST_S, SILENT_S, NoticeWatch
-from scalai.launch.agent.notices import AwsNotice, AzureNotice, FileNotice, GcpNotice, Question
+from scalai.launch.agent import notices
+from scalai.launch.agent.notices import (
+    LEAST_S,
+    LONGEST_S,
+    SILENT_S,
+    AwsNotice,
+    AzureNotice,
+    FileNotice,
+    GcpNotice,
+    NoticeWatch,
+    Question,
+)
 from scalai.launch.config.elastic_config import METADATA, NoticeSource, parse_source
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from support.metadata_server import Said, Server, metadata_server
 
+TOKEN = "/latest/api/token"
 ACTION = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 EVENTS, NAME = "/metadata/scheduledevents", "/metadata/instance/compute/name"
-GOOGLE = {"Metadata-Flavor": "Google"}
+PAST = "2017-09-18T08:22:00Z"
+DAY_S = 86400.0
 
 
 @pytest.fixture
@@ -41,134 +53,140 @@ def in_future(seconds: float) -> datetime:
     return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
-def aws(server: Server) -> AwsNotice:
-    server.says["/latest/api/token"] = Said(text="secret")
-    server.needs = {"X-aws-ec2-metadata-token": "secret"}
+def aws(server: Server, token: str = "secret") -> AwsNotice:
+    server.says[TOKEN] = Said(text=token)
+    server.needs = {"X-aws-ec2-metadata-token": token}
     return AwsNotice(server.address)
 
 
-def azure(server: Server, *events: dict[str, Any]) -> AzureNotice:
-    server.says[EVENTS] = Said(text=json.dumps({"DocumentIncarnation": 1, "Events": events}))
-    server.says[NAME] = Said(text="mine")
-    return AzureNotice(server.address)
+def ends(at: str, action: str = "stop", **headers: str) -> dict[str, Said]:
+    return {ACTION: Said(text=json.dumps({"action": action, "time": at}), headers=headers)}
 
 
-def event(kind: str = "Preempt", host: str = "mine", **more: Any) -> dict[str, Any]:
-    before = format_datetime(in_future(600), usegmt=True)
-    whole = {"EventId": "7", "EventType": kind, "Resources": [host], "EventStatus": "Scheduled"}
-    return {**whole, "NotBefore": before, **more}
+def google(word: str) -> dict[str, Said]:
+    return {PREEMPTED: Said(text=word, headers={"Metadata-Flavor": "Google"})}
 
 
-def only(found: notices.Notices) -> tuple[str, float | None]:
-    ((name, left_s),) = found.items()
-    return name, left_s
+def azure(**more: Any) -> dict[str, Said]:
+    """One event of Azure for this host, Preempt in a day unless said otherwise."""
+    event = {
+        "EventId": "7", "EventType": "Preempt", "Resources": ["mine"], "EventStatus": "Scheduled",
+        "NotBefore": format_datetime(in_future(DAY_S), usegmt=True), **more,
+    }  # fmt: skip
+    return azure_list(event)
+
+
+def azure_list(*events: dict[str, Any]) -> dict[str, Said]:
+    listed = Said(text=json.dumps({"DocumentIncarnation": 1, "Events": events}))
+    return {EVENTS: listed, NAME: Said(text="mine")}
+
+
+def question(server: Server, says: Mapping[str, Said]) -> Question:
+    """Return the question for a server that says so, after whose paths they are."""
+    server.says.update(says)
+    if PREEMPTED in says:
+        return GcpNotice(server.address)
+    return AzureNotice(server.address) if EVENTS in says else aws(server)
 
 
 # ------------------------------------------------------------------ what each source says
 
 
-def test_aws_is_asked_with_a_token_and_says_when(server: Server) -> None:
-    question = aws(server)
-    assert question.read() == {}, "404 is no notice"
-    server.says[ACTION] = Said(
-        text=json.dumps({"action": "terminate", "time": in_future(120).isoformat()})
-    )
-    name, left_s = only(question.read())
-    assert name == "aws terminate" and left_s is not None and 60 < left_s <= 122
-    assert [method for method, _, _ in server.asked].count("PUT") == 1
-    assert question.read().keys() == {name}
-
-
-def test_an_aws_token_that_has_run_out_is_replaced(server: Server) -> None:
-    question = aws(server)
-    question.read()
-    server.says["/latest/api/token"] = Said(text="another")
-    server.needs = {"X-aws-ec2-metadata-token": "another"}
-    assert question.read() == {}
-
-
-def test_a_rebalance_recommendation_has_no_deadline(server: Server) -> None:
-    question = aws(server)
-    server.says[REBALANCE] = Said(text=json.dumps({"noticeTime": in_future(0).isoformat()}))
-    assert only(question.read()) == ("aws rebalance recommendation", None)
-
-
 @pytest.mark.fault
-def test_the_servers_own_clock_counts(server: Server) -> None:
-    """A host whose clock is an hour ahead has its two minutes all the same."""
-    answer = metadata.Answer(200, "", (at := in_future(3600)).timestamp())
-    left_s = notices._left_s((at + timedelta(seconds=120)).isoformat(), answer, notices._iso)
-    assert left_s == pytest.approx(120.0)
-
-
-@pytest.mark.fault
-def test_a_time_that_has_passed_leaves_a_moment(server: Server) -> None:
-    question = aws(server)
-    server.says[ACTION] = Said(text='{"action": "stop", "time": "2017-09-18T08:22:00Z"}')
-    assert only(question.read()) == ("aws stop", notices.LEAST_S)
-
-
-def test_google_says_true_and_its_half_minute_counts_from_then(server: Server) -> None:
-    server.says[PREEMPTED] = Said(text="FALSE", headers=GOOGLE)
-    question = GcpNotice(server.address)
-    assert question.read() == {} and server.asked[0][2]["Metadata-Flavor"] == "Google"
-    server.says[PREEMPTED] = Said(text="TRUE", headers=GOOGLE)
-    first, again = only(question.read())[1], only(question.read())[1]
-    assert first is not None and again is not None and again <= first <= notices.GCP_S
-
-
-def test_who_is_not_googles_server_is_not_believed(server: Server) -> None:
-    server.says[PREEMPTED] = Said(text="TRUE")
-    with pytest.raises(PeerError, match="no answer of Google"):
-        GcpNotice(server.address).read()
-
-
-@pytest.mark.parametrize("kind", notices.AZURE_TAKES)
-def test_azure_says_what_is_scheduled_for_this_host(server: Server, kind: str) -> None:
-    name, left_s = only(azure(server, event(kind)).read())
-    assert name == f"azure {kind} 7" and left_s is not None and 300 < left_s <= 602
-    assert all(headers["Metadata"] == "true" for _, _, headers in server.asked)
+@pytest.mark.parametrize(
+    ("says", "name", "least", "most"),
+    [
+        (ends(in_future(DAY_S).isoformat(), "terminate"), "aws terminate", 60, DAY_S),
+        (ends(PAST), "aws stop", LEAST_S, LEAST_S),
+        (
+            ends(in_future(3720).isoformat(), Date=format_datetime(in_future(3600), usegmt=True)),
+            "aws stop", 119, 121,
+        ),
+        ({REBALANCE: Said(text=json.dumps({"noticeTime": PAST}))}, "aws rebalance recommendation",
+         None, None),
+        (google("TRUE"), "gcp preempted", 0, notices.GCP_S),
+        *(
+            (azure(EventType=kind), f"azure {kind} 7", 60, DAY_S)
+            for kind in ("Preempt", "Terminate", "Reboot", "Redeploy")
+        ),
+        (azure(EventStatus="Started", NotBefore=""), "azure Preempt 7", LEAST_S, LEAST_S),
+    ],
+    ids=["aws", "aws, past", "its own clock counts", "rebalance", "google", "preempt", "terminate",
+         "reboot", "redeploy", "azure, begun"],
+)  # fmt: skip
+def test_a_source_says_what_comes_and_when(
+    server: Server, says: dict[str, Said], name: str, least: float | None, most: float | None
+) -> None:
+    """A time that has passed leaves a moment; a recommendation has no time."""
+    ((found, left_s),) = question(server, says).read().items()
+    assert found == name
+    if least is None or most is None:
+        assert left_s is None
+    else:
+        assert left_s is not None and least <= left_s <= most
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    "other", [event("Freeze"), event(host="other"), event(Resources="mine"), {}, event("New")]
-)
-def test_what_azure_says_of_others_or_of_a_pause_is_no_notice(
-    server: Server, other: dict[str, Any]
+    "says",
+    [
+        {}, google("FALSE"), azure(EventType="Freeze"), azure(EventType="New"),
+        azure(Resources=["other"]), azure(Resources="mine"), azure_list(), azure_list({}),
+    ],
+    ids=["404", "FALSE", "a pause", "unknown", "another host", "no list", "none", "no event"],
+)  # fmt: skip
+def test_what_a_source_says_of_others_or_of_a_pause_is_no_notice(
+    server: Server, says: dict[str, Said]
 ) -> None:
-    assert azure(server, other).read() == {}
+    assert question(server, says).read() == {}
 
 
-def test_an_azure_event_that_has_begun_leaves_a_moment(server: Server) -> None:
-    begun = event(EventStatus="Started", NotBefore="")
-    assert only(azure(server, begun).read())[1] == notices.LEAST_S
+def test_aws_is_asked_with_a_token_that_is_replaced_once_it_has_run_out(server: Server) -> None:
+    asked = aws(server)
+    for _ in range(2):
+        assert asked.read() == {}
+    assert [method for method, _, _ in server.asked].count("PUT") == 1
+    aws(server, "another")
+    assert asked.read() == {}
 
 
-@pytest.mark.parametrize("content", ["", "\n", "30", "0", "iso", "epoch"])
-def test_a_file_that_appears_is_a_notice_and_says_when(tmp_path: Path, content: str) -> None:
-    path, later = tmp_path / "notice", in_future(300)
-    question = FileNotice(str(path), 120.0)
-    assert question.read() == {}
-    path.write_text(
-        {"iso": later.isoformat(), "epoch": str(later.timestamp())}.get(content, content)
-    )
-    name, left_s = only(question.read())
-    most = {"30": 30.0, "0": notices.LEAST_S, "iso": 300.0, "epoch": 300.0}.get(content, 120.0)
-    assert name == f"file:{path}" and left_s is not None and most - 60 < left_s <= most
-    assert not question.problem
-    path.unlink()
-    assert question.read() == {}
+def test_google_and_azure_are_asked_with_their_headers_and_a_half_minute_counts_from_the_notice(
+    server: Server,
+) -> None:
+    asked = question(server, google("TRUE"))
+    ((_, first),), ((_, again),) = asked.read().items(), asked.read().items()
+    assert first is not None and again is not None and again <= first
+    question(server, azure()).read()
+    headers = [{name.lower(): value for name, value in each.items()} for _, _, each in server.asked]
+    assert [each.get("metadata-flavor") for each in headers] == ["Google"] * 2 + [None] * 2
+    assert [each.get("metadata") for each in headers] == [None] * 2 + ["true"] * 2
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("content", [" 45.5 s", "nan", "-3", "2030-01-01T00:00:00", "x" * 9999])
-def test_a_file_that_says_no_time_is_a_notice_all_the_same(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "most", "is_clear"),
+    [
+        ("", 120, True), ("\n", 120, True), ("30", 30, True), ("0", LEAST_S, True),
+        (in_future(DAY_S).isoformat(), DAY_S, True),
+        (str(in_future(DAY_S).timestamp()), DAY_S, True),
+        (" 45.5 s", 120, False), ("nan", 120, False), ("-3", 120, False),
+        ("2030-01-01T00:00:00", 120, False), ("x" * 9999, 120, False),
+    ],
+    ids=["empty", "blank", "30", "0", "iso", "epoch", "a unit", "nan", "negative", "no zone",
+         "long"],
+)  # fmt: skip
+def test_a_file_that_appears_is_a_notice_whatever_time_it_says(
+    tmp_path: Path, content: str, most: float, is_clear: bool
+) -> None:
     path = tmp_path / "notice"
+    asked = FileNotice(str(path), 120.0)
+    assert asked.read() == {}
     path.write_text(content)
-    question = FileNotice(str(path), 120.0)
-    left_s = only(question.read())[1]
-    assert left_s is not None and 60 < left_s <= 120 and "expected seconds" in question.problem
+    ((name, left_s),) = asked.read().items()
+    assert name == f"file:{path}" and left_s is not None and most / 2 < left_s <= most
+    assert ("expected seconds" in asked.problem) is not is_clear and bool(asked.problem) != is_clear
+    path.unlink()
+    assert asked.read() == {}
 
 
 @pytest.mark.fault
@@ -182,51 +200,38 @@ def test_what_is_no_file_is_a_notice_too_and_nobody_waits_at_it(tmp_path: Path) 
 # ------------------------------------------------------------------ hostile and broken servers
 
 
-def slow_headers(connection: socket.socket) -> None:
-    while True:
-        connection.sendall(b"X")
-        time.sleep(0.02)
-
-
-def no_answer(connection: socket.socket) -> None:
-    connection.recv(1)
-    time.sleep(30)
-
-
-def endless(connection: socket.socket) -> None:
-    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-    while True:
-        connection.sendall(b"A" * 65536)
-
-
-def garbage(connection: socket.socket) -> None:
-    connection.sendall(b"\x00\xff SSH-2.0 \r\n\r\n")
-
-
-def cut(connection: socket.socket) -> None:
-    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
-
-
 @pytest.mark.fault
-@pytest.mark.parametrize("misbehave", [slow_headers, no_answer, endless, garbage, cut])
-@pytest.mark.parametrize("kind", [AwsNotice, GcpNotice, AzureNotice])
+@pytest.mark.parametrize(
+    ("first", "more", "pause_s"),
+    [
+        (b"", b"", 0.02),
+        (b"", b"X", 0.02),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"A" * 65536, 0.0),
+        (b"\x00\xff SSH-2.0 \r\n\r\n", None, 0.0),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", None, 0.0),
+    ],
+    ids=["no answer", "slow headers", "endless", "garbage", "cut"],
+)
 def test_a_server_that_misbehaves_is_left_within_the_time(
-    misbehave: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
+    first: bytes, more: bytes | None, pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metadata.ask, "__defaults__", ("GET", 0.3))
+    monkeypatch.setattr(notices, "TIMEOUT_S", 0.3)
+    has_gone = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             connection, _ = listener.accept()
-            with connection:
-                try:
-                    misbehave(connection)
-                except OSError:
-                    pass  # whoever asked has gone away
+            with connection, suppress(OSError):  # the other end has gone away
+                connection.sendall(first)
+                while more is not None and not has_gone.wait(pause_s):
+                    connection.sendall(more)
 
-        threading.Thread(target=serve, daemon=True).start()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
         with pytest.raises(PeerError):
-            kind(f"http://127.0.0.1:{listener.getsockname()[1]}").read()
+            GcpNotice(f"http://127.0.0.1:{listener.getsockname()[1]}").read()
+        has_gone.set()
+        thread.join(60)
 
 
 @pytest.mark.fault
@@ -235,24 +240,21 @@ def test_a_server_that_misbehaves_is_left_within_the_time(
     [
         Said(302, headers={"Location": "http://127.0.0.1:1/elsewhere"}), Said(500), Said(403),
         Said(text="no json"), Said(text="[1]"), Said(text="[" * 50_000), Said(text=b"\xff"),
-        Said(text='{"action": "stop", "time": "soon"}'), Said(text='{"action": "stop"}'),
-        Said(text='{"action": "stop", "time": "2030-01-01T00:00:00"}'),
-        Said(text="x" * (metadata.MOST_BYTES + 1)),
+        *ends("soon").values(), *ends("2030-01-01T00:00:00").values(),
+        Said(text='{"action": "stop"}'), Said(text="x" * (notices.MOST_BYTES + 1)),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_an_error_of_one_kind(server: Server, said: Said) -> None:
-    question = aws(server)
-    server.says[ACTION] = said
     with pytest.raises(PeerError):
-        question.read()
+        question(server, {ACTION: said}).read()
 
 
-def test_a_server_that_gives_no_token_is_named(server: Server) -> None:
+def test_who_is_not_the_metadata_server_is_not_believed_and_named(server: Server) -> None:
+    server.says[PREEMPTED] = Said(text="TRUE")
+    with pytest.raises(PeerError, match="no answer of Google"):
+        GcpNotice(server.address).read()
     with pytest.raises(PeerError, match=r"status 404 and no token \(IMDSv2\)"):
         AwsNotice(server.address).read()
-
-
-def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(PeerError, match="refused"):
@@ -265,29 +267,27 @@ def test_no_proxy_of_the_environment_is_asked(
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    server.says[PREEMPTED] = Said(text="TRUE", headers=GOOGLE)
-    assert GcpNotice(server.address).read().keys() == {"gcp preempted"}
+    assert question(server, google("TRUE")).read().keys() == {"gcp preempted"}
 
 
 # ------------------------------------------------------------------ the watch
 
 
 class Heard:
-    """A watch of a source, and what it has told."""
+    """A watch of a source, and its notices."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, asked: Question) -> None:
         self.told: list[str] = []
         self.watch = NoticeWatch(
-            NoticeSource("gcp"), question, lambda name, left_s: self.told.append(name),
+            NoticeSource("gcp"), asked, lambda name, left_s: self.told.append(name),
             lambda name: self.told.append(f"not {name}"), 2.0,
         )  # fmt: skip
 
 
 def test_an_event_that_is_there_no_more_is_withdrawn_once(server: Server) -> None:
-    server.says[PREEMPTED] = Said(text="TRUE", headers=GOOGLE)
-    heard = Heard(GcpNotice(server.address))
+    heard = Heard(question(server, google("TRUE")))
     assert heard.watch.look() == 2.0
-    server.says[PREEMPTED] = Said(text="FALSE", headers=GOOGLE)
+    server.says.update(google("FALSE"))
     for _ in range(2):
         heard.watch.look()
     assert heard.told == ["gcp preempted", "not gcp preempted"]
@@ -298,15 +298,14 @@ def test_no_answer_withdraws_nothing_is_said_once_and_is_asked_for_more_rarely(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    server.says[PREEMPTED] = Said(text="TRUE", headers=GOOGLE)
-    heard = Heard(GcpNotice(server.address))
+    heard = Heard(question(server, google("TRUE")))
     heard.watch.look()
     server.says[PREEMPTED] = Said(503)
     waits = [heard.watch.look() for _ in range(8)]
     assert waits[:3] == [4.0, 8.0, 16.0] and waits[-1] == LONGEST_S
     assert heard.told == ["gcp preempted"]
     assert caplog.text.count("gives no answer") == 1 and "status 503" in caplog.text
-    server.says[PREEMPTED] = Said(text="TRUE", headers=GOOGLE)
+    server.says.update(google("TRUE"))
     assert heard.watch.look() == 2.0 and "answers again" in caplog.text
 
 
@@ -339,9 +338,7 @@ def test_a_source_that_hangs_is_said_once_and_held_up_nobody(
 
 @pytest.mark.fault
 def test_a_time_that_is_over_is_put_off_by_no_later_look(server: Server) -> None:
-    question = aws(server)
-    server.says[ACTION] = Said(text='{"action": "stop", "time": "2017-09-18T08:22:00Z"}')
-    heard = Heard(question)
+    heard = Heard(question(server, ends(PAST)))
     for _ in range(3):
         heard.watch.look()
     assert heard.told == ["aws stop"]
@@ -350,21 +347,24 @@ def test_a_time_that_is_over_is_put_off_by_no_later_look(server: Server) -> None
 # ------------------------------------------------------------------ what a person says
 
 
-def sources(*flags: str, text: str | None = None, folder: Path | None = None) -> tuple[str, ...]:
-    given = list(flags)
-    if text is not None and folder is not None:
-        (folder / "elastic.toml").write_text(text)
-        given += ["--elastic", str(folder / "elastic.toml")]
-    return JobSpec.read(parse_options([*given, "x.py"])).config.preemption.sources
-
-
-def test_a_signal_alone_is_heeded_unless_a_person_names_others(tmp_path: Path) -> None:
-    assert sources() == ("signal",)
-    assert sources("--preemption", "none") == ()
-    assert sources("--preemption", "signal,file:/a:b,aws") == ("signal", "file:/a:b", "aws")
-    text = '[preemption]\nsources = ["gcp"]\n'
-    assert sources(text=text, folder=tmp_path) == ("gcp",)
-    assert sources("--preemption", "azure", text=text, folder=tmp_path) == ("azure",)
+@pytest.mark.parametrize(
+    ("flags", "text", "sources"),
+    [
+        ((), "", ("signal",)),
+        (("none",), "", ()),
+        (("signal,file:/a:b,aws",), "", ("signal", "file:/a:b", "aws")),
+        ((), '[preemption]\nsources = ["gcp"]\n', ("gcp",)),
+        (("azure",), '[preemption]\nsources = ["gcp"]\n', ("azure",)),
+    ],
+)
+def test_a_signal_alone_is_heeded_unless_a_person_names_others(
+    tmp_path: Path, flags: tuple[str, ...], text: str, sources: tuple[str, ...]
+) -> None:
+    path = tmp_path / "elastic.toml"
+    path.write_text(text)
+    given = [word for value in flags for word in ("--preemption", value)]
+    given += ["--elastic", str(path)] if text else []
+    assert JobSpec.read(parse_options([*given, "x.py"])).config.preemption.sources == sources
 
 
 def test_a_source_names_a_server_of_its_own() -> None:

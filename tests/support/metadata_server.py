@@ -1,7 +1,6 @@
-"""A metadata server on this machine, for tests: what it says is set by path."""
+"""A metadata server on this machine, for tests: its answers are set by path."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,23 +10,22 @@ from typing import Any
 
 @dataclass
 class Said:
-    """What is answered: a status, a text and headers; ``hold_s``: after so long, a byte a time."""
+    """An answer: status, text and headers."""
 
     status: int = 200
     text: str | bytes = ""
     headers: dict[str, str] = field(default_factory=dict)
-    hold_s: float = 0.0
 
 
 @dataclass
 class Server:
-    """Answers by path, without what follows a question mark; 404 where nothing is set."""
+    """Answers by path, without its query; 404 where nothing is set."""
 
     address: str
     says: dict[str, Said] = field(default_factory=dict)
     asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     needs: dict[str, str] = field(default_factory=dict)
-    """Headers without which it answers 401, as IMDSv2 does without a token."""
+    """Headers of a GET without which it answers 401, as IMDSv2 does without a token."""
 
 
 @contextmanager
@@ -36,13 +34,10 @@ def metadata_server() -> Iterator[Server]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
             server.asked.append((self.command, self.path, dict(self.headers.items())))
-            said = server.says.get(path, Said(404, "not found"))
-            lower = {name.lower(): value for name, value in self.headers.items()}
-            if self.command == "GET" and any(
-                lower.get(name.lower()) != value for name, value in server.needs.items()
-            ):
+            said = server.says.get(self.path.partition("?")[0], Said(404, "not found"))
+            lacks = any(self.headers.get(name) != value for name, value in server.needs.items())
+            if self.command == "GET" and lacks:
                 said = Said(401)
             content = said.text if isinstance(said.text, bytes) else said.text.encode()
             self.send_response(said.status)
@@ -50,11 +45,7 @@ def metadata_server() -> Iterator[Server]:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            for place in range(len(content)) if said.hold_s else ():
-                time.sleep(said.hold_s)
-                self.wfile.write(content[place : place + 1])
-            if not said.hold_s:
-                self.wfile.write(content)
+            self.wfile.write(content)
 
         do_PUT = do_GET
 
