@@ -113,8 +113,9 @@ class Job:
         return found
 
     def close(self) -> None:
-        for each in (*self.servers.values(), *self.stores.values()):
-            each.close()
+        for host in HOSTS:
+            self.servers[host].close()
+            self.stores[host].close()
 
 
 def _third(tensor: Tensor, number: int) -> Box:
@@ -239,18 +240,18 @@ def test_what_is_given_up_ends_and_leaves_nothing(make: Maker, is_copied: bool) 
 
     def clock() -> float:  # it is read for all that has come
         if is_begun:
-            job.keepers["b"].give_up()
+            made.keepers["b"].give_up()
         return 0.0
 
-    job = make(ReplicaRate("b", 1.0, clock))
-    job.write(1, {TRAINED: 0, FROZEN: 0})
+    made = make(ReplicaRate("b", 1.0, clock))
+    made.write(1, {TRAINED: 0, FROZEN: 0})
     if is_copied:
-        job.keep()
-        job.write(2, {TRAINED: 0, FROZEN: 0})
+        made.keep()
+        made.write(2, {TRAINED: 0, FROZEN: 0})
     is_begun = True
     with pytest.raises(StoreError, match="not needed any more"):
-        job.keep()
-    assert job.is_as_written()
+        made.keep()
+    assert made.is_as_written()
 
 
 def test_a_later_order_ends_an_earlier_one(job: Job) -> None:
@@ -519,12 +520,12 @@ def test_a_host_that_goes_while_its_bytes_come_slowly_is_named_and_holds_nobody_
 
     def sleep(seconds: float) -> None:
         clock.sleep(seconds)
-        gave.append(job.servers["a"].is_giving)
-        job.servers["a"].close()
+        gave.append(made.servers["a"].is_giving)
+        made.servers["a"].close()
 
-    job = make(slow(clock, sleep))
-    assert not job.servers["a"].is_giving
-    job.write(1, {BIG: 0})
-    (found,) = job.replicated()
+    made = make(slow(clock, sleep))
+    assert not made.servers["a"].is_giving
+    made.write(1, {BIG: 0})
+    (found,) = made.replicated()
     assert isinstance(found, Replicated) and found.reason and not found.is_lasting, found
-    assert gave[0] and job.is_as_written()
+    assert gave[0] and made.is_as_written()
