@@ -127,7 +127,7 @@ def commit(number: int, name: str, *, is_again: bool = False) -> actions.TryComm
 @pytest.fixture
 def sealed(store: HostStore) -> str:
     """The name of a sealed snapshot of step 3."""
-    return snapshot_name(snapshot(store, 3)[1])
+    return snapshot_name(snapshot(store, 3, snapshot="r-1-3")[1])
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
 ) -> None:
     lines = [record.getMessage() for record in caplog.get_records("setup")]
     assert sum("it stays sealed. Make room" in line for line in lines) == 1
-    snapshot(store, 4)
+    snapshot(store, 4, snapshot="another")
     made.perform(actions.DiscardSealed(frozenset({waiting})))
     assert [snapshot_name(manifest) for _, manifest in store.sealed()] == [waiting]
     assert made.perform(commit(3, waiting, is_again=True)) == [reports.Committed(3)]
