@@ -2,9 +2,9 @@
 
 A *reader* turns files into a ``Checkpoint``: a parallelizable tensor collection whose rows place
 boxes of tensors in files, and ``Values`` for everything else. It reads metadata alone. A *writer*
-turns a ``Checkpoint`` and new degrees into a ``Target``: files, their known bytes, and the rows for
-a streaming engine (``scalai.converters.engine``) to fill. Neither moves a tensor's bytes, and
-neither knows of the other's layout.
+turns a ``Checkpoint`` and new degrees into a ``CheckpointTarget``: files, their known bytes, and
+the rows for a streaming engine (``scalai.converters.engine``) to fill. Neither moves a tensor's
+bytes, and neither knows of the other's layout.
 
 Names of tensors do not depend on the layout; they are those of live state
 (``scalai.patches.megatron.megatron_state``): ``<kind>/<parameter's global name>`` with the kinds
@@ -12,8 +12,8 @@ Names of tensors do not depend on the layout; they are those of live state
 collections:
 
 * An fp32 parameter is its own master, so it has no ``main``, although most layouts store it twice.
-* The optimizer's step is a 0-d fp32 tensor a parameter (torch Adam's own form),
-  also for layouts with one number for all.
+* The optimizer's step is a 0-d fp32 tensor a parameter (torch Adam's own form), also for layouts
+  with one number for all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +63,7 @@ class CheckpointFile:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Placed:
+class PlacedTensors:
     """Pieces and their places, as columns.
 
     Element ``i`` of row ``r`` (relative to its box) lies in ``files[file[r]]`` at byte ``begin[r] +
@@ -96,7 +96,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """One row of ``Placed``. ``stride`` None: row-major and without gaps."""
+    """One row of ``PlacedTensors``. ``stride`` None: row-major and without gaps."""
 
     tensor: Tensor
     box: Box
@@ -110,7 +110,7 @@ class FilePiece:
         return ITEM_BYTES["F32" if self.is_rounded else self.tensor.dtype]
 
 
-def place(pieces: Sequence[FilePiece], files: Sequence[CheckpointFile]) -> Placed:
+def place(pieces: Sequence[FilePiece], files: Sequence[CheckpointFile]) -> PlacedTensors:
     """Return pieces as columns, in order.
 
     Raises:
@@ -121,7 +121,7 @@ def place(pieces: Sequence[FilePiece], files: Sequence[CheckpointFile]) -> Place
     for row, piece in zip(stride, pieces, strict=True):
         steps = row_major(piece.box.shape) if piece.stride is None else piece.stride
         row[MAX_NDIM - len(steps) :] = steps
-    return Placed(
+    return PlacedTensors(
         Collection.of((piece.tensor, piece.box) for piece in pieces),
         np.array([number[piece.file] for piece in pieces], dtype=np.int64),
         np.array([piece.begin for piece in pieces], dtype=np.int64),
@@ -131,7 +131,7 @@ def place(pieces: Sequence[FilePiece], files: Sequence[CheckpointFile]) -> Place
     )
 
 
-def unite(parts: Sequence[Placed]) -> Placed:
+def unite(parts: Sequence[PlacedTensors]) -> PlacedTensors:
     """Return the rows of all parts in order; files of equal paths are one."""
     files: dict[str, CheckpointFile] = {}
     for part in parts:
@@ -142,7 +142,7 @@ def unite(parts: Sequence[Placed]) -> Placed:
         renumber = np.array([number[file.path] for file in part.files], dtype=np.int64)
         columns.append(renumber[part.file] if len(part.file) else part.file)
     none, flat = np.zeros((0, MAX_NDIM), np.int64), np.zeros(0, np.int64)
-    return Placed(
+    return PlacedTensors(
         concatenate([part.collection for part in parts]),
         np.concatenate(columns),
         np.concatenate([flat, *(part.begin for part in parts)]),
@@ -208,9 +208,9 @@ class Checkpoint:
 
     layout: str
     directory: Path
-    placed: Placed
+    placed: PlacedTensors
     values: Values
-    duplicates: Placed | None = None
+    duplicates: PlacedTensors | None = None
     may_overlap: bool = False
     recorded: npt.NDArray[np.uint64] | None = None
     stated: Mapping[str, int] = field(default_factory=dict)
@@ -239,7 +239,7 @@ class AuxiliaryFile:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Target:
+class CheckpointTarget:
     """A checkpoint to be written.
 
     Attributes:
@@ -257,7 +257,7 @@ class Target:
     """
 
     layout: str
-    placed: Placed
+    placed: PlacedTensors
     fixed: Mapping[int, Sequence[tuple[int, bytes]]]
     finish: Callable[[Path, npt.NDArray[np.uint64]], None]
     notes: tuple[str, ...] = ()
@@ -293,7 +293,7 @@ class WriteOptions:
     """Options for writing.
 
     Attributes:
-        degrees: Target degrees by axis; the others stay.
+        degrees: CheckpointTarget degrees by axis; the others stay.
         is_split: Whether to split the optimizer's state over data-parallel ranks; None: as in the
             source.
         reference: Values of another checkpoint of the same job, for values missing in the source
@@ -329,7 +329,7 @@ class CheckpointLayout(Protocol):
         """
         ...
 
-    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Return the files of a checkpoint of ``source``'s state at other degrees.
 
         Pure: writes nothing. The same input gives the same target, byte by byte, so an interrupted

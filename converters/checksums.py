@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import Checkpoint, Placed
+from scalai.converters.checkpoint import Checkpoint, PlacedTensors
 from scalai.converters.forked import map_forked
 from scalai.converters.work import Work
 from scalai.converters.zip_members import StorageMember, storages
@@ -122,7 +122,7 @@ def check_checksums(checkpoint: Checkpoint, workers: int) -> int:
     return len(members)
 
 
-def refuse_damaged(directory: Path, found: Sequence[FileStorage], *placed: Placed) -> None:
+def refuse_damaged(directory: Path, found: Sequence[FileStorage], *placed: PlacedTensors) -> None:
     """Raise ``ProofError`` for damaged storages; it names the first, with its pieces."""
     if not found:
         return
@@ -161,7 +161,7 @@ def is_damaged(directory: Path, member: FileStorage) -> bool:
     return crc != member.crc
 
 
-def _tensors_in(placed: Placed, member: FileStorage) -> Iterator[str]:
+def _tensors_in(placed: PlacedTensors, member: FileStorage) -> Iterator[str]:
     for row, (number, begin) in enumerate(
         zip(placed.file.tolist(), placed.begin.tolist(), strict=True)
     ):
@@ -311,7 +311,7 @@ def counted(work: Work, records: StorageRecords) -> npt.NDArray[np.bool_]:
     return np.asarray(is_first & has_crc[placed.file[row]], dtype=np.bool_)
 
 
-def run_of(placed: Placed, row: int, part: Box) -> tuple[int, int] | None:
+def run_of(placed: PlacedTensors, row: int, part: Box) -> tuple[int, int] | None:
     """Return begin and size of the bytes of a source row covered by a part of it.
 
     These are the part's own bytes, if contiguous. A part cut across (some columns of some rows)

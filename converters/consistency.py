@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
+from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, PlacedTensors
 from scalai.converters.checksums import check_checksums
 from scalai.converters.destination import check_auxiliary
 from scalai.converters.forked import map_forked
@@ -170,7 +170,7 @@ def equal_tensors(one: Checkpoint, two: Checkpoint, names: Iterable[str], worker
     return alike - {difference.tensor for difference in found}
 
 
-def _only(placed: Placed, names: Iterable[str]) -> Placed:
+def _only(placed: PlacedTensors, names: Iterable[str]) -> PlacedTensors:
     """Return the rows of the named tensors, with a table of these alone: in another model some have
     other shapes."""
     wanted = set(names)
@@ -184,13 +184,13 @@ def _only(placed: Placed, names: Iterable[str]) -> Placed:
         collection.offset[rows],
         collection.shape[rows],
     )
-    return Placed(
+    return PlacedTensors(
         own, placed.file[rows], placed.begin[rows], placed.stride[rows],
         placed.files, placed.rounded()[rows],
     )  # fmt: skip
 
 
-def _starts(placed: Placed, elements: int) -> Placed:
+def _starts(placed: PlacedTensors, elements: int) -> PlacedTensors:
     """Return the rows cut to the first elements of their first line."""
     shape = np.minimum(placed.collection.shape, 1)
     shape[:, -1] = np.minimum(placed.collection.shape[:, -1], elements)
@@ -204,7 +204,7 @@ def _duplicate_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Dif
 
 
 def _master_differences(
-    checkpoint: Checkpoint, workers: int, masters: Placed | None = None
+    checkpoint: Checkpoint, workers: int, masters: PlacedTensors | None = None
 ) -> Iterator[Difference]:
     """Yield masters (of these rows, or all) that do not round to the weights."""
     collection = checkpoint.placed.collection
@@ -219,7 +219,7 @@ def _master_differences(
         (weights[_weight(tensor.name)], box)
         for tensor, box in map(masters.collection.box, range(len(masters.collection)))
     ]
-    renamed = Placed(
+    renamed = PlacedTensors(
         Collection.of(as_weights), masters.file, masters.begin, masters.stride, masters.files
     )
     yield from _differences(checkpoint, checkpoint.directory, renamed, workers, masters=masters)
@@ -232,10 +232,10 @@ def _weight(name: str) -> str:
 def _differences(
     one: Checkpoint,
     directory: Path,
-    two: Placed,
+    two: PlacedTensors,
     workers: int,
     *,
-    masters: Placed | None = None,
+    masters: PlacedTensors | None = None,
 ) -> Iterator[Difference]:
     """Yield differences between the rows of ``two`` and the same boxes in ``one``.
 
@@ -263,9 +263,9 @@ def _differences(
 
 def _compare_copy(
     files: tuple[SourceFiles, SourceFiles],
-    one: Placed,
-    two: Placed,
-    masters: Placed | None,
+    one: PlacedTensors,
+    two: PlacedTensors,
+    masters: PlacedTensors | None,
     copies: Copies,
     number: int,
 ) -> Iterator[Difference]:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.generation_layout import PARTS
-from scalai.converters.hugging_face.carrying import describe_companions
 from scalai.converters.source_files import SourceFiles
+from scalai.converters.trainer_files import describe_companions
 from scalai.core.errors import LayoutError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Collection, Tensor, concatenate

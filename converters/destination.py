@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import REPORT, AuxiliaryFile, Checkpoint, Target
+from scalai.converters.checkpoint import REPORT, AuxiliaryFile, Checkpoint, CheckpointTarget
 from scalai.converters.opening import read_json
 from scalai.converters.torch_archive import check_members
 from scalai.core.errors import ProofError, RefusedError, StoreError, UsageError
@@ -93,7 +93,7 @@ def check_room(partial: Path, needed: int) -> None:
 
 
 def complete(
-    partial: Path, target: Target, rows: npt.NDArray[np.uint64], report: Mapping[str, Any]
+    partial: Path, target: CheckpointTarget, rows: npt.NDArray[np.uint64], report: Mapping[str, Any]
 ) -> None:
     """Write the files that complete a checkpoint, and sync everything to disk."""
     replace_file(partial / REPORT, (json.dumps(report, indent=1) + "\n").encode())
@@ -134,7 +134,7 @@ def identify(file: AuxiliaryFile) -> bytes:
     return repr((file.path, str(file.source), stat.st_size, stat.st_mtime_ns)).encode()
 
 
-def write_auxiliary(directory: Path, target: Target) -> dict[str, str]:
+def write_auxiliary(directory: Path, target: CheckpointTarget) -> dict[str, str]:
     """Write a target's files without tensors.
 
     Returns:

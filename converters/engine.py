@@ -24,8 +24,8 @@ from scalai.converters.checkpoint import (
     REPORT_VERSION,
     USER,
     Checkpoint,
-    Placed,
-    Target,
+    CheckpointTarget,
+    PlacedTensors,
 )
 from scalai.converters.checksums import (
     Checked,
@@ -123,7 +123,7 @@ class Limits:
         return min(1 << (each.bit_length() - 1), MAX_BUFFER_BYTES)
 
 
-def table_bytes_of(source: Checkpoint, target: Target) -> int:
+def table_bytes_of(source: Checkpoint, target: CheckpointTarget) -> int:
     """Return the bytes of the tables of pieces and finished tasks: few, except for very many
     tensors."""
     rows = len(source.placed.collection) + len(target.placed.collection)
@@ -154,7 +154,7 @@ class Conversion:
     def __init__(
         self,
         source: Checkpoint,
-        target: Target,
+        target: CheckpointTarget,
         destination: Path,
         limits: Limits,
         *,
@@ -381,7 +381,7 @@ class Conversion:
         }
 
 
-def _add_placed(digest: Any, placed: Placed) -> None:
+def _add_placed(digest: Any, placed: PlacedTensors) -> None:
     digest.update(repr([(file.path, file.size_bytes) for file in placed.files]).encode())
     digest.update(repr(placed.collection.tensors).encode())
     columns = placed.collection.tensor, placed.collection.offset, placed.collection.shape
@@ -389,7 +389,7 @@ def _add_placed(digest: Any, placed: Placed) -> None:
         digest.update(np.ascontiguousarray(column).tobytes())
 
 
-def _prepare(partial: Path, target: Target, files: Iterable[int]) -> None:
+def _prepare(partial: Path, target: CheckpointTarget, files: Iterable[int]) -> None:
     """Make files in their sizes, with their known bytes."""
     for number in files:
         file = target.placed.files[number]

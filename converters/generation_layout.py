@@ -18,9 +18,9 @@ import numpy.typing as npt
 from scalai.converters.checkpoint import (
     Checkpoint,
     CheckpointFile,
-    Placed,
+    CheckpointTarget,
+    PlacedTensors,
     ReadOptions,
-    Target,
     Values,
     WriteOptions,
     unite,
@@ -92,7 +92,7 @@ class GenerationLayout:
             stated=generation.stated,
         )
 
-    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Lay out one host's part with every tensor whole."""
         degrees = {**source.values.degrees, **options.degrees}
         notes = list(source.notes)
@@ -106,7 +106,7 @@ class GenerationLayout:
         )
         collection = Collection.of((t, whole(t.shape)) for group in groups for t in group)
         stride = np.zeros((len(collection), MAX_NDIM), dtype=np.int64)
-        placed = Placed(
+        placed = PlacedTensors(
             collection,
             np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
             np.concatenate([np.zeros(0, np.int64), *(layout.begin for layout in layouts)]),
@@ -137,7 +137,7 @@ class GenerationLayout:
             write_manifest(directory / folder, manifest)
 
         fixed = {number: [(0, layout.header)] for number, layout in enumerate(layouts)}
-        return Target(self.name, placed, fixed, finish, tuple(notes))
+        return CheckpointTarget(self.name, placed, fixed, finish, tuple(notes))
 
 
 def _check_tensors(generation: Generation) -> None:
@@ -164,13 +164,13 @@ def _common_parts(directories: Iterable[Path]) -> tuple[str, ...]:
     return tuple(common)
 
 
-def _placed(part: HostManifest, folder: Path) -> Placed:
+def _placed(part: HostManifest, folder: Path) -> PlacedTensors:
     stride = np.zeros((len(part.collection), MAX_NDIM), dtype=np.int64)
     if len(part.collection):
         behind = np.cumprod(part.collection.shape[:, ::-1], axis=1)[:, ::-1]
         stride[:, :-1], stride[:, -1] = behind[:, 1:], 1
     files = [CheckpointFile(str(folder / file.name), file.size_bytes) for file in part.files]
-    return Placed(part.collection, part.file, part.begin, stride, tuple(files))
+    return PlacedTensors(part.collection, part.file, part.begin, stride, tuple(files))
 
 
 def _files(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

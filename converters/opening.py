@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import PARAM, USER, Checkpoint, Placed, Values
+from scalai.converters.checkpoint import PARAM, USER, Checkpoint, PlacedTensors, Values
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import MAX_JSON_BYTES, parse_json
 from scalai.core.tensors.boxes import check_inside, right_aligned
@@ -140,7 +140,7 @@ def _check_kinds(directory: Path, tensors: tuple[Tensor, ...]) -> None:
             )
 
 
-def _check_files(directory: Path, placed: Placed) -> None:
+def _check_files(directory: Path, placed: PlacedTensors) -> None:
     for file in placed.files:
         if file.content is None:
             size = file_inside(directory, file.path, "the checkpoint").stat().st_size
@@ -169,7 +169,7 @@ def _check_tensors(directory: Path, tensors: tuple[Tensor, ...]) -> None:
             )
 
 
-def _check_rows(directory: Path, placed: Placed) -> None:
+def _check_rows(directory: Path, placed: PlacedTensors) -> None:
     """Check boxes and bytes of all rows; in floating point, safe from overflow."""
     collection = placed.collection
     if not len(collection):

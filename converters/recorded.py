@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import REPORT, REPORT_VERSION, Checkpoint, Placed
+from scalai.converters.checkpoint import REPORT, REPORT_VERSION, Checkpoint, PlacedTensors
 from scalai.converters.forked import map_forked
 from scalai.converters.opening import read_json
 from scalai.converters.source_files import SourceFiles
@@ -66,7 +66,7 @@ def row_fingerprints(
     return values
 
 
-def _without_overlaps(placed: Placed) -> Placed:
+def _without_overlaps(placed: PlacedTensors) -> PlacedTensors:
     tensors = placed.collection.tensors
     wanted = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
     copies = plan([Holder(HERE, placed.collection)], [Holder(HERE, wanted)]).copies
@@ -74,14 +74,14 @@ def _without_overlaps(placed: Placed) -> Placed:
     items = np.array([ITEM_BYTES[t.dtype] for t in tensors], dtype=np.int64)
     number = placed.collection.tensor[row]
     shift = ((copies.offset - placed.collection.offset[row]) * placed.stride[row]).sum(axis=1)
-    return Placed(
+    return PlacedTensors(
         Collection(tensors, number, copies.offset, copies.shape),
         placed.file[row], placed.begin[row] + shift * items[number], placed.stride[row],
         placed.files,
     )  # fmt: skip
 
 
-def _row_fingerprint(files: SourceFiles, placed: Placed, row: int) -> int:
+def _row_fingerprint(files: SourceFiles, placed: PlacedTensors, row: int) -> int:
     tensor, box = placed.collection.box(row)
     views = ((part, files.view(placed, row, part)) for part in parts_of(box))
     prints = (piece_fingerprint(view, part, tensor.shape) for part, view in views)

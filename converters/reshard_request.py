@@ -5,16 +5,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scalai.converters.between.adapting import TargetRequest, adapted
-from scalai.converters.between.mapping_files import find_mapping, read_mapping
+from scalai.converters.between.mapping import find_mapping, read_mapping
 from scalai.converters.between.reference import read_reference
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
 from scalai.converters.engine import WHOLE, Conversion, Limits, table_bytes_of
-from scalai.converters.hugging_face.carrying import accompanied
 from scalai.converters.journal import RunPart
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.model_limits import limits_of
 from scalai.converters.megatron.modules import expert_of
 from scalai.converters.suspects import find_suspects
+from scalai.converters.trainer_files import accompanied
 from scalai.core.degrees.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 from scalai.store.pool import available_memory

@@ -23,9 +23,9 @@ from scalai.converters.checkpoint import (
     PARAM,
     Checkpoint,
     CheckpointFile,
+    CheckpointTarget,
     FilePiece,
     ReadOptions,
-    Target,
     Values,
     WriteOptions,
     parameters_of,
@@ -75,7 +75,7 @@ class SafetensorsLayout:
         values = Values(step=_step(path), degrees={}, framework="", extra={CONFIG: _config(path)})
         return Checkpoint(self.name, path, place(pieces, files), values, notes=tuple(_notes(path)))
 
-    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Lay out the parameters in files of at most 5 GB and their index."""
         weights = parameters_of(source)
         others = len(source.placed.collection.tensors) - len(weights)
@@ -90,7 +90,7 @@ class SafetensorsLayout:
             if len(files) > 1:
                 replace_file(directory / INDEX, json.dumps(index, indent=1).encode())
 
-        return Target(self.name, place(pieces, files), fixed, finish, tuple(notes))
+        return CheckpointTarget(self.name, place(pieces, files), fixed, finish, tuple(notes))
 
 
 def _notes(path: Path) -> Iterator[str]:

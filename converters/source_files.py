@@ -11,7 +11,7 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import STEP, Checkpoint, Placed
+from scalai.converters.checkpoint import STEP, Checkpoint, PlacedTensors
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import MAX_NDIM
 from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, NUMPY_DTYPES, Bits, bits_dtype
@@ -87,7 +87,7 @@ class SourceFiles:
         """Return a file, open for reading. Raises ``OSError``."""
         return self._opened(path)
 
-    def view(self, placed: Placed, row: int, part: Box) -> Bits:
+    def view(self, placed: PlacedTensors, row: int, part: Box) -> Bits:
         """Return the part of a row in the box ``part``, [part.shape], as bits; a copy only if it
         has to be rounded. Raises ``OSError``."""
         tensor, _ = placed.collection.box(row)
@@ -111,7 +111,7 @@ class Opened:
         finalize(self, os.close, self.descriptor)
 
 
-def place_of_part(placed: Placed, row: int, part: Box) -> tuple[int, list[int]]:
+def place_of_part(placed: PlacedTensors, row: int, part: Box) -> tuple[int, list[int]]:
     """Return the offset of a part of a row in its file, and its strides, in bytes."""
     _, box = placed.collection.box(row)
     item = placed.item_bytes(row)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import Placed
+from scalai.converters.checkpoint import PlacedTensors
 from scalai.converters.checksums import Run, Runs, run_of
 from scalai.converters.journal import Noted
 from scalai.converters.source_files import SourceFiles, place_of_part
@@ -175,7 +175,7 @@ def wanted_box(box: Box, unit: Unit) -> Box:
     return Box(offset, unit.block.shape)
 
 
-def _begin(target: Placed, unit: Unit) -> int:
+def _begin(target: PlacedTensors, unit: Unit) -> int:
     """Return a unit's offset in its file. Rows of a target are contiguous."""
     tensor, box = target.collection.box(unit.row)
     steps = row_major(box.shape)
@@ -183,7 +183,7 @@ def _begin(target: Placed, unit: Unit) -> int:
     return int(target.begin[unit.row]) + at * np.dtype(bits_dtype(tensor.dtype)).itemsize
 
 
-def _read_back(target: Placed, unit: Unit, descriptor: int, scratch: Scratch) -> int:
+def _read_back(target: PlacedTensors, unit: Unit, descriptor: int, scratch: Scratch) -> int:
     tensor, box = target.collection.box(unit.row)
     values = scratch.array(unit, tensor)
     read_at(descriptor, values.reshape(-1).view(np.uint8).data, _begin(target, unit))

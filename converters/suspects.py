@@ -8,7 +8,14 @@ squares of small gradients are denormal.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scalai.converters.checkpoint import CONFIG, MAIN, PARAM, Checkpoint, Placed, parameters_of
+from scalai.converters.checkpoint import (
+    CONFIG,
+    MAIN,
+    PARAM,
+    Checkpoint,
+    PlacedTensors,
+    parameters_of,
+)
 from scalai.converters.opening import layers_of, short_layer
 from scalai.converters.source_files import SourceFiles
 from scalai.core.errors import RefusedError
@@ -112,7 +119,7 @@ def _suspicion(parts: Iterator[Bits], form: _Float) -> str | None:
     return None if is_zero else DENORMAL
 
 
-def _parts(files: SourceFiles, placed: Placed, row: int, is_sample: bool) -> Iterator[Bits]:
+def _parts(files: SourceFiles, placed: PlacedTensors, row: int, is_sample: bool) -> Iterator[Bits]:
     """Yield the start of a piece, and then all of it in parts."""
     _, box = placed.collection.box(row)
     if not box.numel:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalai.converters.checkpoint import Checkpoint, Placed, Target
+from scalai.converters.checkpoint import Checkpoint, CheckpointTarget, PlacedTensors
 from scalai.core.tensors.collection import MAX_NDIM, Columns, split_name
 from scalai.core.tensors.coverage import check_coverage
 from scalai.core.tensors.holders import Holder
@@ -58,8 +58,8 @@ class Work:
     ``first`` [rows + 1] is the first copy of each target row: copies are ordered by it.
     """
 
-    source: Placed
-    target: Placed
+    source: PlacedTensors
+    target: PlacedTensors
     copies: Copies
     first: Columns
     tasks: tuple[Task, ...]
@@ -69,7 +69,7 @@ class Work:
         return int(self.target.collection.size_bytes().sum())
 
 
-def plan_work(source: Checkpoint, target: Target, buffer_bytes: int) -> Work:
+def plan_work(source: Checkpoint, target: CheckpointTarget, buffer_bytes: int) -> Work:
     """Plan the copies into ``target``, and cut them into tasks.
 
     Raises:
@@ -80,7 +80,7 @@ def plan_work(source: Checkpoint, target: Target, buffer_bytes: int) -> Work:
     return work_between(source.placed, target.placed, buffer_bytes)
 
 
-def work_between(source: Placed, target: Placed, buffer_bytes: int) -> Work:
+def work_between(source: PlacedTensors, target: PlacedTensors, buffer_bytes: int) -> Work:
     """Plan the copies into ``target`` from a source that is known to be whole.
 
     Raises:
@@ -126,7 +126,7 @@ def batches(tasks: Sequence[Task], workers: int) -> list[tuple[Task, ...]]:
     return [*found, tuple(batch)] if batch else found
 
 
-def unused(source: Checkpoint, target: Target) -> Mapping[str, Sequence[str]]:
+def unused(source: Checkpoint, target: CheckpointTarget) -> Mapping[str, Sequence[str]]:
     """Return the source's tensors without one in the target, by kind."""
     wanted = {tensor.name for tensor in target.placed.collection.tensors}
     found: dict[str, list[str]] = {}
@@ -136,7 +136,7 @@ def unused(source: Checkpoint, target: Target) -> Mapping[str, Sequence[str]]:
     return found
 
 
-def _tasks(target: Placed, buffer_bytes: int) -> Iterator[Task]:
+def _tasks(target: PlacedTensors, buffer_bytes: int) -> Iterator[Task]:
     number = 0
     sizes = target.collection.size_bytes()
     for file in range(len(target.files)):

@@ -2,20 +2,24 @@
 
 Order: names become ours, the vocabulary gets new padding, the values become the target framework's,
 names become theirs. A layout then writes as if the state were its own framework's.
+
+Tensors that a script registered beside its model are left out: only Scalai's own generations keep
+them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from scalai.converters.between.crossing import to_deepspeed, to_megatron
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.between.megatron_described import shape_arguments
 from scalai.converters.between.model_config import config_arguments, contradictions
-from scalai.converters.between.reference import Reference
-from scalai.converters.between.registered import without_registered
-from scalai.converters.between.to_deepspeed import to_deepspeed
-from scalai.converters.between.to_megatron import to_megatron
+from scalai.converters.between.reference import JobReference
 from scalai.converters.between.translation import (
     INVENTED,
+    LEFT_OUT,
     Links,
     heads_of,
     in_our_names,
@@ -23,9 +27,41 @@ from scalai.converters.between.translation import (
     is_in_our_names,
 )
 from scalai.converters.between.vocabulary import repadded
-from scalai.converters.checkpoint import CONFIG, Checkpoint, Values, parameters_of
+from scalai.converters.checkpoint import (
+    CONFIG,
+    USER,
+    Checkpoint,
+    PlacedTensors,
+    Values,
+    parameters_of,
+)
 from scalai.converters.megatron.model_limits import DIVISOR, Heads, padded_rows
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.tensors.collection import Collection
+
+
+def without_registered(source: Checkpoint) -> Checkpoint:
+    """Return a source without a script's registered tensors, with a note on each."""
+    placed, tensors = source.placed, source.placed.collection.tensors
+    is_kept = np.array([not t.name.startswith(f"{USER}/") for t in tensors], dtype=bool)
+    if is_kept.all():
+        return source
+    number = np.cumsum(is_kept) - 1
+    rows = np.flatnonzero(is_kept[placed.collection.tensor])
+    chosen = placed.collection.select(rows)
+    kept = tuple(tensor for tensor, keeps in zip(tensors, is_kept, strict=True) if keeps)
+    left = sorted(tensor.name for tensor, keeps in zip(tensors, is_kept, strict=True) if not keeps)
+    notes = [f"{LEFT_OUT}{name}, which a script registered and generations keep" for name in left]
+    return replace(
+        source,
+        placed=PlacedTensors(
+            Collection(kept, number[chosen.tensor], chosen.offset, chosen.shape),
+            placed.file[rows], placed.begin[rows], placed.stride[rows], placed.files,
+            placed.rounded()[rows],
+        ),
+        recorded=None if source.recorded is None else source.recorded[rows],
+        notes=(*source.notes, *notes),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +78,7 @@ class TargetRequest:
 
     layout: str
     mapping: NameMapping | None = None
-    reference: Reference | None = None
+    reference: JobReference | None = None
     repad: int | None = None
     tp: int | None = None
 

@@ -20,13 +20,20 @@ of their module's parameters, the same as an optimizer's with all of them (``in_
 
 Source: ``linear_qkv`` of megatron/core/transformer/attention.py and the gated ``linear_fc1`` of
 mlp.py (0.16.1); GPT-2's, GPT-NeoX' and Llama's modules in transformers.
+
+Without a file ``llama``, the name means the shipped ``names_llama.toml``, or ``cuts_llama.toml``
+for cuts.
 """
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from scalai.converters.megatron.model_limits import FUSED_PARTS, Heads, rows_of_parts
 from scalai.core.errors import UsageError
@@ -59,7 +66,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class NameRule:
     """One of our tensors, and its names on their side."""
 
     ours: str
@@ -79,7 +86,7 @@ class NameMapping:
         prefix: Optional start of their names; a model without its head lacks it.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[NameRule, ...]
     heads: Heads
     tied: Mapping[str, str]
     ignored: tuple[str, ...]
@@ -153,7 +160,7 @@ class NameMapping:
         """
         stored = self.stored(shapes)
         shapes = {full: shapes[name] for full, name in stored.items()}
-        made: dict[str, tuple[Rule, Numbers]] = {}
+        made: dict[str, tuple[NameRule, Numbers]] = {}
         left = []
         for name in shapes:
             found = self._of_theirs(name)
@@ -168,7 +175,7 @@ class NameMapping:
         return links, left
 
     def _fused(
-        self, rule: Rule, numbers: Numbers, ours: str, shapes: Mapping[str, Shape], heads: Heads
+        self, rule: NameRule, numbers: Numbers, ours: str, shapes: Mapping[str, Shape], heads: Heads
     ) -> Iterator[Link]:
         names = [pattern.format(**numbers) for pattern in rule.theirs]
         missing = [name for name in names if name not in shapes]
@@ -213,20 +220,20 @@ class NameMapping:
         known = (*self.ignored, *(pattern for rule in self.rules for pattern in rule.theirs))
         return full if any(_pattern(pattern).fullmatch(full) for pattern in known) else name
 
-    def _of_ours(self, name: str) -> tuple[Rule, Numbers] | None:
+    def _of_ours(self, name: str) -> tuple[NameRule, Numbers] | None:
         for rule in self.rules:
             if match := _pattern(rule.ours).fullmatch(name):
                 return rule, match.groupdict()
         return None
 
-    def _of_theirs(self, name: str) -> tuple[Rule, Numbers] | None:
+    def _of_theirs(self, name: str) -> tuple[NameRule, Numbers] | None:
         for rule in self.rules:
             for pattern in rule.theirs:
                 if match := _pattern(pattern).fullmatch(name):
                     return rule, match.groupdict()
         return None
 
-    def _known(self, rule: Rule, rows: Sequence[int], heads: Heads) -> Heads:
+    def _known(self, rule: NameRule, rows: Sequence[int], heads: Heads) -> Heads:
         """Return the heads; unknown query groups follow from the rows of queries and keys."""
         known = self.heads.or_else(heads)
         if known.heads is None or known.groups is not None or len(rows) != FUSED_PARTS["qkv"]:
@@ -234,7 +241,7 @@ class NameMapping:
         return Heads(known.heads, max(known.heads * rows[1] // rows[0], 1))
 
     def _links(
-        self, rule: Rule, numbers: Numbers, ours: str, shape: Shape, heads: Heads
+        self, rule: NameRule, numbers: Numbers, ours: str, shape: Shape, heads: Heads
     ) -> Iterator[Link]:
         names = [pattern.format(**numbers) for pattern in rule.theirs]
         if not shape:
@@ -264,3 +271,61 @@ def _transposed(link: Link) -> Link:
 @cache
 def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(text)))
+
+
+_KEYS = {"prefix", "ignored", "attention", "tied", "tensor"}
+_RULE_KEYS = {"ours", "theirs", "fused", "transposed"}
+
+
+def find_mapping(text: str, kind: str = "names") -> Path:
+    """Return the mapping file of this path or name; ``kind``: prefix of the shipped files.
+
+    Raises:
+        UsageError: There is none; lists the shipped ones.
+    """
+    shipped = Path(str(files("scalai.configs")))
+    for path in (Path(text), shipped / f"{kind}_{text}.toml"):
+        if path.is_file():
+            return path
+    known = sorted(path.stem.removeprefix(f"{kind}_") for path in shipped.glob(f"{kind}_*.toml"))
+    raise UsageError(f"there is no file {text}, and none of that name among {known} ({kind}).")
+
+
+def read_mapping(path: Path) -> NameMapping:
+    """Read a mapping file.
+
+    Raises:
+        UsageError: It cannot be read, or has unknown keys.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no mapping file ({error}).") from error
+    unknown = sorted(data.keys() - _KEYS)
+    if unknown:
+        raise UsageError(f"{path}: {unknown} mean nothing. A mapping file has {sorted(_KEYS)}.")
+    attention = data.get("attention", {})
+    return NameMapping(
+        rules=tuple(_rule(entry, path) for entry in data.get("tensor", ())),
+        heads=Heads(attention.get("num_attention_heads"), attention.get("num_query_groups")),
+        tied=dict(data.get("tied", {})),
+        ignored=tuple(data.get("ignored", ())),
+        where=str(path),
+        prefix=data.get("prefix", ""),
+    )
+
+
+def _rule(entry: Mapping[str, Any], path: Path) -> NameRule:
+    theirs, fused = entry.get("theirs"), entry.get("fused", "")
+    names = (theirs,) if isinstance(theirs, str) else tuple(theirs or ())
+    if (
+        entry.keys() - _RULE_KEYS
+        or not isinstance(entry.get("ours"), str)
+        or fused not in FUSED_PARTS
+        or len(names) not in (1, FUSED_PARTS[fused])
+    ):
+        raise UsageError(
+            f"{path}: {dict(entry)} is no rule. Give ours, theirs (one name; or 3 with fused = "
+            '"qkv", 2 with "gate_up"), fused and transposed.'
+        )
+    return NameRule(entry["ours"], names, fused, bool(entry.get("transposed", False)))

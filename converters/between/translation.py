@@ -14,7 +14,7 @@ from scalai.converters.checkpoint import (
     CONFIG,
     Checkpoint,
     FilePiece,
-    Placed,
+    PlacedTensors,
     parameters_of,
     place,
 )
@@ -181,7 +181,7 @@ def _check_whole(source: Checkpoint, mapping: NameMapping, shapes: Mapping[str, 
             )
 
 
-def _renamed(placed: Placed, links: Links, shapes: Mapping[str, Shape]) -> Placed:
+def _renamed(placed: PlacedTensors, links: Links, shapes: Mapping[str, Shape]) -> PlacedTensors:
     pieces = [
         piece
         for row in range(len(placed.collection))
@@ -191,7 +191,7 @@ def _renamed(placed: Placed, links: Links, shapes: Mapping[str, Shape]) -> Place
 
 
 def _pieces(
-    placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape]
+    placed: PlacedTensors, row: int, links: Links, shapes: Mapping[str, Shape]
 ) -> Iterator[FilePiece]:
     tensor, box = placed.collection.box(row)
     kind, name = split_name(tensor.name)

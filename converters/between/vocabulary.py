@@ -17,7 +17,7 @@ from scalai.converters.checkpoint import (
     Checkpoint,
     CheckpointFile,
     FilePiece,
-    Placed,
+    PlacedTensors,
     parameters_of,
     place,
 )
@@ -93,7 +93,7 @@ def _with_rows(values: Mapping[str, Any] | None, rows: int) -> Mapping[str, Any]
     return {**values, "padded_vocab_size": rows}
 
 
-def _cut(placed: Placed, rows: int) -> Placed:
+def _cut(placed: PlacedTensors, rows: int) -> PlacedTensors:
     padded = {tensor: replace(tensor, shape=(rows, *tensor.shape[1:]))
               for tensor in placed.collection.tensors if _is_padded(tensor)}  # fmt: skip
     pieces = [piece for row in range(len(placed.collection)) for piece in _kept(placed, row, rows)]
@@ -107,7 +107,7 @@ def _cut(placed: Placed, rows: int) -> Placed:
     return place(pieces, [*placed.files, ZEROS])
 
 
-def _kept(placed: Placed, row: int, rows: int) -> Iterator[FilePiece]:
+def _kept(placed: PlacedTensors, row: int, rows: int) -> Iterator[FilePiece]:
     tensor, box = placed.collection.box(row)
     common: Box | None = box
     if _is_padded(tensor):

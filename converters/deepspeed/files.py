@@ -6,7 +6,7 @@
         zero_pp_rank_<d>_mp_rank_<m>_model_states.pt        stage 3
         [bf16_]zero_pp_rank_<d>_mp_rank_<m>_optim_states.pt stages 1 to 3
         layer_<l>[-model_<t>]-model_states.pt               a pipeline's weights
-        layer_<l>_expert_<e>_*, expp_rank_*                 experts, see ``expert_names``
+        layer_<l>_expert_<e>_*, expp_rank_*                 experts, see ``experts``
 
 ``d`` is a data-parallel rank, despite the ``pp``; ``m`` a model-parallel one: the pipeline stage
 times the number of tensor-parallel ranks, plus ``t``. ``l`` is the place of a layer in the whole
@@ -14,10 +14,17 @@ model.
 
 Source: ``_get_ckpt_name`` and ``_get_zero_ckpt_name`` of deepspeed/runtime/engine.py,
 ``ckpt_layer_path`` of runtime/pipe/module.py, 0.19.8.
+
+Megatron-DeepSpeed saves modules other than pipelines as nested dictionaries: the parameter
+``language_model.embedding.word_embeddings.weight`` lies in four of them.
+
+Source: ``save_checkpoint`` of megatron/checkpointing.py and ``state_dict_for_save_checkpoint`` of
+megatron/model/language_model.py in Megatron-DeepSpeed.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.bounded import read_pointer
-from scalai.converters.deepspeed.shards.expert_names import (
+from scalai.converters.deepspeed.experts import (
     NO_EXPERTS,
     ExpertNames,
     check_numbers,
@@ -225,3 +232,41 @@ def scalar_of(value: Any, path: Path) -> float | None:
         if value.dtype != "BOOL":
             return number_of(with_bytes(value, path).content or b"", value.dtype)
     return None
+
+
+NestedPath = tuple[str, ...]
+
+
+def flatten(
+    module: Mapping[str, Any], trained: Sequence[str]
+) -> tuple[Mapping[str, Any], dict[str, NestedPath]]:
+    """Return a module by its parameters' names, and the path of each; without paths: it was flat.
+
+    Args:
+        trained: Names of parameters that must be in it.
+    """
+    if all(name in module for name in trained):
+        return module, {}
+    leaves = list(_leaves(module, ()))
+    flat = OrderedDict((".".join(path), value) for path, value in leaves)
+    return flat, {".".join(path): path for path, _ in leaves}
+
+
+def nest(module: Mapping[str, Any], paths: Mapping[str, NestedPath]) -> OrderedDict[str, Any]:
+    """Undo ``flatten``."""
+    nested: OrderedDict[str, Any] = OrderedDict()
+    for name, value in module.items():
+        *folders, last = paths[name]
+        inner = nested
+        for folder in folders:
+            inner = inner.setdefault(folder, OrderedDict())
+        inner[last] = value
+    return nested
+
+
+def _leaves(module: Mapping[str, Any], path: NestedPath) -> Iterator[tuple[NestedPath, Any]]:
+    for key, value in module.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value

@@ -1,13 +1,78 @@
-"""A DeepSpeed job's own names and values in its checkpoint, beside the tensors."""
+"""A DeepSpeed job's own names and values in its checkpoint, and its stored configuration.
+
+Source: deepspeed 0.19.8: runtime/zero/config.py, runtime/precision_config.py and
+``DeepSpeedConfigModel`` of runtime/config_utils.py, dropping ``"auto"``.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
-from scalai.converters.deepspeed.shards.cuts import Cut
-from scalai.converters.deepspeed.shards.experts import Experts
-from scalai.converters.deepspeed.shards.pipeline import Pipeline
-from scalai.converters.deepspeed.stored_config import AUTO
+from scalai.converters.deepspeed.cuts import ShardCut
+from scalai.converters.deepspeed.experts import Experts
+from scalai.converters.deepspeed.pipeline import Pipeline
+from scalai.core.errors import RefusedError
+
+AUTO = "auto"
+"""The value for a default."""
+
+_TABLES = (
+    "zero_optimization", "zero_optimization.offload_optimizer", "bf16", "bfloat16", "fp16",
+    "data_types",
+)  # fmt: skip
+_NUMBERS = (
+    "gradient_clipping", "zero_optimization.sub_group_size", "fp16.hysteresis",
+    "fp16.min_loss_scale",
+)  # fmt: skip
+
+
+def check_config(config: Any, where: str) -> None:
+    """Refuse a configuration with a part in another form than DeepSpeed takes.
+
+    Args:
+        config: A stored configuration; None: nothing to check.
+        where: Its origin, for the message.
+
+    Raises:
+        RefusedError: Names the key, the value and the expected form.
+    """
+    if config is None:
+        return
+    if not isinstance(config, Mapping):
+        raise RefusedError(f"{where} has {config!r:.80} as ds_config, not a table of settings.")
+    for keys in _TABLES:
+        found = _find(config, keys)
+        if found is not None and found != AUTO and not isinstance(found, Mapping):
+            raise _odd(where, keys, found, "a table")
+    for keys in _NUMBERS:
+        found = _find(config, keys)
+        if found is not None and found != AUTO and not is_number(found):
+            raise _odd(where, keys, found, "a number that is not negative")
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value is a finite number of 0 or more, or its text."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return isfinite(number) and number >= 0
+
+
+def _find(config: Mapping[str, Any], keys: str) -> Any:
+    found: Any = config
+    for key in keys.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _odd(where: str, keys: str, found: Any, expected: str) -> RefusedError:
+    return RefusedError(
+        f"{where}: ds_config has {keys} = {found!r:.80}, and {expected} is expected. The file is "
+        "damaged or was edited: use another checkpoint, or set it right in the job and save again."
+    )
+
 
 STATE = "deepspeed"
 """Key of a ``DeepSpeedJob`` in ``Values.extra``."""
@@ -56,7 +121,7 @@ class DeepSpeedJob:
     has_number_steps: bool
     is_bf16: bool
     is_fused: bool | None = None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    cuts: Mapping[str, ShardCut] = field(default_factory=dict)
     of_ranks: tuple[Mapping[str, Any], ...] = ()
     pipeline: Pipeline | None = None
     module_nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -1,21 +1,23 @@
-"""DeepSpeed's refusals of a configuration in a ZeRO stage, at any degrees.
+"""The meaning of a DeepSpeed configuration for a step: refusals in a ZeRO stage at any degrees,
+computation and state.
 
 DeepSpeed refuses only in the first round of a stage, possibly after a running job's change.
 ``core/degrees/degrees.py`` checks faults by degree.
 
 Source: ``DeepSpeedConfig`` of deepspeed/runtime/config.py, validators of runtime/zero/config.py,
 ``_do_sanity_check`` and ``_do_optimizer_sanity_check`` of runtime/engine.py, the optimizers of
-runtime/zero/stage_1_and_2.py and stage3.py; 0.16.0 to 0.19.8. Imports nothing of DeepSpeed.
+runtime/zero/stage_1_and_2.py and stage3.py; 0.16.0 to 0.19.8. Of the workload: ``get_data_types``
+of engine.py and ``ipg_buffer`` of stage_1_and_2.py. Imports nothing of DeepSpeed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from scalai.converters.deepspeed.config import autotp_size, stage_of
-from scalai.converters.deepspeed.job import enables_bf16, uses_bf16_optimizer, zero_config
-from scalai.converters.deepspeed.stored_config import AUTO
+from scalai.converters.deepspeed.job import AUTO, enables_bf16, uses_bf16_optimizer, zero_config
 from scalai.core.errors import RefusedError
-from scalai.core.planner.columns import GRADIENTS, NO_SHARDING, OPTIMIZER, WEIGHTS
+from scalai.core.planner.columns import GRADIENTS, NO_SHARDING, OPTIMIZER, WEIGHTS, Workload
+from scalai.core.planner.model import ModelShape
 
 DEFAULT_CLIPPING = 1.0
 """``GRADIENT_CLIPPING_DEFAULT`` of the releases with ``compute_grad_norm``."""
@@ -216,3 +218,38 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _number(stated: Any, default: float) -> float:
     return float(stated) if isinstance(stated, int | float) else default
+
+
+BUCKET_ELEMENTS = 500_000_000
+"""``reduce_bucket_size`` of deepspeed/runtime/zero/config.py."""
+GATHERS_PER_LAYER = 4
+"""Stage 3 gathers each matrix separately."""
+
+
+def workload_of(config: Mapping[str, Any], shape: ModelShape, global_batch: int) -> Workload:
+    """Return the workload of a step.
+
+    Raises:
+        RefusedError: A part of the state is offloaded, a case without a model here; or the
+            precision is unknown.
+    """
+    zero = zero_config(config)
+    if is_offloaded(config) or zero.get("offload_param") or zero.get("cpu_offload_param"):
+        raise RefusedError(
+            "zero_optimization offloads a part of the state, which is not modelled; choose degrees "
+            "by a [degrees] table."
+        )
+    precision = precision_of(config)
+    if precision is None:
+        raise RefusedError(
+            'fp16 or bf16 is "auto": the precision is not known before the start; state it.'
+        )
+    gradient = 4 if gradient_dtype(config) == "fp32" else 2
+    elements = float(zero.get("reduce_bucket_size", BUCKET_ELEMENTS))
+    buckets = 2 if zero.get("overlap_comm") is True else 1
+    return Workload(
+        shape, global_batch, precision,
+        has_dropout=not shape.is_gated,  # models with a gate are trained without
+        gradient_bytes=gradient, gathers_per_layer=GATHERS_PER_LAYER, has_flat_masters=True,
+        bucket_bytes=elements * gradient * buckets,
+    )  # fmt: skip

@@ -32,9 +32,9 @@ from scalai.converters.checkpoint import (
     STEP,
     Checkpoint,
     CheckpointFile,
+    CheckpointTarget,
     FilePiece,
     ReadOptions,
-    Target,
     Values,
     WriteOptions,
     place,
@@ -196,7 +196,7 @@ class TorchDistLayout:
         objects = read_objects(directory, metadata.objects)
         return _TorchDistReader(directory, metadata, common, objects, options.trust_pickle).read()
 
-    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Lay out ``iter_<n>`` and the tracker file, as Megatron's ``--load`` finds them."""
         return torch_dist_writer.lay_out(source, options)
 

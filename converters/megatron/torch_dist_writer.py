@@ -26,8 +26,8 @@ from scalai.converters.checkpoint import (
     STEP,
     Checkpoint,
     CheckpointFile,
+    CheckpointTarget,
     FilePiece,
-    Target,
     Values,
     WriteOptions,
     place,
@@ -323,7 +323,7 @@ class _Item:
     index: tuple[int, ...]
 
 
-def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
+def lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
     """Lay out a checkpoint of ``source`` at other degrees.
 
     Raises:
@@ -362,7 +362,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         replace_file(here / MARKER, json.dumps(marker_for(form)).encode())
         replace_file(directory / TRACKER, str(source.values.step).encode())
 
-    return Target("torch_dist", placed, layout.fixed, finish, tuple(notes))
+    return CheckpointTarget("torch_dist", placed, layout.fixed, finish, tuple(notes))
 
 
 def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:

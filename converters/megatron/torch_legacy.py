@@ -27,10 +27,10 @@ from scalai.converters.checkpoint import (
     STEP,
     Checkpoint,
     CheckpointFile,
+    CheckpointTarget,
     FilePiece,
-    Placed,
+    PlacedTensors,
     ReadOptions,
-    Target,
     Values,
     WriteOptions,
     place,
@@ -88,8 +88,8 @@ STEP_FILE = "(step)"
 class Tensors:
     """All tensors found; second copies; the state dicts' further values; notes."""
 
-    placed: Placed
-    duplicates: Placed | None
+    placed: PlacedTensors
+    duplicates: PlacedTensors | None
     extra: Mapping[str, Any]
     notes: Sequence[str]
 
@@ -281,7 +281,7 @@ class TorchLegacyLayout:
             raise RefusedError(f"{path} holds no iteration {options.iteration} of this layout.")
         return _read(self.name, directory, trust=options.trust_pickle)
 
-    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Lay out ``iter_<n>`` and the tracker file, as Megatron's ``--load`` finds them."""
         return torch_legacy_writer.lay_out(source, options)
 

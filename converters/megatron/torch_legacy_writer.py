@@ -28,8 +28,8 @@ from scalai.converters.checkpoint import (
     STEP,
     Checkpoint,
     CheckpointFile,
+    CheckpointTarget,
     FilePiece,
-    Target,
     WriteOptions,
     place,
 )
@@ -426,7 +426,7 @@ def _grad_dtype(job: LegacyJob, dtype: str) -> Any:
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 
 
-def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
+def lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
     """Lay out a checkpoint of ``source``'s state at other degrees.
 
     Raises:
@@ -454,7 +454,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         sync_directory(directory / job.folder)
         replace_file(directory / TRACKER, str(source.values.step).encode())
 
-    return Target("torch", place(pieces, files), fixed, finish, tuple(job.notes))
+    return CheckpointTarget("torch", place(pieces, files), fixed, finish, tuple(job.notes))
 
 
 def _rank_files(

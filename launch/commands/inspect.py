@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from scalai.converters.between.mapping_files import find_mapping
+from scalai.converters.between.mapping import find_mapping
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.consistency import verify
 from scalai.converters.describe import describe, read_tensor

@@ -19,7 +19,7 @@ from scalai.converters.deepspeed.config import (
     step_samples,
 )
 from scalai.converters.deepspeed.validity import refuse_invalid
-from scalai.converters.deepspeed.workload import workload_of as deepspeed_workload
+from scalai.converters.deepspeed.validity import workload_of as deepspeed_workload
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.model_shape import choices_of, workload_of

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.between.mapping_files import find_mapping
+from scalai.converters.between.mapping import find_mapping
 from scalai.converters.between.translation import INVENTED, LEFT_OUT
 from scalai.converters.checkpoint import ReadOptions
 from scalai.converters.checksums import Checked

@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from scalai.converters.between.mapping_files import find_mapping, read_mapping
+from scalai.converters.between.mapping import find_mapping, read_mapping
 from scalai.converters.between.megatron_described import shape_arguments
 from scalai.converters.between.model_config import (
     config_arguments,

@@ -18,7 +18,7 @@ from scalai.converters.deepspeed.config import (
     step_samples,
 )
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
-from scalai.converters.deepspeed.workload import workload_of as deepspeed_workload
+from scalai.converters.deepspeed.validity import workload_of as deepspeed_workload
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.model_shape import (
     more_recompute_of,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from scalai.converters.between.hyperparameters import with_rates
-from scalai.converters.between.loss_scales import to_deepspeed_scale, to_megatron_scale
+from scalai.converters.between.crossing import to_deepspeed_scale, to_megatron_scale, with_rates
 from scalai.converters.between.megatron_described import schedule_of, shape_arguments
 from scalai.converters.checkpoint import Checkpoint, WriteOptions, parameters_of
 from scalai.converters.consistency import verify

@@ -7,10 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalai.converters.between.mapping_files import find_mapping
+from scalai.converters.between.mapping import find_mapping
 from scalai.converters.checkpoint import FilePiece
-from scalai.converters.deepspeed.shards.cut_rules import CutRules, Rule, read_cuts
-from scalai.converters.deepspeed.shards.cuts import WHOLE, Cut, Shards, contiguous, even
+from scalai.converters.deepspeed.cuts import (
+    WHOLE,
+    CutRule,
+    CutRules,
+    ShardCut,
+    Shards,
+    contiguous,
+    even,
+    read_cuts,
+)
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import row_major, whole
@@ -19,16 +27,16 @@ from scalai.store.files import slices
 SHAPE = (12, 5, 8)
 VALUES = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
 CUTS = [
-    Cut(0, (even(12, 3),)),
-    Cut(0, (even(8, 3, 4), even(4, 3))),
-    Cut(1, ((1, 0, 4),)),
-    Cut(2, ((3, 3, 2),)),
-    Cut(2, ((1, 1, 1), (2, 1, 0), (1, 0, 1))),
+    ShardCut(0, (even(12, 3),)),
+    ShardCut(0, (even(8, 3, 4), even(4, 3))),
+    ShardCut(1, ((1, 0, 4),)),
+    ShardCut(2, ((3, 3, 2),)),
+    ShardCut(2, ((1, 1, 1), (2, 1, 0), (1, 0, 1))),
     WHOLE,
 ]
 
 
-def shard_of(cut: Cut, rank: int) -> Any:
+def shard_of(cut: ShardCut, rank: int) -> Any:
     """Return what a rank has, by numpy alone."""
     if cut.dim is None:
         return VALUES
@@ -42,7 +50,7 @@ def shard_of(cut: Cut, rank: int) -> Any:
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("is_target", [False, True])
-def test_shards_make_up_the_whole(cut: Cut, is_target: bool) -> None:
+def test_shards_make_up_the_whole(cut: ShardCut, is_target: bool) -> None:
     counts = np.zeros(SHAPE, dtype=int)
     for rank in range(3):
         shards = Shards({"w": cut}, rank)
@@ -84,7 +92,7 @@ def test_shares_are_even_in_units_and_the_first_are_larger(size: int, tp: int, u
 
 
 def test_another_number_of_ranks_keeps_the_parts() -> None:
-    cut = Cut(0, ((4, 4), (2, 2)), unit=2)
+    cut = ShardCut(0, ((4, 4), (2, 2)), unit=2)
     assert cut.recut("w", 3).widths == ((4, 2, 2), (2, 2, 0))
     with pytest.raises(RefusedError, match="tp=3 does not divide"):
         replace(cut, is_vocabulary=True).recut("w", 3)
@@ -108,15 +116,15 @@ INFO = {
     [
         ("norm.weight", [(4,)] * 2, WHOLE),
         ("averaged", [(4,)] * 2, WHOLE),
-        ("a.down", [(4, 3), (4, 2)], Cut(1, ((3, 2),))),
-        ("gate_up", [(6, 4)] * 2, Cut(0, ((3, 3), (3, 3)))),
-        ("qkv", [(8, 4), (4, 4)], Cut(0, ((4, 4), (2, 0), (2, 0)))),
-        ("words", [(6, 4)] * 2, Cut(0, ((6, 6),), is_vocabulary=True)),
-        ("other", [(6, 4)] * 2, Cut(0, ((6, 6),))),
+        ("a.down", [(4, 3), (4, 2)], ShardCut(1, ((3, 2),))),
+        ("gate_up", [(6, 4)] * 2, ShardCut(0, ((3, 3), (3, 3)))),
+        ("qkv", [(8, 4), (4, 4)], ShardCut(0, ((4, 4), (2, 0), (2, 0)))),
+        ("words", [(6, 4)] * 2, ShardCut(0, ((6, 6),), is_vocabulary=True)),
+        ("other", [(6, 4)] * 2, ShardCut(0, ((6, 6),))),
     ],
 )
 def test_cuts_follow_from_what_megatron_deepspeed_says(
-    name: str, shapes: list[tuple[int, ...]], expected: Cut
+    name: str, shapes: list[tuple[int, ...]], expected: ShardCut
 ) -> None:
     assert CutRules(INFO).cuts({name: shapes}) == {name: expected}
 
@@ -155,7 +163,7 @@ def test_the_shipped_files_know_their_families(family: str) -> None:
 def test_what_nothing_says_is_refused_by_name() -> None:
     rules = CutRules({}, read_cuts(find_mapping("llama", "cuts")))
     known = {"layers.0.up_proj.weight": [(4, 4)] * 2}
-    assert rules.cuts(known) == {"layers.0.up_proj.weight": Cut(0, ((4, 4),))}
+    assert rules.cuts(known) == {"layers.0.up_proj.weight": ShardCut(0, ((4, 4),))}
     with pytest.raises(RefusedError, match=r"cut first\.weight, second\.weight\. Name a file"):
         rules.cuts({"first.weight": [(1,)], **known, "second.weight": [(1,)]})
 
@@ -163,15 +171,15 @@ def test_what_nothing_says_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("rule", "shapes", "words"),
     [
-        (Rule(), [(4,), (2,)], "are not equal"),
-        (Rule(0), [(4, 2), (4, 3)], "no cut of dimension 0"),
-        (Rule(1), [(4,), (4,)], "no cut of dimension 1"),
-        (Rule(0, parts=2), [(5,), (5,)], "parts of it are said"),
-        (Rule(0, parts=(4, 2)), [(4,), (4,)], "parts of it are said"),
+        (CutRule(), [(4,), (2,)], "are not equal"),
+        (CutRule(0), [(4, 2), (4, 3)], "no cut of dimension 0"),
+        (CutRule(1), [(4,), (4,)], "no cut of dimension 1"),
+        (CutRule(0, parts=2), [(5,), (5,)], "parts of it are said"),
+        (CutRule(0, parts=(4, 2)), [(4,), (4,)], "parts of it are said"),
     ],
 )
 def test_shapes_that_a_rule_does_not_make_are_refused(
-    rule: Rule, shapes: list[tuple[int, ...]], words: str
+    rule: CutRule, shapes: list[tuple[int, ...]], words: str
 ) -> None:
     with pytest.raises(RefusedError, match=words):
         rule.cut("w", shapes)

@@ -11,8 +11,8 @@ import pytest
 
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.consistency import verify
-from scalai.converters.deepspeed.shards import experts
-from scalai.converters.deepspeed.shards.expert_names import Name, expert_of
+from scalai.converters.deepspeed import experts
+from scalai.converters.deepspeed.experts import Name, expert_of
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import RefusedError
 from scalai.launch import cli

@@ -4,8 +4,7 @@ from math import prod
 
 import pytest
 
-from scalai.converters.deepspeed.plain.state import match_names
-from scalai.converters.deepspeed.shards.flat import (
+from scalai.converters.deepspeed.flat import (
     Flat,
     gaps_of,
     round_robin,
@@ -14,6 +13,7 @@ from scalai.converters.deepspeed.shards.flat import (
     sub_groups,
     undo_round_robin,
 )
+from scalai.converters.deepspeed.plain_reader import match_names
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "a": (5, 3),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scalai.converters.deepspeed.reading.plain_stages import units_by_stage
-from scalai.converters.deepspeed.shards.pipeline import (
+from scalai.converters.deepspeed.grid import units_by_stage
+from scalai.converters.deepspeed.pipeline import (
     METHODS,
     Given,
     LayerFile,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scalai.converters.between.adapting import TargetRequest, adapted
-from scalai.converters.between.mapping_files import find_mapping, read_mapping
+from scalai.converters.between.mapping import find_mapping, read_mapping
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named

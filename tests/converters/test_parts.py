@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from scalai.converters import engine, journal
-from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
+from scalai.converters.checkpoint import Checkpoint, CheckpointTarget, WriteOptions
 from scalai.converters.consistency import verify
 from scalai.converters.engine import Conversion
 from scalai.converters.journal import Journal, RunPart, alone, try_lock
@@ -46,7 +46,7 @@ def convert(
     return Conversion(source, target, folder / "new", LIMITS, part=RunPart(number, count)).run()
 
 
-def target_of(source: Checkpoint, **degrees: int) -> Target:
+def target_of(source: Checkpoint, **degrees: int) -> CheckpointTarget:
     return layout_named("torch_dist").lay_out(source, WriteOptions(degrees or DEGREES))
 
 

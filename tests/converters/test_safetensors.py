@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from scalai.converters import safetensors_index
 from scalai.converters.between.adapting import TargetRequest, adapted
-from scalai.converters.between.mapping_files import find_mapping, read_mapping
+from scalai.converters.between.mapping import find_mapping, read_mapping
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.describe import read_tensor
 from scalai.converters.engine import Conversion

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scalai.converters.deepspeed.config import stage_of
-from scalai.converters.deepspeed.workload import workload_of
+from scalai.converters.deepspeed.validity import workload_of
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Layout, columns_of

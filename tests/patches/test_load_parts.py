@@ -14,7 +14,7 @@ from scalai.converters.checkpoint import (
     REPORT_VERSION,
     CheckpointFile,
     FilePiece,
-    Placed,
+    PlacedTensors,
     place,
 )
 from scalai.converters.checksums import FileStorage
@@ -130,11 +130,11 @@ def test_the_storage_of_a_piece_is_found(file: int, begin: int, expected: list[i
     box = np.zeros((1, 1), dtype=np.int64)
     collection = Collection((Tensor("x", (1,), "U8"),), np.zeros(1, dtype=np.int64), box, box + 1)
     files = (CheckpointFile("a", 168), CheckpointFile("b", 528))
-    placed = Placed(collection, np.array([file]), np.array([begin]), box + 1, files)
+    placed = PlacedTensors(collection, np.array([file]), np.array([begin]), box + 1, files)
     assert np.flatnonzero(touched(STORAGES, placed)).tolist() == expected
 
 
-NOTHING = Placed(
+NOTHING = PlacedTensors(
     Collection.of([]), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64),
     np.zeros((0, 0), dtype=np.int64), (),
 )  # fmt: skip

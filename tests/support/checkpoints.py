@@ -15,9 +15,8 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
+from scalai.converters.deepspeed.experts import Experts, Layer, Name
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
-from scalai.converters.deepspeed.shards.expert_names import Name
-from scalai.converters.deepspeed.shards.experts import Experts, Layer
 from scalai.converters.engine import Conversion, Limits
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM

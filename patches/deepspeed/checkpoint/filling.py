@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scalai.converters.checkpoint import CheckpointFile, Placed
+from scalai.converters.checkpoint import CheckpointFile, PlacedTensors
 from scalai.converters.checksums import FileStorage, is_damaged, refuse_damaged
 from scalai.converters.recorded import check_reports
 from scalai.converters.streaming import Gatherer, wanted_box
@@ -37,7 +37,7 @@ _FILE_BITS = 44
 _UNTOUCHED = "The engine is as it was."
 
 
-def touched(storages: Sequence[FileStorage], pieces: Placed) -> npt.NDArray[np.bool_]:
+def touched(storages: Sequence[FileStorage], pieces: PlacedTensors) -> npt.NDArray[np.bool_]:
     """Return the storages with pieces in them, [storages]."""
     number = {file.path: at for at, file in enumerate(pieces.files)}
     keys = np.array([(number[s.file] << _FILE_BITS) + s.begin for s in storages], dtype=np.int64)
@@ -65,7 +65,7 @@ def share(storages: Sequence[FileStorage], rank: int, world_size: int) -> list[F
     return [storages[at] for at in np.flatnonzero(taker == rank).tolist()]
 
 
-def check_storages(directory: Path, storages: Sequence[FileStorage], pieces: Placed) -> None:
+def check_storages(directory: Path, storages: Sequence[FileStorage], pieces: PlacedTensors) -> None:
     """Read storages whole, some side by side, and compare them with their checksums.
 
     Raises:
@@ -101,7 +101,7 @@ _SPOILT = (
 )
 
 
-def work_into(source: Placed, wanted: Collection) -> Work:
+def work_into(source: PlacedTensors, wanted: Collection) -> Work:
     """Plan the filling of the wanted rows.
 
     Args:
@@ -114,7 +114,7 @@ def work_into(source: Placed, wanted: Collection) -> Work:
     rows = np.zeros(len(wanted), dtype=np.int64)
     memory = (CheckpointFile("live memory", 0),)
     return work_between(
-        source, Placed(wanted, rows, rows, np.zeros_like(wanted.shape), memory), BUFFER_BYTES
+        source, PlacedTensors(wanted, rows, rows, np.zeros_like(wanted.shape), memory), BUFFER_BYTES
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scalai.converters.checkpoint import MAIN, PARAM, Placed
+from scalai.converters.checkpoint import MAIN, PARAM, PlacedTensors
 from scalai.converters.deepspeed.files import list_files
 from scalai.converters.work import Work
 from scalai.core.errors import RefusedError
@@ -75,8 +75,8 @@ def origins(source: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[
 
 
 def fitted(
-    source: Placed, found: Mapping[str, TensorOrigin], wanted: Mapping[str, Tensor]
-) -> Placed:
+    source: PlacedTensors, found: Mapping[str, TensorOrigin], wanted: Mapping[str, Tensor]
+) -> PlacedTensors:
     """Return the sources' pieces under an engine's names and dtypes.
 
     Pieces rounded in the files stay as they are.
@@ -98,7 +98,7 @@ def fitted(
         source.collection.shape[row],
     )
     rounded = source.rounded()[row] | np.repeat(np.array(is_rounded), counts)
-    return Placed(
+    return PlacedTensors(
         collection, source.file[row], source.begin[row], source.stride[row], source.files, rounded
     )
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.between.mapping_files import find_mapping
+from scalai.converters.between.mapping import find_mapping
 from scalai.converters.checkpoint import (
     STEP,
     Checkpoint,
     CheckpointFile,
     Order,
-    Placed,
+    PlacedTensors,
     ReadOptions,
 )
 from scalai.converters.checksums import FileStorage, storages_in
@@ -55,7 +55,7 @@ class SavedCheckpoint:
         storages: Parts of the files with a checksum.
     """
 
-    placed: Placed
+    placed: PlacedTensors
     steps: Mapping[str, float]
     groups: Mapping[str, Json]
     loss_scale: Mapping[str, Json]
@@ -80,7 +80,7 @@ class SavedCheckpoint:
         collection, (paths, steps, groups, loss_scale, storages), rows = unpacked(data)
         files = tuple(CheckpointFile(path, size) for path, size in paths)
         columns = rows["file"], rows["begin"], rows["stride"]
-        placed = Placed(collection, *columns, files, rows["is_rounded"])
+        placed = PlacedTensors(collection, *columns, files, rows["is_rounded"])
         stored = tuple(FileStorage(*values) for values in storages)
         return cls(placed, steps, groups, loss_scale, stored)
 
@@ -131,7 +131,7 @@ def read_saved(
     )
 
 
-def _without_steps(placed: Placed) -> Placed:
+def _without_steps(placed: PlacedTensors) -> PlacedTensors:
     """Return the pieces in files; readers make up files for steps."""
     is_stored = np.array([file.content is None for file in placed.files], dtype=bool)
     rows = np.flatnonzero(is_stored[placed.file])
@@ -144,7 +144,7 @@ def _without_steps(placed: Placed) -> Placed:
         placed.collection.offset[rows],
         placed.collection.shape[rows],
     )
-    return Placed(
+    return PlacedTensors(
         collection, number[placed.file[rows]], placed.begin[rows],
         placed.stride[rows], files, placed.rounded()[rows],
     )  # fmt: skip

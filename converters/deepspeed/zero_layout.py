@@ -7,20 +7,57 @@ DeepSpeed's loader does.
 Names are the module's ``state_dict`` keys; buffers and frozen parameters are ``param`` too.
 
 Source: deepspeed 0.19.8: runtime/engine.py (``_save_zero_checkpoint``), the ``state_dict`` of
-runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py.
+runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py. Differs in: no copies of the
+recovery scripts (``zero_to_fp32.py``).
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.checkpoint import Checkpoint, ReadOptions, Target, WriteOptions
-from scalai.converters.deepspeed.files import Tag, TagFiles, find_tag, list_files
-from scalai.converters.deepspeed.reading.grid import Grid
-from scalai.converters.deepspeed.reading.model import ModelStates
-from scalai.converters.deepspeed.zero import writer
-from scalai.converters.deepspeed.zero.reader import open_rank
+import numpy as np
+import numpy.typing as npt
+
+from scalai.converters.checkpoint import Checkpoint, CheckpointTarget, ReadOptions, WriteOptions
+from scalai.converters.deepspeed.drafts import Archives, Ranks, job_of
+from scalai.converters.deepspeed.files import LATEST, Tag, TagFiles, find_tag, list_files
+from scalai.converters.deepspeed.grid import Grid
+from scalai.converters.deepspeed.model_reader import ModelStates
+from scalai.converters.deepspeed.model_writer import add_experts, add_layers, add_model
+from scalai.converters.deepspeed.optimizer_writer import add_optimizer, buffers_of
+from scalai.converters.deepspeed.zero_reader import open_rank
 from scalai.core.errors import RefusedError
+from scalai.store.atomic import replace_file
+
+
+def _lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> CheckpointTarget:
+    """Lay out a checkpoint of ``source`` at other degrees, with ZeRO's ``stage`` 1 to 3.
+
+    Raises:
+        RefusedError: The source has no DeepSpeed job's names, or lacks some of its tensors.
+    """
+    job, archives = job_of(source, options), Archives()
+    ranks = Ranks.of(source, job, stage, options)
+    drafts = ranks.drafts(archives, job.tag)
+    for draft in drafts:
+        of_experts = draft.of_experts()
+        buffers = [list(buffers_of(share)) for share in of_experts]
+        for rank in range(draft.dp):
+            at = rank % len(of_experts)
+            add_optimizer(of_experts[at], rank, buffers[at])
+        for rank in range(draft.dp if stage == 3 else 1):
+            add_model(of_experts[0], rank, buffers[0])
+        add_experts(draft)
+    for draft in drafts[: ranks.tp]:
+        add_layers(draft)
+
+    def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
+        replace_file(directory / LATEST, job.tag.encode())
+
+    notes = [*source.notes, *drafts[0].notes(), *ranks.notes()]
+    return CheckpointTarget(
+        f"deepspeed_zero{stage}", archives.placed(), archives.fixed, finish, tuple(notes)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +84,9 @@ class DeepSpeedZeroLayout:
             )
         return _read(list_files(directory), options)
 
-    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Lay out a tag and ``latest``, for ``engine.load_checkpoint``."""
-        return writer.lay_out(source, options, self.stage)
+        return _lay_out(source, options, self.stage)
 
 
 def _read(tag: Tag, options: ReadOptions) -> Checkpoint:

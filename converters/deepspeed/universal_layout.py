@@ -1,31 +1,42 @@
-"""Lays out DeepSpeed's universal checkpoints.
+"""DeepSpeed's universal checkpoints: a folder per parameter, for a job of any degree.
 
-Source: as ``layout``, and ``SubparamShape`` of checkpoint/universal_checkpoint.py.
+``ds_to_universal`` writes for the stages of its source: 1 and 2, or 3. Scalai writes for both.
+
+Source: ``load_hp_checkpoint_state`` and ``SubparamShape`` of
+deepspeed/checkpoint/universal_checkpoint.py, the former also of
+runtime/zero/stage3.py, ``load_hp_checkpoint_state_from_checkpoint_dir`` of
+runtime/base_optimizer.py, and checkpoint/ds_to_universal.py, all of 0.19.8. The target's notes name
+the values these loaders do not restore, or restore wrongly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import Checkpoint, FilePiece, Target, WriteOptions
-from scalai.converters.deepspeed.shards.cuts import Cut
-from scalai.converters.deepspeed.universal.files import (
+from scalai.converters.checkpoint import (
+    Checkpoint,
+    CheckpointTarget,
+    FilePiece,
+    ReadOptions,
+    WriteOptions,
+)
+from scalai.converters.deepspeed.cuts import ShardCut
+from scalai.converters.deepspeed.drafts import Archives, Draft, Filled, Ranks, job_of
+from scalai.converters.deepspeed.model_writer import add_model
+from scalai.converters.deepspeed.optimizer_writer import Buffer, buffers_of, global_state, members
+from scalai.converters.deepspeed.universal_reader import (
     GLOBAL_STATE,
     LATEST,
     MASTERS,
     STEPS,
     SUFFIX,
+    find_universal,
+    open_universal,
 )
-from scalai.converters.deepspeed.writing.archives import Archives, Filled
-from scalai.converters.deepspeed.writing.buffers import Buffer, buffers_of, members
-from scalai.converters.deepspeed.writing.draft import Draft, job_of
-from scalai.converters.deepspeed.writing.model import add_model
-from scalai.converters.deepspeed.writing.optimizer import global_state
-from scalai.converters.deepspeed.writing.ranks import Ranks
 from scalai.converters.pickles import Foreign, foreign, made
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
@@ -33,7 +44,7 @@ from scalai.core.tensors.region import whole
 from scalai.store.atomic import replace_file
 
 
-def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
+def _lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
     """Lay out a universal checkpoint, for engines of every stage.
 
     Raises:
@@ -65,7 +76,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
         replace_file(directory / LATEST, folder.encode())
 
-    return Target(
+    return CheckpointTarget(
         "deepspeed_universal",
         archives.placed(),
         archives.fixed,
@@ -128,7 +139,7 @@ def _add_parameter(draft: Draft, ranks: Ranks, name: str, kinds: Sequence[str]) 
         draft.archives.add(f"{draft.folder}/zero/{name}/{STEPS}.pt", step["step"], steps)
 
 
-def _cut_entries(cut: Cut | None, shape: tuple[int, ...]) -> dict[str, Any]:
+def _cut_entries(cut: ShardCut | None, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return the entries of a parameter's cut; empty: each rank has all of it. Without a known cut,
     as ds_to_universal writes it."""
     if cut is None:
@@ -148,3 +159,28 @@ def _sub_parameters(shape: tuple[Any, ...], dim: int) -> Foreign:
     ``dim``."""
     cls = foreign("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
     return made(cls, {"patterns": [], "shape": shape, "partition_dim": dim})
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedUniversalLayout:
+    """The layout ``deepspeed_universal``."""
+
+    name: str = "deepspeed_universal"
+
+    def find(self, path: Path) -> bool:
+        """Tell whether there is a tag with folders of parameters."""
+        return find_universal(path, None) is not None
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        """Read the metadata of a tag, or of the tag in ``latest_universal``."""
+        directory = find_universal(path, options.iteration)
+        if directory is None:
+            raise RefusedError(
+                f"{path} holds no universal checkpoint of step {options.iteration}. Name another "
+                "--iteration."
+            )
+        return open_universal(directory, options).read()
+
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
+        """Lay out a tag and ``latest_universal``. Degrees do not matter."""
+        return _lay_out(source, options)

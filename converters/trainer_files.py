@@ -1,20 +1,165 @@
-"""Takes a trainer's files along to a checkpoint's target.
+"""Files of transformers' Trainer and of Accelerate beside an engine's checkpoint: found, and taken
+along to a target.
 
-Copies all byte for byte, pickles unread, except two that depend on the number of ranks: a target's
-rank gets the RNG states of a source's rank; a schedule stepped by every rank under Accelerate is
-rewritten.
+    checkpoint-100/             transformers' Trainer
+        global_step100/  latest                     the engine's
+        trainer_state.json  scheduler.pt  rng_state_<rank>.pth  training_args.bin
+        config.json  generation_config.json  tokenizer files  model.safetensors
+    <output_dir>/               Accelerate's save_state
+        pytorch_model/  latest                      the engine's
+        random_states_<rank>.pkl  scheduler.bin  sampler.bin  custom_checkpoint_<n>.pkl
+
+All are copied byte for byte, pickles unread, except two that depend on the number of ranks: a
+target's rank gets the RNG states of a source's rank; a schedule stepped by every rank under
+Accelerate is rewritten.
+
+Source: ``_save_checkpoint`` of transformers/trainer.py, 5.23; ``save_state`` of
+accelerate/accelerator.py and ``save_accelerator_state`` of checkpointing.py, 1.15.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
+from typing import Any, Literal
 
-from scalai.converters.checkpoint import AuxiliaryFile, Checkpoint, Target
+from scalai.converters.checkpoint import REPORT, AuxiliaryFile, Checkpoint, CheckpointTarget
+from scalai.converters.deepspeed.files import LATEST, carried, read_dictionary
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
-from scalai.converters.hugging_face.companions import Companions, find_companions
-from scalai.converters.hugging_face.schedule import FUNCTIONS, counts_ranks, read_schedule, rescaled
+from scalai.converters.opening import file_inside
+from scalai.converters.torch_archive import lay_out_archive
 from scalai.core.errors import RefusedError
+
+TRAINER_STATE = "trainer_state.json"
+ONE_RANK = "rng_state.pth"
+"""Trainer's file of RNG states in a job of one rank."""
+
+_STREAMS = re.compile(r"(?:rng_state_(\d+)\.pth|random_states_(\d+)\.pkl)")
+_OF_ENGINE = frozenset({LATEST, "latest_universal", REPORT})
+
+SavedBy = Literal["transformers' Trainer", "Accelerate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """Files beside an engine's checkpoint.
+
+    Attributes:
+        directory: Directory of the files, and of the engine's tag.
+        saved_by: Trainer that saved them.
+        files: Paths in the directory, sorted; without the RNG states.
+        streams: Files of RNG states, by rank.
+        other_tags: Folders of further engines, or of other steps.
+    """
+
+    directory: Path
+    saved_by: SavedBy
+    files: tuple[str, ...]
+    streams: Mapping[int, str]
+    other_tags: tuple[str, ...]
+
+    def stream_file(self, rank: int, world: int) -> str:
+        """Return a rank's file of RNG states in a job of ``world`` ranks."""
+        if self.saved_by == "Accelerate":
+            return f"random_states_{rank}.pkl"
+        return ONE_RANK if world == 1 else f"rng_state_{rank}.pth"
+
+
+def find_companions(checkpoint: Checkpoint) -> Companions | None:
+    """Return a trainer's files beside a DeepSpeed checkpoint; None: there are none.
+
+    Raises:
+        RefusedError: A file is a link to outside; a rank's RNG states are missing.
+    """
+    if not checkpoint.layout.startswith("deepspeed_"):
+        return None
+    directory = checkpoint.directory.parent
+    saved_by = _saved_by(directory)
+    if saved_by is None:
+        return None
+    entries = [entry for entry in directory.iterdir() if not entry.name.startswith(".")]
+    tags = {entry.name for entry in entries if entry.is_dir() and _is_tag(entry)}
+    files, streams = [], {}
+    for name in sorted(_below(directory, tags)):
+        rank = _rank_of(name)
+        if rank is None:
+            files.append(name)
+        else:
+            streams[rank] = name
+    missing = sorted(set(range(len(streams))) - streams.keys())
+    if missing:
+        raise RefusedError(
+            f"{directory} has RNG states of {len(streams)} ranks, and none of rank "
+            f"{missing[0]} ({streams[max(streams)]} is there). Copy the missing files of the same "
+            "save, or use another checkpoint."
+        )
+    others = tuple(sorted(tags - {checkpoint.directory.name}))
+    return Companions(directory, saved_by, tuple(files), streams, others)
+
+
+def _saved_by(directory: Path) -> SavedBy | None:
+    if (directory / TRAINER_STATE).is_file():
+        return "transformers' Trainer"
+    if any(directory.glob("random_states_*.pkl")):
+        return "Accelerate"
+    return None
+
+
+def _is_tag(directory: Path) -> bool:
+    return any(directory.glob("*_states.pt")) or (directory / "zero").is_dir()
+
+
+def _below(directory: Path, tags: set[str]) -> Iterator[str]:
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory)
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        if is_hidden or name.parts[0] in tags or str(name) in _OF_ENGINE or path.is_dir():
+            continue
+        yield str(file_inside(directory, str(name), TRAINER_STATE).relative_to(directory))
+
+
+def _rank_of(name: str) -> int | None:
+    """Return the rank of a file of RNG states; None: another file."""
+    match = _STREAMS.fullmatch(name)
+    if match is None:
+        return 0 if name == ONE_RANK else None
+    return int(match[1] or match[2])
+
+
+AT, COUNT, FUNCTIONS = "last_epoch", "_step_count", "lr_lambdas"
+"""Entries of LambdaLR's state: its position, its count of steps, and its functions, which the job's
+script defines anew."""
+
+
+def counts_ranks(state: dict[str, Any], step: int, world: int) -> bool:
+    """Tell whether a schedule was stepped by every rank.
+
+    Args:
+        state: The schedule's state.
+        step: Steps of the engine, overflows included.
+        world: Number of ranks.
+    """
+    at = state.get(AT)
+    return type(at) is int and at > 0 and not at % world and (world == 1 or at != step)
+
+
+def read_schedule(path: Path) -> dict[str, Any]:
+    """Return a schedule's state. ``RefusedError``: its pickle is not allowed."""
+    state: dict[str, Any] = carried(read_dictionary(path, trust=False), path)
+    return state
+
+
+def rescaled(state: dict[str, Any], before: int, after: int) -> bytes:
+    """Return the file of a LambdaLR's state for ``after`` ranks instead of ``before``."""
+    at = state[AT] // before * after
+    count = state.get(COUNT, state[AT] + 1) + at - state[AT]
+    archive = lay_out_archive({**state, AT: at, COUNT: count}, "scheduler")
+    content = bytearray(archive.size_bytes)
+    for begin, data in archive.fixed:
+        content[begin : begin + len(data)] = data
+    return bytes(content)
+
 
 _OF_MODEL = re.compile(r"(?!trainer_state|zero_to_).*\.(?:json|txt|model|jinja|tiktoken|py)")
 """Files of a model and its tokenizer: all that ``from_pretrained`` reads, except weights."""
@@ -23,7 +168,9 @@ _SCHEDULE = re.compile(r"scheduler(?:_\d+)?\.bin")
 _PLACES = re.compile(r"dl_state_dict(?:_\d+)?\.bin")
 
 
-def accompanied(source: Checkpoint, target: Target, degrees: Mapping[str, int]) -> Target:
+def accompanied(
+    source: Checkpoint, target: CheckpointTarget, degrees: Mapping[str, int]
+) -> CheckpointTarget:
     """Return a target with the trainer's files from beside the source.
 
     Args:

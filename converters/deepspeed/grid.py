@@ -4,30 +4,49 @@ A reader reads each rank's files alone, in the rank's own shapes. Here its piece
 whole tensors: shards of tensor-parallel ranks by the cuts of their parameters. Parameters on all
 ranks, and tied layers on several stages, are taken once; their other copies become duplicates,
 which must be equal.
+
+Without ZeRO a pipeline's files do not record its stages: the optimizer numbers parameters. Each
+stage has consecutive layers, with as many elements as its optimizer has states. Tied layers look
+like others, so the user names them (``tied`` in ``[pipeline]`` of a file of cuts).
+
+A pipeline's weights are in a file per layer. Its keys are the layer's own; the engine's names have
+the layer's place as prefix, or the key of a tied layer. The file lacks this key; names and shapes
+of the parameters identify it.
+
+A stage has a whole copy of a tied layer, with parameters its own function of the layer may not use,
+such as the embedding's positions in a head. DeepSpeed does not keep these equal, and no file names
+them; but without a gradient, their moments are zero.
+
+Source: deepspeed 0.19.8: ``save_state_dict``, ``ckpt_layer_path`` and ``_synchronize_tied_weights``
+of runtime/pipe/module.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from scalai.converters.checkpoint import (
     MAIN,
     PARAM,
+    STEP,
     Checkpoint,
     CheckpointFile,
     FilePiece,
     ReadOptions,
     place,
 )
+from scalai.converters.deepspeed.cuts import INFO, CutRules, ShardCut, Shards, read_cuts
 from scalai.converters.deepspeed.files import Tag, TagFiles, read_dictionary
+from scalai.converters.deepspeed.flat import Shape
 from scalai.converters.deepspeed.job import DeepSpeedJob
-from scalai.converters.deepspeed.reading.layers import Layers, parameter_of, unused_copies
-from scalai.converters.deepspeed.reading.model import ModelStates
-from scalai.converters.deepspeed.reading.plain_stages import units_by_stage
-from scalai.converters.deepspeed.shards.cut_rules import INFO, CutRules, read_cuts
-from scalai.converters.deepspeed.shards.cuts import Cut, Shards
-from scalai.converters.deepspeed.shards.flat import Shape
-from scalai.converters.deepspeed.shards.pipeline import (
+from scalai.converters.deepspeed.model_reader import ModelStates
+from scalai.converters.deepspeed.pipeline import (
+    TIED,
     LayerFile,
     Pipeline,
     order,
@@ -36,6 +55,200 @@ from scalai.converters.deepspeed.shards.pipeline import (
 )
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.region import whole
+
+Stages = tuple[frozenset[str], ...]
+
+
+def units_by_stage(
+    directory: Path,
+    files: Sequence[LayerFile],
+    tied: Mapping[int, str],
+    tensors: Mapping[str, StoredTensor],
+    states: Sequence[Mapping[str, Any]],
+) -> Stages:
+    """Return the units of each stage.
+
+    Args:
+        files: Layers with files.
+        tied: Units of tied layers, by place.
+        tensors: Tensors of all layers, by the engine's names.
+        states: Content of each stage's model file.
+
+    Raises:
+        RefusedError: No cut of the layers fits, or more than one.
+    """
+    buffers = [frozenset(state.get("buffer_names") or ()) for state in states]
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if not any(name in names for names in buffers):
+            sizes[unit_of(name)] = sizes.get(unit_of(name), 0) + prod(tensor.shape)
+    places = {layer.place: layer.unit for layer in files} | dict(tied)
+    units = [places[place] for place in sorted(places) if sizes.get(places[place])]
+    totals = [_elements(state.get("optimizer") or {}) for state in states]
+    found = set(_ways(units, sizes, totals))
+    if len(found) != 1:
+        raise RefusedError(
+            f"{directory} is of a pipeline without ZeRO, and {len(found) or 'none'} of the ways to "
+            f"cut its {len(units)} layers into {len(totals)} stages fits their optimizers. If "
+            "layers are tied, pass --cuts with a file that says tied = {KEY = [PLACE, PLACE]} in "
+            "[pipeline]; else save the job with ZeRO stage 1 once."
+        )
+    return tuple(
+        stage | {unit_of(name) for name in names}
+        for stage, names in zip(found.pop(), buffers, strict=True)
+    )
+
+
+def _ways(
+    units: Sequence[str], sizes: Mapping[str, int], totals: Sequence[int]
+) -> Iterator[Stages]:
+    """Yield the cuts of units, in order, into stages with these sums; a stage counts a repeated
+    unit once."""
+    if not totals:
+        if not units:
+            yield ()
+        return
+    for count in range(len(units) + 1):
+        stage = frozenset(units[:count])
+        if sum(sizes[unit] for unit in stage) == totals[0]:
+            for rest in _ways(units[count:], sizes, totals[1:]):
+                yield (stage, *rest)
+
+
+def _elements(tree: Mapping[str, Any]) -> int:
+    inner = tree.get("optimizer_state_dict", tree)
+    return sum(
+        max((prod(t.shape) for t in state.values() if isinstance(t, StoredTensor)), default=0)
+        for state in inner.get("state", {}).values()
+    )
+
+
+Shapes = Mapping[str, Shape]
+
+SAMPLED = 4096
+"""Elements of a moment's piece to check, spread over it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Layers:
+    """The layer files of one tensor-parallel rank.
+
+    ``states``: the files' dictionaries, by place, in order; ``names``: the files.
+    """
+
+    directory: Path
+    names: Mapping[int, str]
+    states: Mapping[int, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, tag: Tag, tp_rank: int, *, trust: bool) -> "Layers":
+        """Read the files. Raises as ``read_dictionary``; ``RefusedError``: a file holds other
+        values than tensors."""
+        names = tag.layers[tp_rank]
+        states = {}
+        for at in sorted(names):
+            path = tag.directory / names[at]
+            states[at] = read_dictionary(path, trust=trust)
+            odd = [k for k, v in states[at].items() if not isinstance(v, StoredTensor)]
+            if odd:
+                raise RefusedError(
+                    f"{path} holds {odd[0]}, which is no tensor: extra state of a layer is not "
+                    "read. Save the model without it."
+                )
+        return cls(tag.directory, names, states)
+
+    def files(self, trained: Shapes, tied: Mapping[int, str]) -> tuple[LayerFile, ...]:
+        """Return the layers by place.
+
+        Args:
+            trained: Shapes of all trained parameters on this rank, by name; empty: the files do not
+                name them.
+            tied: Units of known tied layers, by place.
+
+        Raises:
+            RefusedError: A file fits several tied layers.
+        """
+        units: dict[str, dict[str, Shape]] = {}
+        for name, shape in trained.items():
+            units.setdefault(unit_of(name), {})[name.removeprefix(f"{unit_of(name)}.")] = shape
+        return tuple(
+            LayerFile(
+                place,
+                tied.get(place) or self._unit(place, units),
+                tuple(state),
+                getattr(state, "_metadata", None),
+            )
+            for place, state in self.states.items()
+        )
+
+    def _unit(self, place: int, units: Mapping[str, Shapes]) -> str:
+        state = self.states[place]
+        if str(place) in units or not state:
+            return str(place)
+        fitting = [
+            unit
+            for unit, shapes in units.items()
+            if unit.startswith(TIED)
+            and all(name in state and state[name].shape == shapes[name] for name in shapes)
+        ]
+        if len(fitting) > 1:
+            raise RefusedError(
+                f"{self.directory / self.names[place]} may be of the tied layers "
+                f"{', '.join(fitting)}, whose parameters have equal names and shapes. Give them "
+                "different names in the model."
+            )
+        return fitting[0] if fitting else str(place)
+
+    def tensors(self, files: Sequence[LayerFile]) -> dict[str, StoredTensor]:
+        """Return the tensors of these layers by the engine's names."""
+        return {
+            f"{layer.unit}.{name}": self.states[layer.place][name]
+            for layer in reversed(files)
+            for name in layer.names
+        }
+
+    def pieces(self, files: Sequence[LayerFile]) -> Iterator[tuple[FilePiece, bool]]:
+        """Yield the tensors of these layers, and whether each is a repeat: tied layers may have a
+        file at every place."""
+        seen = set()
+        for layer in files:
+            for name in layer.names:
+                stored: StoredTensor = self.states[layer.place][name]
+                tensor = Tensor(f"{PARAM}/{layer.unit}.{name}", stored.shape, stored.dtype)
+                file, box = self.names[layer.place], whole(stored.shape)
+                yield FilePiece(tensor, box, file, stored.begin, stored.stride), tensor.name in seen
+                seen.add(tensor.name)
+
+
+def parameter_of(piece: FilePiece) -> str:
+    """Return the name of a piece's parameter."""
+    return split_name(piece.tensor.name)[1]
+
+
+def unused_copies(
+    directory: Path, pieces: Sequence[FilePiece], before: Collection[str]
+) -> set[str]:
+    """Return the parameters with copies on this stage that never had a gradient.
+
+    Args:
+        pieces: Pieces of one rank of the stage.
+        before: Units of earlier stages.
+    """
+    found: dict[str, bool] = {}
+    for piece in pieces:
+        kind, name = split_name(piece.tensor.name)
+        if kind not in (PARAM, MAIN, STEP) and unit_of(name) in before:
+            is_zero = piece.tensor.dtype == "F32" and not _sample(directory, piece).any()
+            found[name] = found.get(name, True) and is_zero
+    return {name for name, is_unused in found.items() if is_unused}
+
+
+def _sample(directory: Path, piece: FilePiece) -> npt.NDArray[Any]:
+    count = prod(piece.box.shape)
+    data = np.memmap(directory / piece.file, np.uint8, "r", piece.begin, (4 * count,))
+    return data.view(np.float32)[:: max(count // SAMPLED, 1)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -156,7 +369,7 @@ class Grid:
         )
 
     def gather(
-        self, states: Sequence[RankState], cuts: Mapping[str, Cut]
+        self, states: Sequence[RankState], cuts: Mapping[str, ShardCut]
     ) -> tuple[list[FilePiece], list[FilePiece]]:
         """Return the pieces of whole tensors, and those of second copies.
 
@@ -211,7 +424,7 @@ class Grid:
                 "not read: give every stage all groups."
             )
 
-    def _cuts(self, states: Sequence[RankState]) -> dict[str, Cut]:
+    def _cuts(self, states: Sequence[RankState]) -> dict[str, ShardCut]:
         if self.tp == 1:
             return {}
         shapes: dict[str, list[Shape]] = {}
@@ -243,7 +456,7 @@ class Grid:
                     found[full] = self.layers[tp_rank].states[layer.place][name].shape
         return found
 
-    def job(self, states: Sequence[RankState], cuts: Mapping[str, Cut]) -> DeepSpeedJob:
+    def job(self, states: Sequence[RankState], cuts: Mapping[str, ShardCut]) -> DeepSpeedJob:
         """Return the job of all ranks.
 
         Raises:

@@ -1,27 +1,36 @@
-"""Lays out DeepSpeed's checkpoints without ZeRO (stage 0), for each kind of optimizer.
+"""DeepSpeed's checkpoints without ZeRO (stage 0): data-parallel ranks are equal and share one file.
 
-Source: as ``state``; ``_configure_fp16_optimizer`` of deepspeed/runtime/engine.py, 0.19.8, chooses
-an engine's kind.
+Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8, and
+``_configure_fp16_optimizer``, which chooses an engine's kind of optimizer (``plain_reader``).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import MAIN, Checkpoint, FilePiece, Target, WriteOptions
-from scalai.converters.deepspeed.files import LATEST
+from scalai.converters.checkpoint import (
+    MAIN,
+    Checkpoint,
+    CheckpointTarget,
+    FilePiece,
+    ReadOptions,
+    WriteOptions,
+)
+from scalai.converters.deepspeed.drafts import Archives, Draft, Filled, Ranks, job_of
+from scalai.converters.deepspeed.experts import optimizer_file
+from scalai.converters.deepspeed.files import LATEST, TagFiles, find_tag, list_files
+from scalai.converters.deepspeed.flat import split_each
+from scalai.converters.deepspeed.grid import Grid
 from scalai.converters.deepspeed.loss_scale import to_plain
-from scalai.converters.deepspeed.shards.expert_names import optimizer_file
-from scalai.converters.deepspeed.shards.flat import split_each
+from scalai.converters.deepspeed.model_reader import ModelStates
+from scalai.converters.deepspeed.model_writer import add_experts, add_layers, add_model
+from scalai.converters.deepspeed.optimizer_writer import Buffer, inner_state, part
+from scalai.converters.deepspeed.plain_reader import PlainReader
 from scalai.converters.deepspeed.validity import DEFAULT_CLIPPING
-from scalai.converters.deepspeed.writing.archives import Archives, Filled
-from scalai.converters.deepspeed.writing.buffers import Buffer, inner_state, part
-from scalai.converters.deepspeed.writing.draft import Draft, job_of
-from scalai.converters.deepspeed.writing.model import add_experts, add_layers, add_model
-from scalai.converters.deepspeed.writing.ranks import Ranks
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
@@ -29,7 +38,7 @@ from scalai.core.tensors.region import whole
 from scalai.store.atomic import replace_file
 
 
-def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
+def _lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
     """Lay out a checkpoint of ``source`` without ZeRO.
 
     Raises:
@@ -63,7 +72,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     if job.is_fused is None and _has_masters(drafts[0]):
         kind = "FP16_Optimizer" if _is_fused(drafts[0]) else "FP16_UnfusedOptimizer"
         notes.append(f"by its parameter groups, the job's optimizer goes into DeepSpeed's {kind}")
-    return Target(
+    return CheckpointTarget(
         "deepspeed_zero0",
         archives.placed(),
         archives.fixed,
@@ -138,3 +147,53 @@ def _new(tensor: Tensor, filled: Filled) -> NewTensor:
     made = NewTensor(tensor.dtype, tensor.shape)
     filled[made] = [FilePiece(tensor, whole(tensor.shape), "", 0)]
     return made
+
+
+FILE = "mp_rank_00_model_states.pt"
+_NEEDED = ("module", "optimizer", "global_steps", "dp_world_size")
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedPlainLayout:
+    """The layout ``deepspeed_zero0``."""
+
+    name: str = "deepspeed_zero0"
+
+    def find(self, path: Path) -> bool:
+        """Tell whether there is a tag with a model file and without ZeRO's optimizer files."""
+        directory = find_tag(path, None)
+        if directory is None or (directory / "zero").exists():
+            return False
+        return (directory / FILE).is_file() and not any(directory.glob("*zero_pp_rank_*"))
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        """Read the metadata of a tag, or of the tag in ``latest``."""
+        directory = find_tag(path, options.iteration)
+        if directory is None:
+            raise RefusedError(
+                f"{path} holds no tag global_step{options.iteration}. Name another --iteration."
+            )
+        tag = list_files(directory)
+        grid = Grid.of(tag, options)
+
+        def read_model(files: TagFiles, layers: Any, shared: Any) -> ModelStates:
+            return ModelStates.read(
+                directory,
+                files.model,
+                is_stage_3=False,
+                trust=options.trust_pickle,
+                needed=_NEEDED,
+                layers=layers,
+                shared=shared,
+                tag=tag,
+            )
+
+        states = [
+            PlainReader(model, options.trust_pickle, options.order).read()
+            for _, model in grid.models(read_model)
+        ]
+        return grid.unite(self.name, states, is_split=False)
+
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
+        """Lay out a tag and ``latest``, for ``engine.load_checkpoint``."""
+        return _lay_out(source, options)

@@ -28,7 +28,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.deepspeed.shards.flat import Shape
+from scalai.converters.deepspeed.flat import Shape
 from scalai.core.errors import RefusedError, UsageError
 
 TIED = "tied_modules"

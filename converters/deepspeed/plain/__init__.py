@@ -1,1 +1,0 @@
-"""DeepSpeed's checkpoints without ZeRO (stage 0)."""

@@ -1,1 +1,0 @@
-"""DeepSpeed's universal checkpoints: a folder per parameter."""

@@ -1,1 +1,0 @@
-"""Lays out a DeepSpeed job's ranks and their files, at any stage."""

@@ -1,1 +1,0 @@
-"""Files of Hugging Face's trainers beside a DeepSpeed engine's checkpoint."""
