@@ -1,21 +1,33 @@
-"""A host by its law alone: what is fed in, what is to be done, without processes."""
+"""A host with the real law and no processes: events in, actions out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
+from scalai.core.host.events import GroupSeen
 from scalai.core.host.law import advance
 from scalai.core.host.state import HostState, Settings
 from scalai.core.messages import commands
-from scalai.core.messages.reports import Report
+from scalai.core.messages.reports import Report, WorkersFailed
 from scalai.core.messages.shared import JsonText
-from scalai.core.messages.worker_messages import Publish, RankStepped, WorkerRequest, WriteOrder
+from scalai.core.messages.worker_messages import (
+    AwaitFreeze,
+    BeginSnapshot,
+    Publish,
+    RankFrozen,
+    RankStepped,
+    RankWritten,
+    WorkerRequest,
+    WriteOrder,
+)
 from scalai.core.tensors.collection import Collection
-from support.wire_words import start, word_of
+from support.wire_words import start, word_of, workers
 
 A = TypeVar("A", bound=Action)
+R = TypeVar("R", bound=Report)
+NONE = JsonText.of(None)
 
 
 class MadeSlot:
@@ -32,7 +44,7 @@ class MadeSlot:
 
 
 class LawHost:
-    """A host whose law is the real one. ``done`` are all actions so far."""
+    """A host of two workers, ``done`` are all its actions so far."""
 
     def __init__(
         self, *, is_elastic: bool = True, drain_timeout_s: float = 9.0, hang_s: float = 0.0
@@ -40,17 +52,16 @@ class LawHost:
         settings = Settings("a", is_elastic, drain_timeout_s, hang_s=hang_s)
         self.state = HostState(settings, 2, now=100.0)
         self.done: list[Action] = []
+        self.ranks = range(2)
         self._calls = 0
 
     def feed(self, event: events.Event) -> tuple[Action, ...]:
-        """Return what is to be done about an event."""
+        """Return the actions after an event."""
         self.state, due = advance(self.state, event)
         self.done += due
         return due
 
-    def obey(
-        self, command: commands.Command, seen: events.GroupSeen | None = None
-    ) -> tuple[Action, ...]:
+    def obey(self, command: commands.Command, seen: GroupSeen | None = None) -> tuple[Action, ...]:
         return self.feed(events.Commanded(command, seen))
 
     def ask(self, request: WorkerRequest) -> int:
@@ -59,9 +70,7 @@ class LawHost:
         self.feed(events.Called(self._calls, request))
         return self._calls
 
-    def tick(
-        self, seconds: float = 0.1, seen: events.GroupSeen | None = None
-    ) -> tuple[Action, ...]:
+    def tick(self, seconds: float = 0.1, seen: GroupSeen | None = None) -> tuple[Action, ...]:
         return self.feed(events.TimePassed(self.state.now + seconds, seen))
 
     # ------------------------------------------------------------------ what was done
@@ -70,16 +79,30 @@ class LawHost:
         """Return the actions of a kind so far."""
         return [action for action in self.done if isinstance(action, kind)]
 
-    def reported(self) -> list[str]:
-        """Return what was reported, by words, in order."""
-        return [word_of(type(report)) for report in self.reports()]
-
     def reports(self) -> list[Report]:
         return [action.report for action in self.all(actions.Tell)]
+
+    def told(self, kind: type[R]) -> list[R]:
+        """Return the reports of a kind so far."""
+        return [report for report in self.reports() if isinstance(report, kind)]
+
+    def reported(self) -> list[str]:
+        """Return the reports by words, in order."""
+        return [word_of(type(report)) for report in self.reports()]
+
+    def failure(self) -> WorkersFailed | None:
+        """Return the round's failure, which is reported once; None: it goes on."""
+        assert len(failed := self.told(WorkersFailed)) < 2, failed
+        return failed[0] if failed else None
 
     def answers(self) -> dict[int, object]:
         """Return the answers so far, by call."""
         return {action.call: action.value for action in self.all(actions.AnswerCall)}
+
+    def orders(self) -> list[int]:
+        """Return the ranks that got an order to write."""
+        values = self.answers().values()
+        return [value.rank for value in values if isinstance(value, WriteOrder)]
 
     def discarded(self) -> list[object]:
         """Return the files that are used again."""
@@ -91,41 +114,104 @@ class LawHost:
     def log(self) -> str:
         return "\n".join(action.text for action in self.all(actions.Log))
 
-    # ------------------------------------------------------------------ ways to a state
+    # ------------------------------------------------------------------ workers and their files
 
-    def begin(
-        self, number: int = 1, ranks: int = 2, held: Mapping[int, Collection] | None = None,
-        **facts: Any,
-    ) -> None:  # fmt: skip
+    def begin(self, number: int = 1, **facts: Any) -> None:
         """Begin a round whose workers run."""
-        self.obey(start(number, 0, ranks, **facts))
+        self.obey(start(number, 0, len(self.ranks), **facts))
+        self.feed(events.GroupStarted(number))
+
+    def build(self, number: int = 2) -> None:
+        """Start workers beside the present ones."""
+        self.obey(commands.Build(workers(number, 0, len(self.ranks))))
         self.feed(events.GroupStarted(number))
 
     def publish(
-        self, number: int = 1, ranks: int = 2, *, is_restoring: bool = False,
-        held: Mapping[int, Collection] | None = None,
-    ) -> list[int]:  # fmt: skip
+        self, number: int = 1, *, is_restoring: bool = False, held: Mapping[int, Collection] = {}
+    ) -> list[int]:
         """All workers publish; return their calls."""
         none = Collection.of([])
-        facts = JsonText.of({})
-        found = [(held or {}).get(rank, none) for rank in range(ranks)]
+        found = [held.get(rank, none) for rank in self.ranks]
         return [
-            self.ask(Publish(rank, number, is_restoring, pieces, pieces, f"r{rank}", facts, False))
-            for rank, pieces in enumerate(found)
+            self.ask(Publish(rank, number, is_restoring, it, it, f"r{rank}", JsonText.of({}), False))
+            for rank, it in enumerate(found)
         ]
 
-    def train(self, number: int = 1, ranks: int = 2, *, slot: MadeSlot | None = None) -> MadeSlot:
-        """Have a round train, with files for the next snapshot."""
-        slot = slot or MadeSlot(range(ranks))
-        self.begin(number, ranks)
-        self.publish(number, ranks)
-        self.feed(events.Reserved(number, slot))
-        self.obey(commands.Expect(number, 5))
-        for rank in range(ranks):
+    def step(self, number: int = 1) -> None:
+        """All workers make their first step."""
+        for rank in self.ranks:
             self.ask(RankStepped(rank, number, 1, None))
+
+    def train(self, ranks: int = 2, *, shared: bool = True, **begins: Any) -> MadeSlot:
+        """Have a first round train, with files for the next snapshot."""
+        self.ranks = range(ranks)
+        self.begin(**begins)
+        self.publish()
+        slot = self.make_files(shared=shared)
+        self.obey(commands.Expect(1, 5))
+        self.step()
         return slot
 
-    def agree(self, stop: int, number: int = 1) -> None:
+    def make_files(self, *, shared: bool = True) -> MadeSlot:
+        """Files for the next snapshot are there."""
+        slot = MadeSlot(self.ranks, shared)
+        self.feed(events.Reserved(1, slot))
+        return slot
+
+    def come(self, step: int, why: str = "snapshot", ranks: Iterable[int] | None = None) -> list[int]:
+        """Workers come to a snapshot; return their calls."""
+        ranks = self.ranks if ranks is None else ranks
+        return [self.ask(BeginSnapshot(rank, 1, why, step)) for rank in ranks]
+
+    def write(self, step: int, *ranks: int) -> list[int]:
+        """Workers have written; return their calls."""
+        seconds = {"snapshot": 1.0}
+        return [
+            self.ask(RankWritten(rank, 1, step, (rank,), f"dp{rank}", NONE, NONE, 12, seconds))
+            for rank in ranks or self.ranks
+        ]
+
+    def snapshot(self, step: int = 7) -> actions.Seal:
+        """All workers write a snapshot on the way; return its seal."""
+        self.come(step)
+        self.write(step)
+        return self.all(actions.Seal)[-1]
+
+    def sealed(self, manifest: bytes = b"") -> None:
+        """The last seal is done."""
+        seal = self.all(actions.Seal)[-1]
+        self.feed(events.SealDone(seal.round, seal.slot, manifest))
+
+    def agree(self, stop: int, number: int = 1, *, proves: bool = False) -> None:
         """Agree on a stop, as far as a page that a worker reads."""
-        self.obey(commands.Agree(number, stop))
+        self.obey(commands.Agree(number, stop, proves))
         self.feed(events.Agreed(number, stop))
+
+    def stand(self, stop: int = 8, *, writes: bool = True) -> list[int]:
+        """All workers stand at a stop, and may write there; return their calls."""
+        self.agree(stop)
+        calls = self.come(stop, "stop")
+        if writes:
+            self.obey(commands.TakeSnapshot(1))
+        return calls
+
+    def freeze(self, steps: Mapping[int, int | None], number: int = 1) -> None:
+        """Workers are to stand still, and say at which steps they do."""
+        for rank in self.ranks:
+            self.ask(AwaitFreeze(rank, number))
+        self.obey(commands.Freeze(number))
+        for rank, step in steps.items():
+            self.ask(RankFrozen(rank, number, step, "torn"))
+
+    def lose(self, rank: int, *, at_stop: bool = True) -> None:
+        """The connection of a worker ends, as far as the stop or before it."""
+        seen = GroupSeen(reached=frozenset(self.ranks if at_stop else ()))
+        self.feed(events.WorkerGone(1, rank, seen))
+
+    def end(self, number: int = 1, newest: int = 9) -> None:
+        """The workers of a round are gone."""
+        self.feed(events.GroupEnded(number, newest))
+
+    def over(self, number: int = 1, *failures: str, is_chance: bool = False) -> None:
+        """The workers of a round have ended by themselves."""
+        self.feed(events.GroupOver(number, failures, is_chance=is_chance))

@@ -4,67 +4,45 @@ workers die or hang."""
 import pytest
 
 from scalai.core.host import actions, stops
-from scalai.core.host.events import (
-    Agreed,
-    GroupOver,
-    GroupSeen,
-    GroupStarted,
-    SealDone,
-    WorkerGone,
-)
+from scalai.core.host.events import Agreed, GroupSeen, LeaveAsked
 from scalai.core.messages import commands, reports
-from scalai.core.messages.reports import WorkersFailed
-from scalai.core.messages.shared import JsonText
-from scalai.core.messages.worker_messages import (
-    BeginSnapshot,
-    RankStepped,
-    RankWritten,
-    Stand,
-    WorkerRequest,
-)
+from scalai.core.messages.worker_messages import BeginSnapshot, Stand
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.region import whole
 from support.law_host import LawHost
-from support.wire_words import start
 
-NONE = JsonText.of(None)
 FREE = GroupSeen(newest=7)
 SAVING = GroupSeen(newest=7, save=4, looks=1)
-
-
-def written(rank: int) -> WorkerRequest:
-    return RankWritten(rank, 1, 8, (rank,), f"dp{rank}", NONE, NONE, 12, {"snapshot": 1.0})
+AT_STOP = frozenset({0, 1})
+HELD = dict.fromkeys(AT_STOP, Collection.of([(Tensor("param/w", (2,), "F32"), whole((2,)))]))
 
 
 @pytest.fixture
 def host() -> LawHost:
     host = LawHost()
-    host.begin()
+    host.train()
     return host
 
 
-def test_a_stop_is_proposed_and_reported_as_far_as_the_workers_are(host: LawHost) -> None:
-    host.obey(commands.Prepare(1, 8), FREE)
-    assert host.done[-2:] == [actions.WantStop(1, 0), commands.Prepare(1, 8)]
-    host.feed(reports.Prepared(1, 8, 7))
-    (prepared,) = host.reports()
-    assert (prepared.stop, prepared.newest, prepared.round) == (8, 7, 1)  # type: ignore[union-attr]
+def urgencies(host: LawHost) -> list[int]:
+    return [action.urgency for action in host.all(actions.WantStop)]
+
+
+# ---------------------------------------------------------------------- saves
 
 
 @pytest.mark.fault
-def test_a_stop_is_proposed_once_no_save_is_in_flight(
-    host: LawHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stops, "HELD_TELL_S", 0.0)
+def test_a_stop_is_proposed_once_no_save_is_in_flight(host: LawHost) -> None:
     host.obey(commands.Prepare(1, 8), SAVING)
-    host.tick(seen=SAVING)
-    assert host.reported() == ["held", "held"], "it is told again"
-    assert "iteration 4 is in flight" in str(host.reports()[0])
-    assert actions.WantStop(1, 1) in host.done and not host.all(commands.Prepare)
+    host.tick(stops.HELD_TELL_S - 1, SAVING)
+    assert len(host.told(reports.Held)) == 1
+    host.tick(1.0, SAVING)
+    assert len(held := host.told(reports.Held)) == 2, "it is told again"
+    assert "iteration 4 is in flight" in held[0].what
+    assert urgencies(host) == [1] and not host.all(commands.Prepare)
     host.tick(seen=FREE)
     host.tick(seen=FREE)
-    assert host.all(commands.Prepare) == [commands.Prepare(1, 8)]
-    assert host.all(actions.WantStop)[-1] == actions.WantStop(1, 0)
+    assert host.all(commands.Prepare) == [commands.Prepare(1, 8)] and urgencies(host) == [1, 0]
 
 
 def test_a_held_stop_that_is_taken_back_or_whose_round_has_ended_is_not_proposed(
@@ -72,13 +50,12 @@ def test_a_held_stop_that_is_taken_back_or_whose_round_has_ended_is_not_proposed
 ) -> None:
     host.obey(commands.Prepare(1, 8), SAVING)
     host.obey(commands.Withdraw(1))
-    assert host.all(actions.WantStop)[-1] == actions.WantStop(1, 0)
+    assert urgencies(host)[-1] == 0
     host.tick(seen=FREE)
     host.obey(commands.Prepare(1, 8), SAVING)
-    host.obey(start(2, 0, 2))
-    host.feed(GroupStarted(2))
+    host.begin(2)
     host.tick(seen=FREE)
-    assert host.reported() == ["held", "held"] and not host.all(commands.Prepare)
+    assert len(host.told(reports.Held)) == 2 and not host.all(commands.Prepare)
 
 
 @pytest.mark.fault
@@ -87,13 +64,13 @@ def test_workers_that_come_to_a_stop_with_a_save_are_sent_on_and_that_is_told_on
 ) -> None:
     host.agree(8)
     calls = [host.ask(Stand(rank, 1, 8, 8)) for rank in range(2)]
-    assert host.reported() == ["held"] and not host.answers()
+    assert len(host.told(reports.Held)) == 1 and not set(calls) & set(host.answers())
     host.obey(commands.Withdraw(1))
-    assert set(host.answers()) == set(calls)
+    assert set(calls) <= set(host.answers())
     late = host.ask(Stand(1, 1, 8, 8))
     assert late in host.answers(), "its page was read before the stop was taken back"
     host.obey(commands.Prepare(1, 9), FREE)
-    assert host.all(actions.WantStop)[-1] == actions.WantStop(1, 2), "it may save there as well"
+    assert urgencies(host)[-1] == 2, "it may save there as well"
 
 
 def test_workers_that_stood_when_their_round_ended_keep_no_later_stop_from_being_told(
@@ -101,11 +78,10 @@ def test_workers_that_stood_when_their_round_ended_keep_no_later_stop_from_being
 ) -> None:
     host.agree(8)
     host.ask(Stand(0, 1, 8, 8))
-    host.obey(start(2, 0, 2))
-    host.feed(GroupStarted(2))
+    host.begin(2)
     host.agree(9, 2)
     host.ask(Stand(0, 2, 9, 9))
-    assert host.reported() == ["held", "held"]
+    assert [held.round for held in host.told(reports.Held)] == [1, 2]
 
 
 @pytest.mark.fault
@@ -113,42 +89,49 @@ def test_of_a_save_that_nobody_looks_for_any_more_that_is_said(host: LawHost) ->
     """The training hangs, and the change waits with it."""
     host.obey(commands.Prepare(1, 8), SAVING)
     host.tick(stops.UNLOOKED_S - 1, SAVING)
-    assert "no worker has looked" not in str(host.reports()[-1])
+    assert "no worker has looked" not in host.told(reports.Held)[-1].what
     host.tick(stops.HELD_TELL_S + 2, SAVING)
-    assert "no worker has looked for its end for" in str(host.reports()[-1])
+    assert "no worker has looked for its end for" in host.told(reports.Held)[-1].what
 
 
 @pytest.mark.fault
 def test_a_leaving_host_waits_for_a_save_as_long_as_somebody_looks_for_it(host: LawHost) -> None:
-    from scalai.core.host.events import LeaveAsked
-
     host.feed(LeaveAsked())
-    for looks in range(1, 5):
+    for looks in (1, 2, 3, 4, 4):
+        assert host.state.exit is None
         host.tick(8.0, GroupSeen(save=4, looks=looks))
-    assert host.state.exit is None
-    host.tick(8.0, GroupSeen(save=4, looks=4))
     host.tick(8.0, GroupSeen(save=4, looks=4))
     assert host.state.exit == 1, "the workers hang"
 
 
-def test_commands_for_a_round_that_is_not_there_are_left(host: LawHost) -> None:
-    for command in (
-        commands.Prepare(2, 8), commands.Agree(2, 8), commands.TakeSnapshot(2),
-        commands.Withdraw(2), commands.Expect(2, 5), commands.Proceed(2),
-    ):  # fmt: skip
-        assert host.obey(command, FREE) == ()
+# ---------------------------------------------------------------------- the stop
 
 
-def test_a_stop_that_is_taken_back_sends_on_whoever_waits_at_it() -> None:
-    host = LawHost()
-    host.train()
-    host.agree(8)
-    calls = [host.ask(BeginSnapshot(rank, 1, "stop", 8)) for rank in range(2)]
+@pytest.mark.parametrize(
+    "command",
+    [commands.Prepare(2, 8), commands.Agree(2, 8), commands.TakeSnapshot(2), commands.Withdraw(2),
+     commands.Expect(2, 5), commands.Proceed(2)],
+)  # fmt: skip
+def test_commands_for_a_round_that_is_not_there_are_left(
+    host: LawHost, command: commands.Command
+) -> None:
+    assert host.obey(command, FREE) == ()
+
+
+def test_an_agreed_stop_is_not_the_stop_of_workers_that_have_ended(host: LawHost) -> None:
+    host.obey(commands.Agree(1, 8))
+    host.over()
+    host.feed(Agreed(2, 8))
+    assert host.state.round is not None and not host.state.round.is_draining
+    assert host.reported()[-1] == "finished"
+
+
+def test_a_stop_that_is_taken_back_sends_on_whoever_waits_at_it(host: LawHost) -> None:
+    calls = host.stand(writes=False)
     assert host.reported()[-1] == "arrived" and not set(calls) & set(host.answers())
     host.obey(commands.Withdraw(1))
-    assert [host.answers()[call] for call in calls] == [None, None]
-    late = host.ask(BeginSnapshot(0, 1, "stop", 8))
-    assert host.answers()[late] is None
+    late = host.come(8, "stop", [0])
+    assert [host.answers()[call] for call in (*calls, *late)] == [None, None, None]
 
 
 @pytest.mark.fault
@@ -157,84 +140,96 @@ def test_replicas_that_differ_at_a_stop_are_named_before_anybody_writes(
     other: int, named: str
 ) -> None:
     host = LawHost()
-    held = Collection.of([(Tensor("param/w", (2,), "F32"), whole((2,)))])
-    host.begin(1, 2)
-    host.publish(1, 2, held=dict.fromkeys(range(2), held))
+    host.begin()
+    host.publish(held=HELD)
+    host.make_files()
     host.obey(commands.Expect(1, 1))
-    for rank in range(2):
-        host.ask(RankStepped(rank, 1, 1, None))
     host.agree(8)
-    calls = [
-        host.ask(BeginSnapshot(rank, 1, "stop", 8, (value,)))
-        for rank, value in enumerate((5, other))
-    ]
-    arrived = host.reports()[-1]
-    assert isinstance(arrived, reports.Arrived) and arrived.differing == named
+    calls = [host.ask(BeginSnapshot(r, 1, "stop", 8, (print_,))) for r, print_ in ((0, 5), (1, other))]
+    assert host.reports()[-1] == reports.Arrived(1, 8, named)
     assert not set(calls) & set(host.answers())
 
 
 def test_replicas_that_differ_at_the_start_are_named_and_the_job_begins() -> None:
     host = LawHost()
-    held = Collection.of([(Tensor("param/w", (2,), "F32"), whole((2,)))])
-    host.begin(1, 2)
-    host.publish(1, 2, held=dict.fromkeys(range(2), held))
+    host.begin()
+    host.publish(held=HELD)
+    host.make_files()
+    host.obey(commands.Expect(1, 1))
     for rank in range(2):
         host.ask(BeginSnapshot(rank, 1, "start", 0, (rank + 1,)))
-    (said,) = [log.text for log in host.all(actions.Log) if "replicas_differ" in log.text]
-    assert "'param/w' on ranks [0, 1]" in said
+    assert host.log().count("event=replicas_differ 'param/w' on ranks [0, 1]") == 1
+    assert host.orders() == [0, 1]
+
+
+# ---------------------------------------------------------------------- deaths
 
 
 def test_a_worker_that_dies_at_the_stop_is_written_for_by_a_replica() -> None:
     host = LawHost()
     slot = host.train()
     host.agree(8)
-    host.ask(BeginSnapshot(0, 1, "stop", 8))
-    host.feed(WorkerGone(1, 1, GroupSeen(reached=frozenset({0, 1}))))
+    host.come(8, "stop", [0])
+    host.lose(1)
     assert host.reported()[-1] == "arrived"
     host.obey(commands.TakeSnapshot(1))
-    first = host.ask(written(0))
+    (first,) = host.write(8, 0)
     order = host.answers()[first]
     assert order is not None and order.path == slot.orders[1].path  # type: ignore[attr-defined]
-    last = host.ask(written(0))
+    (last,) = host.write(8, 0)
     (seal,) = host.all(actions.Seal)
     assert set(seal.parts) == {0} and len(seal.taken_over) == 1 and host.answers()[last] is None
 
 
-def test_workers_that_leave_once_all_is_sealed_are_not_called_lost() -> None:
+@pytest.mark.parametrize("lost", [{0}, {1}, {0, 1}])
+def test_where_nobody_else_holds_it_what_the_dead_had_is_left_out(lost: set[int]) -> None:
     host = LawHost()
-    slot = host.train()
-    host.agree(8)
-    for rank in range(2):
-        host.ask(BeginSnapshot(rank, 1, "stop", 8))
-    host.obey(commands.TakeSnapshot(1))
-    for rank in range(2):
-        host.ask(written(rank))
-    host.feed(SealDone(1, slot, b"manifest"))
-    host.feed(WorkerGone(1, 0, GroupSeen(reached=frozenset({0, 1}))))
-    assert not [each for each in host.all(actions.Log) if "worker_lost" in each.text]
+    host.train(shared=False)
+    host.stand()
+    for rank in lost:
+        host.lose(rank)
+    if living := {0, 1} - lost:
+        host.write(8, *living)
+        (seal,) = host.all(actions.Seal)
+        assert set(seal.parts) == living and not seal.taken_over
+    else:
+        assert host.told(reports.Sealed)[-1].manifest is None and not host.all(actions.Seal)
 
 
-def test_a_worker_that_dies_before_the_stop_fails_the_round() -> None:
+def test_a_substitute_that_dies_too_is_not_waited_for() -> None:
     host = LawHost()
-    host.train()
+    host.train(ranks=3)
+    host.stand()
+    host.lose(1)
+    host.write(8, 0, 2)
+    assert not host.all(actions.Seal), "rank 0 writes for rank 1"
+    host.lose(0)
+    (seal,) = host.all(actions.Seal)
+    assert set(seal.parts) == {0, 2}
+
+
+def test_workers_that_leave_once_all_is_sealed_are_not_called_lost(host: LawHost) -> None:
+    host.stand()
+    host.write(8)
+    host.sealed()
+    host.lose(0)
+    assert "worker_lost" not in host.log()
+
+
+def test_a_worker_that_dies_before_the_stop_fails_the_round(host: LawHost) -> None:
     host.agree(8)
-    host.feed(WorkerGone(1, 1, GroupSeen()))
-    assert "workers_failed" not in host.reported(), "how it ends tells"
+    host.lose(1, at_stop=False)
+    assert host.failure() is None, "how it ends tells"
     host.tick(seen=GroupSeen(ended={1: -9}))
-    failed = host.reports()[-1]
-    assert (
-        isinstance(failed, WorkersFailed) and failed.is_chance and "ranks [1] died" in failed.reason
-    )
+    failed = host.failure()
+    assert failed is not None and failed.is_chance and "ranks [1] died" in failed.reason
 
 
-def test_workers_that_have_finished_on_the_way_to_a_stop_are_told_of_once() -> None:
-    host = LawHost()
-    host.train()
+def test_workers_that_have_finished_on_the_way_to_a_stop_are_told_of_once(host: LawHost) -> None:
     host.agree(8)
     for _ in range(3):
-        host.tick(seen=GroupSeen(ended={0: 0, 1: 0}))
-        if host.done[-1] == actions.PollGroup(1):
-            host.feed(GroupOver(1))
+        if actions.PollGroup(1) in host.tick(seen=GroupSeen(ended={0: 0, 1: 0})):
+            host.over()
     assert host.reported().count("finished") == 1
 
 
@@ -243,39 +238,23 @@ def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again(
     """A process that it has forked holds the connection."""
     host = LawHost(drain_timeout_s=5.0)
     host.train()
-    host.agree(8)
-    for rank in range(2):
-        host.ask(BeginSnapshot(rank, 1, "stop", 8))
-    host.obey(commands.TakeSnapshot(1))
-    host.ask(written(0))
-    dead = GroupSeen(reached=frozenset({0, 1}), ended={1: -9})
+    host.stand()
+    host.write(8, 0)
+    dead = GroupSeen(reached=AT_STOP, ended={1: -9})
     host.tick(1.0, dead)
     assert not host.all(actions.Kill)
     host.tick(6.0, dead)
     assert host.all(actions.Kill) == [actions.Kill(1, frozenset())]
-    assert host.state.round is not None and host.state.round.lost == {1}
-    host.ask(written(0))
-    assert len(host.all(actions.Seal)) == 1
+    host.write(8, 0)
+    assert len(host.all(actions.Seal)) == 1, "its share was written for it"
 
 
 def test_workers_that_hang_in_their_snapshot_are_ended() -> None:
     host = LawHost(drain_timeout_s=5.0)
     host.train()
-    host.agree(8)
-    for rank in range(2):
-        host.ask(BeginSnapshot(rank, 1, "stop", 8))
-    host.obey(commands.TakeSnapshot(1))
-    seen = GroupSeen(reached=frozenset({0, 1}))
+    host.stand()
     for seconds in (1.0, 4.0):
-        host.tick(seconds, seen)
+        host.tick(seconds, GroupSeen(reached=AT_STOP))
     assert not host.all(actions.Kill)
-    host.tick(2.0, seen)
-    assert host.all(actions.Kill) == [actions.Kill(1, frozenset({0, 1}))]
-
-
-def test_an_agreed_stop_is_not_the_stop_of_workers_that_have_ended(host: LawHost) -> None:
-    host.obey(commands.Agree(1, 8))
-    host.feed(GroupOver(1))
-    assert host.state.round is not None and not host.state.round.is_draining
-    host.feed(Agreed(2, 8))
-    assert not host.state.round.is_draining and host.reported() == ["finished"]
+    host.tick(2.0, GroupSeen(reached=AT_STOP))
+    assert host.all(actions.Kill) == [actions.Kill(1, AT_STOP)]
