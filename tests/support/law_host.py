@@ -92,7 +92,8 @@ class LawHost:
 
     def failure(self) -> WorkersFailed | None:
         """Return the round's failure, which is reported once; None: it goes on."""
-        assert len(failed := self.told(WorkersFailed)) < 2, failed
+        failed = self.told(WorkersFailed)
+        assert len(failed) < 2, failed
         return failed[0] if failed else None
 
     def answers(self) -> dict[int, object]:
@@ -130,10 +131,10 @@ class LawHost:
         self, number: int = 1, *, is_restoring: bool = False, held: Mapping[int, Collection] = {}
     ) -> list[int]:
         """All workers publish; return their calls."""
-        none = Collection.of([])
+        none, facts = Collection.of([]), JsonText.of({})
         found = [held.get(rank, none) for rank in self.ranks]
         return [
-            self.ask(Publish(rank, number, is_restoring, it, it, f"r{rank}", JsonText.of({}), False))
+            self.ask(Publish(rank, number, is_restoring, it, it, f"r{rank}", facts, False))
             for rank, it in enumerate(found)
         ]
 
@@ -158,10 +159,9 @@ class LawHost:
         self.feed(events.Reserved(1, slot))
         return slot
 
-    def come(self, step: int, why: str = "snapshot", ranks: Iterable[int] | None = None) -> list[int]:
-        """Workers come to a snapshot; return their calls."""
-        ranks = self.ranks if ranks is None else ranks
-        return [self.ask(BeginSnapshot(rank, 1, why, step)) for rank in ranks]
+    def come(self, step: int, why: str = "snapshot", ranks: Iterable[int] = ()) -> list[int]:
+        """Workers, by default all, come to a snapshot; return their calls."""
+        return [self.ask(BeginSnapshot(r, 1, why, step)) for r in ranks or self.ranks]
 
     def write(self, step: int, *ranks: int) -> list[int]:
         """Workers have written; return their calls."""

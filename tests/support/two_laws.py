@@ -5,7 +5,7 @@ A state is four tensors, whole on whoever holds them; the fingerprint of one tel
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,9 @@ class World:
         if self.archive_every_s:
             given += ["--durable-dir", "disk", "--durable-every", str(self.archive_every_s)]
         self.spec = JobSpec.read(parse_options([*given, "script.py"]))
-        self._open()
+        self.begin_coordinator()
 
-    def _open(self, *, is_successor: bool = False) -> None:
+    def begin_coordinator(self, *, is_successor: bool = False) -> None:
         """A coordinator begins, and knows nothing."""
         self.term = self.term + 1 if is_successor else 1
         patience = Patience(poll_s=0.0, kept_s=0.0)
@@ -169,6 +169,14 @@ class World:
             for group in groups
         )
 
+    def logged(self, text: str) -> list[str]:
+        """Return the coordinator's lines with this text."""
+        return [line for line in self.log if text in line]
+
+    def holds_back(self, name: str, what: str) -> bool:
+        """Whether a host may do this while it makes no replicas of a second generation."""
+        return what != "work" or len(self.hosts[name].store) < 2
+
     # ------------------------------------------------------------------ what happens
 
     def add(self, name: str, slots: int = 2) -> None:
@@ -203,11 +211,11 @@ class World:
             self.kill(name, is_disk_lost=False)
         self.ghosts.clear()
         self.log.clear()
-        self._open()
+        self.begin_coordinator()
 
     def replace_coordinator(self) -> None:
         """The coordinator dies, and another one takes its place, which knows nothing."""
-        self._open(is_successor=True)
+        self.begin_coordinator(is_successor=True)
 
     def replace(self, name: str) -> None:
         """A host's agent is paused for good or bad, and another one is started on its store."""
@@ -454,6 +462,26 @@ class World:
             self.train()
             self.tick(TICK_S if Clock.now + TICK_S < end else 1.0)
 
+    def go_step_by_step(self, count: int) -> None:
+        """Let so many things happen, one at a time."""
+        end = self.happened + count
+        self.until(lambda: self.happened >= end)
+
+    def until(
+        self, is_reached: Callable[[], bool], may: Callable[[str, str], bool] = lambda *_: True
+    ) -> None:
+        """Let one thing that ``may`` be happen after the other, until this is reached."""
+        for _ in range(1000):
+            for name in list(self.hosts):
+                for what in ("net", "work", "workers"):
+                    if is_reached():
+                        return
+                    if may(name, what):
+                        self.act(name, what)
+            self.train()
+            self.tick(0.5)
+        raise AssertionError(self.log[-30:])
+
     def heal(self) -> None:
         """Faults stop: what hung goes on, who was silent speaks, who had no room has."""
         self._end_ghosts([ghost.name for ghost in self.ghosts])
@@ -467,6 +495,10 @@ class World:
                 for worker in group.workers.values():
                     worker.is_hung = worker.is_late = False
                     worker.is_stopped = worker.is_torn = worker.is_copying = False
+
+
+Train = Callable[..., World]
+"""Begins a job that trains on hosts (``training`` in some folder)."""
 
 
 def training(folder: Path, hosts: str = "ab", **facts: object) -> World:

@@ -199,7 +199,7 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
     if request.fingerprints:
         prints = {**prints, request.rank: request.fingerprints}
     current = step.change_round(snapshot=replace(current.snapshot, waiting=waiting, prints=prints))
-    if request.reason == "start" and current.is_complete(waiting) and (found := _differing(step)):
+    if request.reason == "start" and current.is_complete(prints) and (found := _differing(step)):
         _say_differing(step, found)
     reserve(step)
     tell_arrived(step)

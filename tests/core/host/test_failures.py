@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -171,6 +170,7 @@ def tear(world: World) -> None:
 
 def commit_unreplicated(world: World) -> int:
     """Let the job train until it has a newer generation without replicas; return its number."""
+    world.go_on(60.0)
     before = world.newest_whole() or 0
     world.until(lambda: (world.newest_whole() or 0) > before, may=world.holds_back)
     return max(world.hosts["a"].store)
@@ -333,8 +333,9 @@ def test_what_not_all_have_written_is_not_shown(train: Train) -> None:
     world = archiving(train)
     world.until(
         lambda: bool(world.disk.hidden),
-        may=lambda name, what: (name, what) != ("c", "work")
-        or world.live.state.copies.archiving is None,  # else it would write its part
+        may=lambda name, what: (
+            (name, what) != ("c", "work") or world.live.state.copies.archiving is None
+        ),  # else it would write its part
     )
     lose(world, "c")
     world.go_on(60.0)

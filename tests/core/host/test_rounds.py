@@ -6,6 +6,7 @@ import pytest
 from scalai.core.host import actions
 from scalai.core.host.events import (
     CommitWaits,
+    CoordinatorReplaced,
     Expelled,
     GroupNotStarted,
     JobLost,
@@ -236,7 +237,8 @@ def test_calls_of_workers_that_are_not_there_are_refused(
     host = LawHost()
     host.train()
     host.build()
-    assert host.refused()[host.ask(request_)] == ENDED
+    call = host.ask(request_)
+    assert host.refused()[call] == ENDED
 
 
 def test_a_plain_job_steps_as_soon_as_it_runs() -> None:
@@ -362,6 +364,21 @@ def test_a_host_without_workers_joins_again_at_once_and_ends_where_it_cannot() -
     assert host.done[-1] == actions.Rejoin()
     host.feed(JobLost("/durable cannot be read."))
     assert host.state.exit == 1 and "/durable cannot be read" in host.log()
+
+
+@pytest.mark.parametrize(
+    ("failures", "word"), [((), "finished"), (("rank 0 exited with 1",), "workers_failed")]
+)
+def test_another_coordinator_hears_again_how_the_workers_ended(
+    failures: tuple[str, ...], word: str
+) -> None:
+    host = LawHost()
+    host.train()
+    host.over(1, *failures)
+    host.feed(CoordinatorReplaced())
+    assert host.done[-1] == actions.Rejoin()
+    host.feed(Rejoined())
+    assert host.reported()[-1] == word and host.reported().count(word) == 2
 
 
 def test_a_probe_that_tells_nothing_new_is_not_told_of() -> None:

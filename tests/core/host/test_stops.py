@@ -145,7 +145,9 @@ def test_replicas_that_differ_at_a_stop_are_named_before_anybody_writes(
     host.make_files()
     host.obey(commands.Expect(1, 1))
     host.agree(8)
-    calls = [host.ask(BeginSnapshot(r, 1, "stop", 8, (print_,))) for r, print_ in ((0, 5), (1, other))]
+    calls = [
+        host.ask(BeginSnapshot(r, 1, "stop", 8, (print_,))) for r, print_ in ((0, 5), (1, other))
+    ]
     assert host.reports()[-1] == reports.Arrived(1, 8, named)
     assert not set(calls) & set(host.answers())
 
