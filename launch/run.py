@@ -22,14 +22,13 @@ from scalai.core.planner.devices import device_named
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
 from scalai.launch.agent.durable import check_writable, refuse_finished
+from scalai.launch.agent.fitness import DeviceProbe, NoAnswerError, driver_device
 from scalai.launch.agent.interfaces import address_towards, interface_environment
 from scalai.launch.agent.notices import watch
 from scalai.launch.agent.participant import Participant, open_agent
-from scalai.launch.agent.probe import DeviceProbe
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.constants import constant
-from scalai.launch.config.driver import NoAnswerError, driver_device
 from scalai.launch.config.endpoint import take_token
 from scalai.launch.config.flags import build_parser, parse_options, with_own_name
 from scalai.launch.config.frameworks import refuse_untried

@@ -30,12 +30,11 @@ from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent.fetch import prepare_restore
-from scalai.launch.agent.health import HealthCheck
+from scalai.launch.agent.fitness import HealthCheck, describe_rise, oom_kills
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.knocking import unheard
 from scalai.launch.agent.loop import DISK, ENDS, HEALTH, MEMORY, NETWORK, THREADS
 from scalai.launch.agent.moving import Moving
-from scalai.launch.agent.oom_kills import describe_rise, oom_kills
 from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
 from scalai.launch.agent.standby import obstacle, offer

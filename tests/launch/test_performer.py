@@ -20,7 +20,7 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
 from scalai.launch.agent.fetch import Restore
-from scalai.launch.agent.health import HealthCheck
+from scalai.launch.agent.fitness import Commands, HealthCheck
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.loop import THREADS
 from scalai.launch.agent.moving import Moving
@@ -99,7 +99,8 @@ class Set:
         self.performer = Performer(
             Hands(
                 spec, "a", b"token", store, holdings, groups, stacks, lanes, self.told.put,
-                self.fed.put, lambda: self.rejoin(), lambda: False, HealthCheck(None, 1.0, {}),
+                self.fed.put, lambda: self.rejoin(), lambda: False,
+                HealthCheck(None, {}, Commands()),
             )
         )  # fmt: skip
 

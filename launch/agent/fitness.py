@@ -1,0 +1,367 @@
+"""Fitness of this host for workers: its devices, its health check, the kernel's OOM kills."""
+
+import logging
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from scalai.core.job.endings import OUT_OF_HOST_MEMORY
+from scalai.launch.config.elastic_config import ProbeConfig
+
+TIMEOUT_S = 30.0
+"""Seconds for a command: a driver that has lost a device may answer late, or never."""
+NAME_S = 10.0
+"""Seconds for the driver to name a device, before a job starts."""
+END_S = 5.0
+"""Seconds for a killed command to end."""
+KEPT_BYTES = 1 << 16
+"""Bytes kept from the end of a command's output."""
+LINE = 200
+"""Most characters of an output in a message."""
+LOOK_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class NoAnswerError(Exception):
+    """A command has no answer, with the reason."""
+
+
+class Commands:
+    """Runs commands one after another, each with a deadline.
+
+    A late command is killed with its process group. One that cannot be killed, because its driver
+    hangs, is left alone, and blocks further commands.
+
+    Args:
+        timeout_s: Seconds for a command.
+        end_s: Seconds for a killed command to end.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S, end_s: float = END_S) -> None:
+        self._timeout_s, self._end_s = timeout_s, end_s
+        self.stuck: subprocess.Popen[bytes] | None = None
+        """A killed command still running."""
+
+    def run(
+        self, command: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        """Run a command; returns its exit code and the end of its output.
+
+        Does not wait for processes it leaves behind; they may hold the output.
+
+        Args:
+            variables: Additions to the environment.
+
+        Raises:
+            NoAnswerError: It cannot be started, or does not end in time.
+        """
+        if self.stuck is not None and self.stuck.poll() is None:
+            raise NoAnswerError(
+                f"process {self.stuck.pid} of an earlier question was killed and has not ended"
+            )
+        self.stuck = None
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **(variables or {})},
+            )
+        except (OSError, ValueError) as error:  # it is missing, or has a null byte
+            raise NoAnswerError(
+                f"{command[0]}: {getattr(error, 'strerror', None) or error}"
+            ) from error
+        output = _listen(process, time.monotonic() + self._timeout_s)
+        code = process.poll()
+        with suppress(ProcessLookupError):  # nobody of its group is left
+            os.killpg(process.pid, signal.SIGKILL)
+        if code is None:
+            try:
+                process.wait(self._end_s)
+            except subprocess.TimeoutExpired:
+                self.stuck = process
+        assert process.stdout is not None
+        process.stdout.close()
+        if code is None:
+            text = f"{command[0]} gave no answer within {self._timeout_s:g} s"
+            raise NoAnswerError(": ".join(filter(None, (text, _last_line(output)))))
+        return code, output
+
+    def query(self, fields: Sequence[str]) -> tuple[int, str]:
+        """Return the answer of ``nvidia-smi`` on each device: CSV without a header or units.
+
+        Raises:
+            NoAnswerError: As ``run``.
+        """
+        asked = f"--query-gpu={','.join(fields)}"
+        return self.run(["nvidia-smi", asked, "--format=csv,noheader,nounits"])
+
+
+def _last_line(output: str) -> str:
+    lines = output.strip().splitlines()
+    return lines[-1].strip()[:LINE] if lines else ""
+
+
+def _listen(process: "subprocess.Popen[bytes]", end: float) -> str:
+    """Return the end of a command's output, once it has ended or its time is over."""
+    assert process.stdout is not None
+    descriptor, kept, is_open = process.stdout.fileno(), b"", True
+    os.set_blocking(descriptor, False)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while time.monotonic() < end:
+        has_ended = process.poll() is not None
+        if is_open and poll.poll(0 if has_ended else LOOK_S * 1000):
+            read = os.read(descriptor, 1 << 16)
+            kept, is_open = (kept + read)[-KEPT_BYTES:], bool(read)
+        elif has_ended:
+            break
+        elif not is_open:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_S)
+    return kept.decode(errors="replace")
+
+
+# ------------------------------------------------------------------ devices
+
+_NAMED = re.compile(r"^[ \t]*\d+[ \t]*,[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+
+
+def driver_device(commands: Commands | None = None) -> str:
+    """Return the driver's name of this host's first device. Blocks for 15 s at most.
+
+    Raises:
+        NoAnswerError: It names none.
+    """
+    code, output = (commands or Commands(NAME_S)).query(["index", "name"])
+    named = _NAMED.search(output)  # behind warnings of the linker
+    if code or named is None:
+        text = output.strip()[-LINE:]
+        raise NoAnswerError(f"nvidia-smi names no device (exit code {code}): {text!r}")
+    return named[1]
+
+
+_FIELDS = ("index", "uuid", "temperature.gpu", "remapped_rows.failure", "gpu_recovery_action")
+_FEWER_FIELDS = _FIELDS[:3]
+"""Fields of drivers without row remapping or recovery action."""
+
+
+class DeviceProbe:
+    """Asks for the number of working devices of this host.
+
+    A device does not count if it fell off the bus, gives no readings, has run out of spare rows or
+    waits for a reset. Past uncorrected errors are ignored: their count stays after the driver has
+    replaced the row.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        visible: Sequence[str] | None = None,
+        commands: Commands | None = None,
+    ) -> None:
+        """Set the question.
+
+        Args:
+            visible: Indices or UUIDs of the job's devices (CUDA_VISIBLE_DEVICES), for
+                ``nvidia-smi`` only; None: all.
+            commands: Runs commands; None: with the usual deadlines.
+        """
+        self._config = config
+        self._visible = visible
+        self._seen: set[str] = set()
+        self._commands = commands or Commands()
+        self.problem: str | None = None
+        """Reason for the last ``read``'s None; None: it gave a number."""
+        self.narrowed: str | None = None
+        """Workers' CUDA_VISIBLE_DEVICES after a device failed: UUIDs of the working ones; None:
+        unchanged."""
+
+    def read(self) -> int | None:
+        """Return the number of working devices; None: no answer (see ``problem``).
+
+        No answer is not zero devices: callers should leave the job as it is. Blocks for up to 35 s.
+        """
+        self.problem = None
+        try:
+            match self._config.kind:
+                case "none":
+                    raise NoAnswerError("no probe is configured ([probe] kind = none)")
+                case "command":
+                    return self._ask_command(self._config.command or "")
+                case "file":
+                    return self._ask_file(Path(self._config.file or ""))
+                case _:
+                    return self._ask_driver()
+        except NoAnswerError as error:
+            self.problem = str(error)
+            return None
+
+    def _ask_command(self, command: str) -> int:
+        code, output = self._commands.run(["/bin/sh", "-c", command])
+        if code:
+            raise NoAnswerError(f"probe {command!r} ended with {code}: {output.strip()[-LINE:]}")
+        return _number(output, f"probe {command!r}")
+
+    def _ask_file(self, path: Path) -> int:
+        try:
+            return _number(path.read_text(), f"probe file {path}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise NoAnswerError(f"probe file {path}: {error}") from error
+
+    def _ask_driver(self) -> int:
+        code, output = self._commands.query(_FIELDS)
+        if code and "not a valid field" in output.lower():
+            code, output = self._commands.query(_FEWER_FIELDS)
+        devices = visible_devices(output, self._visible)
+        working = [uuid for uuid, works in devices.items() if works]
+        if not working and not self._seen:
+            # A driver without devices under a job on CPUs: nothing was lost.
+            raise NoAnswerError(f"nvidia-smi sees no working device: {output.strip()[-LINE:]}")
+        self._seen.update(devices)
+        if len(working) < len(self._seen) or self.narrowed is not None:
+            self.narrowed = ",".join(working)
+        return len(working)
+
+
+def visible_devices(output: str, visible: Sequence[str] | None = None) -> dict[str, bool]:
+    """Return whether each device works, by UUID, in the order of ``visible``, else of the answer.
+
+    Args:
+        output: nvidia-smi's answer: CSV, ``index, uuid, temperature, ...``. Other lines, such as
+            messages about lost devices, are skipped.
+        visible: Devices as in CUDA_VISIBLE_DEVICES; None: all.
+    """
+    lines = [[value.strip() for value in line.split(",")] for line in output.splitlines()]
+    listed = {
+        uuid: (index, _is_working(readings))
+        for index, uuid, *readings in (line for line in lines if len(line) >= len(_FEWER_FIELDS))
+        if uuid.startswith("GPU-")
+    }
+    if visible is None:
+        return {uuid: works for uuid, (_, works) in listed.items()}
+    return {
+        uuid: works
+        for name in visible
+        for uuid, (index, works) in listed.items()
+        if _names(name, index, uuid)
+    }
+
+
+def _is_working(readings: Sequence[str]) -> bool:
+    temperature, *health = readings
+    has_failed_rows = bool(health) and health[0].lower() == "yes"
+    action = health[1].lower() if len(health) > 1 else "none"
+    # "[N/A]": the device or the driver lacks it.
+    waits = action != "none" and not action.startswith("[") and not action.startswith("drain p2p")
+    return temperature.isdecimal() and not has_failed_rows and not waits
+
+
+def _names(name: str, index: str, uuid: str) -> bool:
+    """Whether an entry of CUDA_VISIBLE_DEVICES means this device: its index or its UUID's start."""
+    return name == index or (name.startswith("GPU-") and uuid.startswith(name))
+
+
+def _number(text: str, where: str) -> int:
+    match = re.fullmatch(r"\s*(\d+)\s*", text)
+    if match is None:
+        raise NoAnswerError(f"{where} says {text.strip()[:80]!r}, which is not a number of devices")
+    return int(match[1])
+
+
+# ------------------------------------------------------------------ the health check
+
+
+class HealthCheck:
+    """Runs the health check of a host, a user's command, at the job's request.
+
+    Args:
+        command: Words of a shell, run without one; None: no check, the host is healthy.
+        variables: Additions to the agent's environment for the command.
+        commands: Runs it.
+    """
+
+    def __init__(
+        self, command: str | None, variables: Mapping[str, str], commands: Commands
+    ) -> None:
+        self._words, self._variables = shlex.split(command or ""), variables
+        self._commands = commands
+
+    def fault(self, reason: str) -> str | None:
+        """Return the fault of this host; None: healthy, or no command. Blocks for the command's
+        time plus 5 s at most; one thread at a time."""
+        if not self._words:
+            return None
+        try:
+            return self._run(reason)
+        except Exception as error:  # our own slip: else the job waits forever for an answer
+            log.exception("event=error in a health check")
+            return f"the check itself failed: {error!r}"
+
+    def _run(self, reason: str) -> str | None:
+        began, fault, line = time.monotonic(), None, ""
+        try:
+            variables = {**self._variables, "SCALAI_REASON": reason}
+            code, output = self._commands.run(self._words, variables)
+            line = _last_line(output)
+            if code:
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+                fault = ": ".join(filter(None, (f"{self._words[0]} {how}", line)))
+        except NoAnswerError as error:
+            fault = line = str(error)
+        log.log(
+            logging.INFO if fault is None else logging.WARNING,
+            "event=health_check is_healthy=%s took_s=%.1f reason=%r output=%r",
+            fault is None, time.monotonic() - began, reason, line,
+        )  # fmt: skip
+        return fault
+
+
+# ------------------------------------------------------------------ kills for want of memory
+
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+
+
+def oom_kills(cgroups: Path = CGROUPS, proc: Path = PROC) -> dict[str, int]:
+    """Return the number of out-of-memory kills so far, by counter: this process's cgroup (version
+    2, else 1), and the whole machine. Unreadable ones are left out."""
+    own = _text(proc / "self/cgroup")
+    path = re.search(r"^0::/?(.*)$", own, re.MULTILINE)
+    old = re.search(r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/?(.*)$", own, re.MULTILINE)
+    texts = {
+        "cgroup": _text(cgroups / (path[1] if path else "") / "memory.events")
+        or _text(cgroups / "memory" / (old[1] if old else "") / "memory.oom_control"),
+        "machine": _text(proc / "vmstat"),
+    }
+    counts = {
+        where: re.search(r"^oom_kill (\d+)$", text, re.MULTILINE) for where, text in texts.items()
+    }
+    return {where: int(found[1]) for where, found in counts.items() if found}
+
+
+def describe_rise(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """Describe kills in between; empty: there were none."""
+    for where in ("cgroup", "machine"):
+        rise = after.get(where, 0) - before.get(where, 0)
+        if where in before and rise > 0:
+            whose = "this cgroup's" if where == "cgroup" else "the machine's"
+            return f"{OUT_OF_HOST_MEMORY}: {whose} count of oom_kill rose by {rise}"
+    return ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
