@@ -241,7 +241,8 @@ def test_a_server_that_misbehaves_is_left_within_the_time(
         Said(302, headers={"Location": "http://127.0.0.1:1/elsewhere"}), Said(500), Said(403),
         Said(text="no json"), Said(text="[1]"), Said(text="[" * 50_000), Said(text=b"\xff"),
         *ends("soon").values(), *ends("2030-01-01T00:00:00").values(),
-        Said(text='{"action": "stop"}'), Said(text=json.dumps({"action": "stop", "time": PAST}) + " " * notices.MOST_BYTES),
+        Said(text='{"action": "stop"}'),
+        Said(text=json.dumps({"action": "stop", "time": PAST}) + " " * notices.MOST_BYTES),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_an_error_of_one_kind(server: Server, said: Said) -> None:
