@@ -96,7 +96,7 @@ def question(server: Server, says: Mapping[str, Said]) -> Question:
 @pytest.mark.parametrize(
     ("says", "name", "least", "most"),
     [
-        (ends(in_future(DAY_S).isoformat(), "terminate"), "aws terminate", 60, DAY_S),
+        (ends(in_future(DAY_S).isoformat(), "terminate"), "aws terminate", 60, DAY_S + 1),
         (ends(PAST), "aws stop", LEAST_S, LEAST_S),
         (
             ends(in_future(3720).isoformat(), Date=format_datetime(in_future(3600), usegmt=True)),
@@ -106,7 +106,7 @@ def question(server: Server, says: Mapping[str, Said]) -> Question:
          None, None),
         (google("TRUE"), "gcp preempted", 0, notices.GCP_S),
         *(
-            (azure(EventType=kind), f"azure {kind} 7", 60, DAY_S)
+            (azure(EventType=kind), f"azure {kind} 7", 60, DAY_S + 1)
             for kind in ("Preempt", "Terminate", "Reboot", "Redeploy")
         ),
         (azure(EventStatus="Started", NotBefore=""), "azure Preempt 7", LEAST_S, LEAST_S),
