@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -101,10 +101,18 @@ class ProgressWatch:
         present: Owner of the round.
         stacks: Requests workers' stacks.
         stall_s: As in ``Progress``.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, host: str, present: CurrentRound, stacks: Stacks, stall_s: float) -> None:
-        self._host, self._present, self._stacks = host, present, stacks
+    def __init__(
+        self,
+        host: str,
+        present: CurrentRound,
+        stacks: Stacks,
+        stall_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._present, self._stacks, self._clock = host, present, stacks, clock
         self._progress = Progress(stall_s)
         self._stall: _Stall | None = None
         self._is_within = False
@@ -117,7 +125,7 @@ class ProgressWatch:
         stall = self._stall  # the agent's thread may clear it meanwhile
         if stall is None:
             return None
-        for_s = round(time.monotonic() - stall.since, 1)
+        for_s = round(self._clock() - stall.since, 1)
         return Stalled(
             stall.ranks,
             stall.step,
@@ -142,7 +150,7 @@ class ProgressWatch:
         self._stall = self._stall and self._stall.left(steps)
         if current.is_draining:
             return
-        now = time.monotonic()
+        now = self._clock()
         waited = self._progress.stalled_s(steps, now)
         if waited is None or not steps:
             return
