@@ -160,19 +160,19 @@ class Hands:
         match action:
             case actions.Tell(report):
                 self._host.link.tell(report)
+            case actions.AnswerCall(call, _, error) if error:
+                self._waits.pop(call, None)
             case actions.AnswerCall(call, value):
                 self._answered(call, value)
             case actions.AnswerHello(call):
                 self._answered(call, None)
-            case actions.RefuseCall(call):
-                self._waits.pop(call, None)
             case actions.StartGroup(workers):
                 group = self.groups[workers.round] = Group(workers)
                 self._later(self._all, group, "hello")
-                return [events.GroupStarted(workers.round)]
+                return [events.Done(action)]
             case actions.EndGroup(number):
                 group = self.groups.pop(number)
-                return [events.GroupEnded(number, group.newest_step())]
+                return [events.Done(action, group.newest_step())]
             case commands.Prepare(number, stop):
                 group = self.groups[number]
                 newest = group.newest_step()
@@ -182,9 +182,9 @@ class Hands:
                 group = self.groups[number]
                 group.pause(stop)
                 self._later(self._all, group, "stop")
-                return [events.Agreed(number, stop)]
+                return [events.Done(action)]
             case commands.Space(number):
-                return [events.Spaced(action, self.groups[number].newest_step())]
+                return [events.Done(action, self.groups[number].newest_step())]
             case commands.Withdraw(number):
                 self.groups[number].go_on()
             case actions.Rejoin():
@@ -196,22 +196,21 @@ class Hands:
     def _of_the_store(self, action: Action) -> Iterable[Event]:
         host = self._host
         match action:
-            case actions.Reserve(number, held):
+            case actions.Reserve(_, held):
                 slot = Slot({rank: WriteOrder(rank, "", (), ()) for rank in held})
-                self._later(host.agent.feed, events.Reserved(number, slot))
+                self._later(host.agent.feed, events.Done(action, slot))
             case actions.Seal():
                 host.lanes.run(MEMORY, "a host", partial(host.seal, action), host.feed_later)
-            case actions.FetchWanted(start, wants):
-                work = partial(host.verify, start, wants)
+            case actions.FetchWanted():
+                work = partial(host.verify, action)
                 host.lanes.run(
                     MEMORY, "a host", work, lambda found: host.later(partial(host.found, found))
                 )
-            case actions.TryCommit(command):
-                generation = command.generation
-                if command.snapshot not in host.store.sealed:
-                    return [events.NothingToCommit(generation, "here")]
-                sealed = host.store.sealed.pop(command.snapshot)
-                host.store.generations[generation] = committed(sealed, command)
+            case commands.Commit(generation, snapshot):
+                if snapshot not in host.store.sealed:
+                    return [events.NothingToCommit(action, "here")]
+                sealed = host.store.sealed.pop(snapshot)
+                host.store.generations[generation] = committed(sealed, action)
                 return [Committed(generation)]
             case actions.DiscardSealed(kept):
                 sealed_parts = host.store.sealed
@@ -315,7 +314,7 @@ class Host:
         self.sources: SourceList | None = None
         self._group: Sequence[str] = ()
         self._wants: Mapping[int, Want] = {}
-        self._round = 0
+        self._fetching: actions.FetchWanted | None = None
 
     # ------------------------------------------------------------------ the job
 
@@ -338,7 +337,7 @@ class Host:
         """Join again beside the loop."""
 
         def joined() -> None:
-            self.agent.feed(events.Rejoined())
+            self.agent.feed(events.Done(actions.Rejoin()))
             self._follow()
 
         self.link.rejoin(self._brings, joined)
@@ -402,12 +401,13 @@ class Host:
         about = {**action.about, "time": time.time()}
         made = manifest(self.name, action.step, about, tuple(sorted(action.parts)), rows)
         self.store.sealed[str(about["snapshot"])] = made
-        return events.SealDone(action.round, action.slot, summary_bytes(made))
+        return events.Done(action, summary_bytes(made))
 
-    def verify(self, start: commands.Start, wants: Mapping[int, Want]) -> commands.Start:
+    def verify(self, action: actions.FetchWanted) -> commands.Start:
         """Check a start's sources, which arrived with their digest; beside the loop."""
+        start = action.start
         assert start.sources is not None and len(start.sources.value.hosts)
-        self._wants, self._round = wants, start.workers.round
+        self._wants, self._fetching = action.wants, action
         self.watch.note("verified", self.number)
         return start
 
@@ -434,7 +434,8 @@ class Host:
         rows = self._layouts.fetched[min(self._wants) // SLOTS]
         nothing = Source(_nothing_to_read(), own.step, 1, NO_FACTS, NO_FACTS)
         sources, made = dict.fromkeys(self._wants, nothing), grown(own, rows)
-        fetched = events.WantedFetched(self._round, sources, 0.0, 0.0, 0, 0)
+        assert self._fetching is not None
+        fetched = events.Done(self._fetching, events.Gathered(sources, 0.0, 0.0, 0, 0))
         return (fetched,) if made is None else (Grown(made), fetched)
 
     def tick(self) -> None:

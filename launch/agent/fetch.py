@@ -3,7 +3,7 @@ other hosts."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from scalai.core.errors import (
 )
 from scalai.core.fields import mapped
 from scalai.core.host import events
+from scalai.core.host.actions import FetchWanted
 from scalai.core.host.state import Want
 from scalai.core.jsonable import Json
 from scalai.core.messages.commands import Start
@@ -65,15 +66,17 @@ class Restore:
     bytes_remote: int
     suspected: Suspected | None = None
 
-    def to_events(self, round: int) -> Iterable[events.Event]:
-        """Yield the events for the host's round."""
-        if self.grown is not None:
-            yield Grown(summary_bytes(self.grown))
-        if self.suspected is not None:
-            yield self.suspected
-        yield events.WantedFetched(
-            round, self.sources, self.plan_s, self.move_s, self.bytes_local, self.bytes_remote
+    def to_events(self, action: FetchWanted) -> list[events.Event]:
+        """List the results of ``action``."""
+        fetched = events.Gathered(
+            self.sources, self.plan_s, self.move_s, self.bytes_local, self.bytes_remote
         )
+        found: list[events.Event] = []
+        if self.grown is not None:
+            found.append(Grown(summary_bytes(self.grown)))
+        if self.suspected is not None:
+            found.append(self.suspected)
+        return [*found, events.Done(action, fetched)]
 
 
 def prepare_restore(

@@ -135,7 +135,7 @@ class Agent:
                 except (ScalaiError, OSError) as error:
                     # No room, file or process: the round fails, not the agent.
                     log.exception("event=error host=%s", self.state.host)
-                    pending.append(events.WorkFailed(None, str(error)))
+                    pending.append(events.Failed(action, str(error)))
 
     def put(self, event: Event) -> None:
         """Have the loop feed an event. Any thread may call it."""

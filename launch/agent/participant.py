@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalai.core.errors import PeerError, UsageError
-from scalai.core.host import events
+from scalai.core.host import actions, events
 from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
 from scalai.core.job.remembered import Underway
@@ -77,7 +77,7 @@ class Participant:
         disk."""
 
         def joined() -> None:
-            self._agent.feed(events.Rejoined())
+            self._agent.feed(events.Done(actions.Rejoin()))
             self._follow()
 
         def join(failed: Exception | None) -> None:
@@ -85,7 +85,7 @@ class Participant:
                 self._served.link.rejoin(self._brings(), joined)
             else:
                 text = f"event=not_rejoined host={self._agent.state.host}: {failed} The agent ends."
-                self._agent.feed(events.JobLost(text))
+                self._agent.feed(events.Failed(actions.Rejoin(), text))
 
         if self._agent.state.round is None:
             self._served.holdings.attach_beside(join)

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +21,11 @@ from scalai.core.dataset.table import DATASET
 from scalai.core.errors import PeerError, ProofError, ScalaiError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
-from scalai.core.host.events import Event, GroupOver, GroupSeen
-from scalai.core.host.state import Call, Round, Want
+from scalai.core.host.events import Done, Event, Failed, GroupOver, GroupSeen
+from scalai.core.host.state import Call, Round
 from scalai.core.job.deadlines import GONE_S
 from scalai.core.messages import commands, reports
-from scalai.core.messages.commands import Replicate, Start
+from scalai.core.messages.commands import Replicate
 from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
@@ -174,10 +174,10 @@ class Performer:
                 log.log(LEVELS[level], "%s", text)
             case actions.Tell(report):
                 self._hands.tell(report)
+            case actions.AnswerCall(call, _, error) if error:
+                self._refuse(call, error)
             case actions.AnswerCall(call, value):
                 self._answer(call, value)
-            case actions.RefuseCall(call, reason):
-                self._refuse(call, reason)
             case actions.AnswerHello():
                 self._welcome(action)
             case actions.LeaveState():
@@ -195,9 +195,10 @@ class Performer:
             # Without a round to fail, nothing would try again.
             log.exception("event=not_rejoined host=%s", self._hands.host)
             return [
-                events.JobLost(
+                Failed(
+                    actions.Rejoin(),
                     f"event=not_rejoined host={self._hands.host}: {error} The agent ends; the "
-                    f"state stays in {self._store.directory}."
+                    f"state stays in {self._store.directory}.",
                 )
             ]
         return ()
@@ -210,8 +211,8 @@ class Performer:
                 offer(self.groups[round].pids().values(), is_standby=False)
                 here({self._hands.host: os.getpid(), **self.groups[round].pids()})
                 reached("relaunch")
-            case actions.EndGroup(round, grace_s):
-                self._end_group(round, grace_s)
+            case actions.EndGroup():
+                self._end_group(action)
             case actions.PollGroup(round):
                 return self._poll(round)
             case actions.WantStop(round, urgency):
@@ -225,9 +226,9 @@ class Performer:
                 if over:
                     return over
                 self.groups[round].page.agree(stop, proves=proves)
-                return [events.Agreed(round, stop)]
+                return [Done(action)]
             case commands.Space(round, begin, every):
-                return [events.Spaced(action, self.groups[round].space(begin, every))]
+                return [Done(action, self.groups[round].space(begin, every))]
             case commands.Withdraw(round):
                 self.groups[round].page.withdraw()
             case actions.Kill(round, ranks):
@@ -262,12 +263,12 @@ class Performer:
                 store.discard(_files(slot))
             case actions.Seal():
                 self._seal(action)
-            case actions.FetchWanted(start, wants):
-                self._fetch(start, wants)
+            case actions.FetchWanted():
+                self._fetch(action)
             case actions.TrustFetched(generation):
                 self._hands.lanes.submit(MEMORY, "keeping", lambda: store.prove(generation))
-            case actions.TryCommit(command, is_again):
-                return self._try_commit(command, is_again=is_again)
+            case commands.Commit():
+                return self._commit(action)
             case actions.DiscardSealed(kept):
                 for name, sealed in self._sealed().items():
                     if name not in kept:
@@ -308,13 +309,13 @@ class Performer:
             except (ScalaiError, OSError) as error:
                 reason = str(error)
         if reason is not None:
-            return [events.GroupNotStarted(workers.round, reason)]
+            return [Failed(action, reason)]
         self.groups[workers.round] = group
         if action.is_standby:
             offer(group.pids().values(), is_standby=True)
         else:
             here({hands.host: os.getpid(), **group.pids()})
-        return [events.GroupStarted(workers.round)]
+        return [Done(action)]
 
     def _check_health(self, command: commands.CheckHealth) -> None:
         hands = self._hands
@@ -332,8 +333,9 @@ class Performer:
         workers = action.workers.placement.local_world_size
         return obstacle(policy, workers, present, on_devices=action.on_devices)
 
-    def _end_group(self, round: int, grace_s: float) -> None:
+    def _end_group(self, action: actions.EndGroup) -> None:
         """End workers beside the loop: the kernel may take long."""
+        round, grace_s = action.round, action.grace_s
         group, is_over, ended = self.groups.pop(round), self._hands.is_over, threading.Event()
         self._ends.append(ended)
         deadline = time.monotonic() + grace_s
@@ -347,7 +349,7 @@ class Performer:
                 log.exception("event=error host=%s workers of round %d", self._hands.host, round)
             finally:
                 ended.set()
-            return events.GroupEnded(round, group.newest_step())
+            return Done(action, group.newest_step())
 
         self._hands.lanes.run(ENDS, f"ending workers of round {round}", end, self._hands.feed)
 
@@ -387,14 +389,14 @@ class Performer:
 
     # ------------------------------------------------------------------ the store
 
-    def _run(self, lane: str, round: int, what: str, work: Callable[[], Iterable[Event]]) -> None:
-        """Do a round's work in a thread, and feed its results."""
+    def _run(self, lane: str, action: Action, what: str, work: Callable[[], list[Event]]) -> None:
+        """Do work in a thread, and feed its results."""
 
-        def safely() -> Iterable[Event]:
+        def safely() -> list[Event]:
             try:
                 return work()
             except (ScalaiError, OSError) as error:
-                return [events.WorkFailed(round, f"{what}: {error}")]
+                return [Failed(action, f"{what}: {error}")]
 
         self._hands.lanes.run(lane, what, safely, self._feed_all)
 
@@ -403,20 +405,17 @@ class Performer:
             self._hands.feed(event)
 
     def _reserve(self, action: actions.Reserve) -> None:
-        def reserve() -> Iterable[Event]:
-            try:
-                return [events.Reserved(action.round, self._store.reserve(action.held))]
-            except (ScalaiError, OSError) as error:
-                return [events.NoRoom(action.round, str(error))]
+        def reserve() -> list[Event]:
+            return [Done(action, self._store.reserve(action.held))]
 
-        self._run(MEMORY, action.round, "making room for a snapshot", reserve)
+        self._run(MEMORY, action, "making room for a snapshot", reserve)
 
     def _seal(self, action: actions.Seal) -> None:
         slot, about = _files(action.slot), {**action.about, "time": time.time()}
         about[DATASET] = self._hands.spec.dataset(action.about.get("facts", {})).to_json()
         reached("seal")
 
-        def seal() -> Iterable[Event]:
+        def seal() -> list[Event]:
             began = time.monotonic()
             try:
                 manifest = self._store.seal(
@@ -429,29 +428,29 @@ class Performer:
                 raise
             log.info("event=seal step=%d took_s=%.3f", action.step, time.monotonic() - began)
             reached("sealed")
-            return [events.SealDone(action.round, slot, summary_bytes(manifest))]
+            return [Done(action, summary_bytes(manifest))]
 
-        self._run(MEMORY, action.round, "sealing the snapshot", seal)
+        self._run(MEMORY, action, "sealing the snapshot", seal)
 
-    def _fetch(self, start: Start, wants: Mapping[int, Want]) -> None:
-        round = start.workers.round
+    def _fetch(self, action: actions.FetchWanted) -> None:
+        start, round = action.start, action.start.workers.round
         moving = self._moving = Moving(round)
         self._replicas.give_up()
         reached("plan")
         store, token = self._store, self._hands.token
 
-        def fetch() -> Iterable[Event]:
+        def fetch() -> list[Event]:
             try:
-                found = prepare_restore(store, start, wants, token, moving.arrived)
+                found = prepare_restore(store, start, action.wants, token, moving.arrived)
             except ProofError as error:
                 return [reports.Unproven(round, str(error))]  # the coordinator decides
             finally:
                 moving.round = -1  # the next report says more
-            return found.to_events(round)
+            return found.to_events(action)
 
         source = start.sources
         lane = NETWORK if source is None else self._lane_of(source.value.generation)
-        self._run(lane, round, "planning and moving", fetch)
+        self._run(lane, action, "planning and moving", fetch)
 
     def _lane_of(self, generation: int) -> str:
         """Return the lane of reads from a possible durable directory."""
@@ -463,22 +462,19 @@ class Performer:
         work = partial(self._replicas.replicated, command)
         self._hands.lanes.run(lane, "fetching replicas", work, self._feed_all)
 
-    def _try_commit(self, command: commands.Commit, *, is_again: bool) -> Iterable[Event]:
+    def _commit(self, command: commands.Commit) -> Iterable[Event]:
         generation, store = command.generation, self._store
-        if not is_again:
-            reached("commit")
+        reached("commit")
         is_there = generation in store.generations()
         if not is_there or snapshot_name(store.manifest(generation)) != command.snapshot:
             sealed = self._sealed()
             if command.snapshot not in sealed:
                 found = f"sealed in {store.directory}, but {sorted(sealed)}"
-                return () if is_again else [events.NothingToCommit(generation, found)]
+                return [events.NothingToCommit(command, found)]
             try:
                 store.commit(sealed[command.snapshot], generation, command.committed)
             except (ScalaiError, OSError) as error:
-                level = logging.DEBUG if is_again else logging.ERROR
-                log.log(level, "event=late_commit generation=%d: %s", generation, error)
-                return [events.CommitWaits(generation)]
+                return [Failed(command, str(error))]
         reached("committed")
         return [reports.Committed(generation)]
 

@@ -14,6 +14,7 @@ from scalai.core.errors import PeerError, StoreError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
+from scalai.core.host.rounds import ENDED
 from scalai.core.host.state import HostState, Round, Settings
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import Hello
@@ -76,8 +77,10 @@ class Made:
 
 def test_what_comes_of_an_action_is_fed_at_once_and_in_order() -> None:
     made = Made()
-    made.hands.results[actions.StartGroup] = [events.GroupNotStarted(1, "no process")]
-    made.agent.obey(start())
+    command = start()
+    work = actions.StartGroup(command.workers, is_standby=False)
+    made.hands.results[actions.StartGroup] = [events.Failed(work, "no process")]
+    made.agent.obey(command)
     (failed,) = made.reported()
     assert isinstance(failed, reports.WorkersFailed) and "no process" in failed.reason
 
@@ -112,7 +115,7 @@ def test_the_law_knows_what_the_store_holds_before_it_decides() -> None:
 def test_calls_of_workers_are_numbered_and_refused_where_there_is_no_round() -> None:
     made = Made()
     made.agent.call(Future(), Hello(0, 1))
-    assert made.hands.done == [actions.RefuseCall(1, "this round of workers has ended.")]
+    assert made.hands.done == [actions.AnswerCall(1, error=ENDED)]
 
 
 def test_a_loop_ticks_however_much_there_is_to_do() -> None:

@@ -73,6 +73,14 @@ class LawHost:
     def tick(self, seconds: float = 0.1, seen: GroupSeen | None = None) -> tuple[Action, ...]:
         return self.feed(events.TimePassed(self.state.now + seconds, seen))
 
+    def succeed(self, kind: type[Action], result: events.Result = None) -> tuple[Action, ...]:
+        """The last action of a kind is done, with this result."""
+        return self.feed(events.Done(self.all(kind)[-1], result))
+
+    def fail(self, kind: type[Action], reason: str) -> None:
+        """The last action of a kind has failed."""
+        self.feed(events.Failed(self.all(kind)[-1], reason))
+
     # ------------------------------------------------------------------ what was done
 
     def all(self, kind: type[A]) -> list[A]:
@@ -98,7 +106,7 @@ class LawHost:
 
     def answers(self) -> dict[int, object]:
         """Return the answers so far, by call."""
-        return {action.call: action.value for action in self.all(actions.AnswerCall)}
+        return {it.call: it.value for it in self.all(actions.AnswerCall) if not it.error}
 
     def orders(self) -> list[int]:
         """Return the ranks that got an order to write."""
@@ -110,7 +118,7 @@ class LawHost:
         return [action.slot for action in self.all(actions.ReuseFiles)]
 
     def refused(self) -> dict[int, str]:
-        return {action.call: action.reason for action in self.all(actions.RefuseCall)}
+        return {it.call: it.error for it in self.all(actions.AnswerCall) if it.error}
 
     def log(self) -> str:
         return "\n".join(action.text for action in self.all(actions.Log))
@@ -120,12 +128,12 @@ class LawHost:
     def begin(self, number: int = 1, **facts: Any) -> None:
         """Begin a round whose workers run."""
         self.obey(start(number, 0, len(self.ranks), **facts))
-        self.feed(events.GroupStarted(number))
+        self.succeed(actions.StartGroup)
 
     def build(self, number: int = 2) -> None:
         """Start workers beside the present ones."""
         self.obey(commands.Build(workers(number, 0, len(self.ranks))))
-        self.feed(events.GroupStarted(number))
+        self.succeed(actions.StartGroup)
 
     def publish(
         self, number: int = 1, *, is_restoring: bool = False, held: Mapping[int, Collection] = {}
@@ -156,7 +164,7 @@ class LawHost:
     def make_files(self, *, shared: bool = True) -> MadeSlot:
         """Files for the next snapshot are there."""
         slot = MadeSlot(self.ranks, shared)
-        self.feed(events.Reserved(1, slot))
+        self.succeed(actions.Reserve, slot)
         return slot
 
     def come(self, step: int, why: str = "snapshot", ranks: Iterable[int] = ()) -> list[int]:
@@ -179,13 +187,12 @@ class LawHost:
 
     def sealed(self, manifest: bytes = b"") -> None:
         """The last seal is done."""
-        seal = self.all(actions.Seal)[-1]
-        self.feed(events.SealDone(seal.round, seal.slot, manifest))
+        self.succeed(actions.Seal, manifest)
 
     def agree(self, stop: int, number: int = 1, *, proves: bool = False) -> None:
         """Agree on a stop, as far as a page that a worker reads."""
         self.obey(commands.Agree(number, stop, proves))
-        self.feed(events.Agreed(number, stop))
+        self.succeed(commands.Agree)
 
     def stand(self, stop: int = 8, *, writes: bool = True) -> list[int]:
         """All workers stand at a stop, and may write there; return their calls."""
@@ -210,7 +217,8 @@ class LawHost:
 
     def end(self, number: int = 1, newest: int = 9) -> None:
         """The workers of a round are gone."""
-        self.feed(events.GroupEnded(number, newest))
+        (end,) = [action for action in self.all(actions.EndGroup) if action.round == number]
+        self.feed(events.Done(end, newest))
 
     def over(self, number: int = 1, *failures: str, is_chance: bool = False) -> None:
         """The workers of a round have ended by themselves."""

@@ -82,18 +82,18 @@ class SimulatedHands:
                 host.log.append(action.text)
             case actions.Tell(report):
                 host.unsent.append(report)
+            case actions.AnswerCall(call, _, error) if error:
+                self.waits.pop(call, None)
+                self.threads.pop(call, None)
+                self._copy_answered(self.copies.pop(call, None), None)
             case actions.AnswerCall(call, value):
                 self._answered(call, value)
             case actions.AnswerHello(call):
                 self._answered(call, "welcome")
-            case actions.RefuseCall(call):
-                self.waits.pop(call, None)
-                self.threads.pop(call, None)
-                self._copy_answered(self.copies.pop(call, None), None)
-            case actions.StartGroup(workers):
-                return self._start(workers)
-            case actions.EndGroup(number):
-                ended = self._end(number)  # its memory may be in use for long
+            case actions.StartGroup():
+                return self._start(action)
+            case actions.EndGroup():
+                ended = self._end(action)  # its memory may be in use for long
                 host.work.append(lambda: ended)
             case actions.PollGroup(number):
                 return self._poll(number)
@@ -107,12 +107,12 @@ class SimulatedHands:
                 if over:
                     return over
                 self._groups[number].agreed = stop
-                return [events.Agreed(number, stop)]
+                return [events.Done(action)]
             case commands.Space(number, begin, every):
                 group = self._groups[number]
                 group.spaced = Schedule(every, begin)
                 newest = max(worker.step for worker in group.workers.values())
-                return [events.Spaced(action, newest)]
+                return [events.Done(action, newest)]
             case commands.Withdraw(number):
                 self._groups[number].proposed = self._groups[number].agreed = None
             case actions.Kill(number, ranks):
@@ -127,18 +127,18 @@ class SimulatedHands:
     def _of_the_store(self, action: Action) -> Iterable[Event]:
         host = self._host
         match action:
-            case actions.Reserve(number, held):
+            case actions.Reserve(_, held):
                 slot = EverySlot(dict(held))
                 is_full = host.is_full
                 host.work.append(
-                    lambda: events.NoRoom(number, "full") if is_full
-                    else events.Reserved(number, slot)
+                    lambda: events.Failed(action, "full") if is_full
+                    else events.Done(action, slot)
                 )  # fmt: skip
             case actions.Seal():
                 host.work.append(lambda: host.seal(action))
-            case actions.FetchWanted(start, wants):
-                host.work.append(lambda: host.fetch(start, wants))
-            case actions.TryCommit():
+            case actions.FetchWanted():
+                host.work.append(lambda: host.fetch(action))
+            case commands.Commit():
                 return host.commit(action)
             case actions.DiscardSealed(kept):
                 host.sealed = {n: m for n, m in host.sealed.items() if n in kept}
@@ -173,21 +173,22 @@ class SimulatedHands:
 
     # ------------------------------------------------------------------ workers
 
-    def _start(self, workers: commands.Workers) -> Iterable[Event]:
+    def _start(self, action: actions.StartGroup) -> Iterable[Event]:
+        workers = action.workers
         if self._host.cannot_start:
-            return [events.GroupNotStarted(workers.round, "no process")]
+            return [events.Failed(action, "no process")]
         ranks = workers.placement.ranks
         schedule = Schedule(workers.snapshot_every)
         made = {rank: Worker(rank, schedule=schedule) for rank in ranks}
         self._groups[workers.round] = Group(made)
-        return [events.GroupStarted(workers.round)]
+        return [events.Done(action)]
 
-    def _end(self, number: int) -> Event:
-        group = self._groups.pop(number)
+    def _end(self, action: actions.EndGroup) -> Event:
+        group = self._groups.pop(action.round)
         self._host.is_spoilt &= not self._host.has_spoilt
         self._host.has_spoilt = False
         newest = max((worker.step for worker in group.workers.values()), default=0)
-        return events.GroupEnded(number, newest)
+        return events.Done(action, newest)
 
     def _poll(self, number: int) -> list[Event]:
         workers = self._groups[number].workers.values()

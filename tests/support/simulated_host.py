@@ -135,7 +135,7 @@ class SimulatedHost:
         about = {**action.about, "time": self.clock_s}
         made = self.manifest(action.step, tensors.values(), about, tuple(sorted(action.parts)))
         self.sealed[snapshot_name(made)] = made
-        return events.SealDone(action.round, action.slot, summary_bytes(made))
+        return events.Done(action, summary_bytes(made))
 
     def damage(self, what: str, count: int) -> None:
         """The files of some tensors of its newest part change, or are cut."""
@@ -188,8 +188,8 @@ class SimulatedHost:
         held = {tensor.name for tensor in self.held_by(worker, number).tensors}
         return any(self.reads.get(name) in ("cut", "wrong for the script") for name in held)
 
-    def fetch(self, start: commands.Start, wants: Any) -> Found:
-        number = start.workers.round
+    def fetch(self, action: actions.FetchWanted) -> Found:
+        start, wants = action.start, action.wants
         assert start.sources is not None
         listed = start.sources.value
         wanted = {tensor.name: tensor for each in wants.values() for tensor in each.pieces.tensors}
@@ -206,12 +206,12 @@ class SimulatedHost:
                 found = own if host is self else set(host.sound(listed.generation))
                 given |= dict.fromkeys(found, part)
         if not wanted.keys() <= given.keys():
-            return events.WorkFailed(number, "a host is gone that holds what is wanted")
+            return events.Failed(action, "a host is gone that holds what is wanted")
         none = JsonText.of({})
         source = Source(None, listed.step, 1, none, none, 2)  # type: ignore[arg-type]
-        sources = dict.fromkeys(wants, source)
+        fetched = events.Gathered(dict.fromkeys(wants, source), 0.0, 0.0, 0, 0)
         if not wanted:  # its workers hold nothing
-            return events.WantedFetched(number, sources, 0.0, 0.0, 0, 0)
+            return events.Done(action, fetched)
         one = next(iter(given.values()))
         damaged = self.damaged.get(one.generation, {})
         self.reads = {name: damaged[name] for name in wanted if name in own and name in damaged}
@@ -220,8 +220,7 @@ class SimulatedHost:
             names |= {tensor.name: tensor for tensor in mine.collection.tensors}
         made = self.like(one, names.values(), one.ranks)
         self.store[one.generation] = made
-        fetched = events.WantedFetched(number, sources, 0.0, 0.0, 0, 0)
-        return [Grown(summary_bytes(made)), fetched]
+        return [Grown(summary_bytes(made)), events.Done(action, fetched)]
 
     def replicate(self, command: commands.Replicate) -> Found:
         """Copy what this host is to keep for others, as far as these give it."""
@@ -260,15 +259,14 @@ class SimulatedHost:
         self.world.disk.attach(self)
         return tuple(summary_bytes(part) for part in self.store.values())
 
-    def commit(self, action: actions.TryCommit) -> Iterable[Event]:
-        command = action.command
+    def commit(self, command: commands.Commit) -> Iterable[Event]:
         number, there = command.generation, self.store.get(command.generation)
         if there is not None and snapshot_name(there) == command.snapshot:
             return [Committed(number)]
         if command.snapshot not in self.sealed:
-            return () if action.is_again else [events.NothingToCommit(number, "sealed")]
+            return [events.NothingToCommit(command, "sealed")]
         if self.is_full:
-            return [events.CommitWaits(number)]
+            return [events.Failed(command, "full")]
         made = self.sealed.pop(command.snapshot)
         self.store[number] = replace(made, generation=number, committed=command.committed)
         return [Committed(number)]
@@ -301,7 +299,7 @@ class SimulatedHost:
         self.term = max(self.term, answer.term)
         self.is_in = True
         if self.number > 1:
-            self.agent.feed(events.Rejoined())
+            self.agent.feed(events.Done(actions.Rejoin()))
 
     def exchange(self, *, is_repeated: bool = False) -> None:
         """Report one thing, and fetch commands. What is repeated was heard before."""

@@ -1,5 +1,5 @@
 """Output of a host's law (``law.advance``), for the agent to perform in order: commands passed on
-unchanged, and local acts of a host. Their results are ``events``."""
+unchanged, and local acts of a host. Results: ``events.Done``, ``events.Failed``, and reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from enum import Enum
 
 from scalai.core.host.state import Call, Slot, Want
 from scalai.core.jsonable import Json
-from scalai.core.messages.commands import Command, Commit, Exit, Start, Workers
+from scalai.core.messages.commands import Command, Exit, Start, Workers
 from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Imports, RankSnapshot, WriteOrder
@@ -37,20 +37,13 @@ class Tell:
     report: Report
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class AnswerCall:
-    """Answer a worker's call, with a value of its request's type."""
+    """Answer a worker's call: with a value of its request's type or, if there is one, an error."""
 
     call: Call
     value: object = None
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseCall:
-    """Answer a worker's call with an error."""
-
-    call: Call
-    reason: str
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +57,8 @@ class AnswerHello:
 
 @dataclass(frozen=True, slots=True)
 class StartGroup:
-    """Start the workers of a round: ``GroupStarted`` or ``GroupNotStarted``. Beside present workers
-    only if memory holds both models; ``on_devices``: in device memory."""
+    """Start the workers of a round. Beside present workers only if memory holds both models;
+    ``on_devices``: in device memory."""
 
     workers: Workers
     is_standby: bool
@@ -81,8 +74,8 @@ class BeginGroup:
 
 @dataclass(frozen=True, slots=True)
 class EndGroup:
-    """End the workers of a round, after ``grace_s`` seconds to leave by themselves:
-    ``GroupEnded``."""
+    """End the workers of a round, after ``grace_s`` seconds to leave by themselves. Result: their
+    last step."""
 
     round: int
     grace_s: float
@@ -127,7 +120,7 @@ class WarmUp:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reserve:
-    """Make the files of the next snapshot: ``Reserved`` or ``NoRoom``."""
+    """Make the files of the next snapshot. Result: its ``Slot``."""
 
     round: int
     held: Mapping[int, Collection]
@@ -147,7 +140,7 @@ class ReuseFiles:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Seal:
-    """Seal a snapshot: ``SealDone``, or ``WorkFailed`` with its room freed."""
+    """Seal a snapshot. Result: its manifest, as bytes; a failure frees its room."""
 
     round: int
     slot: Slot
@@ -159,8 +152,8 @@ class Seal:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FetchWanted:
-    """Plan the restore of a round's workers and fetch pieces missing here: ``WantedFetched``,
-    ``Unproven`` or ``WorkFailed``, and ``Moved`` at intervals."""
+    """Plan the restore of a round's workers and fetch pieces missing here. Result: ``Gathered``, or
+    the report ``Unproven``; ``Moved`` at intervals."""
 
     start: Start
     wants: Mapping[int, Want]
@@ -171,15 +164,6 @@ class TrustFetched:
     """The fetched pieces of a generation are proven: as good as written ones."""
 
     generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class TryCommit:
-    """Make a sealed snapshot a generation: ``Committed``, ``CommitWaits`` or
-    ``NothingToCommit``."""
-
-    command: Commit
-    is_again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +194,11 @@ class LeaveState:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Join the job again with the store's generations: ``Rejoined`` or ``JobLost``."""
+    """Join the job again with the store's generations."""
 
 
 Action = (
-    Log | Tell | AnswerCall | RefuseCall | AnswerHello | StartGroup | BeginGroup | EndGroup
-    | PollGroup | WantStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving | ReuseFiles
-    | Seal | FetchWanted | TrustFetched | TryCommit | DiscardSealed | TellHeld | LeaveState | Rejoin
-    | Command
+    Log | Tell | AnswerCall | AnswerHello | StartGroup | BeginGroup | EndGroup | PollGroup
+    | WantStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving | ReuseFiles | Seal
+    | FetchWanted | TrustFetched | DiscardSealed | TellHeld | LeaveState | Rejoin | Command
 )  # fmt: skip

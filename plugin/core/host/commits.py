@@ -4,15 +4,25 @@ again."""
 from collections.abc import Mapping
 
 from scalai.core.host import actions, snapshots
+from scalai.core.host.actions import Level
 from scalai.core.host.step import Step
 from scalai.core.messages import commands, reports
 
 
 def commit(step: Step, command: commands.Commit) -> None:
     """Make a sealed snapshot this generation, and report it."""
-    step.change(late={**step.state.late, command.generation: command})
     snapshots.settled(step, command.snapshot)
-    step.do(actions.TryCommit(command, is_again=False))
+    step.do(command)
+
+
+def no_room(step: Step, command: commands.Commit, reason: str) -> None:
+    """Keep a commit without room: it is tried again, and logged once."""
+    late = step.state.late
+    if command.generation not in late:
+        text = f"event=late_commit generation={command.generation}: {reason}"
+        step.log(Level.ERROR, text)
+    step.change(late={**late, command.generation: command})
+    snapshots.reserve(step)
 
 
 def _others(step: Step, generation: int) -> Mapping[int, commands.Commit]:
@@ -27,12 +37,11 @@ def done(step: Step, report: reports.Committed) -> None:
     snapshots.reserve(step)
 
 
-def nothing(step: Step, generation: int, found: str) -> None:
+def nothing(step: Step, command: commands.Commit, found: str) -> None:
     """Handle a missing snapshot. If later ones replaced it, the host reports no part of it."""
-    if generation not in step.state.late:
+    generation, snapshot = command.generation, command.snapshot
+    if generation in step.state.late:
         return
-    snapshot = step.state.late[generation].snapshot
-    step.change(late=_others(step, generation))
     if snapshots.was_given_up(step, snapshot):
         step.tell(reports.Doubted(generation, None))
         step.tell(reports.Committed(generation))
@@ -54,8 +63,7 @@ def drop(step: Step, command: commands.Drop) -> None:
 
 def retry(step: Step) -> None:
     """Retry commits without room."""
-    for command in step.state.late.values():
-        step.do(actions.TryCommit(command, is_again=True))
+    step.do(*step.state.late.values())
 
 
 def forget(step: Step) -> None:

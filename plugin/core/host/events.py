@@ -4,8 +4,9 @@ actions, and reports of the agent's own parts."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from scalai.core.host.actions import Action
 from scalai.core.host.state import Call, Slot
-from scalai.core.messages.commands import Command, Space
+from scalai.core.messages.commands import Command, Commit
 from scalai.core.messages.reports import Report
 from scalai.core.messages.worker_messages import Source, WorkerRequest
 
@@ -62,27 +63,36 @@ class TimePassed:
     seen: GroupSeen | None = None
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Gathered:
+    """Result of ``FetchWanted``: all pieces are on this host, the source of each rank. Times in
+    seconds."""
+
+    sources: Mapping[int, Source]
+    plan_s: float
+    move_s: float
+    bytes_local: int
+    bytes_remote: int
+
+
+Result = Gathered | Slot | bytes | int | None
+
+
 @dataclass(frozen=True, slots=True)
-class GroupStarted:
-    """The workers of a round run."""
+class Done:
+    """Work is done, with the result in the words of its action. ``Space``: furthest step of the
+    workers once the interval is on their page."""
 
-    round: int
+    work: Action
+    result: Result = None
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNotStarted:
-    """The workers of a round cannot be started."""
+class Failed:
+    """Work has failed for want of room, of a file or of a process."""
 
-    round: int
+    work: Action
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEnded:
-    """No worker of a round is alive (``EndGroup``); ``newest`` is their last step."""
-
-    round: int
-    newest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,81 +107,10 @@ class GroupOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """The agreed stop is on the workers' page (``commands.Agree``)."""
-
-    round: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Spaced:
-    """The spacing of snapshots is on the workers' page (``command``); ``newest`` was their furthest
-    step afterwards."""
-
-    command: Space
-    newest: int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Reserved:
-    """There are files for the next snapshot of a round (``Reserve``)."""
-
-    round: int
-    slot: Slot
-
-
-@dataclass(frozen=True, slots=True)
-class NoRoom:
-    """There is no room for the next snapshot of a round."""
-
-    round: int
-    reason: str
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SealDone:
-    """A snapshot is sealed (``Seal``): its manifest, as bytes."""
-
-    round: int
-    slot: Slot
-    manifest: bytes
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class WantedFetched:
-    """All pieces for the workers of a round are on this host (``FetchWanted``): the source of each
-    rank. Times in seconds."""
-
-    round: int
-    sources: Mapping[int, Source]
-    plan_s: float
-    move_s: float
-    bytes_local: int
-    bytes_remote: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkFailed:
-    """Work for a round has failed for want of room, of a file or of a process. ``round`` None: an
-    action itself has failed, in the present round."""
-
-    round: int | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class CommitWaits:
-    """There is no room for the commit of a generation."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
 class NothingToCommit:
-    """The snapshot of a generation is not sealed here; ``found`` names the sealed ones."""
+    """The snapshot of a ``Commit`` is not sealed here; ``found`` names the sealed ones."""
 
-    generation: int
+    command: Commit
     found: str
 
 
@@ -211,13 +150,8 @@ class Expelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejoined:
-    """The host is part of the job again."""
-
-
-@dataclass(frozen=True, slots=True)
 class JobLost:
-    """The coordinator is gone or refuses this host, or the host cannot join again."""
+    """The coordinator is gone or refuses this host."""
 
     reason: str
 
@@ -228,8 +162,7 @@ class CoordinatorReplaced:
 
 
 Event = (
-    Commanded | Called | WorkerGone | TimePassed | GroupStarted | GroupNotStarted | GroupEnded
-    | GroupOver | Agreed | Spaced | Reserved | NoRoom | SealDone | WantedFetched | WorkFailed
-    | CommitWaits | NothingToCommit | Holds | LeaveAsked | Noticed | NoticeWithdrawn | Expelled
-    | Rejoined | JobLost | CoordinatorReplaced | Report
+    Commanded | Called | WorkerGone | TimePassed | Done | Failed | GroupOver | NothingToCommit
+    | Holds | LeaveAsked | Noticed | NoticeWithdrawn | Expelled | JobLost | CoordinatorReplaced
+    | Report
 )  # fmt: skip

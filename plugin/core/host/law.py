@@ -19,7 +19,7 @@ from scalai.core.host import (
     succession,
 )
 from scalai.core.host.actions import Action, Level
-from scalai.core.host.state import Call, HostState
+from scalai.core.host.state import Call, HostState, Slot
 from scalai.core.host.step import Step
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import (
@@ -75,46 +75,72 @@ def _on(step: Step, event: events.Event) -> None:
         case events.WorkerGone(number, rank, seen):
             stops.worker_gone(step, number, rank, seen)
             emergency.go_on(step, number)
-        case events.GroupStarted(number):
-            rounds.group_started(step, number)
-        case events.GroupNotStarted(number, reason):
-            rounds.group_not_started(step, number, reason)
-        case events.GroupEnded(number, newest):
-            rounds.group_ended(step, number, newest)
         case events.GroupOver():
             rounds.group_over(step, event)
-        case events.Agreed(number, stop):
-            stops.agreed(step, number, stop)
-        case events.Spaced():
-            snapshots.spaced(step, event)
-        case events.Reserved(number, slot):
-            snapshots.reserved(step, number, slot)
+        case events.Done(work, result):
+            _done(step, work, result)
+        case events.Failed(work, reason):
+            _failed(step, work, reason)
+        case _:
+            _of_the_host(step, event)
+
+
+def _done(step: Step, work: Action, result: events.Result) -> None:
+    match work, result:
+        case actions.StartGroup(workers), None:
+            rounds.group_started(step, workers.round)
+        case actions.EndGroup(number), int(newest):
+            rounds.group_ended(step, number, newest)
+        case commands.Agree(), None:
+            stops.agreed(step, work)
+        case commands.Space(), int(newest):
+            snapshots.spaced(step, work, newest)
+        case actions.Reserve(number), Slot():
+            snapshots.reserved(step, number, result)
             emergency.go_on(step, number)
-        case events.NoRoom(number, reason):
+        case actions.Seal(), bytes(manifest):
+            snapshots.sealed(step, work, manifest)
+            emergency.go_on(step, work.round)
+        case actions.FetchWanted(start), events.Gathered():
+            rounds.fetched(step, start.workers.round, result)
+        case actions.Rejoin(), None:
+            _rejoined(step)
+        case _:
+            raise AssertionError(f"nobody decides about {result!r} of {work!r}")
+
+
+def _failed(step: Step, work: Action, reason: str) -> None:
+    match work:
+        case actions.StartGroup(workers):
+            rounds.group_not_started(step, workers.round, reason)
+        case actions.Reserve(number):
             if not step.is_present(number) or not emergency.cannot(step, reason):
                 snapshots.no_room(step, number, reason)
-        case events.SealDone(number, slot, manifest):
-            snapshots.sealed(step, number, slot, manifest)
-            emergency.go_on(step, number)
-        case events.WantedFetched():
-            rounds.fetched(step, event)
-        case events.WorkFailed(None, reason):
-            step.fail(reason)
-        case events.WorkFailed(int() as number, reason):
+        case actions.Seal(number):
             is_present = step.is_present(number) and not emergency.cannot(step, reason)
             if is_present and not snapshots.cannot(step, reason):
                 step.fail(reason)
+        case actions.FetchWanted(start):
+            if step.is_present(start.workers.round) and not emergency.cannot(step, reason):
+                step.fail(reason)
+        case commands.Commit():
+            commits.no_room(step, work, reason)
+        case actions.Rejoin():
+            _lost(step, reason)
         case _:
-            _of_the_host(step, event)
+            step.fail(reason)
+
+
+def _lost(step: Step, reason: str) -> None:
+    step.log(Level.ERROR, reason)
+    step.change(exit=1)
 
 
 def _of_the_host(step: Step, event: events.Event) -> None:
     """Handle events without a round, and pass on reports of the agent's own parts."""
     match event:
-        case events.CommitWaits():
-            snapshots.reserve(step)  # the sealed snapshot stays, and is tried again
-        case events.NothingToCommit(generation, found):
-            commits.nothing(step, generation, found)
+        case events.NothingToCommit(command, found):
+            commits.nothing(step, command, found)
         case events.Holds(generations):
             commits.holds(step, generations)
         case events.LeaveAsked():
@@ -125,13 +151,10 @@ def _of_the_host(step: Step, event: events.Event) -> None:
             leaving.withdrawn(step, source)
         case events.Expelled(reason):
             _expelled(step, reason)
-        case events.Rejoined():
-            _rejoined(step)
         case events.CoordinatorReplaced():
             succession.replaced(step)
         case events.JobLost(reason):
-            step.log(Level.ERROR, reason)
-            step.change(exit=1)
+            _lost(step, reason)
         case reports.Committed():
             commits.done(step, event)
         case reports.Slots(slots):

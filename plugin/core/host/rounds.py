@@ -6,7 +6,7 @@ import numpy as np
 from scalai.core.errors import ProofError
 from scalai.core.host import actions, proof_step, snapshots
 from scalai.core.host.actions import Level
-from scalai.core.host.events import GroupOver, WantedFetched
+from scalai.core.host.events import Gathered, GroupOver
 from scalai.core.host.state import Call, Published, Round, Want
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import merged
@@ -246,9 +246,9 @@ def _begin_restore(step: Step) -> None:
     snapshots.reserve(step)
 
 
-def fetched(step: Step, found: WantedFetched) -> None:
+def fetched(step: Step, number: int, found: Gathered) -> None:
     """Answer the workers: all pieces are on this host."""
-    if not step.is_present(found.round):
+    if not step.is_present(number):
         return
     current = step.present()
     step.change_round(

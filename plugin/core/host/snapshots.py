@@ -9,14 +9,13 @@ from dataclasses import replace
 
 from scalai.core.host import actions
 from scalai.core.host.actions import Level
-from scalai.core.host.events import Spaced
 from scalai.core.host.state import Call, Round, Slot, Snapshot
 from scalai.core.host.step import Step
 from scalai.core.job.recovery import LINEAGE, lineage_from
 from scalai.core.job.remembered import ASKED
 from scalai.core.jsonable import Json
 from scalai.core.messages import reports
-from scalai.core.messages.commands import DropSnapshot, Start
+from scalai.core.messages.commands import DropSnapshot, Space, Start
 from scalai.core.messages.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
@@ -81,7 +80,7 @@ def no_room(step: Step, number: int, reason: str) -> None:
     if is_wanted or not current.is_complete(current.stepped):
         # A job that begins is refused: to begin again makes no room. One that goes on has had some.
         is_first = isinstance(current.command, Start) and not current.command.sources
-        step.fail(f"making room for a snapshot: {reason}", is_refusal=is_first and not is_wanted)
+        step.fail(reason, is_refusal=is_first and not is_wanted)
         return
     wait_s = min(2 * current.reserve_wait_s or AGAIN_S, LONGEST_AGAIN_S)
     step.change_round(reserve_wait_s=wait_s, reserve_at=step.now + wait_s)
@@ -214,16 +213,16 @@ def _pass_over(step: Step, under_way: Snapshot, later: BeginSnapshot) -> None:
         _without(step, later.rank)
 
 
-def spaced(step: Step, event: Spaced) -> None:
-    """Record the snapshot interval that workers can now read."""
-    round, begin, every = event.command.round, event.command.begin, event.command.every
+def spaced(step: Step, command: Space, newest: int) -> None:
+    """Record the snapshot interval that workers can now read; ``newest``: their furthest step."""
+    round, begin, every = command.round, command.begin, command.every
     if step.is_present(round):
         step.change_round(every=every)
     text = f"event=spaced round={round} begin={begin} every={every}"
-    if event.newest < begin:
+    if newest < begin:
         step.log(Level.INFO, text)
         return
-    text += f": a worker was at step {event.newest} by then, and may leave out or add a snapshot"
+    text += f": a worker was at step {newest} by then, and may leave out or add a snapshot"
     step.log(Level.WARNING, text)
 
 
@@ -437,15 +436,16 @@ def _lineage(current: Round) -> Json:
     return lineage_from(source.about.value(), source.generation, current.workers.run)
 
 
-def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
+def sealed(step: Step, seal: actions.Seal, manifest: bytes) -> None:
     """Report a sealed snapshot.
 
     One of an ended round is dropped, unless the job went on without this host: the coordinator may
     count on it.
     """
+    number = seal.round
     if not step.is_present(number):
         if number not in step.state.expelled:
-            step.do(actions.ReuseFiles(slot))
+            step.do(actions.ReuseFiles(seal.slot))
         return
     _tell_sealed(step, manifest)
     current = step.present()

@@ -5,7 +5,7 @@ It holds no process, socket or file. Pending worker calls are numbers; worker gr
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from scalai.core.job.function_proof import Numbers
 from scalai.core.job.remembered import Remembered
@@ -26,6 +26,7 @@ Call = int
 """A worker's pending call."""
 
 
+@runtime_checkable
 class Slot(Protocol):
     """Files reserved for a snapshot, with each rank's write order (``store.snapshot``)."""
 
@@ -307,7 +308,7 @@ class HostState:
         ending: Rounds with workers being ended, by number.
         held: A proposed stop, delayed by a save.
         standing: Calls of workers at an agreed stop with a save in flight.
-        late: Commits without room in the store, by generation.
+        late: Commits that found no room in the store, by generation; they are tried again.
         expelled: Rounds ended without this host; its next join may bring their sealed snapshots.
         save_looks: Workers' looks for a save at a leaving host's last check.
         leaving_at: Time of the signal to leave.

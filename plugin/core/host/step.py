@@ -63,8 +63,8 @@ class Step:
     def end_group(
         self, number: int, grace_s: float = 0.0, *, given_up: Round | None = None
     ) -> None:
-        """Begin the end of a round's workers; ``GroupEnded`` completes it. ``given_up``: the round,
-        if the state no longer has it."""
+        """Begin the end of a round's workers. ``given_up``: the round, if the state no longer has
+        it."""
         if number not in self.state.ending:
             self.change_of(number, has_group=False)
             self.change(ending={**self.state.ending, number: given_up})
@@ -88,7 +88,7 @@ class Step:
                 return
 
     def refuse(self, call: Call, reason: str) -> None:
-        self.due.append(actions.RefuseCall(call, reason))
+        self.due.append(actions.AnswerCall(call, error=reason))
 
     def fail(
         self,

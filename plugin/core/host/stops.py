@@ -96,10 +96,10 @@ def agree(step: Step, command: commands.Agree) -> None:
         step.do(command)
 
 
-def agreed(step: Step, number: int, stop: int) -> None:
+def agreed(step: Step, command: commands.Agree) -> None:
     """Record the stop once its word is written."""
-    if step.is_present(number):
-        step.change_round(stop=stop)
+    if step.is_present(command.round):
+        step.change_round(stop=command.stop)
 
 
 def take_snapshot(step: Step) -> None:

@@ -3,7 +3,6 @@
 import pytest
 
 from scalai.core.host import actions
-from scalai.core.host.events import NoRoom
 from scalai.core.job.deadlines import FREEZE_ALL_S
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import RankFailed, RankFrozen
@@ -113,7 +112,7 @@ def test_a_host_that_is_to_write_behind_a_snapshot_writes_if_its_store_has_room(
         host.make_files()
         assert host.orders()[before:] == [0, 1]
     else:
-        host.feed(NoRoom(1, "full"))
+        host.fail(actions.Reserve, "full")
         assert host.reports()[-1] == reports.Rescued(1, 9) and host.failure() is None
 
 

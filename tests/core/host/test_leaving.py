@@ -2,14 +2,15 @@
 
 import pytest
 
+from scalai.core.host.actions import Rejoin
 from scalai.core.host.events import (
+    Done,
     Event,
     Expelled,
     GroupSeen,
     LeaveAsked,
     Noticed,
     NoticeWithdrawn,
-    Rejoined,
 )
 from scalai.core.messages.reports import Leaving, Staying
 from support.law_host import LawHost
@@ -99,5 +100,5 @@ def test_notices_are_logged_once_each_and_so_is_their_end() -> None:
 
 def test_a_host_that_joins_again_says_how_much_is_left_by_then() -> None:
     host = told(Noticed("gcp", 30.0), Expelled("host 'a' is not in the job."), then_s=12.0)
-    host.feed(Rejoined())
+    host.feed(Done(Rejoin()))
     assert host.reports()[-1] == Leaving("gcp", 18.0, True)

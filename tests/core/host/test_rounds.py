@@ -5,16 +5,13 @@ import pytest
 
 from scalai.core.host import actions
 from scalai.core.host.events import (
-    CommitWaits,
     CoordinatorReplaced,
     Expelled,
-    GroupNotStarted,
+    Failed,
+    Gathered,
     JobLost,
     LeaveAsked,
     NothingToCommit,
-    Rejoined,
-    WantedFetched,
-    WorkFailed,
 )
 from scalai.core.host.rounds import ENDED
 from scalai.core.messages import commands, reports
@@ -50,7 +47,7 @@ def fetch(host: LawHost) -> dict[int, Source]:
     """All wanted pieces are there; return the source of each rank."""
     source: Source = object()  # type: ignore[assignment]  # the law does not look into it
     found = {0: source, 1: source}
-    host.feed(WantedFetched(1, found, 0.1, 0.2, 3, 4))
+    host.succeed(actions.FetchWanted, Gathered(found, 0.1, 0.2, 3, 4))
     return found
 
 
@@ -160,10 +157,10 @@ def test_what_was_on_standby_and_is_gone_fails_the_round_that_counts_on_it() -> 
 def test_workers_that_cannot_be_started_end_no_agent() -> None:
     host = LawHost()
     host.obey(commands.Build(workers(3)))
-    host.feed(GroupNotStarted(3, "no page"))
+    host.fail(actions.StartGroup, "no page")
     assert host.reports() == [reports.NotBuilt(3, "no page")]
     host.obey(start(3))
-    host.feed(GroupNotStarted(3, "no page"))
+    host.fail(actions.StartGroup, "no page")
     assert "no page" in str(host.failure())
     host.obey(commands.Stop(3, False))
     assert host.reported()[-1] == "stopped" and not host.all(actions.EndGroup)
@@ -261,7 +258,8 @@ def test_a_failure_of_workers_is_told_of_once() -> None:
     host = LawHost()
     host.train()
     host.over(1, "rank 1 was killed by SIGKILL", is_chance=True)
-    host.feed(WorkFailed(None, "and no room"))
+    host.fail(actions.StartGroup, "and no room")
+    host.feed(Failed(actions.WarmUp(Imports((), ())), "and no file"))
     assert (failed := host.failure()) is not None and failed.is_chance
 
 
@@ -299,8 +297,9 @@ def waiting_commit() -> tuple[LawHost, commands.Commit]:
     """Return a host without room for the commit of generation 3."""
     host, command = LawHost(), commands.Commit(3, "r-1-7", None, {})
     host.obey(command)
-    assert host.all(actions.TryCommit) == [actions.TryCommit(command, is_again=False)]
-    host.feed(CommitWaits(3))
+    assert host.done == [command]
+    host.fail(commands.Commit, "no room.")
+    assert host.log() == "event=late_commit generation=3: no room."
     return host, command
 
 
@@ -308,7 +307,9 @@ def test_what_there_is_no_room_for_is_committed_later() -> None:
     host, command = waiting_commit()
     host.obey(commands.Discard())
     assert host.all(actions.DiscardSealed)[-1].kept == {"r-1-7"}
-    assert actions.TryCommit(command, is_again=True) in host.tick()
+    assert host.tick() == (command,)
+    host.fail(commands.Commit, "no room.")
+    assert host.log().count("event=late_commit") == 1
     host.feed(reports.Committed(3))
     assert host.reported() == ["committed"] and not host.tick()
     host.obey(commands.Discard())
@@ -333,8 +334,9 @@ def test_a_host_that_the_job_goes_on_without_commits_nothing_late_by_itself() ->
 def test_nothing_to_commit_fails_the_round() -> None:
     host = LawHost()
     host.train()
-    host.obey(commands.Commit(4, "another", None, {}))
-    host.feed(NothingToCommit(4, "sealed in /s, but ['r-1-7']"))
+    command = commands.Commit(4, "another", None, {})
+    host.obey(command)
+    host.feed(NothingToCommit(command, "sealed in /s, but ['r-1-7']"))
     assert "snapshot 'another' is not sealed in /s" in str(host.failure()) and not host.state.late
 
 
@@ -353,7 +355,7 @@ def test_a_host_that_was_expelled_ends_its_workers_and_joins_again() -> None:
     host.end()
     assert host.done[-1] == actions.Rejoin() and host.discarded() == [slot]
     assert "stopped" not in host.reported(), "nobody has asked for it"
-    host.feed(Rejoined())
+    host.succeed(actions.Rejoin)
     assert host.reported()[-2:] == ["slots", "leaving"]
 
 
@@ -377,7 +379,7 @@ def test_another_coordinator_hears_again_how_the_workers_ended(
     host.over(1, *failures)
     host.feed(CoordinatorReplaced())
     assert host.done[-1] == actions.Rejoin()
-    host.feed(Rejoined())
+    host.succeed(actions.Rejoin)
     assert host.reported()[-1] == word and host.reported().count(word) == 2
 
 

@@ -9,10 +9,7 @@ from scalai.core.host.events import (
     Expelled,
     GroupSeen,
     Holds,
-    NoRoom,
     NothingToCommit,
-    Spaced,
-    WorkFailed,
 )
 from scalai.core.job.remembered import Remembered
 from scalai.core.messages import commands, reports
@@ -98,8 +95,9 @@ def test_while_nobody_commits_the_two_newest_snapshots_stay_and_older_ones_go(
     assert host.all(commands.DropSnapshot) == dropped
     assert "event=snapshot_given_up snapshot=r-1-7" in host.log()
     # It is back, and has heard of all of them.
-    host.obey(commands.Commit(3, "r-1-7", None, {}))
-    host.feed(NothingToCommit(3, "sealed"))
+    command = commands.Commit(3, "r-1-7", None, {})
+    host.obey(command)
+    host.feed(NothingToCommit(command, "sealed"))
     assert host.reports()[-2:] == [reports.Doubted(3, None), reports.Committed(3)]
     host.obey(commands.Commit(4, "r-1-21", None, {}))
     host.feed(reports.Committed(4))
@@ -113,8 +111,9 @@ def test_while_nobody_commits_the_two_newest_snapshots_stay_and_older_ones_go(
 def test_a_snapshot_that_is_missing_and_was_not_given_up_fails_its_round(host: LawHost) -> None:
     host.snapshot()
     host.sealed()
-    host.obey(commands.Commit(3, "r-1-7", None, {}))
-    host.feed(NothingToCommit(3, "sealed"))
+    command = commands.Commit(3, "r-1-7", None, {})
+    host.obey(command)
+    host.feed(NothingToCommit(command, "sealed"))
     assert host.failure() is not None
 
 
@@ -138,7 +137,7 @@ def test_what_is_sealed_after_its_round_is_kept_where_the_host_joins_again(
 @pytest.mark.fault
 def test_a_snapshot_on_the_way_that_cannot_be_sealed_is_done_without(host: LawHost) -> None:
     host.snapshot()
-    host.feed(WorkFailed(1, "sealing the snapshot: no room for the manifest."))
+    host.fail(actions.Seal, "sealing the snapshot: no room for the manifest.")
     assert host.reports()[-1] == reports.Skipped(1, "r-1-7")
     assert "event=snapshot_skipped step=7 sealing the snapshot" in host.log()
     host.feed(Holds(frozenset({1})))
@@ -150,8 +149,8 @@ def test_a_snapshot_on_the_way_that_cannot_be_sealed_is_done_without(host: LawHo
 def test_a_snapshot_at_a_stop_that_cannot_be_sealed_fails_the_round(host: LawHost) -> None:
     host.stand()
     host.write(8)
-    host.feed(WorkFailed(1, "sealing the snapshot: no room for the manifest."))
-    host.feed(WorkFailed(1, "and again"))
+    host.fail(actions.Seal, "sealing the snapshot: no room for the manifest.")
+    host.fail(actions.Seal, "and again")
     assert "no room for the manifest" in str(host.failure())
 
 
@@ -176,7 +175,7 @@ def without_files(hang_s: float = 0.0, *, holds: int = 1) -> LawHost:
     host.snapshot()
     host.sealed()
     host.feed(Holds(frozenset({1})))
-    host.feed(NoRoom(1, "no room."))
+    host.fail(actions.Reserve, FULL)
     host.feed(Holds(frozenset(range(1, 1 + holds))))
     return host
 
@@ -191,7 +190,7 @@ def test_a_round_that_trains_goes_on_without_room_and_takes_it_when_it_is_there(
         assert reserves(host) == before + tries - 1, "not yet, and later and later"
         host.tick(2.0)
         assert reserves(host) == before + tries
-        host.feed(NoRoom(1, "no room."))
+        host.fail(actions.Reserve, FULL)
     assert host.failure() is None
     host.tick(snapshots.LONGEST_AGAIN_S)
     host.make_files()
@@ -206,7 +205,7 @@ def test_a_host_without_room_refuses_a_job_that_begins_and_fails_a_round_of_one_
     host = LawHost()
     host.begin(sources=sources() if is_restoring else None)
     host.publish()
-    host.feed(NoRoom(1, "no room."))
+    host.fail(actions.Reserve, FULL)
     assert host.failure() == reports.WorkersFailed(1, FULL, is_refusal=not is_restoring)
 
 
@@ -216,7 +215,7 @@ def test_a_snapshot_that_is_wanted_at_a_stop_and_finds_no_room_fails_the_round()
     host.agree(9)
     host.come(9, "stop", [0])
     host.tick(snapshots.AGAIN_S + 1)
-    host.feed(NoRoom(1, "no room."))
+    host.fail(actions.Reserve, FULL)
     assert host.failure() == reports.WorkersFailed(1, FULL)
 
 
@@ -229,7 +228,7 @@ def test_a_snapshot_on_the_way_that_has_no_files_is_done_without(how: str) -> No
     assert first not in host.answers(), "it may be made in time"
     host.tick(snapshots.AGAIN_S + 1)
     if how == "no room":
-        host.feed(NoRoom(1, "no room."))
+        host.fail(actions.Reserve, FULL)
     else:
         host.tick(snapshots.FILES_S)
     assert host.answers()[first] is None and "event=snapshot_skipped step=9" in host.log()
@@ -398,7 +397,7 @@ def test_a_change_of_the_steps_with_snapshots_is_told_and_said(newest: int, leve
     host.obey(commands.Space(2, 20, 5))  # of another round
     assert not host.all(commands.Space)
     assert host.obey(space) == (space,)
-    (said,) = host.feed(Spaced(space, newest))
+    (said,) = host.succeed(commands.Space, newest)
     assert isinstance(said, actions.Log) and said.level.name == level
     assert "event=spaced round=1 begin=20 every=5" in said.text
 

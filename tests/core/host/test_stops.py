@@ -4,7 +4,7 @@ workers die or hang."""
 import pytest
 
 from scalai.core.host import actions, stops
-from scalai.core.host.events import Agreed, GroupSeen, LeaveAsked
+from scalai.core.host.events import Done, GroupSeen, LeaveAsked
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import BeginSnapshot, Stand
 from scalai.core.tensors.collection import Collection, Tensor
@@ -121,7 +121,7 @@ def test_commands_for_a_round_that_is_not_there_are_left(
 def test_an_agreed_stop_is_not_the_stop_of_workers_that_have_ended(host: LawHost) -> None:
     host.obey(commands.Agree(1, 8))
     host.over()
-    host.feed(Agreed(2, 8))
+    host.feed(Done(commands.Agree(2, 8)))
     assert host.state.round is not None and not host.state.round.is_draining
     assert host.reported()[-1] == "finished"
 
