@@ -10,7 +10,7 @@ from typing import Any
 from scalai.converters.megatron.model_shape import sharding_of
 from scalai.core.degrees.degrees import AXES, DegreeRequest, Degrees, parse_request, refusal
 from scalai.core.errors import RefusedError
-from scalai.core.planner.change import Choice, Option, estimate_of, options_for, plan_change
+from scalai.core.planner.change import ChangeChoice, Option, estimate_of, options_for, plan_change
 from scalai.core.planner.columns import Layout
 from scalai.core.planner.reconfiguration import Hosts, Reconfiguration, spread
 from scalai.core.planner.search import search
@@ -129,7 +129,7 @@ def _asked(question: Question, args: argparse.Namespace, before: Layout) -> _Cha
     return _Change(before, old, there, args.lost)
 
 
-def _given(question: Question, args: argparse.Namespace, change: _Change) -> Choice:
+def _given(question: Question, args: argparse.Namespace, change: _Change) -> ChangeChoice:
     after = _layout(question, args.after, "--to", must_fit=True)
     devices, needed = sum(count for _, count in change.there), after.degrees.world_size
     if needed > devices:
@@ -146,7 +146,7 @@ def _given(question: Question, args: argparse.Namespace, change: _Change) -> Cho
         change.there, lost=change.lost, relaunch_s=args.relaunch, step_s=present.seconds,
         calibration=question.calibration,
     )  # fmt: skip
-    return Choice(one, "as given", ())
+    return ChangeChoice(one, "as given", ())
 
 
 def _degrees(question: Question, text: str, flag: str) -> tuple[Degrees, DegreeRequest]:
@@ -213,7 +213,7 @@ def _draw(path: Path, change: _Change, taken: Option) -> None:
         raise RefusedError(f"{path} cannot be written: {error}. Name another file.") from error
 
 
-def _print(question: Question, change: _Change, choice: Choice, residence_s: float) -> None:
+def _print(question: Question, change: _Change, choice: ChangeChoice, residence_s: float) -> None:
     taken = choice.taken
     size = question.work.shape.total_parameters / 1e9
     print(f"{size:.2f}e9 parameters, {_named(change.before, change.before_hosts)}")
@@ -258,7 +258,7 @@ def _pairs(cost: Reconfiguration) -> list[tuple[str, str, int]]:
     return sorted(found, key=lambda pair: -pair[2])
 
 
-def _content(change: _Change, choice: Choice, residence_s: float) -> dict[str, Any]:
+def _content(change: _Change, choice: ChangeChoice, residence_s: float) -> dict[str, Any]:
     others = [{**_option(one), "reason": why} for one, why in choice.others]
     taken = choice.taken
     pairs = _pairs(taken.change) if taken.change else []

@@ -41,7 +41,7 @@ from scalai.core.jsonable import Json
 from scalai.core.planner.columns import OPTIMIZER, Workload
 from scalai.core.planner.devices import Device, device_named
 from scalai.core.planner.model import ModelShape
-from scalai.core.planner.preference import Preference, Terms
+from scalai.core.planner.preference import PlannerTerms, Preference
 from scalai.core.release import numbers_of
 from scalai.launch.config.elastic_config import DeepSpeedConfig, ElasticConfig, PlannerConfig
 from scalai.launch.config.options import Options
@@ -132,7 +132,7 @@ def _planner_of_megatron(
     device.peak(work.precision)
     return Preference(
         work, device, recompute_of(arguments), Sharding(sharding_of(arguments)),
-        limits.is_sequence_parallel, limits.micro_batch_size, Terms(config.kind == "cost"),
+        limits.is_sequence_parallel, limits.micro_batch_size, PlannerTerms(config.kind == "cost"),
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _planner_of_deepspeed(
     recompute = next(kind for kind in RECOMPUTES if kind == config.recompute)
     return Preference(
         work, device, recompute, limits.sharding or Sharding(), False, told.micro_batch_size,
-        Terms(config.kind == "cost"),
+        PlannerTerms(config.kind == "cost"),
     )  # fmt: skip
 
 

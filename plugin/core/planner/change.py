@@ -48,7 +48,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChangeChoice:
     """The chosen option, and the others with reasons, ordered by work."""
 
     taken: Option
@@ -60,7 +60,7 @@ def choose(
     options: Sequence[Option],
     residence_s: float,
     spread_of: Callable[[Estimate, Estimate], float] | None = None,
-) -> Choice:
+) -> ChangeChoice:
     """Return the option with the most steps within ``residence_s`` seconds.
 
     Another option replaces staying only if it promises 5 % more steps, and more than the
@@ -82,7 +82,7 @@ def choose(
     elif stay is not None:
         taken, reason = _or_stay(taken, stay, residence_s, spread_of or _half_width)
     others = [(one, _why_not(one, taken, residence_s)) for one in ranked if one is not taken]
-    return Choice(taken, reason, tuple(others))
+    return ChangeChoice(taken, reason, tuple(others))
 
 
 def _or_stay(
@@ -172,7 +172,7 @@ def plan_change(
     lost: frozenset[str] = frozenset(),
     rates: Rates | None = None,
     relaunch_s: float | None = None,
-) -> Choice:
+) -> ChangeChoice:
     """Search on the available hosts, and choose.
 
     Candidates are the fastest layouts of the search, the fastest with the running TP and PP, and

@@ -80,12 +80,8 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """Model, layout and device of every case, [cases], or [] if common to all.
-
-    Rates are in FLOP/s and bytes/s, sizes in bytes; ``recompute`` is 0, 1, 2 for none, selective,
-    full.
-    """
+class ModelColumns:
+    """Sizes of the models, as of ``ModelShape``."""
 
     layers: Floats
     hidden: Floats
@@ -103,6 +99,12 @@ class Columns:
     top_k: Floats
     expert_ffn: Floats
     shared_ffn: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class PartColumns:
+    """Numbers of parameters by part."""
+
     dense_cut: Floats
     """Parameters of a layer without experts, cut by tensor parallelism."""
     dense_whole: Floats
@@ -113,11 +115,17 @@ class Columns:
     expert_cut: Floats
     """Cut parameters of one routed expert."""
     expert_whole: Floats
+    final_norm: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class WorkColumns:
+    """The computation, as of ``Workload``; sizes in bytes."""
+
+    global_batch: Floats
     expert_tp: Floats
     """0: the model's."""
     expert_capacity: Floats
-    final_norm: Floats
-    global_batch: Floats
     is_attention_fused: Floats
     has_dropout: Floats
     weight_bytes: Floats
@@ -125,6 +133,12 @@ class Columns:
     gathers_per_layer: Floats
     has_flat_masters: Floats
     bucket_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutColumns:
+    """The layouts."""
+
     tp: Floats
     pp: Floats
     dp: Floats
@@ -133,8 +147,15 @@ class Columns:
     ep: Floats
     micro_batch: Floats
     recompute: Floats
+    """0, 1, 2: none, selective, full."""
     sharding: Floats
     is_sequence_parallel: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceColumns:
+    """Rates in FLOP/s and bytes/s, memory in bytes."""
+
     peak: Floats
     half_peak: Floats
     """FLOP/s of attention and the head, in 16 bit even beside 8-bit layers."""
@@ -145,25 +166,47 @@ class Columns:
     network: Floats
     per_host: Floats
 
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """Model, layout and device of every case: columns [cases], or [] if common to all."""
+
+    model: ModelColumns
+    parts: PartColumns
+    work: WorkColumns
+    layout: LayoutColumns
+    device: DeviceColumns
+
+    def select(self, numbers: Sequence[int]) -> "Cases":
+        """Return some of the cases."""
+        chosen = list(numbers)
+        tables = {}
+        for of in fields(self):
+            table = getattr(self, of.name)
+            columns = {f.name: getattr(table, f.name) for f in fields(table)}
+            picked = {name: c[chosen] if np.ndim(c) else c for name, c in columns.items()}
+            tables[of.name] = type(table)(**picked)
+        return Cases(**tables)
+
     @property
     def micro_batches(self) -> Floats:
         """Micro-batches of one replica and step."""
-        return self.global_batch / (self.micro_batch * self.dp)
+        return self.work.global_batch / (self.layout.micro_batch * self.layout.dp)
 
     @property
     def tokens(self) -> Floats:
         """Tokens of one micro-batch, on one context-parallel rank."""
-        return self.seq * self.micro_batch / self.cp
+        return self.model.seq * self.layout.micro_batch / self.layout.cp
 
     @property
     def etp(self) -> Floats:
         """Tensor parallelism of the experts."""
-        return np.where(self.expert_tp > 0, self.expert_tp, self.tp)
+        return np.where(self.work.expert_tp > 0, self.work.expert_tp, self.layout.tp)
 
     @property
     def replicas(self) -> Floats:
         """Ranks with equal parameters, experts aside."""
-        return self.dp * self.cp
+        return self.layout.dp * self.layout.cp
 
     @property
     def expert_replicas(self) -> Floats:
@@ -172,36 +215,40 @@ class Columns:
         Without expert parallelism megatron-core spreads it like other state (``allreduce`` of a
         parameter, tensor_parallel/layers.py).
         """
-        apart = np.maximum(self.tp * self.replicas / (self.etp * self.ep), 1)
-        return np.where(self.ep > 1, apart, self.replicas)
+        apart = np.maximum(self.layout.tp * self.replicas / (self.etp * self.layout.ep), 1)
+        return np.where(self.layout.ep > 1, apart, self.replicas)
 
     @property
     def world_size(self) -> Floats:
-        return self.tp * self.pp * self.dp * self.cp
+        return self.layout.tp * self.layout.pp * self.layout.dp * self.layout.cp
 
 
-def columns_of(cases: Sequence[tuple[Workload, Device, Layout]]) -> Columns:
+def columns_of(cases: Sequence[tuple[Workload, Device, Layout]]) -> Cases:
     """Return the columns of cases of any models and devices."""
     rows = [
         {**_work_values(work), **_device_values(device, work.precision), **_layout_values(layout)}
         for work, device, layout in cases
     ]
-    return Columns(**{f.name: np.array([row[f.name] for row in rows]) for f in fields(Columns)})
+    return _cases({name: np.array([row[name] for row in rows]) for name in rows[0]})
 
 
-def grid(work: Workload, device: Device, layouts: Mapping[str, Floats]) -> Columns:
+def grid(work: Workload, device: Device, layouts: Mapping[str, Floats]) -> Cases:
     """Return the columns of one model on one device in many layouts, given by column."""
     same = {**_work_values(work), **_device_values(device, work.precision)}
-    return Columns(**{name: np.asarray(value) for name, value in same.items()}, **layouts)
+    return _cases({**{name: np.asarray(value) for name, value in same.items()}, **layouts})
+
+
+def _cases(columns: Mapping[str, Floats]) -> Cases:
+    tables = (ModelColumns, PartColumns, WorkColumns, LayoutColumns, DeviceColumns)
+    return Cases(*(each(**{f.name: columns[f.name] for f in fields(each)}) for each in tables))
 
 
 def _work_values(work: Workload) -> dict[str, float]:
     shape = work.shape
     parts = {"dense": shape.dense_layer, "moe": shape.expert_layer, "expert": shape.expert}
-    names = {f.name for f in fields(ModelShape)} & {f.name for f in fields(Columns)}
     gradient = 4 if work.precision in ("bf16", "fp8", "fp32") else 2
     return {
-        **{name: float(getattr(shape, name)) for name in names},
+        **{f.name: float(getattr(shape, f.name)) for f in fields(ModelColumns)},
         **{f"{name}_cut": float(part.cut) for name, part in parts.items()},
         **{f"{name}_whole": float(part.whole) for name, part in parts.items()},
         "expert_tp": float(work.expert_tp or 0),

@@ -7,12 +7,12 @@ from typing import Self
 import numpy as np
 
 from scalai.core.planner.coefficients import Coefficients, from_logs, prior_logs
-from scalai.core.planner.columns import Columns, Floats
+from scalai.core.planner.columns import Cases, Floats
 from scalai.core.planner.step_time import step_time
 
 KINDS = ("recompute", "sharding", "is_sequence_parallel", "is_attention_fused")
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "hidden", "layers", "seq")
-"""Columns for the likeness of cases."""
+"""Cases for the likeness of cases."""
 NEAR, FAR = 0.7, 4.0
 """Length scales, in doublings of a size: of near cases, and of a whole class."""
 NEAR_SHARE, FAR_SHARE = 0.6, 0.3
@@ -37,7 +37,7 @@ class Neighbours:
     pull: Floats
 
     @classmethod
-    def of(cls, x: Columns, residual: Floats, noise: float, trust: Floats) -> Self:
+    def of(cls, x: Cases, residual: Floats, noise: float, trust: Floats) -> Self:
         """Fit the residuals of measurements.
 
         Args:
@@ -52,20 +52,27 @@ class Neighbours:
         limited = np.clip(residual, -3 * noise, 3 * noise)
         return cls(sizes, shared, np.linalg.solve(alike, limited).astype(np.float64))
 
-    def residual(self, x: Columns) -> Floats:
+    def residual(self, x: Cases) -> Floats:
         """Return the correction to the logarithm of predicted seconds, [cases]."""
         found: Floats = _alike(*_places(x), self.sizes, self.shared) @ self.pull
         return found
 
 
-def _places(x: Columns) -> tuple[Floats, Floats]:
+def _places(x: Cases) -> tuple[Floats, Floats]:
     """Return sizes in doublings, [cases, columns], and 1 for pipelines with shared hosts,
     [cases]."""
-    of_sizes = (np.log2(getattr(x, name)) for name in SIZES)
-    of_kinds = (KIND_APART * np.asarray(getattr(x, name), float) for name in KINDS)
+    of_sizes = (np.log2(_column(x, name)) for name in SIZES)
+    of_kinds = (KIND_APART * np.asarray(_column(x, name), float) for name in KINDS)
     columns = np.broadcast_arrays(*map(np.atleast_1d, (*of_sizes, *of_kinds)))
-    shared = (x.pp > 1) & (x.tp * x.cp < x.per_host)
+    shared = (x.layout.pp > 1) & (x.layout.tp * x.layout.cp < x.device.per_host)
     return np.stack(columns, -1), np.broadcast_to(shared, columns[0].shape).astype(float)
+
+
+def _column(x: Cases, name: str) -> Floats:
+    """Return the column of ``KINDS`` and ``SIZES`` of this name."""
+    of = next(table for table in (x.layout, x.model, x.work) if hasattr(table, name))
+    column: Floats = getattr(of, name)
+    return column
 
 
 def _alike(sizes: Floats, shared: Floats, others: Floats, others_shared: Floats) -> Floats:
@@ -131,7 +138,7 @@ class Calibration:
     def coefficients(self) -> Coefficients:
         return from_logs(self.logs)
 
-    def seconds(self, x: Columns) -> Floats:
+    def seconds(self, x: Cases) -> Floats:
         """Return the seconds of a step, [cases]."""
         total = step_time(x, self.coefficients).total
         if self.neighbours is None:
@@ -139,11 +146,11 @@ class Calibration:
         alike: Floats = total * np.exp(self.neighbours.residual(x))
         return alike
 
-    def never_seen(self, x: Columns, number: int) -> tuple[str, ...]:
+    def never_seen(self, x: Cases, number: int) -> tuple[str, ...]:
         """Name a case's unmeasured kinds, and sizes beyond the measured range."""
         found = []
         for name, sizes in self.seen.items():
-            column = np.ravel(getattr(x, name))
+            column = np.ravel(_column(x, name))
             size = float(column[number if len(column) > 1 else 0])
             is_kind = name in KINDS
             if not sizes or (
@@ -152,7 +159,7 @@ class Calibration:
                 found.append(f"{name}={size:g}")
         return tuple(found)
 
-    def predict(self, x: Columns) -> Prediction:
+    def predict(self, x: Cases) -> Prediction:
         """Return the seconds of a step with their interval.
 
         Neighbours do not narrow the interval: their likeness to a case is itself a guess.
@@ -165,7 +172,7 @@ class Calibration:
         return Prediction(seconds, seconds / spread, seconds * spread)
 
     def spread_of_ratio(
-        self, x: Columns, measured_spread: float, is_measured: tuple[bool, bool]
+        self, x: Cases, measured_spread: float, is_measured: tuple[bool, bool]
     ) -> float:
         """Return half of the 90 % interval of the ratio of two steps, relative.
 
@@ -193,7 +200,7 @@ def uncalibrated() -> Calibration:
     return Calibration(means, np.diag(deviations**2), UNCALIBRATED_NOISE, 0, nothing)
 
 
-def calibrate(x: Columns, seconds: Floats, *, has_neighbours: bool = False) -> Calibration:
+def calibrate(x: Cases, seconds: Floats, *, has_neighbours: bool = False) -> Calibration:
     """Return the likeliest coefficients for one cluster's measured steps.
 
     They maximise the posterior of the priors and of errors of logarithms under Student's t: a few
@@ -239,7 +246,7 @@ def calibrate(x: Columns, seconds: Floats, *, has_neighbours: bool = False) -> C
             break
     slopes = _slopes(predicted, logs)
     normal = (slopes.T * weights) @ slopes / noise**2 + precision
-    seen = {name: frozenset(np.ravel(getattr(x, name)).tolist()) for name in (*KINDS, *SIZES)}
+    seen = {name: frozenset(np.ravel(_column(x, name)).tolist()) for name in (*KINDS, *SIZES)}
     covariance: Floats = np.linalg.inv(normal).astype(np.float64)
     left = measured - predicted(logs)
     around = Neighbours.of(x, left, noise, weights) if has_neighbours else None

@@ -17,7 +17,7 @@ from scalai.core.degrees.degrees import Degrees, Sharding
 from scalai.core.degrees.passes import AS_GIVEN, Passes, Recompute, recompute_of_json
 from scalai.core.degrees.policy import Choice
 from scalai.core.errors import ScalaiError
-from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
+from scalai.core.planner.columns import Cases, Layout, Workload, columns_of
 from scalai.core.planner.devices import Device
 from scalai.core.planner.fit import Calibration, calibrate, uncalibrated
 from scalai.core.planner.meter import ChangeTime
@@ -65,7 +65,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class PlannerTerms:
     """The user's settings for the planner, and the measured time of a change.
 
     Attributes:
@@ -116,7 +116,7 @@ class Preference:
     sharding: Sharding
     is_sequence_parallel: bool
     micro_batch: int
-    terms: Terms = Terms()
+    terms: PlannerTerms = PlannerTerms()
     measured: tuple[Measured, ...] = ()
     calibration: Calibration = field(default_factory=uncalibrated, compare=False)
 
@@ -257,7 +257,7 @@ class Preference:
             found.append(_worth(case))
         return found
 
-    def _fits(self, x: Columns, failed: Sequence[Choice]) -> Bools:
+    def _fits(self, x: Cases, failed: Sequence[Choice]) -> Bools:
         """Return a mask of the cases that fit in memory by the model and by past failures."""
         needed = step_memory(x).total
         fits: Bools = needed <= USABLE * self.device.memory

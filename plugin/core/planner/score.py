@@ -21,7 +21,7 @@ NEEDED = (
     "layers", "hidden", "heads", "seq", "vocab", "gpus", "gpu_type", "tp", "pp", "dp",
     "global_batch", "iteration_time_s",
 )  # fmt: skip
-"""Columns with a value in every row."""
+"""Cases with a value in every row."""
 OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
 FUSED_SINCE = ("h100", "h200", "h800", "h20", "b200", "gb200", "mi300x")
 """Devices always used with fused attention."""

@@ -13,7 +13,7 @@ import numpy as np
 from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 from scalai.core.degrees.passes import MICRO_BATCHES, RECOMPUTES, Recompute
 from scalai.core.errors import RefusedError
-from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, Columns, Layout, Workload, grid
+from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, Cases, Layout, Workload, grid
 from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration, uncalibrated
 from scalai.core.planner.step_memory import USABLE, StepMemory, step_memory
@@ -123,7 +123,7 @@ def search(
     numbers = [*shown, *larger]
     rows = [layouts[number] for number in numbers]
     kept = [_layout(row, choices) for row in rows]
-    found = estimates(_take(x, numbers), kept, devices, calibration)
+    found = estimates(x.select(numbers), kept, devices, calibration)
     best = found[0]
     others = [replace(one, reason=_why_not(one, best, device, devices)) for one in found[1:]]
     others.sort(key=lambda one: one.seconds)
@@ -211,7 +211,7 @@ NAMES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "recompute", "shard
 
 def _columns(
     work: Workload, device: Device, layouts: Sequence[tuple[int, ...]], choices: Choices
-) -> Columns:
+) -> Cases:
     table = np.array(layouts, dtype=float)
     columns = dict(zip(NAMES, table.T, strict=True))
     columns["is_sequence_parallel"] = (columns["tp"] > 1) * float(choices.is_sequence_parallel)
@@ -226,11 +226,17 @@ def _layout(row: Sequence[int], choices: Choices) -> Layout:
     )  # fmt: skip
 
 
-def _distinct(x: Columns, numbers: Iterable[int], most: int) -> list[int]:
+def _distinct(x: Cases, numbers: Iterable[int], most: int) -> list[int]:
     """Return the first of each combination of degrees, virtual stages and micro-batch aside."""
     seen: dict[tuple[float, ...], int] = {}
     for number in numbers:
-        key = (x.tp[number], x.pp[number], x.dp[number], x.cp[number], x.ep[number])
+        key = (
+            x.layout.tp[number],
+            x.layout.pp[number],
+            x.layout.dp[number],
+            x.layout.cp[number],
+            x.layout.ep[number],
+        )
         if key not in seen:
             seen[key] = number
             if len(seen) == most:
@@ -239,7 +245,7 @@ def _distinct(x: Columns, numbers: Iterable[int], most: int) -> list[int]:
 
 
 def estimates(
-    x: Columns, layouts: Sequence[Layout], devices: int, calibration: Calibration
+    x: Cases, layouts: Sequence[Layout], devices: int, calibration: Calibration
 ) -> list[Estimate]:
     """Return the costs of these layouts, with columns ``x``, on so many devices."""
     time, memory = step_time(x, calibration.coefficients), step_memory(x)
@@ -254,17 +260,6 @@ def estimates(
         interval = float(said.low[place]), float(said.high[place])
         found.append(Estimate(layout, seconds, *interval, parts, _parts(memory, place), idle))
     return found
-
-
-def _take(x: Columns, numbers: Sequence[int]) -> Columns:
-    """Return the columns of some cases."""
-    chosen = list(numbers)
-    return Columns(
-        **{
-            f.name: value[chosen] if np.ndim(value := getattr(x, f.name)) else value
-            for f in fields(Columns)
-        }
-    )
 
 
 def _parts(of: StepTime | StepMemory, place: int) -> dict[str, float]:
@@ -323,7 +318,7 @@ def _what_would_fit(
     devices: int,
     limits: ModelLimits,
     choices: Choices,
-    x: Columns,
+    x: Cases,
     memory: StepMemory,
 ) -> str:
     """Return the message for no fitting layout: the least need of memory, and the way out."""
@@ -331,7 +326,7 @@ def _what_would_fit(
     parts = _parts(memory, least)
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {size / GB:.1f} GB" for name, size in largest)
-    layout = _layout([int(getattr(x, name)[least]) for name in NAMES], choices)
+    layout = _layout([int(getattr(x.layout, name)[least]) for name in NAMES], choices)
     text = (
         f"nothing that is valid on {devices} devices fits: {layout} needs the least, "
         f"{sum(parts.values()) / GB:.1f} of {USABLE * device.memory / GB:.1f} GB of {device.name} "

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, WEIGHTS, Columns, Floats
+from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, WEIGHTS, Cases, Floats
 from scalai.core.planner.stage import (
     dense_layer,
     expert_layer,
@@ -57,7 +57,7 @@ class StepMemory:
         return total
 
 
-def step_memory(x: Columns) -> StepMemory:
+def step_memory(x: Cases) -> StepMemory:
     """Return the bytes of the first stage, the second or the last, whichever has most.
 
     The first keeps the most passes in flight and has the embedding, the last has head and logits;
@@ -79,150 +79,159 @@ def step_memory(x: Columns) -> StepMemory:
     )
 
 
-def fits(x: Columns) -> npt.NDArray[np.bool_]:
+def fits(x: Cases) -> npt.NDArray[np.bool_]:
     """Return whether the step fits its device, [cases]."""
-    is_fit: npt.NDArray[np.bool_] = step_memory(x).total <= USABLE * x.memory
+    is_fit: npt.NDArray[np.bool_] = step_memory(x).total <= USABLE * x.device.memory
     return is_fit
 
 
-def is_too_large(x: Columns) -> npt.NDArray[np.bool_]:
+def is_too_large(x: Cases) -> npt.NDArray[np.bool_]:
     """Return whether the step cannot fit its device, even if the estimate is too high, [cases]."""
-    is_large: npt.NDArray[np.bool_] = (1 - UNCERTAINTY) * step_memory(x).total > x.memory
+    is_large: npt.NDArray[np.bool_] = (1 - UNCERTAINTY) * step_memory(x).total > x.device.memory
     return is_large
 
 
-def layer_activations(x: Columns, *, is_moe: bool = False) -> Floats:
+def layer_activations(x: Cases, *, is_moe: bool = False) -> Floats:
     """Return the saved bytes of a layer, with or without experts, for one micro-batch without
     recomputation."""
     return _saved_whole(x) + _saved_parts(x, is_moe) + _scores(x)
 
 
-def kept_activations(x: Columns, *, is_moe: bool = False) -> Floats:
+def kept_activations(x: Cases, *, is_moe: bool = False) -> Floats:
     """Return the saved bytes of a layer, with or without experts, for one micro-batch at the case's
     recomputation."""
     # The input of a layer lies in parts under sequence parallelism, else whole on each rank.
-    checkpoint = BYTES * x.tokens * x.hidden / _sequence_parts(x)
+    checkpoint = BYTES * x.tokens * x.model.hidden / _sequence_parts(x)
     selective = _saved_whole(x) + _saved_parts(x, is_moe)
     return np.select(
-        [x.recompute == 2, x.recompute == 1],
+        [x.layout.recompute == 2, x.layout.recompute == 1],
         [checkpoint, selective],
         layer_activations(x, is_moe=is_moe),
     )
 
 
-def stage_memory(x: Columns, stage: Floats) -> StepMemory:
+def stage_memory(x: Cases, stage: Floats) -> StepMemory:
     """Return the bytes of one rank of a pipeline stage, by its number, [cases]."""
     own, routed = parameters_of(x, stage)
-    shape = np.zeros(np.broadcast(x.pp, x.tp, x.micro_batch).shape)
+    shape = np.zeros(np.broadcast(x.layout.pp, x.layout.tp, x.layout.micro_batch).shape)
 
     def held(bytes_each: Floats, sharding: int) -> Floats:
         shared = own / x.replicas + routed / x.expert_replicas
-        return bytes_each * np.where(x.sharding >= sharding, shared, own + routed) + shape
+        return bytes_each * np.where(x.layout.sharding >= sharding, shared, own + routed) + shape
 
-    has_masters = (x.weight_bytes < 4) | ((x.has_flat_masters > 0) & (x.sharding >= OPTIMIZER))
+    has_masters = (x.work.weight_bytes < 4) | (
+        (x.work.has_flat_masters > 0) & (x.layout.sharding >= OPTIMIZER)
+    )
     master = np.where(has_masters, 12.0, 8.0)
-    update = held(np.where(has_masters & (x.has_flat_masters > 0), 4.0, 0.0), OPTIMIZER)
+    update = held(np.where(has_masters & (x.work.has_flat_masters > 0), 4.0, 0.0), OPTIMIZER)
     # The first stage of ZeRO leaves 16-bit gradients where they are while their sums are in fp32.
-    is_summed_apart = (x.weight_bytes < x.gradient_bytes) & (x.has_flat_masters > 0)
-    both = np.where(is_summed_apart & (x.sharding == OPTIMIZER), x.weight_bytes, 0.0)
-    buckets = np.where(x.sharding >= OPTIMIZER, x.bucket_bytes, 0.0)
+    is_summed_apart = (x.work.weight_bytes < x.work.gradient_bytes) & (x.work.has_flat_masters > 0)
+    both = np.where(is_summed_apart & (x.layout.sharding == OPTIMIZER), x.work.weight_bytes, 0.0)
+    buckets = np.where(x.layout.sharding >= OPTIMIZER, x.work.bucket_bytes, 0.0)
     dense, moe = layers_of(x, stage)
-    passes, has_logits = _passes(x, stage), stage == x.pp - 1
+    passes, has_logits = _passes(x, stage), stage == x.layout.pp - 1
     kept = dense * kept_activations(x) + moe * kept_activations(x, is_moe=True)
     return StepMemory(
-        weights=held(x.weight_bytes, WEIGHTS),
-        gradients=held(x.gradient_bytes + both, GRADIENTS),
+        weights=held(x.work.weight_bytes, WEIGHTS),
+        gradients=held(x.work.gradient_bytes + both, GRADIENTS),
         optimizer=held(master, OPTIMIZER),
         activations=passes * kept + _embedded(x, stage),
         working=_working(x, dense, moe) + shape,
-        logits=np.where(has_logits, LOGITS_BYTES * x.tokens * x.vocab / x.tp, 0.0) + shape,
+        logits=np.where(has_logits, LOGITS_BYTES * x.tokens * x.model.vocab / x.layout.tp, 0.0)
+        + shape,
         buffers=_buffers(x, dense, moe) + update + buckets + shape,
         reserve=RESERVE_BYTES + shape,
     )
 
 
-def _sequence_parts(x: Columns) -> Floats:
-    return np.where(x.is_sequence_parallel > 0, x.tp, 1.0)
+def _sequence_parts(x: Cases) -> Floats:
+    return np.where(x.layout.is_sequence_parallel > 0, x.layout.tp, 1.0)
 
 
-def _saved_whole(x: Columns) -> Floats:
+def _saved_whole(x: Cases) -> Floats:
     """Inputs of two norms and of two first matrices, and two dropouts' masks."""
-    each = 4 * BYTES + 2 * MASK_BYTES * x.has_dropout
-    return each * x.tokens * x.hidden / _sequence_parts(x)
+    each = 4 * BYTES + 2 * MASK_BYTES * x.work.has_dropout
+    return each * x.tokens * x.model.hidden / _sequence_parts(x)
 
 
-def _saved_parts(x: Columns, is_moe: bool) -> Floats:
+def _saved_parts(x: Cases, is_moe: bool) -> Floats:
     """What tensor parallelism cuts: queries, keys, values, attention's result; of the feed-forward
     part input and result of the activation; of experts what they and the router keep."""
-    width = x.heads * x.head_dim
+    width = x.model.heads * x.model.head_dim
     # Attention that is not fused repeats the keys and values of a group for each of its heads.
-    keys = np.where(x.is_attention_fused > 0, x.kv_groups, x.heads) * x.head_dim
-    ffn = x.shared_ffn if is_moe else x.ffn
-    per_token = 2 * width + 2 * keys + (2 + x.is_gated) * ffn
-    parts = BYTES * x.tokens * per_token / x.tp
+    keys = (
+        np.where(x.work.is_attention_fused > 0, x.model.kv_groups, x.model.heads) * x.model.head_dim
+    )
+    ffn = x.model.shared_ffn if is_moe else x.model.ffn
+    per_token = 2 * width + 2 * keys + (2 + x.model.is_gated) * ffn
+    parts = BYTES * x.tokens * per_token / x.layout.tp
     return parts + _routed(x) + _router(x) if is_moe else parts
 
 
-def expert_rows(x: Columns) -> Floats:
+def expert_rows(x: Cases) -> Floats:
     """Return how many copies of tokens the experts of a rank compute, where they are spread
     evenly: those of its expert-tensor-parallel ranks together."""
-    copies = x.tokens / _sequence_parts(x) * x.top_k * x.expert_capacity
-    return copies * np.where(x.is_sequence_parallel > 0, x.etp, 1.0)
+    copies = x.tokens / _sequence_parts(x) * x.model.top_k * x.work.expert_capacity
+    return copies * np.where(x.layout.is_sequence_parallel > 0, x.etp, 1.0)
 
 
-def _routed(x: Columns) -> Floats:
+def _routed(x: Cases) -> Floats:
     """The experts' input, and of each its activation's input and result and the latter times its
     probability. With a gate, activation and product are one kernel, which keeps no result."""
-    return BYTES * expert_rows(x) * (x.hidden + 3 * x.expert_ffn / x.etp)
+    return BYTES * expert_rows(x) * (x.model.hidden + 3 * x.model.expert_ffn / x.etp)
 
 
-def _router(x: Columns) -> Floats:
+def _router(x: Cases) -> Floats:
     """Probabilities, indices and places of each copy, and of each token scores and the map of the
     experts."""
-    per_token = INDEX_BYTES * x.top_k + MAP_BYTES * x.experts
+    per_token = INDEX_BYTES * x.model.top_k + MAP_BYTES * x.model.experts
     return per_token * x.tokens / _sequence_parts(x)
 
 
-def _scores(x: Columns) -> Floats:
+def _scores(x: Cases) -> Floats:
     """Softmax, its dropout's mask and result; fused attention keeps one fp32 number a row."""
-    rows = x.tokens * x.heads / x.tp
-    each = BYTES + (BYTES + MASK_BYTES) * x.has_dropout
-    return np.where(x.is_attention_fused > 0, 4 * rows, each * rows * x.seq)
+    rows = x.tokens * x.model.heads / x.layout.tp
+    each = BYTES + (BYTES + MASK_BYTES) * x.work.has_dropout
+    return np.where(x.work.is_attention_fused > 0, 4 * rows, each * rows * x.model.seq)
 
 
-def _passes(x: Columns, stage: Floats) -> Floats:
+def _passes(x: Cases, stage: Floats) -> Floats:
     """Return how many micro-batches' activations a stage keeps, by the warm-up of its schedule."""
-    behind = x.pp - 1 - stage
+    behind = x.layout.pp - 1 - stage
     plain = np.minimum(behind + 1, x.micro_batches)
-    chunks = np.minimum(2 * behind + (x.vpp - 1) * x.pp + 1, x.vpp * x.micro_batches)
-    return np.where(x.vpp > 1, chunks / x.vpp, plain)
+    chunks = np.minimum(
+        2 * behind + (x.layout.vpp - 1) * x.layout.pp + 1, x.layout.vpp * x.micro_batches
+    )
+    return np.where(x.layout.vpp > 1, chunks / x.layout.vpp, plain)
 
 
-def _working(x: Columns, dense: Floats, moe: Floats) -> Floats:
+def _working(x: Cases, dense: Floats, moe: Floats) -> Floats:
     """The largest layer of a stage while it is computed again, or scores while their gradients
     are."""
     again = np.maximum(
         np.where(dense > 0, layer_activations(x), 0.0),
         np.where(moe > 0, layer_activations(x, is_moe=True), 0.0),
     )
-    return np.where(x.recompute == 2, again, _scores(x))
+    return np.where(x.layout.recompute == 2, again, _scores(x))
 
 
-def _buffers(x: Columns, dense: Floats, moe: Floats) -> Floats:
+def _buffers(x: Cases, dense: Floats, moe: Floats) -> Floats:
     """Messages between stages, gathered sequences, two layers' weights where they are sharded, and
     copies of tokens as they are sent to experts and as they come from others."""
     layer = np.maximum(
         np.where(dense > 0, dense_layer(x), 0.0),
         np.where(moe > 0, expert_layer(x) + experts(x), 0.0),
     )
-    gathered = np.where(x.sharding == WEIGHTS, layer * 2 * x.weight_bytes, 0.0)
-    messages = np.where(x.pp > 1, 4 * BYTES * x.tokens * x.hidden / x.tp, 0.0)
-    sequences = np.where(x.is_sequence_parallel > 0, 2 * BYTES * x.tokens * x.hidden, 0.0)
-    copies = np.where(moe > 0, 2 * BYTES * expert_rows(x) * x.hidden, 0.0)
+    gathered = np.where(x.layout.sharding == WEIGHTS, layer * 2 * x.work.weight_bytes, 0.0)
+    messages = np.where(x.layout.pp > 1, 4 * BYTES * x.tokens * x.model.hidden / x.layout.tp, 0.0)
+    sequences = np.where(
+        x.layout.is_sequence_parallel > 0, 2 * BYTES * x.tokens * x.model.hidden, 0.0
+    )
+    copies = np.where(moe > 0, 2 * BYTES * expert_rows(x) * x.model.hidden, 0.0)
     return gathered + messages + sequences + copies
 
 
-def _embedded(x: Columns, stage: Floats) -> Floats:
+def _embedded(x: Cases, stage: Floats) -> Floats:
     """The embedding's dropout mask, of each pass in flight on the first stage."""
-    passes = np.where(stage > 0, 0.0, np.minimum(x.pp, x.micro_batches))
-    return MASK_BYTES * x.has_dropout * x.tokens * x.hidden / _sequence_parts(x) * passes
+    passes = np.where(stage > 0, 0.0, np.minimum(x.layout.pp, x.micro_batches))
+    return MASK_BYTES * x.work.has_dropout * x.tokens * x.model.hidden / _sequence_parts(x) * passes

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from scalai.core.planner.coefficients import DEFAULT, Coefficients
-from scalai.core.planner.columns import WEIGHTS, Columns, Floats
+from scalai.core.planner.columns import WEIGHTS, Cases, Floats
 from scalai.core.planner.stage import most_parameters
 
 LAYER_NORM_BYTES = 22
@@ -37,26 +37,26 @@ class LayerTime:
         return 2 * self.matrix + attention + 2 * self.elementwise + self.launch
 
 
-def layer_time(x: Columns, k: Coefficients) -> LayerTime:
+def layer_time(x: Cases, k: Coefficients) -> LayerTime:
     """Return the seconds of an average layer: dense ones and those with experts by their shares."""
-    moe = x.moe_layers / x.layers
-    width = x.heads * x.head_dim
-    keys = np.maximum(x.kv_groups / x.tp, 1) * x.head_dim
-    attention_linear = product(x, k, x.tokens, width / x.tp + 2 * keys, x.hidden)
-    attention_linear += product(x, k, x.tokens, x.hidden, width / x.tp)
-    dense = _feed_forward(x, k, x.tokens, x.ffn / x.tp)
+    moe = x.model.moe_layers / x.model.layers
+    width = x.model.heads * x.model.head_dim
+    keys = np.maximum(x.model.kv_groups / x.layout.tp, 1) * x.model.head_dim
+    attention_linear = product(x, k, x.tokens, width / x.layout.tp + 2 * keys, x.model.hidden)
+    attention_linear += product(x, k, x.tokens, x.model.hidden, width / x.layout.tp)
+    dense = _feed_forward(x, k, x.tokens, x.model.ffn / x.layout.tp)
     routed = moe * _experts(x, k)
     scores, score_traffic = _scores(x, k)
     return LayerTime(
         matrix=attention_linear + (1 - moe) * dense + routed,
         attention=scores,
-        elementwise=score_traffic + _traffic(x, moe) / (x.memory_bandwidth * k.memory),
+        elementwise=score_traffic + _traffic(x, moe) / (x.device.memory_bandwidth * k.memory),
         launch=k.launch_s * (1 + 0.5 * moe),
     )
 
 
 def product(
-    x: Columns,
+    x: Cases,
     k: Coefficients,
     rows: Floats,
     columns: Floats,
@@ -69,17 +69,21 @@ def product(
     A roofline would take the larger of both; real kernels hardly overlap them at their ends.
     ``peak`` None: of the layers' precision.
     """
-    rate = (x.peak if peak is None else peak) * x.matrix_efficiency * k.matrix
+    rate = (x.device.peak if peak is None else peak) * x.device.matrix_efficiency * k.matrix
     operations = 2 * rows * columns * inner / rate
     size = BYTES * (rows * inner + inner * columns + rows * columns)
-    return operations + size / (x.memory_bandwidth * k.memory)
+    return operations + size / (x.device.memory_bandwidth * k.memory)
 
 
-def head_time(x: Columns, k: Coefficients) -> Floats:
+def head_time(x: Cases, k: Coefficients) -> Floats:
     """Return the seconds of logits and loss, forward and backward, for one micro-batch: three
     products, and five reads or writes of fp32 logits."""
-    logits = 3 * product(x, k, x.tokens, x.vocab / x.tp, x.hidden, x.half_peak)
-    return logits + 20 * x.tokens * x.vocab / x.tp / (x.memory_bandwidth * k.memory)
+    logits = 3 * product(
+        x, k, x.tokens, x.model.vocab / x.layout.tp, x.model.hidden, x.device.half_peak
+    )
+    return logits + 20 * x.tokens * x.model.vocab / x.layout.tp / (
+        x.device.memory_bandwidth * k.memory
+    )
 
 
 def core_attention_time(layer: LayerTime) -> Floats:
@@ -87,42 +91,53 @@ def core_attention_time(layer: LayerTime) -> Floats:
     return layer.attention
 
 
-def _feed_forward(x: Columns, k: Coefficients, rows: Floats, width: Floats) -> Floats:
-    up = product(x, k, rows, width * (1 + x.is_gated), x.hidden)
-    return up + product(x, k, rows, x.hidden, width)
+def _feed_forward(x: Cases, k: Coefficients, rows: Floats, width: Floats) -> Floats:
+    up = product(x, k, rows, width * (1 + x.model.is_gated), x.model.hidden)
+    return up + product(x, k, rows, x.model.hidden, width)
 
 
-def _experts(x: Columns, k: Coefficients) -> Floats:
+def _experts(x: Cases, k: Coefficients) -> Floats:
     """Return the seconds of routed and shared experts, balanced over ``ep`` ranks."""
-    local = np.maximum(x.experts / x.ep, 1)
-    rows = x.tokens * x.top_k * x.expert_capacity * x.etp / x.tp / local
-    routed = local * _feed_forward(x, k, rows, x.expert_ffn / x.etp)
-    shared = np.where(x.shared_ffn > 0, _feed_forward(x, k, x.tokens, x.shared_ffn / x.tp), 0.0)
+    local = np.maximum(x.model.experts / x.layout.ep, 1)
+    rows = x.tokens * x.model.top_k * x.work.expert_capacity * x.etp / x.layout.tp / local
+    routed = local * _feed_forward(x, k, rows, x.model.expert_ffn / x.etp)
+    shared = np.where(
+        x.model.shared_ffn > 0, _feed_forward(x, k, x.tokens, x.model.shared_ffn / x.layout.tp), 0.0
+    )
     return routed + shared
 
 
-def _scores(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
+def _scores(x: Cases, k: Coefficients) -> tuple[Floats, Floats]:
     """Return the seconds of attention's own products, and of the scores' memory traffic.
 
     Fused attention skips masked scores; separate products do not.
     """
-    operations = 4 * x.tokens * x.seq * x.heads * x.head_dim / x.tp
-    best = x.half_peak * x.matrix_efficiency
+    operations = 4 * x.tokens * x.model.seq * x.model.heads * x.model.head_dim / x.layout.tp
+    best = x.device.half_peak * x.device.matrix_efficiency
     fused = operations / 2 / (best * k.attention)
-    traffic = SCORE_BYTES * x.tokens * x.seq * x.heads / x.tp / (x.memory_bandwidth * k.memory)
-    is_fused = x.is_attention_fused > 0
+    traffic = (
+        SCORE_BYTES
+        * x.tokens
+        * x.model.seq
+        * x.model.heads
+        / x.layout.tp
+        / (x.device.memory_bandwidth * k.memory)
+    )
+    is_fused = x.work.is_attention_fused > 0
     return (
         np.where(is_fused, fused, operations / (best * k.matrix)),
         np.where(is_fused, 0.0, traffic),
     )
 
 
-def _traffic(x: Columns, moe: Floats) -> Floats:
+def _traffic(x: Cases, moe: Floats) -> Floats:
     """Return the bytes read and written by norms, dropouts, residuals and activations."""
-    repeated = LAYER_NORM_BYTES * x.tokens * x.hidden
-    repeated = repeated / np.where(x.is_sequence_parallel > 0, x.tp, 1)
-    width = (1 - moe) * x.ffn + moe * (x.top_k * x.expert_ffn + x.shared_ffn)
-    activation = 2 * BYTES * x.tokens * width * (1 + 0.5 * x.is_gated) / x.tp
+    repeated = LAYER_NORM_BYTES * x.tokens * x.model.hidden
+    repeated = repeated / np.where(x.layout.is_sequence_parallel > 0, x.layout.tp, 1)
+    width = (1 - moe) * x.model.ffn + moe * (
+        x.model.top_k * x.model.expert_ffn + x.model.shared_ffn
+    )
+    activation = 2 * BYTES * x.tokens * width * (1 + 0.5 * x.model.is_gated) / x.layout.tp
     return repeated + activation
 
 
@@ -133,17 +148,17 @@ START_S = 1e-5
 """Of any collective or message: its kernel (NCCL, src/graph/tuning.cc: 8.4e-6)."""
 
 
-def bandwidth(x: Columns, k: Coefficients, stride: Floats, size: Floats) -> tuple[Floats, Floats]:
+def bandwidth(x: Cases, k: Coefficients, stride: Floats, size: Floats) -> tuple[Floats, Floats]:
     """Return bytes/s and latency of a ring, once round, of ``size`` ranks, ``stride`` apart.
 
     Between hosts the rings that pass through a host at the same time share its network; a ring with
     several ranks in a host has that of all of them.
     """
-    is_inside = stride * size <= x.per_host
-    link, network = x.link * k.link, x.network * k.network
-    rings = np.minimum(stride, x.per_host)
-    between = np.minimum(link, network * x.per_host / rings)
-    hosts = np.where(is_inside, 1, stride * size / x.per_host)
+    is_inside = stride * size <= x.device.per_host
+    link, network = x.device.link * k.link, x.device.network * k.network
+    rings = np.minimum(stride, x.device.per_host)
+    between = np.minimum(link, network * x.device.per_host / rings)
+    hosts = np.where(is_inside, 1, stride * size / x.device.per_host)
     latency = START_S + NETWORK_LATENCY_S * (hosts - 1) + LINK_LATENCY_S * (size - hosts)
     return np.where(is_inside, link, between), latency
 
@@ -154,51 +169,67 @@ def gather(size_bytes: Floats, ranks: Floats, rate: tuple[Floats, Floats]) -> Fl
     return np.where(ranks > 1, crossing + rate[1], 0.0)
 
 
-def tensor_time(x: Columns, k: Coefficients) -> Floats:
+def tensor_time(x: Cases, k: Coefficients) -> Floats:
     """Return the seconds of a layer's tensor parallelism in a forward pass: two all-reduces of the
     activations, or equal gathers and scatters."""
-    rate = bandwidth(x, k, np.asarray(1.0), x.tp)
-    return 4 * gather(BYTES * x.tokens * x.hidden, x.tp, rate)
+    rate = bandwidth(x, k, np.asarray(1.0), x.layout.tp)
+    return 4 * gather(BYTES * x.tokens * x.model.hidden, x.layout.tp, rate)
 
 
-def context_time(x: Columns, k: Coefficients) -> Floats:
+def context_time(x: Cases, k: Coefficients) -> Floats:
     """Return the seconds of keys and values round the context-parallel ring in a layer's forward
     pass."""
-    rate = bandwidth(x, k, x.tp, x.cp)
-    keys = 2 * BYTES * x.seq * x.micro_batch * np.maximum(x.kv_groups / x.tp, 1) * x.head_dim
-    return gather(keys, x.cp, rate)
+    rate = bandwidth(x, k, x.layout.tp, x.layout.cp)
+    keys = (
+        2
+        * BYTES
+        * x.model.seq
+        * x.layout.micro_batch
+        * np.maximum(x.model.kv_groups / x.layout.tp, 1)
+        * x.model.head_dim
+    )
+    return gather(keys, x.layout.cp, rate)
 
 
-def expert_time(x: Columns, k: Coefficients) -> Floats:
+def expert_time(x: Cases, k: Coefficients) -> Floats:
     """Return the seconds of a layer's two all-to-alls in a forward pass."""
-    rate = bandwidth(x, k, x.tp, x.ep)
-    copies = x.tokens * x.top_k * x.expert_capacity
-    size = BYTES * copies * x.hidden / np.where(x.is_sequence_parallel > 0, x.tp, 1)
-    return 2 * gather(size, x.ep, rate) * x.moe_layers / x.layers
+    rate = bandwidth(x, k, x.layout.tp, x.layout.ep)
+    copies = x.tokens * x.model.top_k * x.work.expert_capacity
+    size = (
+        BYTES
+        * copies
+        * x.model.hidden
+        / np.where(x.layout.is_sequence_parallel > 0, x.layout.tp, 1)
+    )
+    return 2 * gather(size, x.layout.ep, rate) * x.model.moe_layers / x.model.layers
 
 
-def message_time(x: Columns, k: Coefficients) -> Floats:
+def message_time(x: Cases, k: Coefficients) -> Floats:
     """Return the seconds of one message between pipeline stages: each tensor-parallel rank sends
     its part, and gathers the others' inside the host."""
-    size = BYTES * x.tokens * x.hidden
-    is_inside = x.world_size <= x.per_host
-    link = x.link * k.link
-    rate = np.where(is_inside, link, np.minimum(link, x.network * k.network))
+    size = BYTES * x.tokens * x.model.hidden
+    is_inside = x.world_size <= x.device.per_host
+    link = x.device.link * k.link
+    rate = np.where(is_inside, link, np.minimum(link, x.device.network * k.network))
     gathered = np.where(
-        (x.tp > 1) & (x.is_sequence_parallel == 0), (x.tp - 1) / x.tp * size / link, 0.0
+        (x.layout.tp > 1) & (x.layout.is_sequence_parallel == 0),
+        (x.layout.tp - 1) / x.layout.tp * size / link,
+        0.0,
     )
     latency = START_S + np.where(is_inside, LINK_LATENCY_S, NETWORK_LATENCY_S)
-    return np.where(x.pp > 1, size / x.tp / rate + gathered + latency, 0.0)
+    return np.where(x.layout.pp > 1, size / x.layout.tp / rate + gathered + latency, 0.0)
 
 
-def replica_rate(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
+def replica_rate(x: Cases, k: Coefficients) -> tuple[Floats, Floats]:
     """Return bytes/s and latency between data-parallel replicas."""
-    return bandwidth(x, k, x.tp, x.cp * x.dp)
+    return bandwidth(x, k, x.layout.tp, x.layout.cp * x.layout.dp)
 
 
-def expert_replica_rate(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
+def expert_replica_rate(x: Cases, k: Coefficients) -> tuple[Floats, Floats]:
     """Return bytes/s and latency between ranks with the same experts."""
-    return bandwidth(x, k, np.where(x.ep > 1, x.etp * x.ep, x.tp), x.expert_replicas)
+    return bandwidth(
+        x, k, np.where(x.layout.ep > 1, x.etp * x.layout.ep, x.layout.tp), x.expert_replicas
+    )
 
 
 UPDATE_BYTES = 34
@@ -232,7 +263,7 @@ class StepTime:
         return total
 
 
-def step_time(x: Columns, k: Coefficients = DEFAULT) -> StepTime:
+def step_time(x: Cases, k: Coefficients = DEFAULT) -> StepTime:
     """Return the seconds of a step by part.
 
     The schedule is 1F1B, interleaved where ``vpp`` is above 1: the last stage, which has the head,
@@ -244,11 +275,11 @@ def step_time(x: Columns, k: Coefficients = DEFAULT) -> StepTime:
         (recomputation); differs in the head, which the last stage has alone.
     """
     layer, m = layer_time(x, k), x.micro_batches
-    layers = np.ceil(x.layers / x.pp)
-    passes = 2.0 + (x.recompute == 2)
-    forward, backward = layer.forward, layer.backward(x.is_attention_fused)
+    layers = np.ceil(x.model.layers / x.layout.pp)
+    passes = 2.0 + (x.layout.recompute == 2)
+    forward, backward = layer.forward, layer.backward(x.work.is_attention_fused)
     again = np.select(
-        [x.recompute == 2, x.recompute == 1], [forward, core_attention_time(layer)], 0
+        [x.layout.recompute == 2, x.layout.recompute == 1], [forward, core_attention_time(layer)], 0
     )
     parts = {
         "compute": layers * (forward + backward),
@@ -259,12 +290,12 @@ def step_time(x: Columns, k: Coefficients = DEFAULT) -> StepTime:
         "expert": layers * passes * expert_time(x, k),
     }
     stage = sum(parts.values(), np.asarray(0.0))
-    message = 2 * x.vpp * message_time(x, k)
+    message = 2 * x.layout.vpp * message_time(x, k)
     weights, gradients, exposed_to = _data(x, k, layers, backward, stage)
     return StepTime(
         **{name: m * value for name, value in parts.items()},
         head=m * head_time(x, k),
-        bubble=(x.pp - 1) / x.vpp * (stage + message),
+        bubble=(x.layout.pp - 1) / x.layout.vpp * (stage + message),
         pipeline=m * message,
         data=m * weights + gradients - k.overlap * np.minimum(gradients, exposed_to),
         optimizer=_update(x, k),
@@ -273,7 +304,7 @@ def step_time(x: Columns, k: Coefficients = DEFAULT) -> StepTime:
 
 
 def _data(
-    x: Columns, k: Coefficients, layers: Floats, backward: Floats, stage: Floats
+    x: Cases, k: Coefficients, layers: Floats, backward: Floats, stage: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Return what sharded weights add to a micro-batch, what gradients take a step, and the seconds
     that may hide the latter: the backward pass of the last micro-batch."""
@@ -283,13 +314,13 @@ def _data(
         experts = gather(bytes_each * routed, x.expert_replicas, expert_replica_rate(x, k))
         return gather(bytes_each * own, x.replicas, rate) + np.where(routed > 0, experts, 0.0)
 
-    weights, gradients = crossing_of(x.weight_bytes), crossing_of(x.gradient_bytes)
+    weights, gradients = crossing_of(x.work.weight_bytes), crossing_of(x.work.gradient_bytes)
     # Weights are gathered for both passes, gradients scattered, each micro-batch.
-    crossing = 3 * (weights + (x.gathers_per_layer * layers - 1) * rate[1])
+    crossing = 3 * (weights + (x.work.gathers_per_layer * layers - 1) * rate[1])
     hidden = k.overlap_weights * np.minimum(crossing, stage)
-    is_sharded = x.sharding == WEIGHTS
+    is_sharded = x.layout.sharding == WEIGHTS
     # A gradient is scattered and gathered; an optimizer's shards gather weights instead.
-    once = gradients + np.where(x.sharding == 0, gradients, weights)
+    once = gradients + np.where(x.layout.sharding == 0, gradients, weights)
     return (
         np.where(is_sharded, crossing - hidden, 0.0),
         np.where(is_sharded, 0.0, once),
@@ -297,8 +328,8 @@ def _data(
     )
 
 
-def _update(x: Columns, k: Coefficients) -> Floats:
+def _update(x: Cases, k: Coefficients) -> Floats:
     own, routed = most_parameters(x)
     shared = own / x.replicas + routed / x.expert_replicas
-    parameters = np.where(x.sharding > 0, shared, own + routed)
-    return UPDATE_BYTES * parameters / (x.memory_bandwidth * k.memory)
+    parameters = np.where(x.layout.sharding > 0, shared, own + routed)
+    return UPDATE_BYTES * parameters / (x.device.memory_bandwidth * k.memory)

@@ -1,4 +1,4 @@
-"""The ledger as a value: what it proves of random trainings, and that it finds what breaks them."""
+"""The ledger and the lines of steps: what they prove of trainings, and what they find broken."""
 
 import json
 from dataclasses import dataclass, replace
@@ -14,7 +14,59 @@ from scalai.core.dataset import ledger as module
 from scalai.core.dataset.drawn import COUNTED, Draw, Number, split
 from scalai.core.dataset.intervals import Intervals
 from scalai.core.dataset.ledger import Ledger, Lost, judge
+from scalai.core.dataset.step_lines import (
+    StepEntry,
+    StepLine,
+    judge_lines,
+    line_text,
+    read_lines,
+    united,
+)
 from scalai.core.degrees.batches import BatchRamp
+from scalai.core.errors import StoreError
+
+PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
+
+
+def places(pairs: list[tuple[int, int]]) -> set[int]:
+    return {place for start, stop in pairs for place in range(start, stop)}
+
+
+def in_it(intervals: Intervals) -> set[int]:
+    return places(list(intervals.pairs))
+
+
+@given(PAIRS, PAIRS, st.integers(0, 40))
+def test_intervals_are_the_sets_of_their_places(
+    one: list[tuple[int, int]], two: list[tuple[int, int]], begin: int
+) -> None:
+    a, b = Intervals.of(*one), Intervals.of(*two)
+    assert in_it(a) == places(one) and len(a) == len(places(one))
+    assert in_it(a | b) == places(one) | places(two)
+    assert in_it(a & b) == places(one) & places(two)
+    assert in_it(a - b) == places(one) - places(two)
+    assert in_it(a.holes(begin)) == set(range(begin, a.end)) - places(one)
+    pair = a.end + begin % 3, a.end + begin % 3 + 1
+    assert a.followed_by(*pair) == a | Intervals.of(pair)
+
+
+@given(PAIRS)
+def test_equal_sets_are_equal_values_and_survive_json(pairs: list[tuple[int, int]]) -> None:
+    intervals = Intervals.of(*pairs)
+    assert Intervals.of(*reversed(pairs)) == intervals
+    assert Intervals.from_json(intervals.to_json(), "taken") == intervals
+
+
+@pytest.mark.parametrize("pairs", [((3, 3),), ((5, 4),), ((0, 2), (2, 4)), ((4, 6), (0, 2))])
+def test_other_forms_of_a_set_are_refused(pairs: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="not ascending intervals"):
+        Intervals(pairs)
+
+
+@pytest.mark.parametrize("value", [[0, 2, 4], [0, 2.0], "0:2", [-1, 2], [0, True]])
+def test_damaged_json_is_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match="taken"):
+        Intervals.from_json(value, "taken")
 
 
 def trained(ledger: Ledger, steps: int, batch: int = 4, length: int | None = None) -> Ledger:
@@ -76,29 +128,26 @@ def test_a_growing_batch_is_counted_as_it_grows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draw", "text"),
+    ("steps", "length", "draw", "text"),
     [
-        (Draw("train", Number(1), 8, 12, 20), "samples 8:12 a second time"),
-        (Draw("train", Number(1), 10, 18, 20), "samples 10:12 a second time"),
-        (Draw("train", Number(1), 16, 20, 20), "samples 12:16 are passed over"),
-        (Draw("train", Number(2), 4, 8, 20), "pass 2: samples 0:4 are passed over"),
-        (Draw("train", Number(0), 0, 4, 20), "pass 0: samples 0:4 a second time"),
-        (Draw("train", Number(1), 12, 24, 20), "samples to 24 of a pass of 20"),
+        (8, 20, Draw("train", Number(1), 8, 12, 20), "samples 8:12 a second time"),
+        (8, 20, Draw("train", Number(1), 10, 18, 20), "samples 10:12 a second time"),
+        (8, 20, Draw("train", Number(1), 16, 20, 20), "samples 12:16 are passed over"),
+        (8, 20, Draw("train", Number(2), 4, 8, 20), "pass 2: samples 0:4 are passed over"),
+        (8, 20, Draw("train", Number(0), 0, 4, 20), "pass 0: samples 0:4 a second time"),
+        (8, 20, Draw("train", Number(1), 12, 24, 20), "samples to 24 of a pass of 20"),
+        # Of whole passes that stand as one any is known.
+        (25, 10, Draw("train", Number(3), 4, 8, 10, 10, is_dealt=True),
+         "pass 3: samples 4:8 a second time"),
     ],
 )  # fmt: skip
-def test_what_breaks_the_order_is_objected_to_and_found_later(draw: Draw, text: str) -> None:
-    ledger = trained(Ledger.begun(0, 0), 8, batch=4, length=20)
-    ledger = trained(ledger, 0)
+def test_what_breaks_the_order_is_objected_to_and_found_later(
+    steps: int, length: int, draw: Draw, text: str
+) -> None:
+    ledger = trained(Ledger.begun(0, 0), steps, batch=4, length=length)
     assert text in " ".join(ledger.objections([draw]))
-    broken = ledger.stepped(9, 32 + draw.stop - draw.start, [draw])
-    assert verdict(broken)
-
-
-def test_of_whole_passes_that_stand_as_one_any_is_known() -> None:
-    ledger = trained(Ledger.begun(0, 0), 25, batch=4, length=10)
-    draw = Draw("train", Number(3), 4, 8, 10, 10, is_dealt=True)
-    assert "pass 3: samples 4:8 a second time" in " ".join(ledger.objections([draw]))
-    assert "samples 4:8 were seen twice" in " ".join(verdict(ledger.stepped(26, 104, [draw])))
+    found = verdict(ledger.stepped(steps + 1, 4 * steps + draw.stop - draw.start, [draw]))
+    assert found if steps == 8 else "samples 4:8 were seen twice" in " ".join(found)
 
 
 def test_the_rest_of_a_pass_that_the_script_leaves_is_told_and_no_break() -> None:
@@ -270,3 +319,86 @@ def test_a_ledger_is_kept_exactly_where_every_sample_was_seen_once(
             job.round += 1
             job.ledger = job.ledger.with_round(f"run-{job.round}", {"dp": number + 1}, job.lost)
     assert judge(job.ledger, *job.ledger.at).is_kept == is_once(job.seen, length)
+
+
+# ------------------------------------------------------------------ lines of steps
+
+Files = dict[str, tuple[tuple[StepLine, ...], bool]]
+
+
+def line(step: int, round: int = 0, run: str = "r", **values: Any) -> StepLine:
+    given = {"samples_hash": None, "loss": None, "rate": None, "consumed_samples": 8 * step}
+    return StepLine(run, round, step, **{**given, **values})
+
+
+def files(*ranks: list[StepLine]) -> Files:
+    return {f"rank-{number}.jsonl": (tuple(each), False) for number, each in enumerate(ranks)}
+
+
+def hashed(step: int, round: int = 0, value: int = 0, **values: Any) -> StepLine:
+    return line(step, round, samples_hash=value or step, **values)
+
+
+def test_a_step_unites_what_replicas_and_stages_know() -> None:
+    ranks = [
+        [line(1, samples_hash=2**64 - 1, rate=0.1)], [line(1, samples_hash=3, rate=0.1)],
+        [line(1, loss=2.5, rate=0.1)],
+    ]  # fmt: skip
+    assert united(ranks)[1] == StepEntry(0, 1, 8, samples_hash=2, loss=2.5, lr=0.1)
+
+
+def test_of_a_step_done_twice_the_newest_round_counts() -> None:
+    one = [line(1, samples_hash=4), line(2, samples_hash=5), line(2, 1, samples_hash=7)]
+    assert [entry.samples_hash for entry in united([one]).values()] == [4, 7]
+
+
+def test_a_job_that_was_started_again_counts_its_rounds_anew() -> None:
+    one = [hashed(1, 1), hashed(2, 1), hashed(3, 1, run="s"), hashed(4, 1, run="s")]
+    assert judge_lines(files(one)).is_kept
+    again = [hashed(1, 5), hashed(2, 5), hashed(2, 1, 9, run="s")]
+    assert united([again])[2].samples_hash == 9, "of the later run"
+
+
+@pytest.mark.fault
+def test_lines_survive_being_written_and_a_torn_one_is_left_out() -> None:
+    text = line_text(line(1, rate=0.5)) + line_text(line(2, loss=1.5))
+    assert read_lines(text, "f") == ((line(1, rate=0.5), line(2, loss=1.5)), False)
+    found, is_torn = read_lines(text[:-9], "f")
+    assert found == (line(1, rate=0.5),) and is_torn
+    torn = judge_lines({"rank-0.jsonl": (found, is_torn)})
+    assert torn.is_kept and torn.notes == ("rank-0.jsonl: its last line was torn",)
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"round": 1}', ""])
+def test_damage_before_the_last_line_is_no_tear(damaged: str) -> None:
+    with pytest.raises(StoreError, match=r"line 2 of rank-0\.jsonl is damaged"):
+        read_lines(line_text(line(1)) + damaged + "\n" + line_text(line(3)), "rank-0.jsonl")
+
+
+def test_steps_that_were_lost_and_done_again_with_the_same_samples_are_told() -> None:
+    one = [hashed(s) for s in (1, 2, 3, 4)] + [hashed(s, 1) for s in (3, 4, 5)]
+    found = judge_lines(files(one))
+    assert found.is_kept and found.notes == ("steps 3 to 4 of round 0 were lost and done again",)
+
+
+@pytest.mark.fault
+def test_a_worker_that_was_killed_before_it_wrote_proves_nothing_against_the_others() -> None:
+    full, killed = [hashed(s) for s in (1, 2, 3)], [hashed(s) for s in (1, 2)]
+    again = [hashed(s, 1, 2 * s) for s in (3, 4)]
+    assert judge_lines(files([*full, *again], killed)).is_kept
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ([hashed(1), hashed(3)], "steps 2 to 2 are in no file"),
+        ([hashed(1), hashed(2, consumed_samples=8)], "step 2 ends at 8 samples"),
+        ([hashed(1), hashed(2), hashed(2, 1, 7)], "step 2 had other samples when round 1"),
+        ([hashed(1), hashed(2), hashed(2, 1, consumed_samples=17)], "step 2 had other samples"),
+        ([hashed(1), hashed(2), hashed(2)], "two processes have written it"),
+        ([hashed(1), hashed(2), hashed(1)], "two processes have written it"),
+    ],
+)  # fmt: skip
+def test_what_breaks_the_order_of_lines_is_found(lines: list[StepLine], text: str) -> None:
+    assert text in " ".join(judge_lines(files(lines)).breaks)

@@ -1,8 +1,9 @@
-"""Global orders: each sample once a pass, shares by weight, and batches that grow."""
+"""Global orders: each sample once a pass, shares by weight, batches that grow; and their table."""
 
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, islice, pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from scalai.core.dataset.order import (
     Shuffled,
     Weights,
 )
-from scalai.core.degrees.batches import Batches, BatchRamp
-from scalai.core.errors import RefusedError
+from scalai.core.dataset.table import DatasetTable
+from scalai.core.degrees.batches import BatchRamp
+from scalai.core.errors import RefusedError, UsageError
+from scalai.runtime.codec import convert
 
 CASES = settings(max_examples=50, deadline=None)
 
@@ -30,24 +33,30 @@ def drawn(order: GlobalOrder, start: int, stop: int) -> list[int]:
     return [int(each) for each in order.samples_at(np.arange(start, stop))]
 
 
-@pytest.mark.parametrize("facts", [{"samples": 0}, {"samples": 7, "whole": 8}, {"samples": -3}])
-def test_a_data_set_without_a_whole_block_is_refused(facts: Any) -> None:
-    with pytest.raises(RefusedError, match=r"Give more samples, or drop no rest"):
-        Shuffled(**facts)
+def named(*names: str) -> tuple[Shuffled, ...]:
+    return tuple(Shuffled(3, name=name) for name in names)
 
 
-@pytest.mark.parametrize("weights", [(0, 1), (-1, 2), (float("nan"), 1), (float("inf"), 1)])
-def test_a_weight_that_is_not_positive_is_refused(weights: tuple[float, float]) -> None:
-    with pytest.raises(RefusedError, match="must be positive"):
-        Blend((Shuffled(3, name="a"), Shuffled(3, name="b")), weights)
-
-
-@pytest.mark.parametrize(("names", "weights"), [(("a", "a"), (1, 1)), (("a", "b"), (1,)), ((), ())])
-def test_a_blend_whose_parts_cannot_be_told_apart_is_refused(
-    names: tuple[str, ...], weights: tuple[float, ...]
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        *((partial(Shuffled, *facts), "Give more samples, or drop no rest")
+          for facts in ((0,), (7, 0, "", 8), (-3,))),
+        *((partial(Blend, named("a", "b"), weights), "must be positive")
+          for weights in ((0, 1), (-1, 2), (float("nan"), 1), (float("inf"), 1))),
+        *((partial(Blend, named(*names), weights), "name of its own")
+          for names, weights in (("aa", (1, 1)), ("ab", (1,)), ("", ()))),
+        *((partial(Permutation, length, 0, 0), "has no order") for length in (0, -1, LONGEST + 1)),
+        *((partial(Permutation(10, 0, 0), np.array([3, index])),
+           "not in a data set of 10 samples") for index in (-1, 10, 1 << 40)),
+        *((partial(GlobalBatches.of, size), "each has 1 or more") for size in (0, -4)),
+    ],
+)  # fmt: skip
+def test_data_sets_weights_and_batches_that_have_no_order_are_refused(
+    made: Callable[[], object], words: str
 ) -> None:
-    with pytest.raises(RefusedError, match="name of its own"):
-        Blend(tuple(Shuffled(3, name=name) for name in names), weights)
+    with pytest.raises(RefusedError, match=words):
+        made()
 
 
 @CASES
@@ -119,11 +128,8 @@ def test_weights_that_are_too_fine_are_off_by_less_than_a_sample_a_period() -> N
     for number, weight in zip(shares.numbers, fine, strict=True):
         share = Fraction(number, shares.period) - Fraction(weight, sum(fine))
         assert abs(share) < Fraction(1, LONGEST_PERIOD)
-
-
-def test_the_lightest_data_sets_are_drawn_from_too() -> None:
-    shares = Weights.of((312_345_678, 98_765_432, 7, 55))
-    assert shares.period == LONGEST_PERIOD and shares.numbers[2:] == (1, 1)
+    light = Weights.of((312_345_678, 98_765_432, 7, 55))
+    assert light.period == LONGEST_PERIOD and light.numbers[2:] == (1, 1), "drawn from too"
 
 
 PARTS = (Shuffled(30, 1, "wiki"), Shuffled(7, 2, "code"), Shuffled(100, 3, "web", whole=8))
@@ -183,18 +189,6 @@ def whole(length: int, seed: int = 0, number: int = 0) -> np.ndarray:
     return Permutation(length, seed, number)(np.arange(length, dtype=np.int64))
 
 
-@pytest.mark.parametrize("length", [0, -1, LONGEST + 1])
-def test_a_data_set_without_samples_or_with_too_many_is_refused(length: int) -> None:
-    with pytest.raises(RefusedError, match="has no order"):
-        Permutation(length, 0, 0)
-
-
-@pytest.mark.parametrize("index", [-1, 10, 1 << 40])
-def test_an_index_beyond_the_data_set_is_refused(index: int) -> None:
-    with pytest.raises(RefusedError, match="not in a data set of 10 samples"):
-        Permutation(10, 0, 0)(np.array([3, index]))
-
-
 @pytest.mark.parametrize("length", [*range(1, 130), 255, 256, 257, 9_999, 65_536, 100_003])
 def test_each_sample_comes_once(length: int) -> None:
     assert np.array_equal(np.sort(whole(length, 5, 3)), np.arange(length))
@@ -222,17 +216,6 @@ def test_billions_of_samples_are_evaluated_at_any_place(length: int) -> None:
 
 def chi_squared(counts: np.ndarray, expected: float) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
-
-
-@pytest.mark.parametrize("length", [3, 10])
-def test_over_the_passes_each_sample_comes_at_each_place_as_often(length: int) -> None:
-    passes = 2_000
-    counts = np.zeros((length, length), dtype=np.int64)
-    for number in range(passes):
-        counts[np.arange(length), whole(length, 7, number)] += 1
-    freedom = (length - 1) ** 2
-    found = chi_squared(counts, passes / length)
-    assert abs(found - freedom) < 6 * np.sqrt(2 * freedom)
 
 
 def test_all_orders_of_a_few_samples_come_as_often() -> None:
@@ -281,12 +264,6 @@ def test_the_order_is_the_same_on_every_machine(
     assert Permutation(length, seed, number)(places).tolist() == expected
 
 
-@pytest.mark.parametrize("size", [0, -4])
-def test_an_empty_batch_is_refused(size: int) -> None:
-    with pytest.raises(RefusedError, match="each has 1 or more"):
-        GlobalBatches.of(size)
-
-
 def megatrons_size(ramp: BatchRamp, consumed: int) -> int:
     """RampupBatchsizeNumMicroBatchesCalculator.update, num_microbatches_calculator.py (0.16)."""
     growth = ramp.global_batch_size - ramp.start
@@ -325,13 +302,59 @@ def test_batches_follow_each_other_without_a_gap_from_any_number_on(
     assert [(begin, begin + size) for begin, size in from_there] == places
 
 
-@CASES
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.integers(0, 1000))
-def test_replicas_have_shares_in_one_piece_that_make_up_the_batch(
-    micro: int, times: int, dp: int, consumed: int
-) -> None:
-    batches = Batches(micro * times * dp, micro, dp)
-    shares = [batches.contiguous_samples(consumed, rank).reshape(-1) for rank in range(dp)]
-    joined = [int(place) for share in shares for place in share]
-    assert joined == list(range(consumed, consumed + batches.global_batch_size))
-    assert all(len(share) == micro * times for share in shares)
+# ------------------------------------------------------------------ the table of data sets
+
+TABLE = DatasetTable(
+    {"a": "/a", "b": "s3://b"}, {"a": 4}, {"b": 7}, 12, (4, 4, 60)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        *(({"sources": {name: "/a"}}, f"'{name}' cannot name a data set")
+          for name in ("", "..", "a/b", ".hidden", "a" * 101)),
+        ({"sources": {"a": ""}}, "sources.a = ''; expected an absolute path, or a URL"),
+        ({"sources": {"a": "data/a"}}, "sources.a = 'data/a'; expected an absolute path"),
+        ({"record_tokens": {"a": 0}}, "record_tokens.a = 0; expected 1 to"),
+        ({"record_tokens": {"a": 1 << 70}}, "record_tokens.a = .*; expected 1 to"),
+        ({"shuffle": {"a": -1}}, "shuffle.a = -1; expected a seed of 0 or more"),
+        ({"global_batch_size": 0}, "global_batch_size = 0; expected 1 to"),
+        ({"global_batch_size": 1 << 40}, "expected 1 to"),
+        ({"rampup_batch_size": (4, 4, 60)}, "needs global_batch_size beside it"),
+        ({"global_batch_size": 12, "rampup_batch_size": (4, 4)}, "expected START, INCREMENT and"),
+        ({"global_batch_size": 12, "rampup_batch_size": (4, 5, 60)}, "a multiple of the increment"),
+        ({"global_batch_size": 12, "rampup_batch_size": (24, 4, 60)}, "cannot grow from 24 to 12"),
+        ({"global_batch_size": 12, "rampup_batch_size": (0, 4, 60)}, "cannot grow from 0 to 12"),
+        ({"global_batch_size": 12, "rampup_batch_size": (4, 0, 60)}, "cannot grow from 4 to 12"),
+        ({"global_batch_size": 12, "rampup_batch_size": (4, 4, -1)}, "expected 0 to .* SAMPLES"),
+        ({"global_batch_size": 1 << 30, "rampup_batch_size": (1, 1, 9)}, "at most 4096 sizes"),
+    ],
+)  # fmt: skip
+def test_every_slip_of_a_table_is_named(values: dict[str, object], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        DatasetTable(**values)  # type: ignore[arg-type]
+
+
+def test_what_is_said_of_a_data_set_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"shuffle names 'c', and sources \['a'\]"):
+        DatasetTable({"a": "/a"}, shuffle={"c": 1}).checked()
+    assert TABLE.checked() is TABLE
+
+
+def test_a_table_overrules_another_by_data_set_and_the_batch_as_a_whole() -> None:
+    found = DatasetTable({"a": "/other"}, {"b": 8}, global_batch_size=64).over(TABLE)
+    assert found == DatasetTable({"a": "/other", "b": "s3://b"}, {"a": 4, "b": 8}, {"b": 7}, 64)
+    assert DatasetTable().over(TABLE) == TABLE == TABLE.over(DatasetTable())
+
+
+def test_a_table_is_read_back() -> None:
+    assert convert(TABLE.to_json(), DatasetTable) == TABLE
+    assert DatasetTable().to_json() == {}
+
+
+@pytest.mark.parametrize("batch", [None, 12, BatchRamp(4, 4, 60, 12)])
+def test_its_batches_are_those_that_it_states(batch: int | BatchRamp | None) -> None:
+    found = DatasetTable.of_batch(batch)
+    assert found.batches == (None if batch is None else GlobalBatches.of(batch))
+    assert convert(found.to_json(), DatasetTable) == found

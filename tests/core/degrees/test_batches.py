@@ -29,21 +29,37 @@ def test_replicas_share_a_global_batch_without_overlap(
     assert together.tolist() == list(range(consumed, consumed + batches.global_batch_size))
 
 
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.integers(0, 1000))
+def test_replicas_have_shares_in_one_piece_that_make_up_the_batch(
+    micro: int, times: int, dp: int, consumed: int
+) -> None:
+    batches = Batches(micro * times * dp, micro, dp)
+    shares = [batches.contiguous_samples(consumed, rank).reshape(-1) for rank in range(dp)]
+    joined = [int(place) for share in shares for place in share]
+    assert joined == list(range(consumed, consumed + batches.global_batch_size))
+    assert all(len(share) == micro * times for share in shares)
+
+
 def test_samples_are_dealt_in_blocks_as_megatron_does() -> None:
     batches = Batches(global_batch_size=12, micro_batch_size=2, dp=3)
     assert batches.num_micro_batches == 2
     assert batches.samples(12, 1).tolist() == [[14, 15], [20, 21]]
 
 
-def test_what_does_not_divide_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"12 is not a multiple of micro_batch_size\*dp=1\*5"):
-        Batches(12, 1, 5)
-    with pytest.raises(RefusedError, match="1 or more"):
-        Batches(12, 0, 1)
-    with pytest.raises(RefusedError, match="dp_rank=3"):
-        Batches(12, 1, 3).samples(0, 3)
-    with pytest.raises(RefusedError, match="negative"):
-        Batches(12, 1, 3).samples(-1, 0)
+@pytest.mark.parametrize(
+    ("sizes", "taken", "words"),
+    [
+        ((12, 1, 5), (0, 0), r"12 is not a multiple of micro_batch_size\*dp=1\*5"),
+        ((12, 0, 1), (0, 0), "1 or more"),
+        ((12, 1, 3), (0, 3), "dp_rank=3"),
+        ((12, 1, 3), (-1, 0), "negative"),
+    ],
+)
+def test_what_does_not_divide_is_refused(
+    sizes: tuple[int, int, int], taken: tuple[int, int], words: str
+) -> None:
+    with pytest.raises(RefusedError, match=words):
+        Batches(*sizes).samples(*taken)
 
 
 def test_a_ramp_has_the_sizes_that_megatron_goes_through() -> None:

@@ -14,12 +14,10 @@ from scalai.core.degrees.policy import Choice, DegreePolicy, Rule
 from scalai.core.errors import RefusedError, UsageError
 
 TINY = ModelLimits(
-    num_attention_heads=4,
-    num_layers=4,
-    padded_vocab_size=256,
-    global_batch_size=12,
+    num_attention_heads=4, num_layers=4, padded_vocab_size=256, global_batch_size=12,
     micro_batch_size=1,
-)
+)  # fmt: skip
+PLAIN = DegreePolicy()
 
 
 def rule(key: str, *degrees: str) -> Rule:
@@ -29,13 +27,11 @@ def rule(key: str, *degrees: str) -> Rule:
 
 DEMO = DegreePolicy(
     rules=(
-        rule("4", "tp2 pp1"),
-        rule("2->4", "tp2 pp2"),
-        rule("2", "tp1 pp2"),
-        rule("3", "tp1 pp1"),
+        rule("4", "tp2 pp1"), rule("2->4", "tp2 pp2"), rule("2", "tp1 pp2"), rule("3", "tp1 pp1"),
         rule("1", "tp1 pp1"),
     )
-)
+)  # fmt: skip
+ALLOWED = DegreePolicy(allowed_sizes=(2, 4, 8))
 
 
 def test_the_table_can_give_the_same_world_different_degrees() -> None:
@@ -46,36 +42,52 @@ def test_the_table_can_give_the_same_world_different_degrees() -> None:
     assert seen == ["TP2·PP1·DP2", "TP1·PP2·DP1", "TP2·PP2·DP1", "TP1·PP1·DP3", "TP1·PP1·DP1"]
 
 
-def test_without_a_table_tp_and_pp_are_kept_and_idle_ranks_named() -> None:
-    choice = choose(7, TINY, DegreePolicy(), Degrees(2, 1, 4))
-    assert choice.degrees == Degrees(2, 1, 3)
-    assert choice.idle_ranks == (6,)
-    assert "TP2·PP1·DP4 -> TP2·PP1·DP3, TP and PP kept" in choice.reason
-    assert "rank 6 idle (7 is not a multiple of 2)" in choice.reason
+@pytest.mark.parametrize(
+    ("world", "policy", "present", "degrees", "idle", "words"),
+    [
+        (7, PLAIN, Degrees(2, 1, 4), Degrees(2, 1, 3), (6,),
+         "TP2·PP1·DP4 -> TP2·PP1·DP3, TP and PP kept; rank 6 idle (7 is not a multiple of 2"),
+        (5, PLAIN, Degrees(1, 1, 4), Degrees(1, 1, 4), (4,),
+         "micro_batch_size*dp=1*5 does not divide global_batch_size=12"),
+        (3, DegreePolicy(min_model_parallel=1), Degrees(2, 2, 1), Degrees(1, 1, 3), (), ""),
+        (3, DegreePolicy(min_model_parallel=2), Degrees(2, 2, 1), Degrees(2, 1, 1), (2,), ""),
+        (1, DegreePolicy(rules=(rule("1", "tp1"),)), Degrees(2, 2, 1), Degrees(1, 1, 1), (), ""),
+        (7, ALLOWED, Degrees(2, 1, 1), Degrees(2, 1, 2), (4, 5, 6),
+         "ranks 4 to 6 idle (allowed sizes are 2, 4, 8)"),
+        (4, DegreePolicy(rules=(rule("4", "dp3"),)), None, Degrees(1, 1, 3), (3,),
+         "DP3 was asked for"),
+        (3, DegreePolicy(rules=(rule("3", "tp3"),)), Degrees(1, 1, 4), Degrees(1, 1, 3), (),
+         "not TP3·PP1·DP1: tp=3 does not divide num_attention_heads=4"),
+    ],
+    ids=["tp and pp are kept", "the batch does not divide", "lowered uses most ranks",
+         "lowered by a person", "the table lowers", "allowed sizes", "fixed replicas",
+         "an entry is passed over aloud"],
+)  # fmt: skip
+def test_ranks_that_do_not_fit_are_idle_and_the_reason_is_said(
+    world: int, policy: DegreePolicy, present: Degrees | None, degrees: Degrees,
+    idle: tuple[int, ...], words: str,
+) -> None:  # fmt: skip
+    choice = choose(world, TINY, policy, present)
+    assert (choice.degrees, choice.idle_ranks) == (degrees, idle)
+    assert words in choice.reason
 
 
-def test_a_batch_that_does_not_divide_leaves_ranks_idle_with_the_reason() -> None:
-    choice = choose(5, TINY, DegreePolicy(), Degrees(1, 1, 4))
-    assert choice.degrees == Degrees(1, 1, 4)
-    assert choice.idle_ranks == (4,)
-    assert "micro_batch_size*dp=1*5 does not divide global_batch_size=12" in choice.reason
-
-
-def test_model_parallelism_is_not_lowered_below_what_memory_holds() -> None:
-    with pytest.raises(RefusedError, match=r"TP·PP below 4 .*nearest: 4\b"):
-        choose(3, TINY, DegreePolicy(), Degrees(2, 2, 1))
-    lowered = choose(3, TINY, DegreePolicy(min_model_parallel=2), Degrees(2, 2, 1))
-    assert lowered.degrees.model_parallel == 2
-
-
-def test_the_table_may_lower_it() -> None:
-    policy = DegreePolicy(rules=(rule("1", "tp1"),))
-    assert choose(1, TINY, policy, Degrees(2, 2, 1)).degrees == Degrees(1, 1, 1)
-
-
-def test_a_changed_split_uses_as_many_ranks_as_it_can() -> None:
-    choice = choose(3, TINY, DegreePolicy(min_model_parallel=1), Degrees(2, 2, 1))
-    assert (choice.degrees, choice.idle_ranks) == (Degrees(1, 1, 3), ())
+@pytest.mark.parametrize(
+    ("world", "policy", "present", "requested", "words"),
+    [
+        (3, PLAIN, Degrees(2, 2, 1), None, r"TP·PP below 4 .*nearest: 4\b"),
+        (1, ALLOWED, Degrees(1, 1, 2), None, "smallest allowed size is 2"),
+        (4, DEMO, Degrees(2, 1, 2), "tp3", "tp=3 does not divide num_attention_heads=4"),
+        (4, DegreePolicy(initial=parse_request("tp2 pp2 cp2")), None, None,
+         "TP2·PP2·CP2 does not fit on 4 ranks"),
+    ],
+    ids=["what memory holds", "allowed sizes", "a request is not replaced", "context parallelism"],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_by_name(
+    world: int, policy: DegreePolicy, present: Degrees | None, requested: str | None, words: str
+) -> None:
+    with pytest.raises(RefusedError, match=words):
+        choose(world, TINY, policy, present, requested=requested and parse_request(requested))
 
 
 def test_where_heads_and_layers_are_unknown_only_divisors_of_what_ran_are_tried() -> None:
@@ -108,36 +120,17 @@ def test_when_everything_ran_out_of_memory_the_error_says_what_would_do() -> Non
         choose(2, TINY, DegreePolicy(), Degrees(2, 1, 1), excluded=everything)
 
 
-def test_a_request_wins_over_the_table_and_is_not_replaced() -> None:
+def test_a_request_wins_over_the_table() -> None:
     choice = choose(4, TINY, DEMO, Degrees(2, 1, 2), requested=parse_request("tp1 pp4"))
     assert choice.degrees == Degrees(1, 4, 1)
-    with pytest.raises(RefusedError, match="tp=3 does not divide num_attention_heads=4"):
-        choose(4, TINY, DEMO, Degrees(2, 1, 2), requested=parse_request("tp3"))
 
 
-def test_an_entry_that_is_not_valid_is_passed_over_aloud() -> None:
-    policy = DegreePolicy(rules=(rule("3", "tp3"),))
-    choice = choose(3, TINY, policy, Degrees(1, 1, 4))
-    assert choice.degrees == Degrees(1, 1, 3)
-    assert "not TP3·PP1·DP1: tp=3 does not divide num_attention_heads=4" in choice.reason
-    with pytest.raises(RefusedError, match=r'\[degrees\] "3" cannot be used'):
-        check_rules(TINY, policy)
+def test_a_table_is_checked_before_the_start() -> None:
     check_rules(TINY, DEMO)
-
-
-def test_only_allowed_sizes_are_used() -> None:
-    policy = DegreePolicy(allowed_sizes=(2, 4, 8))
-    choice = choose(7, TINY, policy, Degrees(2, 1, 1))
-    assert choice.degrees.world_size == 4
-    assert "ranks 4 to 6 idle (allowed sizes are 2, 4, 8)" in choice.reason
-    with pytest.raises(RefusedError, match="smallest allowed size is 2"):
-        choose(1, TINY, policy, Degrees(1, 1, 2))
-
-
-def test_fixed_replicas_leave_the_rest_idle() -> None:
-    choice = choose(4, TINY, DegreePolicy(rules=(rule("4", "dp3"),)), None)
-    assert (choice.degrees, choice.idle_ranks) == (Degrees(1, 1, 3), (3,))
-    assert "DP3 was asked for" in choice.reason
+    with pytest.raises(RefusedError, match=r'\[degrees\] "3" cannot be used'):
+        check_rules(TINY, DegreePolicy(rules=(rule("3", "tp3"),)))
+    with pytest.raises(UsageError, match="two entries for '4'"):
+        DegreePolicy(rules=(rule("4", "tp2"), rule("4", "tp4")))
 
 
 def test_virtual_stages_are_dropped_where_they_do_not_divide() -> None:
@@ -149,20 +142,10 @@ def test_virtual_stages_are_dropped_where_they_do_not_divide() -> None:
     assert other.degrees == Degrees(1, 3, 1)
 
 
-def test_two_entries_for_one_change_are_refused() -> None:
-    with pytest.raises(UsageError, match="two entries for '4'"):
-        DegreePolicy(rules=(rule("4", "tp2"), rule("4", "tp4")))
-
-
 @given(
-    world=st.integers(1, 24),
-    heads=st.sampled_from([1, 4, 6, 12]),
-    layers=st.integers(1, 12),
-    batch=st.integers(1, 24),
-    tp=st.sampled_from([1, 2, 4]),
-    pp=st.sampled_from([1, 2, 3]),
-    floor=st.sampled_from([None, 1, 2]),
-)
+    st.integers(1, 24), st.sampled_from([1, 4, 6, 12]), st.integers(1, 12), st.integers(1, 24),
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([None, 1, 2]),
+)  # fmt: skip
 def test_whatever_is_chosen_is_valid_fits_and_is_the_same_again(
     world: int, heads: int, layers: int, batch: int, tp: int, pp: int, floor: int | None
 ) -> None:
@@ -222,9 +205,3 @@ def test_degrees_that_a_script_asks_for_are_had_or_refused_and_never_replaced() 
     check_initial(TINY, DegreePolicy(rules=(rule("4", "pp2"),), initial=parse_request("pp3")))
     again = replace(good, stepped=((Degrees(1, 1, 1), AS_GIVEN),))  # a restart on fewer ranks
     assert choose(1, TINY, again, None).degrees == Degrees(1, 1, 1)
-
-
-def test_context_parallelism_is_named_where_it_does_not_fit() -> None:
-    policy = DegreePolicy(initial=parse_request("tp2 pp2 cp2"))
-    with pytest.raises(RefusedError, match="TP2·PP2·CP2 does not fit on 4 ranks"):
-        choose(4, TINY, policy, None)

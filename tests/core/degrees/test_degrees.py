@@ -1,9 +1,12 @@
-"""Which rank stands where, and which degrees are refused for what reason."""
+"""Which rank stands where, which degrees and passes are refused and why, and who gets a rank."""
+
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalai.core.degrees.assignment import make_assign, place_ranks
 from scalai.core.degrees.degrees import (
     Coordinate,
     DegreeRequest,
@@ -12,17 +15,24 @@ from scalai.core.degrees.degrees import (
     parse_request,
     refusal,
 )
+from scalai.core.degrees.passes import (
+    AS_GIVEN,
+    NO_FREEDOM,
+    RECOMPUTES,
+    Freedom,
+    Passes,
+    difference,
+    recompute_of_json,
+)
+from scalai.core.degrees.policy import DegreePolicy, Rule
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.job.membership import Assignment
+from support.membership_choice import ran
 
 GPT = ModelLimits(
-    num_attention_heads=8,
-    num_query_groups=4,
-    num_layers=12,
-    padded_vocab_size=50304,
-    global_batch_size=24,
-    micro_batch_size=2,
-    seq_length=1024,
-)
+    num_attention_heads=8, num_query_groups=4, num_layers=12, padded_vocab_size=50304,
+    global_batch_size=24, micro_batch_size=2, seq_length=1024,
+)  # fmt: skip
 
 sizes = st.integers(1, 4)
 
@@ -48,14 +58,6 @@ def test_experts_are_spread_over_neighbouring_replicas() -> None:
     assert [degrees.coordinate(rank).ep_rank for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_a_rank_or_coordinate_outside_is_refused() -> None:
-    degrees = Degrees(tp=2, pp=1, dp=1)
-    with pytest.raises(UsageError, match="rank 2 is not in TP2·PP1·DP1"):
-        degrees.coordinate(2)
-    with pytest.raises(UsageError, match="outside"):
-        degrees.rank(Coordinate(0, 1, 0))
-
-
 def test_degrees_print_and_read_back() -> None:
     assert str(Degrees(2, 1, 2)) == "TP2·PP1·DP2"
     assert str(Degrees(2, 4, 1, vpp=3, ep=2)) == "TP2·PP4·DP1·VPP3·EP2"
@@ -64,89 +66,49 @@ def test_degrees_print_and_read_back() -> None:
         Degrees.from_json({"xp": 2})
     with pytest.raises(UsageError, match="dp=0"):
         Degrees(1, 1, 0)
-
-
-@pytest.mark.parametrize("degrees", [Degrees(8, 1, 2), Degrees(1, 12, 1), Degrees(2, 3, 12 // 3)])
-def test_what_divides_is_accepted(degrees: Degrees) -> None:
-    assert refusal(degrees, GPT) is None
-
-
-def test_nothing_known_refuses_nothing() -> None:
-    assert refusal(Degrees(7, 5, 3), ModelLimits()) is None
+    with pytest.raises(UsageError, match="rank 2 is not in TP2·PP1·DP1"):
+        Degrees(2, 1, 1).coordinate(2)
+    with pytest.raises(UsageError, match="outside"):
+        Degrees(2, 1, 1).rank(Coordinate(0, 1, 0))
 
 
 @pytest.mark.parametrize(
     ("degrees", "limits", "why"),
     [
+        *((found, GPT, None) for found in (Degrees(8, 1, 2), Degrees(1, 12, 1), Degrees(2, 3, 4))),
+        (Degrees(7, 5, 3), ModelLimits(), None),
         (Degrees(3, 1, 1), GPT, "tp=3 does not divide num_attention_heads=8"),
         (Degrees(1, 5, 1), GPT, "pp=5 does not divide num_layers=12"),
         (Degrees(1, 6, 1, vpp=4), GPT, "pp*vpp=6*4 does not divide num_layers=12"),
         (Degrees(1, 1, 2, vpp=2), GPT, "vpp=2 needs pp of 2 or more"),
         (Degrees(1, 1, 5), GPT, "micro_batch_size*dp=2*5 does not divide global_batch_size=24"),
-        (
-            Degrees(1, 3, 3, vpp=2),
-            GPT,
-            "4 micro-batches a replica are not a multiple of pp=3, which vpp=2 needs",
-        ),
-        (
-            Degrees(6, 1, 1),
-            ModelLimits(num_attention_heads=12, num_query_groups=4),
-            "tp=6 does not divide or be a multiple of num_query_groups=4",
-        ),
-        (
-            Degrees(8, 1, 1),
-            ModelLimits(num_query_groups=4, is_query_group_shared=False),
-            "tp=8 does not divide num_query_groups=4",
-        ),
-        (
-            Degrees(4, 1, 1),
-            ModelLimits(padded_vocab_size=50258),
-            "tp=4 does not divide the padded vocabulary of 50258 rows, "
-            "which may not change in a running job",
-        ),
-        (
-            Degrees(4, 1, 1),
-            ModelLimits(seq_length=1026, is_sequence_parallel=True),
-            "tp=4 does not divide seq_length=1026 (sequence parallelism)",
-        ),
-        (
-            Degrees(1, 1, 8),
-            ModelLimits(global_batch_size=16, ramp_batch_sizes=(4,)),
-            "dp=8 does not divide ramp-up batch size=4",
-        ),
-        (
-            Degrees(1, 1, 1, cp=2),
-            ModelLimits(seq_length=1026),
-            "2*cp=4 does not divide seq_length=1026",
-        ),
-        (
-            Degrees(1, 1, 4, ep=4),
-            ModelLimits(num_experts=6),
-            "ep=4 does not divide num_experts=6",
-        ),
-        (
-            Degrees(2, 1, 3, ep=2),
-            ModelLimits(num_experts=4),
-            "experts take TP*EP*PP = 2*2*1 ranks, which does not divide 6",
-        ),
-        (
-            Degrees(1, 4, 1),
-            ModelLimits(num_layers=8, extra_layers=2),
-            "pp=4 does not divide num_layers=8 plus 2 (embedding and loss count)",
-        ),
-        (
-            Degrees(1, 1, 1, cp=1),
-            ModelLimits(fixed=(("cp", 2, "the script says so"),)),
-            "cp=1 must stay 2: the script says so",
-        ),
-        (
-            Degrees(1, 1, 1),
-            ModelLimits(min_tp=2, min_tp_reason="--tp-comm-overlap"),
-            "tp=1 is below 2: --tp-comm-overlap",
-        ),
+        (Degrees(1, 3, 3, vpp=2), GPT,
+         "4 micro-batches a replica are not a multiple of pp=3, which vpp=2 needs"),
+        (Degrees(6, 1, 1), ModelLimits(num_attention_heads=12, num_query_groups=4),
+         "tp=6 does not divide or be a multiple of num_query_groups=4"),
+        (Degrees(8, 1, 1), ModelLimits(num_query_groups=4, is_query_group_shared=False),
+         "tp=8 does not divide num_query_groups=4"),
+        (Degrees(4, 1, 1), ModelLimits(padded_vocab_size=50258),
+         "tp=4 does not divide the padded vocabulary of 50258 rows, "
+         "which may not change in a running job"),
+        (Degrees(4, 1, 1), ModelLimits(seq_length=1026, is_sequence_parallel=True),
+         "tp=4 does not divide seq_length=1026 (sequence parallelism)"),
+        (Degrees(1, 1, 8), ModelLimits(global_batch_size=16, ramp_batch_sizes=(4,)),
+         "dp=8 does not divide ramp-up batch size=4"),
+        (Degrees(1, 1, 1, cp=2), ModelLimits(seq_length=1026),
+         "2*cp=4 does not divide seq_length=1026"),
+        (Degrees(1, 1, 4, ep=4), ModelLimits(num_experts=6), "ep=4 does not divide num_experts=6"),
+        (Degrees(2, 1, 3, ep=2), ModelLimits(num_experts=4),
+         "experts take TP*EP*PP = 2*2*1 ranks, which does not divide 6"),
+        (Degrees(1, 4, 1), ModelLimits(num_layers=8, extra_layers=2),
+         "pp=4 does not divide num_layers=8 plus 2 (embedding and loss count)"),
+        (Degrees(1, 1, 1), ModelLimits(fixed=(("cp", 2, "the script says so"),)),
+         "cp=1 must stay 2: the script says so"),
+        (Degrees(1, 1, 1), ModelLimits(min_tp=2, min_tp_reason="--tp-comm-overlap"),
+         "tp=1 is below 2: --tp-comm-overlap"),
     ],
-)
-def test_a_refusal_says_exactly_why(degrees: Degrees, limits: ModelLimits, why: str) -> None:
+)  # fmt: skip
+def test_a_refusal_says_exactly_why(degrees: Degrees, limits: ModelLimits, why: str | None) -> None:
     assert refusal(degrees, limits) == why
 
 
@@ -189,3 +151,137 @@ def test_degrees_are_read_as_people_write_them(text: object, wanted: DegreeReque
 def test_what_is_not_a_degree_is_named(text: object, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         parse_request(text)
+
+
+# ------------------------------------------------------------------ passes
+
+MORE = Freedom(own="none", more=("selective", "full"), for_memory=("recompute",))
+
+
+FAST = Freedom(more=("full",), for_speed=("recompute",))
+FIXED = Freedom(
+    more=("full",), fixed=(("recompute", "of graphs"),),
+    for_speed=("recompute",), for_memory=("recompute",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("freedom", "for_speed", "for_memory"),
+    [
+        (MORE, (None,), (None, "selective", "full")),
+        (FAST, (None, "full"), (None, "full")),
+        (FIXED, (None,), (None,)),
+    ],
+    ids=["free for memory alone", "free for speed is free for memory too", "fixed stays"],
+)
+def test_what_is_free_for_memory_is_not_free_for_speed(
+    freedom: Freedom, for_speed: tuple[object, ...], for_memory: tuple[object, ...]
+) -> None:
+    assert freedom.recomputes(for_memory=False) == for_speed
+    assert freedom.recomputes(for_memory=True) == for_memory
+    assert not freedom.is_free("micro-batch", for_memory=True)
+
+
+def test_a_request_is_refused_for_what_cannot_be_had_and_says_why() -> None:
+    assert all(MORE.refusal(kind) is None for kind in (None, *RECOMPUTES))
+    full = Freedom(own="full")
+    assert full.refusal("none") == "recompute=none cannot be had: the script has full"
+    assert FIXED.refusal("full") == "recompute=full cannot be had: of graphs"
+    assert NO_FREEDOM.refusal("full") is not None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (AS_GIVEN, AS_GIVEN, ""),
+        (Passes(2), Passes(2, "selective"), ""),
+        (Passes(4), Passes(2, "full"), "micro-batch 4 -> 2, recompute selective -> full"),
+        (Passes(None, "full"), Passes(2), "recompute full -> selective"),
+    ],
+)
+def test_a_change_is_said_in_words(before: Passes, after: Passes, words: str) -> None:
+    assert difference(before, after, "selective") == words
+
+
+def test_layouts_are_told_apart_behind_their_degrees() -> None:
+    assert Passes(2).beside(Passes(2)) == ""
+    assert Passes(1, "full").beside(Passes(2)) == "·MBS1·recompute=full"
+
+
+@pytest.mark.parametrize("wrong", ["some", 1, [], {}])
+def test_what_nobody_can_recompute_is_none(wrong: object) -> None:
+    assert [recompute_of_json(kind) for kind in RECOMPUTES] == list(RECOMPUTES)
+    assert recompute_of_json(None) is None
+    with pytest.raises(ValueError, match="is none of none, selective, full"):
+        recompute_of_json(wrong)
+
+
+# ------------------------------------------------------------------ assignments
+
+LIMITS = ModelLimits(num_attention_heads=4, num_layers=4, global_batch_size=12, micro_batch_size=1)
+TABLE = DegreePolicy(
+    tuple(
+        Rule(world, (DegreeRequest(*axes),)) for world, *axes in ((4, 2, 1), (2, 1, 2), (3, 1, 1))
+    )
+)
+TWO_HOSTS = (("a", 2), ("b", 2))
+
+
+def assigned(
+    hosts: tuple[tuple[str, int], ...] = TWO_HOSTS, present: Degrees | None = None, **settings: Any
+) -> Assignment | None:
+    limits = {"min_hosts": 1, "max_hosts": 2, **settings}
+    policy = limits.pop("policy", TABLE)
+    return make_assign(LIMITS, policy, **limits)(hosts, present and ran(present))
+
+
+@pytest.mark.parametrize(
+    ("settings", "present", "workers", "degrees"),
+    [
+        ({}, None, TWO_HOSTS, Degrees(2, 1, 2)),
+        ({"max_workers": 3}, Degrees(2, 1, 2), (("a", 2), ("b", 1)), Degrees(1, 1, 3)),
+        ({"max_hosts": 1}, None, (("a", 2), ("b", 0)), Degrees(1, 2, 1)),
+    ],
+    ids=["every slot", "a limit of workers leaves the last idle", "a host too many is idle"],
+)
+def test_hosts_with_free_devices_become_workers_with_degrees(
+    settings: dict[str, Any], present: Degrees | None, workers: object, degrees: Degrees
+) -> None:
+    found = assigned(present=present, **settings)
+    assert found is not None and (found.workers, found.degrees) == (workers, degrees)
+    assert found.active == tuple(name for name, count in found.workers if count)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings"),
+    [
+        ((("a", 2),), {"min_hosts": 2}),
+        ((("a", 0),), {}),
+        ((("a", 2),), {"policy": DegreePolicy(allowed_sizes=(8,))}),
+    ],
+    ids=["too few hosts", "no device", "no valid degrees"],
+)
+def test_too_few_hosts_devices_or_degrees_are_no_assignment(
+    hosts: tuple[tuple[str, int], ...], settings: dict[str, Any]
+) -> None:
+    assert assigned(hosts, **settings) is None
+
+
+def test_a_world_beyond_the_hosts_of_the_job_is_refused_without_counting_its_layouts() -> None:
+    why: list[str] = []
+    assert assigned(
+        (("a", 2),), policy=DegreePolicy(), max_workers=10**9, requested=DegreeRequest(8, 1),
+        explain=why.append,
+    ) is None  # fmt: skip
+    assert len(why) == 1 and "TP8·PP1" in why[0]
+
+
+def test_ranks_stand_in_the_order_of_the_hosts() -> None:
+    found = assigned((("b", 2), ("a", 2)), max_workers=3)
+    assert found is not None
+    places = place_ranks(found)
+    assert list(places) == ["b", "a"]
+    assert [(place.first_rank, place.local_world_size) for place in places.values()] == [
+        (0, 2), (2, 1)
+    ]  # fmt: skip
+    assert {(place.world_size, place.group) for place in places.values()} == {(3, ("b", "a"))}

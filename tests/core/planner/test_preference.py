@@ -1,4 +1,4 @@
-"""The planner of a running job: what it takes, what it keeps, and what it tries."""
+"""The planner of a running job: what it takes and keeps, of degrees and of passes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,28 +8,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.degrees.choice import choose
+from scalai.core.degrees.choice import candidates, choose
 from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
+from scalai.core.degrees.passes import AS_GIVEN, NO_FREEDOM, PARTS, Freedom, Passes
 from scalai.core.degrees.policy import Choice, DegreePolicy
-from scalai.core.errors import LayoutError, UsageError
-from scalai.core.planner import preference
-from scalai.core.planner.columns import OPTIMIZER, Layout, Workload
+from scalai.core.errors import LayoutError
+from scalai.core.planner.columns import OPTIMIZER, Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.meter import ChangeTime
 from scalai.core.planner.preference import (
     Measured,
+    PlannerTerms,
     Preference,
-    Terms,
     change_of_json,
     change_to_json,
     measured_of_json,
     measured_to_json,
 )
-from scalai.core.planner.reconfiguration import reconfiguration
+from scalai.core.planner.reconfiguration import RELAUNCH_S, reconfiguration
+from scalai.core.planner.step_memory import USABLE, step_memory
 from scalai.core.planner.weighing import MARGIN, RESIDENCE_S
 from support.model_shapes import gpt
 
-SHAPE = gpt(24, 2048, 16, 51200, 2048)
+A100 = device_named("a100-80gb")
 LIMITS = ModelLimits(
     num_attention_heads=16, num_query_groups=16, num_layers=24, global_batch_size=64,
     micro_batch_size=2, padded_vocab_size=51200,
@@ -38,12 +39,14 @@ A, B, C = Degrees(2, 1, 4), Degrees(1, 2, 4), Degrees(4, 2, 1)
 
 
 def planner(**terms: Any) -> Preference:
-    work, device = Workload(SHAPE, 64), device_named("a100-80gb")
-    return Preference(work, device, "none", Sharding(OPTIMIZER), False, 2, Terms(**terms))
+    work = Workload(gpt(24, 2048, 16, 51200, 2048), 64)
+    return Preference(work, A100, "none", Sharding(OPTIMIZER), False, 2, PlannerTerms(**terms))
 
 
-def asked(**terms: Any) -> Preference:
-    return planner(is_asked=True, **terms)
+def asked(change: ChangeTime | None = None, **seconds: float) -> Preference:
+    """Return a planner that was asked for, and has measured these layouts."""
+    found = planner(is_asked=True, change=change or ChangeTime())
+    return found.with_all_measured(measured(**seconds))
 
 
 def choices(*degrees: Degrees) -> list[Choice]:
@@ -51,11 +54,7 @@ def choices(*degrees: Degrees) -> list[Choice]:
 
 
 def measured(**seconds: float) -> list[Measured]:
-    return [
-        Measured(degrees, 2, 100, seconds[name])
-        for name, degrees in (("a", A), ("b", B), ("c", C))
-        if name in seconds
-    ]
+    return [Measured({"a": A, "b": B, "c": C}[name], 2, 100, s) for name, s in seconds.items()]
 
 
 def first(preference: Preference, present: Degrees | None, *degrees: Degrees) -> Degrees:
@@ -73,15 +72,8 @@ def test_it_says_nothing_before_two_layouts_were_measured_unless_it_is_asked() -
 
 
 def test_what_was_measured_is_believed_before_what_is_predicted() -> None:
-    slow = asked().with_all_measured(measured(a=1.0, b=0.5))
-    assert first(slow, None, A, B) == B
-    assert first(asked().with_all_measured(measured(a=0.5, b=1.0)), None, A, B) == A
-
-
-def test_what_runs_is_kept_until_something_is_better_by_more_than_is_uncertain() -> None:
-    near = 1.0 / (1 + MARGIN / 2)
-    assert first(asked().with_all_measured(measured(a=1.0, b=near)), A, A, B) == A
-    assert first(asked().with_all_measured(measured(a=1.0, b=0.5)), A, A, B) == B
+    assert first(asked(a=1.0, b=0.5), None, A, B) == B
+    assert first(asked(a=0.5, b=1.0), None, A, B) == A
 
 
 @pytest.mark.parametrize(
@@ -90,53 +82,42 @@ def test_what_runs_is_kept_until_something_is_better_by_more_than_is_uncertain()
 def test_a_change_that_does_not_pay_within_the_residence_is_not_made(
     change_of_residence: float, taken: Degrees
 ) -> None:
-    change = ChangeTime(change_of_residence * RESIDENCE_S)
-    known = asked(change=change).with_all_measured(measured(a=1.0, b=0.5))
+    known = asked(ChangeTime(change_of_residence * RESIDENCE_S), a=1.0, b=0.5)
     assert first(known, A, A, B) == taken
     assert first(known, None, A, B) in (A, B), "something must run although no work is expected"
 
 
+@settings(deadline=None, max_examples=15)
+@given(st.floats(0.01, 10), st.floats(0.01, 10))
+def test_the_faster_one_wins_by_the_margin_where_a_change_is_free_and_then_stays(
+    a: float, b: float
+) -> None:
+    assert first(asked(ChangeTime(RESIDENCE_S), a=a, b=b), A, A, B) == A
+    free = asked(ChangeTime(1e-6), a=a, b=b)
+    needed = 1 + MARGIN if b < a else 1.0
+    taken = first(free, A, A, B)
+    if not a / (1.1 * needed) < b < a * 1.1:  # nearer ones differ by the bytes of the change
+        assert taken == (B if b < a else A)
+    assert first(free, taken, A, B) == taken, "two layouts do not take turns"
+
+
 @pytest.mark.parametrize("moves_s", [0.0, 200.0])
 def test_the_bytes_of_the_last_change_are_no_part_of_the_next_one(moves_s: float) -> None:
-    last = ChangeTime(fixed_s=60.0, moves_s=moves_s)
-    known = asked(change=last).with_all_measured(measured(a=1.0, b=0.5))
+    known = asked(ChangeTime(fixed_s=60.0, moves_s=moves_s), a=1.0, b=0.5)
     before, after = (Layout(degrees, 2, sharding=OPTIMIZER) for degrees in (A, B))
     own = reconfiguration(known.work, known.device, before, after, relaunch_s=60.0).total_s
     assert own > 60
-    reason = known.order(choices(A, B), A)[0].reason
-    assert f"a change costs {own:.0f} s" in reason
+    assert f"a change costs {own:.0f} s" in known.order(choices(A, B), A)[0].reason
 
 
-def test_a_kept_time_of_a_change_is_read() -> None:
-    for change in (None, ChangeTime(60.0), ChangeTime(60.0, 20.0)):
-        assert change_of_json(change_to_json(change)) == change
-    for wrong in ([], [80.0], [None], [1.0, 2.0], ["x"], [1.0, None], [-1.0], [5.0, 1.0, 1.0], 7):
-        with pytest.raises((ValueError, TypeError)):
-            change_of_json(wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.turns
-@settings(deadline=None, max_examples=15)
-@given(st.floats(0.01, 10), st.floats(0.01, 10))
-def test_where_a_change_takes_the_residence_it_never_moves_and_where_none_the_fastest_wins(
-    a: float, b: float
-) -> None:
-    known = measured(a=a, b=b)
-    never = asked(change=ChangeTime(RESIDENCE_S)).with_all_measured(known)
-    assert first(never, A, A, B) == A
-    free = asked(change=ChangeTime(1e-6)).with_all_measured(known)
-    needed = 1 + MARGIN if b < a else 1.0
-    if not a / (1.1 * needed) < b < a * 1.1:  # nearer ones differ by the bytes of the change
-        assert first(free, A, A, B) == (B if b < a else A)
-
-
-@pytest.mark.turns
-@settings(deadline=None, max_examples=15)
-@given(st.floats(0.01, 10), st.floats(0.01, 10))
-def test_two_measured_layouts_do_not_take_turns(a: float, b: float) -> None:
-    known = asked().with_all_measured(measured(a=a, b=b))
-    taken = first(known, A, A, B)
-    assert first(known, taken, A, B) == taken
+def test_a_change_whose_bytes_cannot_be_counted_says_so() -> None:
+    known = asked(a=1.0, b=0.5)
+    shape = replace(known.work.shape, experts=8, moe_layers=24, top_k=2, expert_ffn=2048)
+    best = replace(known, work=replace(known.work, shape=shape, expert_tp=2)).order(
+        choices(A, B), A
+    )[0]
+    assert best.degrees == B
+    assert f"a change costs {RELAUNCH_S:.0f} s and its bytes: " in best.reason
 
 
 def test_what_does_not_fit_is_not_offered_unless_it_ran() -> None:
@@ -144,36 +125,35 @@ def test_what_does_not_fit_is_not_offered_unless_it_ran() -> None:
     small = choices(Degrees(1, 1, 8))
     assert big.order(small, None) == ()
     assert big.order(small, Degrees(1, 1, 8)), "it runs, so it fits"
-    ran = big.with_measured(Measured(Degrees(1, 1, 8), 2, 10, 1.0))
-    assert ran.order(small, None)
+    assert big.with_measured(Measured(Degrees(1, 1, 8), 2, 10, 1.0)).order(small, None)
 
 
-def test_what_was_measured_travels() -> None:
-    found = measured(a=1.0, b=0.25)
+def test_what_was_measured_is_read_as_it_was_written() -> None:
+    found = [*measured(a=1.0, b=0.25), Measured(A, 2, 50, 1.0, "full")]
     assert measured_of_json(measured_to_json(found)) == found
+    for change in (None, ChangeTime(60.0), ChangeTime(60.0, 20.0)):
+        assert change_of_json(change_to_json(change)) == change
+
+
+@pytest.mark.parametrize(
+    "wrong", [[], [80.0], [None], [1.0, 2.0], ["x"], [1.0, None], [-1.0], [5.0, 1.0, 1.0], 7]
+)
+def test_what_is_no_time_of_a_change_is_refused(wrong: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        change_of_json(wrong)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         None, 3, [1], [None], [[{"tp": 1}, 2, 3]], [["x", 1, 2, 3.0]], [[{"tp": "x"}, 1, 2, 3.0]],
-        [[{"xp": 1}, 1, 2, 3.0]], [[{"tp": 1}, None, 2, 3.0]], [[{"tp": 1}, 1, 2, "3"]],
-        [[{"tp": 1}, 1, 2, float("nan")]], [[{"tp": 1}, 1, 2, 0.0]], {"tp": 1},
+        [[{"tp": 1}, 1, 2, 3.0]], [[{"tp": 1}, None, 2, 3.0, None]], [[{"tp": 1}, 1, 2, "3", None]],
+        [[{"tp": 1}, 1, 2, float("nan"), None]], [[{"tp": 1}, 1, 2, 0.0, None]], {"tp": 1},
     ],
 )  # fmt: skip
 def test_what_was_not_measured_is_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match=r"is not? "):
+    with pytest.raises(ValueError, match=r"is no (list of )?measured step"):
         measured_of_json(wrong)
-
-
-def test_a_change_whose_bytes_cannot_be_counted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def uncut(*_: object, **__: object) -> None:
-        raise UsageError("the hosts have other ranks")
-
-    monkeypatch.setattr(preference, "reconfiguration", uncut)
-    best = asked().with_all_measured(measured(a=1.0, b=0.5)).order(choices(A, B), A)[0]
-    assert best.degrees == B
-    assert "a change costs 79 s and its bytes: the hosts have other ranks" in best.reason
 
 
 class _Failing:
@@ -196,13 +176,11 @@ def test_what_runs_is_kept_where_the_planner_cannot_say_and_the_reason_says_so()
 
 
 def test_a_persons_table_wins_over_it_and_it_wins_over_what_ran() -> None:
-    fast = asked().with_all_measured(measured(a=1.0, b=0.1))
-    policy = DegreePolicy(initial=DegreeRequest(2, 1), preference=fast)
+    policy = DegreePolicy(initial=DegreeRequest(2, 1), preference=asked(a=1.0, b=0.1))
     assert choose(8, LIMITS, policy, A).degrees == B
     asks = choose(8, LIMITS, policy, A, requested=DegreeRequest(8, 1))
     assert asks.degrees == Degrees(8, 1, 1)
-    silent = DegreePolicy(initial=DegreeRequest(2, 1), preference=planner())
-    assert choose(8, LIMITS, silent, A).degrees == A
+    assert choose(8, LIMITS, replace(policy, preference=planner()), A).degrees == A
 
 
 def test_it_goes_below_what_ran_but_not_below_what_a_person_or_a_failure_forbids() -> None:
@@ -212,13 +190,152 @@ def test_it_goes_below_what_ran_but_not_below_what_a_person_or_a_failure_forbids
     assert free.degrees.model_parallel < 8
     stated = choose(8, LIMITS, replace(policy, min_model_parallel=8), large)
     assert stated.degrees.model_parallel == 8
-    again = choose(8, LIMITS, policy, large, excluded=[free])
-    assert again.degrees != free.degrees
+    assert choose(8, LIMITS, policy, large, excluded=[free]).degrees != free.degrees
 
 
 def test_devices_that_a_layout_cannot_use_stay_idle() -> None:
     policy = DegreePolicy(initial=DegreeRequest(1, 1), preference=asked())
     choice = choose(7, LIMITS, policy, None)
-    assert choice.degrees.world_size <= 7
-    assert len(choice.idle_ranks) == 7 - choice.degrees.world_size
+    assert len(choice.idle_ranks) == 7 - choice.degrees.world_size >= 0
     assert "by cost" in choice.reason
+
+
+# ------------------------------------------------------------------ micro-batch, recomputation
+
+LAYERS, BATCH, MICRO = 64, 64, 4
+LARGE = ModelLimits(
+    num_attention_heads=40, num_query_groups=40, num_layers=LAYERS, global_batch_size=BATCH,
+    micro_batch_size=MICRO, padded_vocab_size=51200, ffn_hidden_size=20480,
+)  # fmt: skip
+PLANNER = replace(
+    asked(), work=Workload(gpt(LAYERS, 5120, 40, 51200, 2048), BATCH), micro_batch=MICRO
+)
+FREEDOM = Freedom(more=("full",), for_memory=("recompute",))
+
+
+def policy(freedom: Freedom, planner: Preference | None = PLANNER) -> DegreePolicy:
+    initial = DegreeRequest(4, 2, micro_batch_size=MICRO)
+    return DegreePolicy(initial=initial, preference=planner, freedom=freedom)
+
+
+def chosen(
+    world: int,
+    freedom: Freedom = FREEDOM,
+    ran: Choice | None = None,
+    excluded: Sequence[Choice] = (),
+    planner: Preference | None = PLANNER,
+) -> Choice:
+    present, passes = (None, AS_GIVEN) if ran is None else (ran.degrees, ran.passes)
+    return choose(world, LARGE, policy(freedom, planner), present, excluded=excluded, ran=passes)
+
+
+def needed(*found: Choice) -> list[float]:
+    """Return the bytes of each."""
+    layouts = [
+        Layout(each.degrees, each.micro_batch_size or MICRO, each.recompute or "none", OPTIMIZER)
+        for each in found
+    ]
+    x = columns_of([(PLANNER.work, PLANNER.device, layout) for layout in layouts])
+    return [float(each) for each in step_memory(x).total]
+
+
+def does_fit(choice: Choice) -> bool:
+    return needed(choice)[0] <= USABLE * A100.memory
+
+
+@pytest.mark.fault
+def test_fewer_devices_have_it_recompute_where_nothing_fits_without_and_more_have_it_stop() -> None:
+    many = chosen(64)
+    assert many.passes == Passes(MICRO) and does_fit(many)
+    few = chosen(8, ran=many)
+    assert few.passes == Passes(MICRO, "full") and does_fit(few)
+    assert "recompute none -> full" in few.reason
+    assert "no layout fits with the script's flags alone" in few.reason
+    assert chosen(8, ran=few).key == few.key, "what runs is kept"
+    back = chosen(64, ran=few)
+    assert back.passes == Passes(MICRO) and "recompute full -> none" in back.reason
+
+
+def test_where_nothing_is_free_for_memory_nothing_is_forced() -> None:
+    silent = chosen(8, NO_FREEDOM, chosen(64))
+    assert silent.passes == Passes(MICRO) and "by cost" not in silent.reason
+    fixed = replace(FREEDOM, fixed=(("recompute", "of graphs"),))
+    assert chosen(8, fixed, chosen(64)).key == silent.key
+
+
+def test_the_micro_batch_is_made_smaller_and_never_larger_where_a_person_allows_it() -> None:
+    few = chosen(8, Freedom(for_memory=("micro-batch",)), chosen(64))
+    assert few.recompute is None and does_fit(few)
+    assert few.micro_batch_size is not None and few.micro_batch_size < MICRO
+    assert f"micro-batch {MICRO} -> {few.micro_batch_size}" in few.reason
+    free = Freedom(more=("full",), for_memory=("recompute", "micro-batch"))
+    sizes = {each.micro_batch_size or 0 for each in candidates(8, LARGE, policy(free), None)}
+    assert max(sizes) == MICRO and len(sizes) > 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 64), st.sampled_from([FREEDOM, Freedom(more=("full",), for_speed=PARTS)]))
+def test_the_global_batch_stays_exact(world: int, freedom: Freedom) -> None:
+    choice = next(iter(candidates(world, LARGE, policy(freedom), None)), None)
+    if choice is not None:
+        assert BATCH % ((choice.micro_batch_size or MICRO) * choice.degrees.dp) == 0
+
+
+def test_what_is_freed_for_speed_is_chosen_by_what_a_step_takes() -> None:
+    free, kept = chosen(64, Freedom(more=("full",), for_speed=PARTS)), chosen(64)
+    best, *_ = PLANNER.order([free, kept], None)
+    assert free.key != kept.key and best.key == free.key
+    offered = candidates(64, LARGE, policy(Freedom(for_speed=PARTS)), None)
+    assert {choice.degrees.vpp for choice in offered} > {1, 2}
+
+
+def test_the_same_degrees_with_other_passes_are_another_layout_with_its_own_steps() -> None:
+    degrees = Degrees(4, 2, 8)
+    own, again = Choice(degrees, (), "", MICRO), Choice(degrees, (), "", MICRO, "full")
+    found = [Measured(degrees, MICRO, 50, 9.0), Measured(degrees, MICRO, 50, 2.0, "full")]
+    learned = PLANNER.with_measured(found[0]).with_measured(found[1])
+    assert learned.measured == tuple(found)
+    best = learned.order([own, again], degrees, own.passes)
+    assert best[0].key == again.key and "what runs has 9 s" in best[0].reason
+    stays = learned.order([own, again], degrees, again.passes)
+    assert stays[0].key == again.key and stays[0].reason.endswith("kept")
+    assert learned.with_measured(replace(found[0], seconds=1.0)).measured[0] == found[1]
+
+
+def test_what_ran_out_of_memory_says_that_nothing_as_large_fits() -> None:
+    tried = chosen(64)
+    second = chosen(64, ran=tried, excluded=[tried])
+    sizes = needed(tried, second)
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.fault
+def test_without_a_planner_an_out_of_memory_leads_to_recomputation_before_the_job_is_given_up() -> (
+    None
+):
+    kept = chosen(8, planner=None)
+    assert kept.passes == Passes(MICRO)
+    tried = [kept]
+    while (choice := chosen(8, planner=None, excluded=tried)).recompute is None:
+        assert choice.degrees.model_parallel > kept.degrees.model_parallel, "larger splits first"
+        tried.append(choice)
+    assert choice.passes == Passes(MICRO, "full")
+    assert "recompute none -> full" in choice.reason
+
+
+def test_passes_that_run_stay_where_others_are_not_better() -> None:
+    """A rule of one change may have asked for them; after it they are what runs."""
+    runs = Choice(Degrees(4, 2, 1), (), "", 2, "full")
+    kept = chosen(8, ran=runs, planner=None)
+    assert kept.key == runs.key and "->" not in kept.reason
+    assert chosen(16, ran=runs, planner=None).passes == Passes(MICRO)
+    knows = PLANNER.with_measured(Measured(runs.degrees, 2, 50, 0.01, "full"))
+    stays = chosen(8, ran=runs, planner=knows)
+    assert stays.key == runs.key and "kept" in stays.reason
+    assert chosen(8, ran=runs, planner=knows, excluded=[runs]).key != runs.key
+
+
+def test_a_person_may_ask_for_a_recomputation() -> None:
+    for kind, found in (("full", "full"), ("none", None)):  # the latter is the flags' own
+        asks = DegreeRequest(4, 2, recompute=kind)  # type: ignore[arg-type]
+        assert choose(16, LARGE, policy(FREEDOM), None, requested=asks).recompute == found

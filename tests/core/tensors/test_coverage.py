@@ -1,6 +1,7 @@
-"""What is said about a state that is not whole."""
+"""What is said about a state that is not whole, and of damage until it is held whole again."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,13 @@ from hypothesis import strategies as st
 
 from scalai.core.errors import LayoutError
 from scalai.core.tensors.collection import Collection, Tensor, concatenate
-from scalai.core.tensors.coverage import Cover, check_coverage, find_gaps
+from scalai.core.tensors.coverage import (
+    Cover,
+    DamagedPiece,
+    check_coverage,
+    find_gaps,
+    still_damaged,
+)
 from scalai.core.tensors.holders import merged
 from scalai.core.tensors.region import Box, whole
 from scalai.store.files import slices
@@ -19,50 +26,35 @@ WEIGHT = Tensor("param/weight", (4, 6), "F32")
 STEP = Tensor("step/weight", (), "F32")
 
 
-def test_a_whole_state_passes_with_replicas_and_0d_tensors() -> None:
-    rows = [(WEIGHT, Box((0, 0), (4, 3))), (WEIGHT, Box((0, 3), (4, 3))), (STEP, Box((), ()))]
-    check_coverage(Collection.of(rows * 3))
-    check_coverage(Collection.of([]))
+LEFT, REST = (WEIGHT, Box((0, 0), (4, 3))), (WEIGHT, Box((0, 3), (4, 3)))
+SCALAR, EMPTY = (STEP, Box((), ())), (Tensor("param/empty", (0, 3), "F32"), whole((0, 3)))
+INSIDE = (WEIGHT, Box((1, 0), (1, 6)))
 
 
-def test_a_hole_is_named_with_its_box() -> None:
-    rows = [(WEIGHT, Box((0, 0), (4, 3))), (WEIGHT, Box((1, 3), (3, 3)))]
-    with pytest.raises(LayoutError, match=r"'param/weight' \[4, 6\]: nobody holds \[0:1,3:6\]"):
-        check_coverage(Collection.of(rows))
-
-
-def test_a_tensor_of_the_table_without_rows_is_missing() -> None:
-    held = Collection.of([(STEP, Box((), ())), (WEIGHT, Box((0, 0), (0, 6)))])
-    assert find_gaps(held) == [(WEIGHT, whole(WEIGHT.shape))]
-
-
-def test_a_tensor_without_elements_is_whole() -> None:
-    empty = Tensor("param/empty", (0, 3), "F32")
-    assert not find_gaps(Collection.of([(empty, whole(empty.shape))]))
-
-
-def test_partial_overlaps_are_refused_unless_asked_for() -> None:
-    rows = [(WEIGHT, whole((4, 6))), (WEIGHT, Box((1, 0), (1, 6)))]
-    with pytest.raises(LayoutError, match=r"\[0:4,0:6\] overlaps \[1:2,0:6\]"):
-        check_coverage(Collection.of(rows))
-    check_coverage(Collection.of(rows), exact_partition=False)
-
-
-def test_overlaps_do_not_hide_holes() -> None:
-    rows = [(WEIGHT, Box((0, 0), (3, 6))), (WEIGHT, Box((1, 0), (1, 6)))]
-    with pytest.raises(LayoutError, match=r"\[3:4,0:6\]"):
-        check_coverage(Collection.of(rows), exact_partition=False)
-
-
-def test_a_box_outside_of_its_tensor_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"box \[3:5,0:6\] reaches outside of 'param/weight'"):
-        check_coverage(Collection.of([(WEIGHT, Box((3, 0), (2, 6)))]))
-
-
-def test_long_lists_are_cut_short() -> None:
-    tensors = [Tensor(f"param/{number}", (2,), "F32") for number in range(9)]
-    with pytest.raises(LayoutError, match="and 4 more tensors"):
-        check_coverage(Collection.of([(tensor, Box((0,), (1,))) for tensor in tensors]))
+@pytest.mark.parametrize(
+    ("rows", "is_exact", "words"),
+    [
+        ([LEFT, REST, SCALAR] * 3, True, ""),
+        ([], True, ""),
+        ([EMPTY], True, ""),
+        ([(WEIGHT, whole((4, 6))), INSIDE], False, ""),
+        ([(WEIGHT, whole((4, 6))), INSIDE], True, r"\[0:4,0:6\] overlaps \[1:2,0:6\]"),
+        ([LEFT, (WEIGHT, Box((1, 3), (3, 3)))], True,
+         r"'param/weight' \[4, 6\]: nobody holds \[0:1,3:6\]"),
+        ([SCALAR, (WEIGHT, Box((0, 0), (0, 6)))], True, r"nobody holds \[0:4,0:6\]"),
+        ([(WEIGHT, Box((0, 0), (3, 6))), INSIDE], False, r"\[3:4,0:6\]"),
+        ([(WEIGHT, Box((3, 0), (2, 6)))], True,
+         r"box \[3:5,0:6\] reaches outside of 'param/weight'"),
+        ([(Tensor(f"param/{n}", (2,), "F32"), Box((0,), (1,))) for n in range(9)], True,
+         "and 4 more tensors"),
+    ],
+)  # fmt: skip
+def test_a_state_is_whole_or_its_holes_and_overlaps_are_named(
+    rows: list[tuple[Tensor, Box]], is_exact: bool, words: str
+) -> None:
+    held = Collection.of(rows)
+    with pytest.raises(LayoutError, match=words) if words else nullcontext():
+        check_coverage(held, exact_partition=is_exact)
 
 
 # ------------------------------------------------------------------ hosts that come and go
@@ -123,16 +115,6 @@ def test_a_cover_knows_at_any_time_what_a_look_at_everything_tells(
             assert cover.is_whole_without(away) == (bool(others) and is_whole(others, expected))
 
 
-def test_hosts_that_disagree_about_a_tensor_hold_no_state_until_one_has_gone() -> None:
-    cover, other = Cover(), Tensor("param/w", (6, 4), "F32")
-    one = boxes_of([("w", 0, 0, 6, 5)])
-    cover.put("a", one, 1)
-    cover.put("b", Collection.of([(other, Box((0, 0), (6, 4)))]), 1)
-    assert not cover.is_whole()
-    cover.remove("b")
-    assert cover.is_whole()
-
-
 @settings(deadline=None)
 @given(MOVES)
 def test_merged_boxes_hold_the_same_elements(moves: list[Any]) -> None:
@@ -171,6 +153,10 @@ def test_a_tensor_with_other_dims_is_a_conflict_also_while_something_is_missing(
     assert not cover.is_whole()
     cover.put("b", Collection.of([(flat, Box((0,), (30,)))]), 1)
     assert not cover.is_whole()
+    cover.put("a", boxes_of([("w", 0, 0, 6, 5)]), 1)
+    assert not cover.is_whole(), "until one of them has gone"
+    cover.remove("b")
+    assert cover.is_whole()
 
 
 def test_a_box_that_gives_way_to_one_around_it_leaves_no_gap() -> None:
@@ -191,3 +177,29 @@ def test_a_box_that_gives_way_to_one_around_it_leaves_no_gap() -> None:
     assert not cover.is_whole(), "7 to 8 is gone, and no box lies around what went"
     cover.put("a", of((0, 5), (4, 7), (7, 8)), 1)
     assert cover.is_whole()
+
+
+TALL = Tensor("w", (6, 8), "F32")
+HALF = DamagedPiece("w", Box((0, 4), (6, 4)), "w differs")
+NUMBER = DamagedPiece("step/weight", whole(()), "step differs")
+
+
+@pytest.mark.parametrize(
+    ("held", "left"),
+    [
+        ([], (HALF, NUMBER)),
+        ([(TALL, Box((0, 0), (6, 4))), (STEP, whole(()))], (HALF,)),
+        ([(TALL, Box((0, 4), (5, 4))), (STEP, whole(()))], (HALF,)),
+        ([(TALL, Box((0, 4), (6, 4)))], (NUMBER,)),
+        ([(TALL, whole((6, 8))), (STEP, whole(()))], ()),
+        ([(TALL, Box((3, 0), (3, 8))), (TALL, Box((0, 2), (3, 6)))], (NUMBER,)),
+    ],
+)
+def test_a_piece_is_damaged_until_all_of_it_is_held_however_it_is_cut(
+    held: list[tuple[Tensor, Box]], left: tuple[DamagedPiece, ...]
+) -> None:
+    assert still_damaged([HALF, NUMBER], Collection.of(held)) == left
+
+
+def test_of_what_has_no_elements_nothing_is_missing() -> None:
+    assert still_damaged([DamagedPiece("e", whole((0,)), "e")], Collection.of([])) == ()

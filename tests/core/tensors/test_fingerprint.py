@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -14,13 +15,16 @@ from hypothesis import strategies as st
 from scalai.core.errors import ProofError
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.fingerprint import (
+    NOT_COMPARED,
     VERSION,
     combine,
     compare,
+    differing_replicas,
     piece_fingerprint,
     tensor_fingerprints,
 )
 from scalai.core.tensors.region import Box, whole
+from scalai.core.tensors.universal_hash import KEYS, SEGMENT, Keys, P, piece_hash
 
 Array = npt.NDArray[np.unsignedinteger]
 
@@ -217,3 +221,139 @@ def test_states_that_differ_are_named() -> None:
         compare({"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 2, "d": 3})
     with pytest.raises(ProofError, match="and 3 more"):
         compare({f"t{n}": 0 for n in range(8)}, {f"t{n}": 1 for n in range(8)})
+
+
+CUT = Tensor("param/cut", (4, 2), "F32")
+
+
+def held(rank: int) -> Collection:
+    """Return a whole tensor that both ranks have, and a half of another one."""
+    half = Box((2 * rank, 0), (2, 2))
+    return Collection.of([(WEIGHT, whole((4, 2))), (CUT, half)])
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("prints", "found"),
+    [
+        ([(5, 7), (5, 8)], ""),  # halves are no replicas of each other
+        ([(5, 7), (6, 8)], "'param/weight' on ranks [0, 1]"),
+        ([(NOT_COMPARED, 7), (6, 8)], ""),  # one that passes may change
+        ([(0, 7), (6, 8)], "'param/weight' on ranks [0, 1]"),  # zeros
+        ([(5, 7), ()], ""),  # a rank that does not say
+    ],
+)
+def test_replicas_on_one_host_are_compared(prints: Sequence[Sequence[int]], found: str) -> None:
+    assert differing_replicas({0: held(0), 1: held(1)}, dict(enumerate(prints))) == found
+
+
+@pytest.mark.fault
+def test_parameters_are_named_before_what_an_optimizer_keeps_of_them() -> None:
+    moment = Tensor("exp_avg/w", (4, 2), "F32")
+    same = Collection.of([(moment, whole((4, 2))), (WEIGHT, whole((4, 2)))])
+    text = differing_replicas({0: same, 1: same}, {0: (1, 2), 1: (3, 4)})
+    assert text == "'param/weight' on ranks [0, 1], 'exp_avg/w' on ranks [0, 1]"
+
+
+@pytest.mark.fault
+def test_ranks_that_differ_are_named_and_no_others() -> None:
+    same = {rank: Collection.of([(WEIGHT, whole((4, 2)))]) for rank in range(4)}
+    text = differing_replicas(same, {0: (3,), 1: (3,), 2: (9,), 3: (3,)})
+    assert text == "'param/weight' on ranks [0, 2]"
+
+
+@CASES
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple),
+    st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]),
+    st.integers(0, 2**32),
+    st.data(),
+)
+def test_any_cut_adds_up(
+    shape: tuple[int, ...], item: type, seed: int, data: st.DataObject
+) -> None:
+    if data.draw(st.booleans()):
+        shape = (*shape[:-1], shape[-1] * 60)
+    random = np.random.default_rng(seed)
+    values: npt.NDArray[Any] = random.integers(0, np.iinfo(item).max, shape, dtype=item)
+
+    def cut(box: Box, depth: int) -> list[Box]:
+        axes = [axis for axis, size in enumerate(box.shape) if size > 1]
+        if not depth or not axes:
+            return [box]
+        axis = data.draw(st.sampled_from(axes))
+        middle = data.draw(st.integers(1, box.shape[axis] - 1))
+        halves = []
+        for low, size in ((0, middle), (middle, box.shape[axis] - middle)):
+            offset, extent = list(box.offset), list(box.shape)
+            offset[axis], extent[axis] = offset[axis] + low, size
+            halves += cut(Box(tuple(offset), tuple(extent)), depth - 1)
+        return halves
+
+    boxes = cut(whole(shape), 3)
+    prints = [piece_fingerprint(values[box_index(box)], box, shape) for box in boxes]
+    assert combine(prints) == piece_fingerprint(values, whole(shape), shape)
+
+
+def box_index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low, low + n) for low, n in zip(box.offset, box.shape, strict=True))
+
+
+PAIRS = {
+    "one bit": ((0, 0, 1),),
+    "the sign": ((3, 200, 2**31),),
+    "neighbours": ((0, 0, 1), (0, 1, 2**32 - 2), (0, 2, 1)),
+    "corners": ((0, 0, 1), (1, 1, 1), (0, 1, 2**32 - 1), (1, 0, 2**32 - 1)),
+    "a segment apart": ((2, 0, 5), (2, SEGMENT, 2**32 - 5)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
+def test_no_pair_is_bad_for_many_seeds(pair: tuple[tuple[int, int, int], ...]) -> None:
+    """The difference of two hashes is spread evenly over the residues, as if it were drawn."""
+    shape = (4, 300)
+    one = np.random.default_rng(5).integers(0, 2**32, shape, dtype=np.uint32)
+    two = one.copy()
+    for row, column, change in pair:
+        two[row, column] = (int(two[row, column]) + change) % 2**32
+    count, found = 1024, []
+    for seed in range(count):
+        keys = Keys.of(b"seed %d" % seed)
+        a, b = (piece_hash(values, whole(shape), shape, keys) for values in (one, two))
+        found.append((a - b) % P)
+    assert len(set(found)) == count
+    for shift in (0, 20, 58):
+        # Sixteen classes: chi-squared with 15 degrees of freedom is below 50 but once in 100,000.
+        classes = np.bincount([value >> shift & 15 for value in found], minlength=16)
+        expected = count / 16
+        assert ((classes - expected) ** 2 / expected).sum() < 50
+
+
+def test_the_largest_digits_and_words_are_exact() -> None:
+    """A segment's sum is then 2**53, the most that a float64 counts to."""
+    words = np.full((SEGMENT, 4), -(2.0**15))
+    keys = Keys(words, KEYS.start)
+    lowest = np.full((40, 3 * SEGMENT), 2**31, dtype=np.uint32)  # each word is -2**31
+    key = sum(-(2**15) << (16 * n) for n in range(4))
+    digits = KEYS.segments(KEYS.states(np.arange(120, dtype=np.uint64))).astype(int).tolist()
+    total = sum(
+        sum(digit << (16 * n) for n, digit in enumerate(row)) * key * -(2**31) * SEGMENT
+        for row in digits
+    )
+    assert piece_hash(lowest, whole(lowest.shape), lowest.shape, keys) == total % P
+
+
+def test_the_modulus_is_a_prime() -> None:
+    """By Miller and Rabin with bases that decide below 2**64."""
+    odd, twos = P - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    for base in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37):
+        powers = [pow(base, odd << n, P) for n in range(twos)]
+        assert powers[0] == 1 or P - 1 in powers
+
+
+def test_keys_of_segments_differ() -> None:
+    digits = KEYS.segments(KEYS.states(np.arange(100_000, dtype=np.uint64)))
+    assert len(np.unique(digits, axis=0)) == 100_000
+    assert np.abs(digits.mean(axis=0)).max() < 300 and abs(digits.std() - 2**16 / 12**0.5) < 100

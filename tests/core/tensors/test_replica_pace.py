@@ -156,24 +156,27 @@ def known(step_s: float, slowdown: float = 0.01) -> ReplicaPace:
     return ReplicaPace(slowdown, free=(step_s,) * 5)
 
 
-def test_what_is_due_soon_comes_faster_than_the_steps_bear() -> None:
-    left = int(100 * FIRST_RATE)
-    assert limit(known(1.0), left, 1000) == Limit(FIRST_RATE)
-    assert limit(known(1.0), left, 10) == Limit(left / (IN_TIME * 10), is_hurried=True)
+LEFT = int(100 * FIRST_RATE)
 
 
-def test_what_the_training_waits_for_is_not_held_back() -> None:
-    assert limit(known(1.0), 1, 0) == Limit(None, is_hurried=True)
-    assert limit(known(0.0), 1 << 40, 5) == Limit(FIRST_RATE), "a step without time"
-    assert limit(ReplicaPace(0.01), 1 << 40, 5) == Limit(FIRST_RATE), "nothing is known"
-
-
-def test_without_snapshots_on_the_way_nothing_is_due() -> None:
-    assert limit(known(1.0), 1 << 40, None) == Limit(FIRST_RATE)
-
-
-def test_a_slowdown_of_one_is_none_at_all() -> None:
-    assert limit(known(1.0, slowdown=1.0), 1 << 40, None) == Limit(None)
+@pytest.mark.parametrize(
+    ("pace", "left", "steps", "found"),
+    [
+        (known(1.0), LEFT, 1000, Limit(FIRST_RATE)),
+        (known(1.0), LEFT, 10, Limit(LEFT / (IN_TIME * 10), is_hurried=True)),
+        (known(1.0), 1, 0, Limit(None, is_hurried=True)),
+        (known(0.0), 1 << 40, 5, Limit(FIRST_RATE)),
+        (ReplicaPace(0.01), 1 << 40, 5, Limit(FIRST_RATE)),
+        (known(1.0), 1 << 40, None, Limit(FIRST_RATE)),
+        (known(1.0, slowdown=1.0), 1 << 40, None, Limit(None)),
+    ],
+    ids=["in time", "due soon", "the training waits", "a step without time", "nothing is known",
+         "no snapshots", "a slowdown of one is no limit"],
+)  # fmt: skip
+def test_what_is_due_soon_comes_faster_than_the_steps_bear(
+    pace: ReplicaPace, left: int, steps: int | None, found: Limit
+) -> None:
+    assert limit(pace, left, steps) == found
 
 
 def test_bytes_pass_at_the_rate_whoever_takes_them() -> None:
@@ -182,15 +185,7 @@ def test_bytes_pass_at_the_rate_whoever_takes_them() -> None:
         bucket, wait_s = take(bucket, 1 << 20, 1e7, now)
         now, waited = now + wait_s, waited + wait_s
     assert waited == pytest.approx(50 * (1 << 20) / 1e7 - BURST_S, abs=0.01)
-
-
-def test_a_pause_saves_up_a_moment_and_no_more() -> None:
-    bucket, _ = take(Bucket(), 1 << 20, 1e7, 0.0)
-    bucket, wait_s = take(bucket, 10_000_000, 1e7, 1000.0)
-    assert wait_s == pytest.approx(1.0 - BURST_S)
-
-
-def test_what_is_not_held_back_owes_nothing_later() -> None:
-    bucket, _ = take(Bucket(), 1 << 40, 1e7, 0.0)
-    bucket, wait_s = take(bucket, 1 << 40, None, 1.0)
-    assert wait_s == 0.0 and take(bucket, 1, 1e7, 1.0)[1] < 1e-3
+    bucket, wait_s = take(bucket, 10_000_000, 1e7, now + 1000.0)
+    assert wait_s == pytest.approx(1.0 - BURST_S), "a pause saves up a moment and no more"
+    bucket, wait_s = take(bucket, 1 << 40, None, now + 2000.0)
+    assert wait_s == 0.0 and take(bucket, 1, 1e7, now + 2000.0)[1] < 1e-3, "nothing is owed later"

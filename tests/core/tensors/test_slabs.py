@@ -1,6 +1,7 @@
 """Large samples in slabs: each element is somebody's, halos end at borders, the rest is refused."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,28 +18,29 @@ from scalai.core.tensors.slabs import Slabs, cut, runs, zig_zag
 # ------------------------------------------------------------------ what is refused
 
 
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: Slabs((2, 8), (3, 1)), LayoutError,
+     r"2 elements along axis 0 are too few for 3 slabs"),
+    (lambda: Slabs((8, 0), (1, 1)), LayoutError,
+     r"0 elements along axis 1 are too few for 1 slabs"),
+    (lambda: Slabs((8, 8), (2,)), UsageError,
+     r"sample \[8, 8\] has 2 axes, and parts \[2\] are of 1"),
+    (lambda: Slabs((8, 8), (1, 0)), UsageError, "0 parts along axis 1"),
+    (lambda: Slabs((8,), (2,)).slab(2), UsageError, "rank 2 is none of the 2"),
+    (lambda: zig_zag(5, 3), LayoutError, r"5 elements .* too few for 6 zig-zag chunks"),
+    (lambda: zig_zag(5, 0), UsageError, "cp=0"),
+    (lambda: Slabs((4, 11), (1, 4)).with_halo(0, (1,)), UsageError, "does not fit"),
+    (lambda: Slabs((4, 11), (1, 4)).with_halo(0, (0, -1)), UsageError, "does not fit"),
+]  # fmt: skip
+
+
 @pytest.mark.fault
-@pytest.mark.parametrize(
-    ("shape", "parts", "message"),
-    [
-        ((2, 8), (3, 1), r"2 elements along axis 0 are too few for 3 slabs"),
-        ((8, 0), (1, 1), r"0 elements along axis 1 are too few for 1 slabs"),
-    ],
-)
-def test_a_sample_smaller_than_its_ranks_is_refused(
-    shape: tuple[int, ...], parts: tuple[int, ...], message: str
+@pytest.mark.parametrize(("made", "error", "words"), REFUSED)
+def test_a_sample_smaller_than_its_ranks_and_parts_that_do_not_go_with_it_are_refused(
+    made: Callable[[], object], error: type[Exception], words: str
 ) -> None:
-    with pytest.raises(LayoutError, match=message):
-        Slabs(shape, parts)
-
-
-def test_parts_that_do_not_go_with_the_sample_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"sample \[8, 8\] has 2 axes, and parts \[2\] are of 1"):
-        Slabs((8, 8), (2,))
-    with pytest.raises(UsageError, match="0 parts along axis 1"):
-        Slabs((8, 8), (1, 0))
-    with pytest.raises(UsageError, match="rank 2 is none of the 2"):
-        Slabs((8,), (2,)).slab(2)
+    with pytest.raises(error, match=words):
+        made()
 
 
 @pytest.mark.fault
@@ -53,16 +55,6 @@ def test_a_halo_wider_than_a_neighbours_slab_is_refused_on_all_ranks_alike() -> 
         with pytest.raises(LayoutError, match="halo of 3"):
             slabs.halo_targets(rank, (0, 3))
     assert slabs.with_halo(0, (9, 0)) == Box((0, 0), (4, 3)), "an axis that is whole has no slabs"
-    for halo in ((1,), (0, -1)):
-        with pytest.raises(UsageError, match="does not fit"):
-            slabs.with_halo(0, halo)
-
-
-def test_a_sequence_shorter_than_its_chunks_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"5 elements .* too few for 6 zig-zag chunks"):
-        zig_zag(5, 3)
-    with pytest.raises(UsageError, match="cp=0"):
-        zig_zag(5, 0)
 
 
 # ------------------------------------------------------------------ what is promised
