@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
-from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
+from scalai.core.planner.columns import Cases, Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.model import ModelShape
 from scalai.core.planner.stage import first, last
@@ -64,7 +64,7 @@ def shape_of(case: dict[str, Any], layers: int, moe_layers: int) -> ModelShape:
     )  # fmt: skip
 
 
-def columns(case: dict[str, Any], layers: int, moe_layers: int) -> Columns:
+def columns(case: dict[str, Any], layers: int, moe_layers: int) -> Cases:
     tp = case.get("tp", 1)
     recompute = case["config"].get("recompute_granularity", "none")
     work = Workload(

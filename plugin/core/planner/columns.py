@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -238,9 +239,16 @@ def grid(work: Workload, device: Device, layouts: Mapping[str, Floats]) -> Cases
     return _cases({**{name: np.asarray(value) for name, value in same.items()}, **layouts})
 
 
+Table = TypeVar("Table", ModelColumns, PartColumns, WorkColumns, LayoutColumns, DeviceColumns)
+
+
 def _cases(columns: Mapping[str, Floats]) -> Cases:
-    tables = (ModelColumns, PartColumns, WorkColumns, LayoutColumns, DeviceColumns)
-    return Cases(*(each(**{f.name: columns[f.name] for f in fields(each)}) for each in tables))
+    def of(table: type[Table]) -> Table:
+        return table(**{f.name: columns[f.name] for f in fields(table)})
+
+    return Cases(
+        of(ModelColumns), of(PartColumns), of(WorkColumns), of(LayoutColumns), of(DeviceColumns)
+    )
 
 
 def _work_values(work: Workload) -> dict[str, float]:

@@ -87,7 +87,8 @@ def test_what_cannot_be_had_is_refused_by_name(
     world: int, policy: DegreePolicy, present: Degrees | None, requested: str | None, words: str
 ) -> None:
     with pytest.raises(RefusedError, match=words):
-        choose(world, TINY, policy, present, requested=requested and parse_request(requested))
+        asks = parse_request(requested) if requested else None
+        choose(world, TINY, policy, present, requested=asks)
 
 
 def test_where_heads_and_layers_are_unknown_only_divisors_of_what_ran_are_tried() -> None:

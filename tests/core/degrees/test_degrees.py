@@ -221,7 +221,7 @@ def test_what_nobody_can_recompute_is_none(wrong: object) -> None:
 LIMITS = ModelLimits(num_attention_heads=4, num_layers=4, global_batch_size=12, micro_batch_size=1)
 TABLE = DegreePolicy(
     tuple(
-        Rule(world, (DegreeRequest(*axes),)) for world, *axes in ((4, 2, 1), (2, 1, 2), (3, 1, 1))
+        Rule(world, (DegreeRequest(tp, pp),)) for world, tp, pp in ((4, 2, 1), (2, 1, 2), (3, 1, 1))
     )
 )
 TWO_HOSTS = (("a", 2), ("b", 2))
@@ -232,7 +232,7 @@ def assigned(
 ) -> Assignment | None:
     limits = {"min_hosts": 1, "max_hosts": 2, **settings}
     policy = limits.pop("policy", TABLE)
-    return make_assign(LIMITS, policy, **limits)(hosts, present and ran(present))
+    return make_assign(LIMITS, policy, **limits)(hosts, ran(present) if present else None)
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,8 @@ def slower_in_shared_hosts(x: Cases, noise: float = 0.03) -> np.ndarray:
     return measured(x, SLOW, noise) * np.where(shared, 1.3, 1.0)
 
 
-def of_model(x: Cases, hidden: int, *, is_it: bool) -> np.ndarray:
-    return np.flatnonzero((x.model.hidden == hidden) == is_it)
+def of_model(x: Cases, hidden: int, *, is_it: bool) -> list[int]:
+    return np.flatnonzero((x.model.hidden == hidden) == is_it).tolist()
 
 
 def test_what_alike_layouts_have_in_common_is_told_of_another_model() -> None:
