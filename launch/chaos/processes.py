@@ -124,13 +124,18 @@ def environment(pid: int) -> dict[str, str]:
 def flag(pid: int, name: str) -> str | None:
     """Return the value of a flag on an agent's command line, None without it."""
     words = _words(pid, "cmdline")
-    for spelling in (name, name.replace("-", "_").replace("__", "--", 1)):
-        for word, behind in zip(words, [*words[1:], ""], strict=False):
-            if word == spelling:
-                return behind
-            if word.startswith(f"{spelling}="):
-                return word.partition("=")[2]
-    return None
+    place = _place(words, name)
+    if place is None:
+        return None
+    _, is_joined, value = words[place].partition("=")
+    return value if is_joined else "".join(words[place + 1 : place + 2])
+
+
+def _place(words: Sequence[str], name: str) -> int | None:
+    """Return the place of a flag among the words, with dashes or underscores; None: it is not
+    there."""
+    names = (word.partition("=")[0].replace("_", "-") for word in words)
+    return next((place for place, found in enumerate(names) if found == name), None)
 
 
 def send(pid: int, number: int) -> None:
@@ -188,16 +193,12 @@ class Command:
     def with_flag(self, name: str, value: str) -> "Command":
         """Return it with another value of a flag of ``scalai-run``."""
         words = list(self.words)
-        for number, word in enumerate(words):
-            if word == name:
-                words[number + 1] = value
-                break
-            if word.startswith(f"{name}="):
-                words[number] = f"{name}={value}"
-                break
+        place = _place(words, name)
+        if place is None:
+            place = next(n for n, word in enumerate(words) if word.startswith("--"))
+            words[place:place] = [name, value]
         else:
-            first = next(n for n, word in enumerate(words) if word.startswith("--"))
-            words[first:first] = [name, value]
+            words[place : place + (1 if "=" in words[place] else 2)] = [name, value]
         return replace(self, words=tuple(words))
 
 
