@@ -86,10 +86,11 @@ class HeardSignals:
     def listen(self) -> None:
         """Hear them from here on. Main thread only."""
         for number in _heeded():
-            signal.signal(number, self._hear)
+            signal.signal(number, self.hear)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, meant_for_the_agent())
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def hear(self, number: int, frame: FrameType | None = None) -> None:
+        """Hear a signal; a handler of signals."""
         self.count += number not in NEVER_SECOND
         self._numbers.put(number)
 

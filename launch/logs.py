@@ -12,7 +12,7 @@ import sys
 from functools import partial
 
 from scalai.core.messages.actions import RESUMABLE
-from scalai.launch.slow_files import PatientWriter
+from scalai.launch.slow_files import MOST, PatientWriter
 
 WARNINGS = frozenset(
     {
@@ -28,12 +28,13 @@ READ_S = 0.2
 
 
 class PatientHandler(logging.Handler):
-    """Writes lines to a descriptor, and holds nobody up for long."""
+    """Writes lines to a descriptor, and holds nobody up for long; ``most`` lines wait behind a
+    late one."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, most: int = MOST) -> None:
         super().__init__()
         self._descriptor = descriptor
-        self._lines = PatientWriter("log", READ_S, late=lambda: None, back=self._say_back)
+        self._lines = PatientWriter("log", READ_S, lambda: None, self._say_back, most)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

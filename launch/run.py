@@ -73,13 +73,14 @@ def _run(argv: list[str]) -> int:
     refuse_untried(spec)
     if not spec.options.is_check:
         return run_agent(spec)
-    spec = _with_device(spec)
+    spec = with_device(spec)
     slots = worker_count(spec.options.nproc_per_node)
     print(check_elastic(spec.options, spec.config, slots, spec.deepspeed))
     return 0
 
 
-def _say_configuration(spec: JobSpec) -> None:
+def say_configuration(spec: JobSpec) -> None:
+    """Log the job's configuration, and a warning without snapshots."""
     for line in spec.config.describe().splitlines():
         log.info("event=config %s", line)
     for line in spec.config.ignored:
@@ -88,7 +89,7 @@ def _say_configuration(spec: JobSpec) -> None:
         log.warning(NO_SNAPSHOTS)
 
 
-def _with_device(spec: JobSpec) -> JobSpec:
+def with_device(spec: JobSpec) -> JobSpec:
     """Return the job with the driver's device, if none is named and degrees may be computed.
 
     Blocks for 15 s at most; logs the answer, or the reason for none.
@@ -148,13 +149,13 @@ def run_agent(spec: JobSpec) -> int:
     _check_script(spec)
     host = check_host(options.host_id or socket.gethostname())
     configure(host)
-    spec = _with_device(spec)
+    spec = with_device(spec)
     self_check()
     slots = worker_count(options.nproc_per_node)
     if slots > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
     if spec.is_elastic:
-        _say_configuration(spec)
+        say_configuration(spec)
     if options.is_standalone:
         log.info("event=standalone: --job %s goes on with the state of this job", spec.job)
     if spec.durable_dir is not None and spec.is_elastic:
@@ -203,14 +204,14 @@ def run_agent(spec: JobSpec) -> int:
 
     thread = threading.Thread(target=work, name="agent")
     thread.start()
-    _wait(thread, agent, heard, hears_notice="signal" in preemption.sources)
+    attend(thread, agent, heard, hears_notice="signal" in preemption.sources)
     if agent.started is not None and heard.count < 2:
         before = heard.count
         stay(agent.started, lambda: heard.count > before)
     return ended[0] if ended else 1
 
 
-def _wait(
+def attend(
     loop: threading.Thread,
     agent: Participant,
     heard: host_signals.HeardSignals,

@@ -42,7 +42,7 @@ class PatientWriter:
         back: Callable[[int], object],
         most: int = MOST,
     ) -> None:
-        self._answer_s, self._late, self._back, self._most = answer_s, late, back, most
+        self.answer_s, self._late, self._back, self._most = answer_s, late, back, most
         self._work = queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]()
         self._lock = threading.RLock()  # a finalizer may log while this thread holds it
         self._is_late, self._left_out = False, 0
@@ -60,7 +60,7 @@ class PatientWriter:
                 return
             is_late, self._newest = self._is_late, done
             self._work.put((write, done))
-        if is_late or done.wait(self._answer_s):
+        if is_late or done.wait(self.answer_s):
             return
         with self._lock:
             is_first = not self._is_late and not done.is_set()

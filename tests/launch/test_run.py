@@ -1,86 +1,88 @@
-"""What the launcher does beside its agent."""
+"""The launcher beside its agent: signals, the device, the log, and errors that a person repairs."""
 
+import fcntl
+import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from scalai.launch import run
+from scalai.launch import logs, run
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.host_signals import HeardSignals
+from scalai.launch.logs import PatientHandler, say
+from scalai.launch.program import exit_code_of
+from scalai.launch.slow_files import PatientWriter, said
+from support.coordinator_line import wait_until
 from support.driver_script import install_into
 
 pytestmark = pytest.mark.fault
+
+DEADLINE_S = 120.0
+
+
+def python(script: str, **how: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", script], timeout=DEADLINE_S, check=False, text=True, **how
+    )
+
+
+# ------------------------------------------------------------------ signals
+
+
+@contextmanager
+def attended(*numbers: int) -> Iterator[tuple[list[object], HeardSignals, threading.Event]]:
+    """Give an agent whose loop runs and has heard signals: its orders, the signals heard, and the
+    return of the launcher, which comes at the loop's end at the latest."""
+    orders, heard = list[object](), HeardSignals()
+    over, returned = threading.Event(), threading.Event()
+    agent: Any = SimpleNamespace(leave=lambda: orders.append("leave"), stop_now=orders.append)
+    loop = threading.Thread(target=over.wait, daemon=True)
+    loop.start()
+    for number in numbers:
+        heard.hear(number)
+
+    def wait() -> None:
+        run.attend(loop, agent, heard)
+        returned.set()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    try:
+        yield orders, heard, returned
+    finally:
+        over.set()
+        waiting.join(DEADLINE_S)
+        loop.join(DEADLINE_S)
+    assert returned.is_set()
 
 
 def test_a_loop_that_stands_still_does_not_outlive_a_second_signal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(run, "STOP_S", 0.1)
-    reported: list[object] = []
-    agent: Any = SimpleNamespace(leave=lambda: reported.append("leave"), stop_now=reported.append)
-    forever = threading.Event()
-    loop = threading.Thread(target=forever.wait, daemon=True)
-    loop.start()
-    heard = HeardSignals()
-    for _ in range(2):
-        heard._hear(15, None)
-    run._wait(loop, agent, heard)
-    assert loop.is_alive() and "event=stuck" in caplog.text
-    assert reported == ["leave", 128 + 15]
-    forever.set()
-    run._wait(loop, agent, heard)
-    assert not loop.is_alive()
+    with attended(signal.SIGTERM, signal.SIGTERM) as (orders, _, returned):
+        assert returned.wait(DEADLINE_S) and "event=stuck" in caplog.text
+        assert orders == ["leave", 128 + 15]
 
 
-def elastic_job(tmp_path: Path, *flags: str) -> JobSpec:
-    config = tmp_path / "elastic.toml"
-    config.write_text("[model]\nnum_attention_heads = 8\n")
-    return JobSpec.read(parse_options(["--elastic", str(config), *flags, "script.py"]))
-
-
-@pytest.mark.parametrize(
-    ("script", "gpu", "line"),
-    [
-        ("echo 0, NVIDIA H200", "NVIDIA H200", "event=device name='NVIDIA H200'"),
-        ("echo 0, NVIDIA K80", "NVIDIA K80", "'NVIDIA K80' is not in the table of devices"),
-        ("echo No devices were found; exit 6", None, "no answer: nvidia-smi names no device"),
-    ],
-)
-def test_the_log_has_what_the_driver_says_of_its_device(
-    script: str, gpu: str | None, line: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_a_terminal_that_closes_drains_and_never_stops(caplog: pytest.LogCaptureFixture) -> None:
+    """A shell that is hung up on sends SIGHUP to its jobs again, and systemd SIGTERM with it."""
     caplog.set_level("INFO", "scalai")
-    install_into(tmp_path, monkeypatch)(script)
-    assert run._with_device(elastic_job(tmp_path)).config.planner.gpu == gpu
-    assert line in caplog.text
-
-
-def test_snapshots_that_are_off_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run._say_configuration(elastic_job(tmp_path))
-    assert "event=no_snapshots" not in caplog.text
-    run._say_configuration(elastic_job(tmp_path, "--snapshot-every", "0"))
-    assert [r.levelname for r in caplog.records if "no_snapshots" in r.message] == ["WARNING"]
-
-
-def test_the_driver_is_not_asked_where_a_person_has_said_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "scalai")
-    install_into(tmp_path, monkeypatch)("echo 0, NVIDIA H200")
-    kept = elastic_job(tmp_path, "--planner", "keep")
-    assert run._with_device(kept) is kept
-    assert caplog.text == ""
+    with attended(signal.SIGHUP, signal.SIGTERM, signal.SIGHUP) as (orders, heard, returned):
+        wait_until(lambda: caplog.text.count("event=signal") == 3, "all three are heeded")
+        assert not returned.is_set()
+    assert orders == ["leave"] * 3 and heard.count == 1
 
 
 SECOND_SIGNAL_AT_THE_FIRST = """
@@ -104,35 +106,14 @@ heard.listen()
 loop = threading.Thread(target=agent.ended.wait, daemon=True)
 loop.start()
 os.kill(os.getpid(), signal.SIGTERM)
-run._wait(loop, agent, heard)
+run.attend(loop, agent, heard)
 sys.exit(agent.code)
 """
 
 
 def test_a_second_signal_in_the_middle_of_the_first_is_heard() -> None:
     """A handler that took a lock of the agent would wait for the thread that it interrupts."""
-    done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL_AT_THE_FIRST], timeout=120)
-    assert done.returncode == 128 + 15
-
-
-def test_a_terminal_that_closes_drains_and_never_stops(caplog: pytest.LogCaptureFixture) -> None:
-    """A shell that is hung up on sends SIGHUP to its jobs again, and systemd SIGTERM with it."""
-    caplog.set_level("INFO", "scalai")
-    reported: list[object] = []
-    agent: Any = SimpleNamespace(leave=lambda: reported.append("leave"), stop_now=reported.append)
-    over = threading.Event()
-    loop = threading.Thread(target=over.wait, daemon=True)
-    loop.start()
-    heard = HeardSignals()
-    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
-        heard._hear(number, None)
-    waiting = threading.Thread(target=run._wait, args=(loop, agent, heard))
-    waiting.start()
-    while caplog.text.count("event=signal") < 3:
-        time.sleep(0.01)
-    over.set()
-    waiting.join(120)
-    assert reported == ["leave"] * 3 and heard.count == 1
+    assert python(SECOND_SIGNAL_AT_THE_FIRST).returncode == 128 + 15
 
 
 IGNORED = """
@@ -150,4 +131,286 @@ assert heard.next(10) == signal.SIGQUIT
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
-    subprocess.run([sys.executable, "-c", IGNORED], timeout=120, check=True)
+    assert python(IGNORED).returncode == 0
+
+
+# ------------------------------------------------------------------ the job at its start
+
+
+def elastic_job(tmp_path: Path, *flags: str) -> JobSpec:
+    config = tmp_path / "elastic.toml"
+    config.write_text("[model]\nnum_attention_heads = 8\n")
+    return JobSpec.read(parse_options(["--elastic", str(config), *flags, "script.py"]))
+
+
+@pytest.mark.parametrize(
+    ("script", "gpu", "line"),
+    [
+        ("echo 0, NVIDIA H200", "NVIDIA H200", "event=device name='NVIDIA H200'"),
+        ("echo 0, NVIDIA K80", "NVIDIA K80", "'NVIDIA K80' is not in the table of devices"),
+        ("echo No devices were found; exit 6", None, "no answer: nvidia-smi names no device"),
+    ],
+)
+def test_the_log_has_what_the_driver_says_of_its_device(
+    script: str, gpu: str | None, line: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level("INFO", "scalai")
+    install_into(tmp_path, monkeypatch)(script)
+    assert run.with_device(elastic_job(tmp_path)).config.planner.gpu == gpu
+    assert line in caplog.text
+
+
+def test_the_driver_is_not_asked_where_a_person_has_said_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "scalai")
+    install_into(tmp_path, monkeypatch)("echo 0, NVIDIA H200")
+    kept = elastic_job(tmp_path, "--planner", "keep")
+    assert run.with_device(kept) is kept and caplog.text == ""
+
+
+def test_snapshots_that_are_off_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.say_configuration(elastic_job(tmp_path))
+    assert "event=no_snapshots" not in caplog.text
+    run.say_configuration(elastic_job(tmp_path, "--snapshot-every", "0"))
+    assert [r.levelname for r in caplog.records if "no_snapshots" in r.message] == ["WARNING"]
+
+
+# ------------------------------------------------------------------ errors and exit codes
+
+
+WITHOUT_TORCH = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+sys.argv = ["scalai", *sys.argv[1:]]
+from scalai.launch.cli import main, scalai_run
+(main if sys.argv[1] == "doctor" else scalai_run)()
+"""
+RUN = ["-m", "scalai.launch.run", "--standalone"]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        ([*RUN, "--nproc-per-node", "x", __file__], 2,
+         "scalai-run: --nproc-per-node x: expected a number, auto, cpu or gpu"),
+        ([*RUN, "--store-dir", f"{__file__}/store", __file__], 3, "Choose another --store-dir"),
+        ([*RUN, "nosuch.py"], 2, "there is no script"),
+        (["-c", WITHOUT_TORCH, "doctor"], 3, "torch is not installed for"),
+        (["-c", WITHOUT_TORCH, "x.py"], 3, "torch is not installed for"),
+        (["-m", "scalai", "--version"], 0, "scalai 0."),
+        (["-m", "scalai.launch.cli", "--version"], 0, "scalai 0."),
+    ],
+    ids=["a number", "the store", "the script", "scalai doctor", "scalai-run", "the package",
+         "the command"],
+)  # fmt: skip
+def test_what_a_person_can_repair_is_one_line_with_its_exit_code(
+    command: list[str], code: int, says: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == code and says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "nosuch.py" not in command or "event=" not in done.stderr, "it is said at once"
+
+
+def test_an_interrupt_is_no_fault_and_a_fault_of_ours_keeps_its_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ends(error: BaseException) -> Callable[[], int]:
+        def run() -> int:
+            raise error
+
+        return run
+
+    assert exit_code_of("scalai verify", ends(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "scalai verify: interrupted\n"
+    with pytest.raises(KeyError):
+        exit_code_of("scalai verify", ends(KeyError("x")))
+
+
+ENOUGH = """
+import sys
+from scalai.launch.program import exit_code_of
+def run():
+    print("ready", flush=True)
+    sys.stdin.read()
+    for line in range(100_000):
+        print(line)
+    return 0
+sys.exit(exit_code_of("scalai inspect", run))
+"""
+
+
+def test_who_reads_no_further_gets_no_traceback() -> None:
+    """As ``scalai inspect ... | head``."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ENOUGH], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as command:  # fmt: skip
+        assert command.stdout is not None and command.stdout.readline() == "ready\n"
+        command.stdout.close()
+        assert command.stdin is not None
+        command.stdin.close()
+        assert command.stderr is not None and command.stderr.read() == ""
+        assert command.wait(DEADLINE_S) == 141
+
+
+# ------------------------------------------------------------------ what may answer nobody
+
+
+def test_a_late_write_is_waited_for_once_until_all_is_written() -> None:
+    written, goes_on = list[str](), threading.Event()
+    late, back = list[bool](), list[int]()
+    writer = PatientWriter("test", DEADLINE_S, lambda: late.append(True), back.append, most=2)
+
+    def write(name: str) -> str:
+        writer.do(lambda: written.append(name))
+        return written[-1] if written else ""
+
+    assert write("first") == "first" and not late, "it is done on return"
+    writer.answer_s = 0.1
+    writer.do(lambda: goes_on.wait(DEADLINE_S))
+    assert late == [True]
+    writer.answer_s = DEADLINE_S
+    assert not writer.drain(0.0)
+    began = time.monotonic()
+    assert {write(name) for name in ("a", "b", "left out", "left out")} == {"first"}
+    assert time.monotonic() - began < DEADLINE_S / 2
+    goes_on.set()
+    wait_until(lambda: bool(back), "all is written")
+    assert (written, back, late) == (["first", "a", "b"], [2], [True])
+    assert writer.drain(0.0) and write("c") == "c", "it is waited for again"
+
+
+def test_a_write_that_raises_is_said_and_others_are_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer, written = PatientWriter("test", DEADLINE_S, lambda: None, lambda _: None), list[int]()
+
+    def fail() -> None:
+        raise KeyError("a slip")
+
+    writer.do(fail)
+    writer.do(lambda: written.append(1))
+    assert written == [1] and "event=not_written" in caplog.text and "a slip" in caplog.text
+
+
+LINES = """
+import logging
+from scalai.launch.logs import configure
+from scalai.launch.slow_files import drain
+configure("test")
+for number in range(2000):
+    logging.getLogger("scalai").info("line %d", number)
+drain(60.0)
+"""
+
+
+def test_a_process_that_ends_leaves_its_last_lines_to_a_slow_reader() -> None:
+    with subprocess.Popen([sys.executable, "-c", LINES], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        time.sleep(3.0)  # 2,000 lines are more than a pipe takes
+        text = process.stderr.read().decode()
+        assert process.wait(DEADLINE_S) == 0
+    assert text.count("line ") == 2000 and "left out" not in text
+
+
+def test_a_process_whose_standard_error_is_closed_logs_nowhere() -> None:
+    command = f"exec {sys.executable} -c '{LINES}' 2>&-"
+    assert subprocess.run(["sh", "-c", command], timeout=DEADLINE_S, check=False).returncode == 0
+
+
+@pytest.fixture
+def halted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    """A pipe that takes no byte more: whoever is to read it has stopped."""
+    monkeypatch.setattr(logs, "READ_S", 0.1)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writing, b" " * 4096)
+    yield reading, writing
+    os.set_blocking(reading, False)
+    for end in (reading, writing):
+        os.close(end)
+
+
+def fifty_lines(handler: logging.Handler) -> None:
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    for number in range(50):
+        logger.info("line %d", number)
+
+
+def read_until(reading: int, last: str) -> str:
+    text = ""
+    while last not in text:
+        text += os.read(reading, 1 << 20).decode()
+    return text
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_a_log_that_nobody_reads_holds_nobody_up(halted: tuple[int, int], may_wait: bool) -> None:
+    reading, writing = halted
+    os.set_blocking(writing, may_wait)
+    assert fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ) <= 1 << 20
+    fifty_lines(PatientHandler(writing))
+    text = read_until(reading, "line 49\n")
+    assert text.strip().splitlines() == [f"line {number}" for number in range(50)]
+
+
+def test_how_many_lines_were_left_out_is_said(halted: tuple[int, int]) -> None:
+    reading, writing = halted
+    os.set_blocking(writing, True)
+    fifty_lines(PatientHandler(writing, most=10))
+    text = read_until(reading, "event=log_back")
+    left_out = 50 - text.count("line ")
+    assert left_out >= 39 and f"event=log_back {left_out} lines are left out" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        ("generation=3 round=2 event=went_back steps_lost=94", "WARNING"),
+        ("event=lost host=b: its connections have ended", "WARNING"),
+        ("event=restart host b is lost; 3 restarts left", "WARNING"),
+        ("event=exit code=1 reason='no agent'", "ERROR"),
+        ("event=exit code=75 reason='saved'", "INFO"),
+        ("event=resized paused_s=2.1", "INFO"),
+    ],
+)
+def test_what_a_job_loses_is_no_information_only(
+    line: str, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "scalai")
+    say(line)
+    assert [record.levelname for record in caplog.records] == [level]
+
+
+def test_what_takes_long_is_said_and_said_again_and_else_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "scalai")
+    with pytest.raises(OSError, match="full"), said("the disk"):
+        raise OSError("full")
+    assert not caplog.messages
+
+    def count() -> int:
+        return caplog.text.count("event=waiting for the disk")
+
+    with said("the disk", 0.05):
+        wait_until(lambda: count() >= 2, "it is said twice")
+    found = count()
+    for thread in threading.enumerate():
+        if thread.name == "long-wait":
+            thread.join(DEADLINE_S)
+    assert count() == found, "and never when it is over"
