@@ -1,7 +1,6 @@
 """Reports of agents: tensors, fingerprints, manifests and seconds stay in the shell; the law gets
 the rest."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -169,6 +168,6 @@ class AgentEvents:
         size = part.size_bytes if part else 0
         live.feed(
             events.HostLeaving(
-                host, time.monotonic(), report.source, report.left_s, report.is_final, size
+                host, live.clock(), report.source, report.left_s, report.is_final, size
             )
         )

@@ -60,6 +60,10 @@ class Desk:
         term: Number of this coordinator.
         is_successor: It replaces a lost one.
         probe: Detects ended agents; None: no detection.
+        clock: Monotonic clock, in seconds.
+
+    Attributes:
+        live: The job; callers hold ``lock``.
     """
 
     def __init__(
@@ -73,27 +77,29 @@ class Desk:
         *,
         is_successor: bool = False,
         probe: PortProbe | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec, self._stores, self._patience = spec, stores, patience
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._reading = threading.Lock()
         """Held to read one manifest at a time: more at once are no faster, and delay other
         calls."""
-        self._live = LiveJob(
+        self.live = LiveJob(
             spec,
             interface,
             stores,
             say,
-            self._lock,
+            self.lock,
             term,
+            clock,
             is_successor=is_successor,
             may_retire=lambda: self.may_retire(),
             is_alone=lambda: self.is_alone(),
         )
-        self._admission = Admission(spec, self._live)
-        self._agent_events = AgentEvents(self._live)
+        self._admission = Admission(spec, self.live)
+        self._agent_events = AgentEvents(self.live)
         self._probe = probe
-        self._losses = Losses(self._live, patience, probe)
+        self._losses = Losses(self.live, patience, probe)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the round in progress is known."""
 
@@ -107,15 +113,15 @@ class Desk:
 
     def tick_s(self) -> float:
         """Interval of ticks, in seconds."""
-        return tick_s(len(self._live.members))
+        return tick_s(len(self.live.members))
 
     def tick(self) -> None:
         """Lose dead agents, and give the law the time. Callers hold the lock."""
-        live = self._live
+        live = self.live
         try:
             self._losses.look()
             members = live.members
-            live.feed(events.Ticked(time.monotonic(), members.newest(), members.stalled()))
+            live.feed(events.Ticked(live.clock(), members.newest(), members.stalled()))
             self._hear_kept()
         except Exception as error:  # our own slip: agents would wait for an ended loop
             live.crash(error)
@@ -136,21 +142,21 @@ class Desk:
         if not isinstance(request, AgentCall):
             return self._handle(peer, request)
         # Before any lock: a lock's holder makes no agent seem silent.
-        with self._live.members.in_hand(request.host, request.incarnation, peer):
+        with self.live.members.in_hand(request.host, request.incarnation, peer):
             return self._handle(peer, request)
 
     def _handle(self, peer: Peer, request: CoordinatorRequest) -> object:
         if isinstance(request, Join) and request.underway is None:  # else its workers have met
             self._stores.wait_ready()  # without the lock: it delays nobody else
         manifests = self._read(request)  # likewise
-        with self._lock:
+        with self.lock:
             try:
                 return self._answer(peer, request, manifests)
             except ScalaiError:
                 raise
             except Exception as error:  # our own slip, and half of a change may be made
                 if not isinstance(request, READS):
-                    self._live.crash(error)
+                    self.live.crash(error)
                 raise
 
     def _read(self, request: CoordinatorRequest) -> Manifests:
@@ -198,29 +204,29 @@ class Desk:
             case Status():
                 return JsonText.of(self._status())
             case Scale(nproc, nnodes, degrees, dry_run):
-                answer = scale(self._live, nproc, nnodes, degrees, dry_run=dry_run)
+                answer = scale(self.live, nproc, nnodes, degrees, dry_run=dry_run)
                 return JsonText.of(answer if dry_run else self._kept_by_hosts(answer))
             case Resume(generation, dry_run):
-                return JsonText.of(resume(self._live, generation, dry_run=dry_run))
+                return JsonText.of(resume(self.live, generation, dry_run=dry_run))
             case ReadSpec():
                 return JsonText.of(self._spec.to_json())
         return None
 
     def _kept_by_hosts(self, answer: dict[str, Json]) -> dict[str, Json]:
         """Answer to a person's request, once hosts have kept it."""
-        if self._live.memory.wait_kept(self._patience.kept_s):
+        if self.live.memory.wait_kept(self._patience.kept_s):
             return answer
         late = "; hosts have yet to hear of it: ask again if the coordinator is lost just now"
         return {**answer, "reason": f"{answer['reason']}{late}"}
 
     def gone(self, peer: Peer) -> None:
         """Handle the end of a connection."""
-        with self._lock:
-            self._live.members.unlinked(peer)
+        with self.lock:
+            self.live.members.unlinked(peer)
 
     def _join(self, peer: Peer, join: Join, manifests: Manifests) -> Joined:
         """Admit an agent, as ``Admission.join``; a second time it changes nothing."""
-        members, host = self._live.members, join.host
+        members, host = self.live.members, join.host
         check_host(host)
         spec = _spec_of(join.spec)
         present = members[host] if host in members else None
@@ -237,16 +243,16 @@ class Desk:
 
     def _poll(self, peer: Peer, poll: Poll) -> Commands:
         """New commands for the agent, once there are any."""
-        members = self._live.members
+        members = self.live.members
         agent = members.find(poll.host, poll.incarnation)
         agent.linked(peer)
         agent.acknowledge(poll.received)
-        is_present = poll.round == self._live.state.round
+        is_present = poll.round == self.live.state.round
         agent.stalled = poll.stalled if is_present else None
         if is_present:
             agent.newest = poll.newest
             if poll.made:
-                self._live.note_made(poll.made)
+                self.live.note_made(poll.made)
         assert agent.ready is not None
         keep_s = self._patience.to_keep_s(len(members))
         if not agent.has_commands and not agent.is_dismissed:
@@ -257,45 +263,45 @@ class Desk:
 
     def _tell(self, peer: Peer, tell: Tell, manifests: Manifests) -> None:
         """Handle a report once; an earlier number is a repetition."""
-        agent = self._live.members.find(tell.host, tell.incarnation)
+        agent = self.live.members.find(tell.host, tell.incarnation)
         agent.linked(peer)
         if tell.number > agent.last_report:
             agent.last_report = tell.number
-            if tell.host in self._live.members:  # else it was released in between
+            if tell.host in self.live.members:  # else it was released in between
                 self._kept.append((agent, tell.host, tell.report.message, manifests))
                 self._hear_kept()
 
     def _hear_kept(self) -> None:
         """Handle reports once the job's round is known."""
-        members = self._live.members
-        while self._kept and self._live.state.takeover.pending is None:
+        members = self.live.members
+        while self._kept and self.live.state.takeover.pending is None:
             agent, host, report, manifests = self._kept.pop(0)
             if host in members and members[host] is agent:
                 self._agent_events.hear(host, report, manifests)
 
     def _bye(self, host: str, incarnation: str) -> None:
         """Lose an agent that ends by itself, without a wait."""
-        self._live.members.find(host, incarnation)
-        if host in self._live.members:
-            self._live.log(f"event=bye host={host}")
-            self._live.lose(host)
+        self.live.members.find(host, incarnation)
+        if host in self.live.members:
+            self.live.log(f"event=bye host={host}")
+            self.live.lose(host)
 
     def _farewell(self, host: str, incarnation: str) -> Exit | None:
         """Exit of an ended job for a former agent; None while it goes on, and for an agent of
         another job here: this end says nothing of its state."""
-        live = self._live
+        live = self.live
         if live.farewell is None or not live.members.has_had(host, incarnation):
             return None
         live.log(f"event=farewell host={host}: it was cut off, and learns that the job is over")
         return live.farewell
 
     def _status(self) -> Json:
-        job, reports = self._live.state, self._live.timeline.reports
-        stalled = self._live.members.stalled()
+        job, reports = self.live.state, self.live.timeline.reports
+        stalled = self.live.members.stalled()
         newest = job.newest_generation
         return {
             "job": self._spec.job,
-            "term": self._live.members.term,
+            "term": self.live.members.term,
             "phase": job.phase.value,
             "round": job.round,
             "world_size": job.current.degrees.world_size if job.current else 0,
@@ -306,7 +312,7 @@ class Desk:
             "workers": dict(job.current.workers) if job.current else {},
             "generation": newest.number if newest else None,
             "generation_step": newest.step if newest else None,
-            "step": self._live.members.newest(),
+            "step": self.live.members.newest(),
             "no_progress": {host: asdict(each) for host, each in stalled.items()},
             "held": dict(job.stop.held) if job.phase is Phase.PREPARING else {},
             "missing": missing(job) if job.phase is Phase.WAITING else None,
@@ -317,7 +323,7 @@ class Desk:
             },
             "waiting_hosts": {h: round(until - job.now) for h, until in job.health.barred.items()},
             "failed_changes": [f"{f.assignment.layout}: {f.reason}" for f in job.change.failed],
-            "last_failure": self._live.last_failure,
+            "last_failure": self.live.last_failure,
             "last_resize": reports[-1] if reports else None,
         }
 
@@ -362,7 +368,7 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
         live.log(f"event=resume a person says: {answer}")
         live.generations.give_up_after(generation)
         live.recount()
-        live.feed(events.Resumed(time.monotonic()))
+        live.feed(events.Resumed(live.clock()))
     return {"reason": answer}
 
 
@@ -393,7 +399,7 @@ def scale(
     if not dry_run:
         live.sizing.rescale(nproc, nnodes, degrees)
         live.timeline.begin("scale")
-        live.feed(events.Rescaled(live.sizing.assign(), time.monotonic(), nnodes))
+        live.feed(events.Rescaled(live.sizing.assign(), live.clock(), nnodes))
     slots = sum(count for _, count in hosts)
     short = f"{slots} slots, {nproc} asked; " if nproc is not None and nproc > slots else ""
     reason = f"{short}{target.reason}"

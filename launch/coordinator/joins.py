@@ -86,7 +86,7 @@ class Admission:
                 slots,
                 covered,
                 has_parts,
-                time.monotonic(),
+                live.clock(),
                 tuple(dropped),
                 tuple(renaming),
                 join.has_check,
@@ -132,7 +132,7 @@ class Admission:
         if host in live.members:
             live.log(f"event=replaced host={host} by another agent of it")
             live.forget(host)
-        live.members.add(host, Member(peer, join.address, join.domain))
+        live.members.add(host, Member(peer, join.address, join.domain, live.clock))
         live.memory.tell(host)
         live.timeline.begin(f"host {host} joined")
 

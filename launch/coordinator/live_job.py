@@ -50,6 +50,7 @@ class LiveJob:
         say: Takes log lines.
         lock: Held by callers.
         term: Number of this coordinator.
+        clock: Monotonic clock, in seconds.
         is_successor: It replaces a lost one.
         may_retire: Whether no other run can read the durable directory.
         is_alone: Whether no other machine can have the job's next coordinator.
@@ -63,12 +64,13 @@ class LiveJob:
         say: Callable[[str], None],
         lock: "threading.RLock",
         term: int = 1,
+        clock: Callable[[], float] = time.monotonic,
         *,
         is_successor: bool = False,
         may_retire: Callable[[], bool] = lambda: True,
         is_alone: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._say = say
+        self._say, self.clock = say, clock
         self._job = spec.job
         self._may_retire, self._is_alone = may_retire, is_alone
         self._is_successor = is_successor
@@ -80,8 +82,8 @@ class LiveJob:
         self._last_number = 0
         self._gap = SUCCESSORS_GAP if is_successor else 0
         self.sizing = Sizing(spec, say)
-        self.members = Members(lock, term)
-        self.calibrating = Calibrating(self.sizing)
+        self.members = Members(lock, term, clock)
+        self.calibrating = Calibrating(self.sizing, clock)
         self._ahead = LookAhead(self, lock, self.log)
         self.memory = KeptWishes(self.members, self.sizing, self._ahead.begin)
         self.generations = HeldStates()
@@ -98,9 +100,9 @@ class LiveJob:
         self._interface = interface
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
-        took_over_at = time.monotonic() if is_successor else None
+        took_over_at = clock() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
-        self.timeline = Timeline(spec.report_dir, self.log)
+        self.timeline = Timeline(spec.report_dir, self.log, clock)
 
     @property
     def has_ended(self) -> bool:
@@ -177,7 +179,7 @@ class LiveJob:
 
     def note_loss(self) -> None:
         """Record the time of a loss, or of a host's absence from the adopted round."""
-        self._lost_at = time.monotonic()
+        self._lost_at = self.clock()
 
     def take_over(self, run: str) -> None:
         """Go on with an earlier coordinator's run."""
@@ -219,7 +221,7 @@ class LiveJob:
     def lose(self, host: str) -> None:
         """Go on without a lost agent."""
         self.forget(host)
-        self.feed(events.HostLost(host, self.recount(), time.monotonic()))
+        self.feed(events.HostLost(host, self.recount(), self.clock()))
 
     def excuse(self, seconds: float) -> None:
         """Exclude a stall of the coordinator from silences of agents and delays of phases."""
@@ -275,7 +277,7 @@ class LiveJob:
             return
         if self.state.phase is m.Phase.RUNNING and self.state.change.at is None:
             self.timeline.begin("the planner")
-            self.feed(events.Rescaled(self.sizing.assign(), time.monotonic()))
+            self.feed(events.Rescaled(self.sizing.assign(), self.clock()))
 
     def recount(self) -> tuple[m.Generation, ...]:
         """Give the law the whole generations, oldest first, and the obstacle to a newer one, after

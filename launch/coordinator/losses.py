@@ -3,7 +3,6 @@
 import logging
 import queue
 import threading
-import time
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -191,14 +190,14 @@ class Losses:
     ) -> None:
         self._live, self._patience = live, patience
         self._probe = probe
-        self._looked_at = time.monotonic()
+        self._looked_at = live.clock()
 
     def look(self) -> None:
         """Lose dead agents. A stall of the coordinator itself counts as nobody's silence. Called
         every ``tick_s``."""
-        late_s = time.monotonic() - self._looked_at - tick_s(len(self._live.members))
-        self._looked_at = time.monotonic()
-        live, patience = self._live, self._patience
+        live, patience, now = self._live, self._patience, self._live.clock()
+        late_s = now - self._looked_at - tick_s(len(live.members))
+        self._looked_at = now
         grace_s = patience.to_grace_s(len(live.members))
         if late_s > STALL_S:
             live.excuse(late_s)

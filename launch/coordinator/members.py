@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from scalai.core.errors import ReplacedError, StaleError
@@ -19,12 +19,20 @@ MOST_KNOWN = 1 << 15
 class Member:
     """One incarnation of a host's agent.
 
-    ``address``: of its data plane; ``newest``: furthest step of its workers.
+    ``address``: of its data plane; ``newest``: furthest step of its workers; ``clock``: monotonic,
+    in seconds.
 
     Commands are numbered from 1 and stay until acknowledged: a connection may break at any time.
     """
 
-    def __init__(self, peer: Peer, address: tuple[str, int], domain: str = "") -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        address: tuple[str, int],
+        domain: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self.address, self.domain = address, domain
         """``domain``: failure domain shared with other hosts; "": none."""
         self.newest = 0
@@ -53,7 +61,7 @@ class Member:
         """Connections with an unanswered call."""
         self._commands: list[Command] = []
         self._received = 0
-        self._heard_at = time.monotonic()
+        self._heard_at = clock()
         self.unlinked_at: float | None = None
         """Time of its disconnection; None: connected."""
 
@@ -68,14 +76,14 @@ class Member:
 
     def answered(self, peer: Peer) -> None:
         """Note the answer to its call. Needs no lock."""
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock()
         self._in_hand.discard(peer)
 
     def silence_s(self) -> float:
         """Seconds since its last answer; 0 with a call unread, in work, or without its answer."""
         if self._in_hand:
             return 0.0
-        silence_s = time.monotonic() - self._heard_at
+        silence_s = self._clock() - self._heard_at
         return min([silence_s, *(peer.silence_s() for peer in list(self._peers))])
 
     def is_doubtful(self, before: float) -> bool:
@@ -93,15 +101,15 @@ class Member:
         if peer in self._peers:
             self._peers.discard(peer)
             if not self._peers:
-                self.unlinked_at = time.monotonic()
+                self.unlinked_at = self._clock()
 
     def unlinked_s(self) -> float | None:
         """Seconds since its disconnection; None: connected."""
-        return None if self.unlinked_at is None else time.monotonic() - self.unlinked_at
+        return None if self.unlinked_at is None else self._clock() - self.unlinked_at
 
     def excuse(self, seconds: float) -> None:
         """Subtract seconds of silence: nobody listened."""
-        now = time.monotonic()
+        now = self._clock()
         self._heard_at = min(now, self._heard_at + seconds)
         if self.unlinked_at is not None:
             self.unlinked_at = min(now, self.unlinked_at + seconds)
@@ -135,10 +143,16 @@ class Members:
     Args:
         lock: Held by callers, except for ``in_hand``.
         term: Number of this coordinator.
+        clock: Monotonic clock, in seconds.
     """
 
-    def __init__(self, lock: "threading.RLock", term: int = 1) -> None:
-        self._lock, self.term = lock, term
+    def __init__(
+        self,
+        lock: "threading.RLock",
+        term: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lock, self.term, self._clock = lock, term, clock
         self._pausing = threading.Condition(lock)
         self._present: dict[str, Member] = {}
         self._released: dict[str, Member] = {}
@@ -159,7 +173,7 @@ class Members:
     def doubtful(self, silent_s: float) -> list[str]:
         """Hosts with agents disconnected, silent for ``silent_s`` seconds, or reported as
         silent."""
-        before = time.monotonic() - silent_s
+        before = self._clock() - silent_s
         return [host for host, agent in self._present.items() if agent.is_doubtful(before)]
 
     def add(self, host: str, agent: Member) -> None:

@@ -7,6 +7,7 @@ its place (``launch.coordinator.next_coordinator``); any agent may drain, the fi
 import signal
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from scalai.core.errors import PeerError, RefusedError
 from scalai.core.messages.actions import RESUMABLE
@@ -42,7 +43,7 @@ class Coordinator(Desk):
         alone_s: Wait for a first or another agent before it ends, in seconds.
         patience: Waits for absent agents.
         stores: Rendezvous stores; None: a process of its own.
-        term, is_successor, probe: As in ``Desk``.
+        term, is_successor, probe, clock: As in ``Desk``.
     """
 
     def __init__(
@@ -58,13 +59,16 @@ class Coordinator(Desk):
         *,
         is_successor: bool = False,
         probe: PortProbe | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         stores = stores or RendezvousStores(address[0], say)
         super().__init__(
             spec, address[0], stores, say, patience, term,
-            is_successor=is_successor, probe=probe,
+            is_successor=is_successor, probe=probe, clock=clock,
         )  # fmt: skip
-        self._alone_s = alone_s
+        self._alone_s, self._alone_since = alone_s, clock()
+        self._ended_at: float | None = None
+        """Time of the job's end."""
         self.lease: Lease | None = None
         """Lease of the job's coordinator; None: no other machine can have it."""
         self.heard: HeardSignals | None = None
@@ -77,8 +81,8 @@ class Coordinator(Desk):
         """Received signal; it ends the coordinator once no agents are left."""
         self.owns: Lease | None = None
         """Lease of the durable directory; None: no directory."""
-        self._hung_at: float | None = None
-        """Time of the first missing answer of the lease's register."""
+        self._has_hung = False
+        """The lease's register has not answered."""
         self._to_come = frozenset[str]()
         """Hosts of the round to adopt."""
         try:
@@ -98,12 +102,12 @@ class Coordinator(Desk):
     @property
     def term(self) -> int:
         """Number of coordinators of the job so far."""
-        return self._live.members.term
+        return self.live.members.term
 
     def run_name(self) -> str:
         """Name of the job's run; "" until agents of a lost coordinator have brought it. Any thread
         may call it."""
-        return "" if self._live.state.takeover.pending is not None else self._live.run
+        return "" if self.live.state.takeover.pending is not None else self.live.run
 
     @property
     def address(self) -> Address:
@@ -112,42 +116,56 @@ class Coordinator(Desk):
     def run(self) -> int:
         """Serve until the job has ended and every agent has its exit, or no agent came for
         ``alone_s`` seconds. Returns the job's exit code."""
-        live = self._live
-        alone_since, ended_at = time.monotonic(), None
-        while True:
+        while (code := self.look()) is None:
             time.sleep(self.tick_s())
-            with self._lock:
-                self._note_missing()
-                if self.owns is not None and self.owns.is_superseded and not live.has_ended:
-                    why = f"--durable-dir is not held: {self.owns.problem}"
-                    if not self.owns.has_another_run:
-                        return self._stand_down(why)
-                    live.end(RefusedError.exit_code, f"{why} {SUPERSEDED}")
-                if self.lease is not None and not live.has_ended and not self._holds(self.lease):
-                    return self._stand_down(f"the lease is not held: {self.lease.problem}")
-                self.tick()
-                self._hear()
-                now = time.monotonic()
-                if live.has_ended:
-                    ended_at = ended_at or now
-                    if self._is_farewell_over(now - ended_at):
-                        self.ended_by = live.farewell.reason if live.farewell else ""
-                        break
-                if live.members.hosts():
-                    alone_since = now
-                elif self._told and not live.has_ended:
-                    self._leave(RESUMABLE, f"{self._told}, and no agent is in the job")
-                    break
-                elif now - alone_since > self._alone_s:
-                    self._leave(1, f"no agent for {self._alone_s:.0f} s")
-                    break
+        return code
+
+    def look(self) -> int | None:
+        """Do everything due. Called every ``tick_s``; returns the exit code at the end."""
+        with self.lock:
+            if not self._has_place():
+                return STOOD_DOWN
+            self.tick()
+            self._hear()
+            if not self._is_done():
+                return None
         self._server.close()
         self._stores.end()
         if self.lease is not None:
-            self.lease.end(is_over=live.has_ended)
+            self.lease.end(is_over=self.live.has_ended)
         if self.owns is not None and self.owns is not self.lease:
             self.owns.end(is_over=True)
-        return live.exit_code if self._left_with is None else self._left_with
+        return self.live.exit_code if self._left_with is None else self._left_with
+
+    def _has_place(self) -> bool:
+        """Whether this coordinator still has its leases; without one it stands down. A run
+        superseded by another one ends its job."""
+        live = self.live
+        self._note_missing()
+        if self.owns is not None and self.owns.is_superseded and not live.has_ended:
+            why = f"--durable-dir is not held: {self.owns.problem}"
+            if not self.owns.has_another_run:
+                return self._stand_down(why)
+            live.end(RefusedError.exit_code, f"{why} {SUPERSEDED}")
+        if self.lease is not None and not live.has_ended and not self._holds(self.lease):
+            return self._stand_down(f"the lease is not held: {self.lease.problem}")
+        return True
+
+    def _is_done(self) -> bool:
+        """Whether the job's end is told to everyone, or no agent came for too long."""
+        live, now = self.live, self.live.clock()
+        if live.has_ended:
+            self._ended_at = self._ended_at or now
+            if self._is_farewell_over(now - self._ended_at):
+                self.ended_by = live.farewell.reason if live.farewell else ""
+                return True
+        if live.members.hosts():
+            self._alone_since = now
+        elif self._told and not live.has_ended:
+            return self._leave(RESUMABLE, f"{self._told}, and no agent is in the job")
+        elif now - self._alone_since > self._alone_s:
+            return self._leave(1, f"no agent for {self._alone_s:.0f} s")
+        return False
 
     def _hear(self) -> None:
         """Handle a signal. The coordinator stays for its agents: their own signals are drains, and
@@ -155,18 +173,19 @@ class Coordinator(Desk):
         number = None if self.heard is None else self.heard.next(0.0)
         if number is None:
             return
-        self._told, hosts = signal.Signals(number).name, len(self._live.members.hosts())
-        if hosts and not self._live.has_ended:
-            self._live.log(
+        self._told, hosts = signal.Signals(number).name, len(self.live.members.hosts())
+        if hosts and not self.live.has_ended:
+            self.live.log(
                 f"event=signal {self._told}: the coordinator stays for {hosts} hosts, and ends "
                 "with the last of them. Signal their agents to drain them"
             )
 
-    def _leave(self, code: int, reason: str) -> None:
+    def _leave(self, code: int, reason: str) -> Literal[True]:
         self._left_with = code
         stays = "what the stores hold stays there: start the same job again"
         self.ended_by = f"{reason}; {stays}"
-        self._live.log(f"event=exit code={code} reason={self.ended_by!r}")
+        self.live.log(f"event=exit code={code} reason={self.ended_by!r}")
+        return True
 
     def _holds(self, lease: Lease) -> bool:
         """Whether nobody else can be the coordinator.
@@ -175,19 +194,19 @@ class Coordinator(Desk):
         term. So it stays while it hears all hosts of the time of the register's last answer.
         """
         if lease.is_fresh():
-            self._hung_at = None
+            self._has_hung = False
             return True
-        if not lease.is_superseded and self._live.state.takeover.pending is not None:
+        if not lease.is_superseded and self.live.state.takeover.pending is not None:
             return True  # its hosts have yet to come
-        members = self._live.members
+        members = self.live.members
         silences = [members[host].silence_s() for host in members.hosts()]
         hears_all = max(silences, default=HELD_S) < HELD_S
-        has_lost = self._live.lost_at is not None and self._live.lost_at > lease.renewed_at
+        has_lost = self.live.lost_at is not None and self.live.lost_at > lease.renewed_at
         if lease.is_superseded or not hears_all or has_lost:
             return False
-        if self._hung_at is None:
-            self._hung_at = time.monotonic()
-            self._live.log(
+        if not self._has_hung:
+            self._has_hung = True
+            self.live.log(
                 f"event=lease_hangs {lease.problem} All hosts are heard, so this coordinator "
                 "stays. If a host is lost before the register answers, it stands down"
             )
@@ -195,7 +214,7 @@ class Coordinator(Desk):
 
     def _note_missing(self) -> None:
         """Record a loss if hosts of the adopted round are missing."""
-        live, over = self._live, self._live.state.takeover.pending
+        live, over = self.live, self.live.state.takeover.pending
         if over is not None:
             found = over.of_newest(live.state.hosts).values()
             self._to_come = next((each.members for each in found), self._to_come)
@@ -204,12 +223,12 @@ class Coordinator(Desk):
             live.note_loss()
         self._to_come = frozenset()
 
-    def _stand_down(self, why: str) -> int:
+    def _stand_down(self, why: str) -> Literal[False]:
         """End without notice to agents: another coordinator may take this one's place. The
         rendezvous stores live as long as the workers."""
-        self._live.log(f"event=stood_down {why} The workers train on.")
+        self.live.log(f"event=stood_down {why} The workers train on.")
         self._server.close()
-        return STOOD_DOWN
+        return False
 
     def close(self) -> None:
         """End before any call."""
@@ -218,7 +237,7 @@ class Coordinator(Desk):
 
     def _is_farewell_over(self, took_s: float) -> bool:
         """Whether every agent of an ended job has its exit, or had time for it."""
-        late = self._live.members.unanswered()
+        late = self.live.members.unanswered()
         if late and took_s > FAREWELL_S:
-            self._live.log(f"event=unanswered hosts={late}: they have not fetched their exit")
+            self.live.log(f"event=unanswered hosts={late}: they have not fetched their exit")
         return not late or took_s > FAREWELL_S

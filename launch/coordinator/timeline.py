@@ -25,7 +25,13 @@ REPORT_S = 2.0
 class Timeline:
     """Seconds of each phase of the present resize; 0: unmeasured."""
 
-    def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._folder = None if folder is None else ReportFolder(folder, say)
         self._say = say
         self.reports: deque[dict[str, Any]] = deque(maxlen=16)
@@ -36,7 +42,7 @@ class Timeline:
     def _begin(self, reason: str) -> None:
         self._reason = reason
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._marks = {"event": time.monotonic()}
+        self._marks = {"event": self._clock()}
         self._facts: dict[str, Any] = {}
 
     def begin(self, reason: str) -> None:
@@ -59,15 +65,15 @@ class Timeline:
 
     def mark(self, name: str) -> None:
         """Record the time of a moment."""
-        self._marks[name] = time.monotonic()
+        self._marks[name] = self._clock()
 
     def mark_first(self, name: str) -> None:
         """The same, unless it is recorded already."""
-        self._marks.setdefault(name, time.monotonic())
+        self._marks.setdefault(name, self._clock())
 
     def since(self, mark: str) -> float:
         """Seconds since ``mark``; 0 without it."""
-        return time.monotonic() - self._marks[mark] if mark in self._marks else 0.0
+        return self._clock() - self._marks[mark] if mark in self._marks else 0.0
 
     def phase(self, name: str, seconds: float, **facts: Any) -> None:
         """End a phase: keep its seconds (of the slowest host) and log a line."""
@@ -110,7 +116,7 @@ class Timeline:
             self.phase("drain", max(0.0, self.since("preparing") - snapshot))
             self.phase("snapshot", snapshot, snapshot_proof_s=round(proof, 6))
             self.mark("sealed")
-            self._marks.setdefault("stood", time.monotonic() - snapshot)
+            self._marks.setdefault("stood", self._clock() - snapshot)
         elif now is Phase.STOPPING and was is not Phase.STARTING:
             self.mark_first("stood")
 

@@ -89,7 +89,7 @@ class World:
         self.stores = SimulatedStores()
         self.desk = Desk(
             self.spec, "127.0.0.1", self.stores, self.log.append, patience, self.term,
-            is_successor=is_successor,
+            is_successor=is_successor, clock=lambda: Clock.now,
         )  # fmt: skip
         live = self.live
         start = live._start
@@ -104,7 +104,7 @@ class World:
 
     @property
     def live(self) -> Any:
-        return self.desk._live
+        return self.desk.live
 
     @property
     def phase(self) -> Phase:
@@ -271,7 +271,7 @@ class World:
         a step on that is so far ahead: behind them where that is negative."""
         number, step = self.furthest()
         begin = max(0, step + ahead)
-        with self.desk._lock:
+        with self.desk.lock:
             self.live.command(self.live.active(), commands.Space(number, begin, every))
 
     def kill_worker(self, name: str, rank: int) -> None:
@@ -432,7 +432,7 @@ class World:
         end = Clock.now + seconds
         while Clock.now < end:
             Clock.now = min(end, Clock.now + LOOK_S)
-            with self.desk._lock:
+            with self.desk.lock:
                 self.desk.tick()
         for host in self.hosts.values():
             if host.agent.exit is not None and host.is_in:
