@@ -61,6 +61,8 @@ def await_holder(
     register: Register,
     call: Callable[[LeaseEntry], Found | None],
     refuse: Callable[[LeaseEntry, float], None],
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] = time.sleep,
 ) -> tuple[Found | None, LeaseEntry | None]:
     """Wait until nobody holds a register, or its holder has answered.
 
@@ -69,6 +71,8 @@ def await_holder(
         call: Calls the holder; None: no answer.
         refuse: Ends the wait for a living, silent holder by raising; gets its entry and the seconds
             since its renewal.
+        clock: Monotonic clock, in seconds.
+        pause: Waits for so many seconds.
 
     Returns:
         The holder's answer, and the newest entry; None: none.
@@ -76,7 +80,7 @@ def await_holder(
     Raises:
         PeerError: The register is unreachable.
     """
-    watch, first = LeaseWatch(register), None
+    watch, first = LeaseWatch(register, clock), None
     while True:
         entry, unchanged_s = watch.look()
         is_left = entry is None or entry.is_over or entry.has_died() or unchanged_s > CLAIM_S
@@ -89,10 +93,15 @@ def await_holder(
             log.info("event=waiting up to %.0f s, to see whether %s lives", CLAIM_S, named(entry))
         elif entry != first:
             refuse(entry, unchanged_s)
-        time.sleep(LOOK_S)
+        pause(LOOK_S)
 
 
-def await_ownership(register: Register, root: Path) -> LeaseEntry | None:
+def await_ownership(
+    register: Register,
+    root: Path,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] = time.sleep,
+) -> LeaseEntry | None:
     """Wait for the death of the run with the job's folder in the durable directory ``root``.
     Returns the newest entry there.
 
@@ -104,7 +113,7 @@ def await_ownership(register: Register, root: Path) -> LeaseEntry | None:
     def refuse(entry: LeaseEntry, unchanged_s: float) -> None:
         raise second_run(root, entry, unchanged_s)
 
-    return await_holder(register, lambda entry: None, refuse)[1]
+    return await_holder(register, lambda entry: None, refuse, clock, pause)[1]
 
 
 def second_run(root: Path, entry: LeaseEntry, unchanged_s: float) -> RefusedError:
@@ -126,15 +135,17 @@ def named(entry: LeaseEntry) -> str:
 
 
 class Lease:
-    """A coordinator's own lease, renewed by a thread. Any thread may call ``is_fresh``.
+    """A coordinator's own lease, renewed by a thread once started. Any thread may call
+    ``is_fresh``.
 
     Args:
         register: Place of the entry.
         entry: Content; its term is claimed here.
         run: Returns the run of the job; "" until agents have brought it.
-        waits_over: Term of a lost coordinator of this run. The thread claims once the register
+        waits_over: Term of a lost coordinator of this run. ``keep`` claims once the register
             answers, at once over an entry of at most this term; nobody waits for it. None: claim
             now.
+        clock: Monotonic clock, in seconds.
 
     Raises:
         UsageError: Another coordinator has claimed the term.
@@ -148,24 +159,29 @@ class Lease:
         run: Callable[[], str] = lambda: "",
         *,
         waits_over: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.register, self._entry, self._run = register, entry.of_this_process(), run
         self._entry = replace(self._entry, run=run())
-        self._over, self._watch = waits_over, LeaseWatch(register)
+        self._over, self._watch = waits_over, LeaseWatch(register, clock)
         self._rival: LeaseEntry | None = None
         """Holder of the term to claim, perhaps alive; or the one that has superseded this."""
-        self.renewed_at, self.is_superseded = time.monotonic(), False
+        self.renewed_at, self.is_superseded = clock(), False
         """Time of the last renewal; whether a later coordinator has the lease."""
         self._ended, self._writing = threading.Event(), threading.Lock()
         self.problem = NOT_RENEWED
         """Reason of the last failed renewal."""
         if waits_over is None and not register.claim(self._entry):
             raise UsageError(f"another coordinator has claimed term {entry.term} of the job.")
-        threading.Thread(target=self._keep, name="lease", daemon=True).start()
+
+    def start(self) -> None:
+        """Renew it from now on."""
+        threading.Thread(target=self._keep_on, name="lease", daemon=True).start()
 
     def is_fresh(self) -> bool:
         """Whether the last renewal is too recent for another claim."""
-        is_renewed = self._over is None and time.monotonic() - self.renewed_at < HELD_S
+        is_renewed = self._over is None and self._clock() - self.renewed_at < HELD_S
         return is_renewed and not self.is_superseded
 
     @property
@@ -189,20 +205,24 @@ class Lease:
             except PeerError as error:
                 log.warning("event=lease_left %s", error)
 
-    def _keep(self) -> None:
+    def _keep_on(self) -> None:
         is_over = self._over is None and self._ended.wait(RENEW_S)
         while not is_over and not self.is_superseded:
-            began = time.monotonic()
-            try:
-                if self._over is None:
-                    self._renew(began)
-                else:
-                    self._take(self._over)
-            except PeerError as error:
-                if self.problem != str(error):  # logged once
-                    log.warning("event=lease_not_renewed %s", error)
-                self.problem = str(error)
+            self.keep()
             is_over = self._ended.wait(RENEW_S)
+
+    def keep(self) -> None:
+        """Renew it, or claim the term that it waits for."""
+        began = self._clock()
+        try:
+            if self._over is None:
+                self._renew(began)
+            else:
+                self._take(self._over)
+        except PeerError as error:
+            if self.problem != str(error):  # logged once
+                log.warning("event=lease_not_renewed %s", error)
+            self.problem = str(error)
 
     def _take(self, over: int) -> None:
         """Claim a term without a living holder."""
@@ -221,7 +241,7 @@ class Lease:
         term = max(self._entry.term, 0 if newest is None else newest.term + 1)
         self._entry = replace(self._entry, term=term, run=run)
         if self.register.claim(self._entry):
-            self._over, self.renewed_at = None, time.monotonic()
+            self._over, self.renewed_at = None, self._clock()
 
     def _renew(self, began: float) -> None:
         newest = self.register.newest()

@@ -322,7 +322,7 @@ class LiveJob:
             self._entered(was, self.state.phase)
         for action in due:
             try:
-                self._perform(action)
+                self.perform(action)
             except Exception as error:  # our own slip: the law has gone on without its action
                 self.crash(error)
             if self.has_crashed:
@@ -402,7 +402,8 @@ class LiveJob:
             self.log(f"event=recovery {found}")
         return found.to_json()
 
-    def _perform(self, action: actions.Action) -> None:
+    def perform(self, action: actions.Action) -> None:
+        """Carry out an action of the law."""
         match action:
             case actions.Send(hosts, command):
                 self._order(hosts, command)

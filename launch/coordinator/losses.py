@@ -101,7 +101,7 @@ class Patience:
 
 
 class PortProbe:
-    """Probes agents' data planes in a thread of its own. Any thread may ask.
+    """Probes agents' data planes in a thread of its own, once started. Any thread may ask.
 
     A refused connection proves the loss of an agent with its workers, if it was reachable before;
     else a firewall may refuse. Silence proves nothing, nor does a listener without the token: it
@@ -118,11 +118,18 @@ class PortProbe:
         """Results; False during a probe."""
         self._reached: dict[tuple[str, Address], None] = {}
         """Addresses with an earlier answer of an agent of the job."""
-        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="port-probe", daemon=True).start()
+
+    def look(self) -> None:
+        """Probe all addresses asked for so far."""
+        while not self._asked.empty():
+            self._probe(self._asked.get())
 
     def is_gone(self, host: str, agent: Member) -> bool:
         """Whether a probe since the agent's disconnection was refused. Does not block: the first
-        call starts the probe."""
+        call asks for the probe."""
         knock = host, agent.address, agent.unlinked_at
         with self._mutex:
             if knock in self._found or knock[:2] not in self._reached:
@@ -137,19 +144,18 @@ class PortProbe:
     def _ask(self, knock: _Knock) -> None:
         with self._mutex:
             _remember(self._found, knock, False)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="port-probe", daemon=True)
-                self._thread.start()
         self._asked.put(knock)
 
     def _run(self) -> None:
         while True:
-            knock = self._asked.get()
-            answers = self._answers(*knock[:2])
-            with self._mutex:
-                _remember(self._found, knock, answers is False)
-                if answers:
-                    _remember(self._reached, knock[:2], None)
+            self._probe(self._asked.get())
+
+    def _probe(self, knock: _Knock) -> None:
+        answers = self._answers(*knock[:2])
+        with self._mutex:
+            _remember(self._found, knock, answers is False)
+            if answers:
+                _remember(self._reached, knock[:2], None)
 
     def _answers(self, host: str, address: Address) -> bool | None:
         """Whether an agent of the job listens there; None: unknown."""

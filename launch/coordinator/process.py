@@ -79,7 +79,7 @@ def serve(
                 "Agents here find it. A coordinator by hand is started before the first of them."
             )
         term, is_successor = next_term(spec, folder, newest)
-        coordinator = _open(
+        coordinator = open_coordinator(
             spec, folder, (host, port), token, term, alone_s, is_successor=is_successor
         )
         address = _leave_card(coordinator, folder, host, token)
@@ -95,7 +95,7 @@ def _heard(spec: JobSpec) -> host_signals.HeardSignals:
     return heard
 
 
-def _open(
+def open_coordinator(
     spec: JobSpec,
     folder: Path,
     address: tuple[str, int],
@@ -103,7 +103,7 @@ def _open(
     term: int,
     alone_s: float = ALONE_S,
     *,
-    is_successor: bool,
+    is_successor: bool = False,
     succeeds: str = "nobody",
 ) -> Coordinator:
     """Listen, and take the job's lease and durable directory, if it has them.
@@ -123,11 +123,12 @@ def _open(
         UsageError: Another coordinator has claimed this term.
         PeerError: The address is taken, or a register is unreachable.
     """
-    patience = Patience(lost_after_s=spec.config.resize.silent_s)
+    patience, probe = Patience(lost_after_s=spec.config.resize.silent_s), PortProbe(token)
     coordinator = Coordinator(
         spec, address, token, say, alone_s, patience, term=term, is_successor=is_successor,
-        probe=PortProbe(token),
+        probe=probe,
     )  # fmt: skip
+    probe.start()
     entry = LeaseEntry(
         term, address[0], int(coordinator.address[1]), named=spec.options.coordinator or ""
     )
@@ -137,12 +138,14 @@ def _open(
 
     def hold(register: Register, waits_over: int | None) -> Lease | None:
         try:
-            return Lease(register, entry, coordinator.run_name, waits_over=waits_over)
+            lease = Lease(register, entry, coordinator.run_name, waits_over=waits_over)
         except NoLinksError as error:
             if register is not owned:
                 raise
             log.warning("event=no_owner %s Nothing there can tell a second run of the job.", error)
             return None
+        lease.start()
+        return lease
 
     try:
         if register is not None:
@@ -211,7 +214,7 @@ def main() -> int:
     try:
         spec = JobSpec.from_json(order["job"])
         heard = _heard(spec)
-        coordinator = _open(
+        coordinator = open_coordinator(
             spec, folder, (host, port), token, int(order["term"]),
             is_successor=bool(order["is_successor"]), succeeds=str(order["succeeds"]),
         )  # fmt: skip

@@ -1,48 +1,47 @@
-"""A coordinator beside the test, and agents that are threads of it; a relay that can be cut or
-frozen."""
+"""A coordinator in the test's own thread and time, with agents that answer at the test's word; or
+one that runs beside the test."""
 
 import contextlib
 import itertools
 import secrets
-import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scalai.core.errors import PeerError
-from scalai.core.messages.reports import Stalled
+from scalai.core.errors import ScalaiError
+from scalai.core.job.membership import Phase
+from scalai.core.messages.reports import Report, Stalled
 from scalai.core.messages.shared import JsonText, Named
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import Join, Poll, Tell
 from scalai.launch.coordinator.losses import Patience, PortProbe
 from scalai.launch.coordinator.named_once import HostLists
+from scalai.launch.coordinator.person_calls import Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores, Then
 from scalai.launch.coordinator.server import Coordinator
-from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
 from support.wire_words import report_of, store_identity, told_by
 
 TOKEN = b"secret"
 DEADLINE_S = 60.0
-QUICK = Patience(grace_s=0.1, poll_s=0.1, kept_s=0.2)
-"""The agents here have one connection for good: where it ends they are gone; and they leave when
-their poll is answered."""
+WAIT_S = 400.0
+"""Longest wait in the test's time: more than any limit of the coordinator here."""
+QUICK = Patience(poll_s=0.0, kept_s=0.0)
+"""Polls are answered at once."""
+MANY = ("--nnodes", "1:4", "--settle-s", "0.2", "--max-restarts", "9")
 
 
 class NoStores(RendezvousStores):
-    """What no worker ever meets at: a process a coordinator would take its time.
-
-    ``late``: who waits for a store, where the test opens them itself; None: each is there at once.
-    """
+    """Meeting points without a process; ``late``: those that the test opens itself."""
 
     def __init__(self) -> None:
         self._ports = itertools.count(1)
         self.late: list[Then] | None = None
+        self.closed: list[int] = []
 
     def wait_ready(self) -> None: ...
 
@@ -52,13 +51,28 @@ class NoStores(RendezvousStores):
         else:
             self.late.append(then)
 
-    def close(self, port: int) -> None: ...
+    def close(self, port: int) -> None:
+        self.closed.append(port)
 
     def end(self) -> None: ...
 
 
+class Wire:
+    """A connection of an agent; ``has_unread``: the coordinator has yet to read a call of it."""
+
+    def __init__(self) -> None:
+        self.has_unread = False
+
+    def silence_s(self) -> float:
+        return 0.0 if self.has_unread else float("inf")
+
+
 class Line:
-    """A coordinator that runs beside the test."""
+    """A coordinator whose time passes where the test says so.
+
+    Attributes:
+        code: Exit code once it has ended.
+    """
 
     def __init__(
         self,
@@ -67,40 +81,117 @@ class Line:
         alone_s: float = 60.0,
         patience: Patience = QUICK,
         probe: PortProbe | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         config = folder / "elastic.toml"
         config.write_text("[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n")
         self.flags = ["--elastic", str(config), "--job", "j", "--nproc-per-node", "2", *flags]
-        self.spec = JobSpec.read(parse_options([*self.flags, "script.py"]))
+        self.spec = self.spec_of()
         self.log: list[str] = []
+        self.now = 1000.0
+        self.stores = NoStores()
         self.coordinator = Coordinator(
-            self.spec, ("127.0.0.1", 0), TOKEN, self.log.append, alone_s, patience, NoStores(),
-            probe=probe,
+            self.spec, ("127.0.0.1", 0), TOKEN, self.log.append, alone_s, patience, self.stores,
+            probe=probe, clock=clock or (lambda: self.now),
         )  # fmt: skip
-        self.code: list[int] = []
-        self.thread = threading.Thread(
-            target=lambda: self.code.append(self.coordinator.run()), daemon=True
-        )
-        self.thread.start()
+        self.live = self.coordinator.live
+        self.code: int | None = None
         self.agents: list[FakeAgent] = []
+        self._settles = False
+
+    def spec_of(self, *more: str, script: str = "script.py") -> JobSpec:
+        """The job of a command line with more flags."""
+        return JobSpec.read(parse_options([*self.flags, *more, script]))
+
+    @property
+    def phase(self) -> Phase:
+        return self.live.state.phase
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return address_of(self.coordinator)
 
     def join(self, host: str, **brings: Any) -> "FakeAgent":
         agent = FakeAgent(self, host, **brings)
         self.agents.append(agent)
+        self.settle()
         return agent
 
-    def end(self) -> None:
-        for agent in self.agents:
-            agent.is_gone = True
-        for agent in self.agents:
-            agent.leave()
-        self.coordinator._alone_s = 0.0  # the test need not wait for it
-        self.thread.join(DEADLINE_S)
-        assert self.code
+    def settle(self) -> None:
+        """Let agents fetch and answer until there is nothing more."""
+        if not self._settles:
+            self._settles = True
+            while any([agent.fetch() for agent in self.agents]):
+                pass
+            self._settles = False
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass by looks of the coordinator; agents poll meanwhile."""
+        end = self.now + seconds
+        while self.now < end and self.code is None:
+            self.now = min(end, self.now + self.coordinator.tick_s())
+            self.code = self.coordinator.look()
+            self.settle()
+
+    def until(self, is_so: Callable[[], object], what: str) -> None:
+        """Let time pass until something is so."""
+        self.settle()
+        end = self.now + WAIT_S
+        while not is_so():
+            assert self.now < end and self.code is None, f"never: {what}\n" + "\n".join(self.log)
+            self.pass_time(self.coordinator.tick_s())
+
+    def logged(self, *words: str) -> list[str]:
+        """Log lines with all of these words."""
+        return [line for line in self.log if all(word in line for word in words)]
+
+    def ask(self, call: Any) -> Any:
+        """Answer to a person's call."""
+        person: Any = Wire()
+        found = self.coordinator.handle(person, call)
+        self.settle()
+        assert isinstance(found, JsonText)
+        return found.value()
+
+    def scale(self, nproc: int) -> Any:
+        return self.ask(Scale(nproc, None, None, dry_run=False))
+
+    def resume(self, generation: int, *, dry_run: bool = False) -> str:
+        return str(self.ask(Resume(generation, dry_run=dry_run))["reason"])
+
+    def status(self) -> Any:
+        return self.ask(Status())
+
+    def close(self) -> None:
+        self.coordinator.close()
+
+
+@contextlib.contextmanager
+def running(line: Line) -> Iterator[Line]:
+    """Have a coordinator run in a thread beside the test, in real time."""
+
+    def run() -> None:
+        while line.code is None and not is_over.wait(line.coordinator.tick_s()):
+            line.code = line.coordinator.look()
+
+    is_over, thread = threading.Event(), threading.Thread(target=run)
+    thread.start()
+    try:
+        yield line
+    finally:
+        is_over.set()
+        thread.join(DEADLINE_S)
+        line.close()
 
 
 class FakeAgent:
-    """An agent without workers: it fetches commands, and answers those that ``answer`` knows."""
+    """An agent without workers: it fetches commands, and answers those that it knows.
+
+    Attributes:
+        unanswered: Commands for the test to answer.
+        damage: Damage found by a second look, by generation; all of the part goes then.
+        error: Reason of its last poll's failure.
+    """
 
     def __init__(
         self,
@@ -111,95 +202,87 @@ class FakeAgent:
         sealed: tuple[HostManifest, ...] = (),
         spec: JobSpec | None = None,
         store: Any = None,
-        damaged: tuple[tuple[int, str], ...] = (),
-        examined: tuple[tuple[int, tuple[str, ...]], ...] = (),
         is_slow: bool = False,
-        address: tuple[str, int] = ("127.0.0.1", 1),
+        **facts: Any,
     ) -> None:
         self.host, self._line, self._is_slow = host, line, is_slow
         self.parts = {part.generation: part for part in parts}
         self.damage: dict[int, tuple[str, ...]] = {}
-        """What it finds when it reads its part of a generation again: all of it goes then."""
-        self._calling = threading.Event()
-        self._calling.set()
         self.commands: list[dict[str, Any]] = []
-        self.is_gone = False
+        self.is_gone = self.is_paused = False
         self.round = 0
         self.stalled: Stalled | None = None
-        self.error: PeerError | None = None
-        """Why it fetches commands no longer."""
+        self.error: ScalaiError | None = None
         self.incarnation = secrets.token_hex(4)
         self.unanswered: set[str] = set()
-        """Commands that it leaves to the test to answer."""
-        self._reported, self._received = 0, 0
-        self._telling = threading.Lock()
-        self._calls, self._polls = (
-            Channel(line.coordinator.address, TOKEN, call_s=DEADLINE_S, connect_s=DEADLINE_S)
-            for _ in range(2)
-        )
+        self.wire: Any = Wire()
+        self._reported = self._received = 0
         named = HostLists()
-        joined = self._calls.call(
+        given: dict[str, Any] = {"address": ("127.0.0.1", 1), "damaged": (), **facts}
+        joined = self.call(
             Join(
-                job="j", host=host, damaged=damaged, examined=examined,
-                incarnation=self.incarnation,
-                store=store_identity(store), slots=2, address=address,
-                parts=named.take(map(manifest_bytes, parts)),
+                job="j", host=host, incarnation=self.incarnation, store=store_identity(store),
+                slots=2, parts=named.take(map(manifest_bytes, parts)),
                 sealed=named.take(map(manifest_bytes, sealed)), hosts=named.lists,
-                spec=JsonText.of((spec or line.spec).to_json()),
+                spec=JsonText.of((spec or line.spec).to_json()), **given,
             )
         )  # fmt: skip
         self.answer = asdict(joined)
-        self._thread = threading.Thread(target=self._poll, daemon=True)
-        self._thread.start()
+
+    def call(self, call: Any) -> Any:
+        return self._line.coordinator.handle(self.wire, call)
 
     def leave(self) -> None:
-        """The agent dies."""
+        """The agent dies: its connection ends."""
         self.is_gone = True
-        self._calling.set()
-        self._thread.join(DEADLINE_S)
-        self._polls.close()
-        self._calls.close()
+        self._line.coordinator.gone(self.wire)
 
-    def pause(self) -> None:
-        """It calls nobody any more; its connections stay."""
-        self._calling.clear()
-
-    def go_on(self) -> None:
-        """After a pause."""
-        self._calling.set()
+    def die(self) -> None:
+        """It dies, and is lost once it has had the time to come back."""
+        self.leave()
+        self._line.until(lambda: self.host not in self._line.live.members, f"{self.host} is lost")
 
     def tell(self, event: str, **facts: Any) -> None:
-        with self._telling:  # the test and the polling thread both tell, in the order of numbers
-            self._reported += 1
-            if event == "prepared":
-                facts.setdefault("round", self.round)
-            report = Named(report_of(event, **facts))
-            self._calls.call(Tell("j", self.host, self.incarnation, self._reported, report))
+        if event in ("prepared", "stepped", "sealed", "stopped", "finished"):
+            facts.setdefault("round", self.round)
+        self.report(self._reported + 1, report_of(event, **facts))
+        self._line.settle()
+
+    def report(self, number: int, report: Report) -> None:
+        self._reported = max(self._reported, number)
+        self.call(Tell("j", self.host, self.incarnation, number, Named(report)))
+
+    def seal(self, part: HostManifest, reason: str = "snapshot", **facts: Any) -> None:
+        self.tell("sealed", reason=reason, part=manifest_bytes(part), seconds={}, **facts)
 
     def heard(self, name: str) -> list[dict[str, Any]]:
-        """Return the commands of a kind so far."""
+        """Commands of a kind so far."""
         return [command for command in self.commands if command["command"] == name]
 
     def wait_for(self, name: str, count: int = 1) -> dict[str, Any]:
-        """Return the ``count``-th command of a kind."""
-        wait_until(lambda: len(self.heard(name)) >= count, f"{count} times {name} at {self.host}")
+        """The ``count``-th command of a kind."""
+        self._line.until(
+            lambda: len(self.heard(name)) >= count, f"{count} times {name} at {self.host}"
+        )
         return self.heard(name)[count - 1]
 
-    def _poll(self) -> None:
-        while not self.is_gone:
-            self._calling.wait(DEADLINE_S)
-            try:
-                found = self._polls.call(
-                    Poll("j", self.host, self.incarnation, self._received, self.round, 0,
-                         self.stalled, 1.0)
-                )  # fmt: skip
-            except PeerError as error:
-                self.error = error
-                return
-            for command in (told_by(each.message) for each in found.commands):
-                self._received += 1
-                self.commands.append(command)
-                self._answer(command)
+    def fetch(self) -> bool:
+        """Poll once and answer the commands. Whether there were any."""
+        if self.is_gone or self.is_paused or self.error is not None:
+            return False
+        received = self._received
+        try:
+            found = self.call(
+                Poll("j", self.host, self.incarnation, received, self.round, 0, self.stalled, 0.0)
+            )
+        except ScalaiError as error:
+            self.error = error
+            return False
+        for command in (told_by(each.message) for each in found.commands):
+            self._received += 1
+            self.commands.append(command)
+            self._answer(command)
+        return self._received > received
 
     def _answer(self, command: dict[str, Any]) -> None:
         match command["command"]:
@@ -210,7 +293,7 @@ class FakeAgent:
             case "start":
                 self.round = command["round"]
                 if not self._is_slow:
-                    self.tell("stepped", round=self.round)
+                    self.tell("stepped")
             case "prepare":
                 self.tell("prepared", stop=command["stop"], newest=0)
             case "stop":
@@ -226,108 +309,15 @@ class FakeAgent:
                 self.tell("committed", generation=command["generation"])
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
+def address_of(server: Any) -> tuple[str, int]:
+    """Where a server listens, or a coordinator."""
+    host, port = server.address
+    return host, port
+
+
+def wait_until(is_so: Callable[[], object], what: str) -> None:
+    """Wait in real time."""
     end = time.monotonic() + DEADLINE_S
     while not is_so():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.01)
-
-
-class Relay:
-    """A way to a server that can be cut, or frozen: then it takes bytes and hands none on."""
-
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
-        self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: list[socket.socket] = []
-        self._flows = threading.Event()
-        self._flows.set()
-        self._is_barred = self._is_closed = False
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self._listener.getsockname()
-        return host, port
-
-    def freeze(self) -> None:
-        """Nothing passes any more; connections stay."""
-        self._flows.clear()
-
-    def thaw(self) -> None:
-        """All passes again, also what came meanwhile."""
-        self._flows.set()
-
-    def cut(self) -> None:
-        """Reset all connections; new ones pass."""
-        with self._lock:
-            sockets, self._sockets = self._sockets, []
-        _reset(sockets)
-
-    def lead_to(self, target: tuple[str, int]) -> None:
-        """Reset all connections; new ones lead to another server."""
-        with self._lock:
-            self._target = target
-        self.cut()
-
-    def bar(self) -> None:
-        """Reset all connections, and new ones too."""
-        self._is_barred = True
-        self.cut()
-
-    def admit(self) -> None:
-        """New connections pass again."""
-        self._is_barred = False
-
-    def close(self) -> None:
-        """Nobody listens any more."""
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.thaw()
-        self.cut()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-                if self._is_barred:
-                    near.close()
-                    continue
-            except OSError:
-                return
-            wanted = self._target
-            try:
-                far = socket.create_connection(wanted, timeout=DEADLINE_S)
-            except OSError:
-                near.close()
-                continue
-            far.settimeout(None)
-            with self._lock:
-                if wanted != self._target:  # it leads elsewhere since that moment
-                    _reset([near, far])
-                    continue
-                self._sockets += [near, far]
-            for source, target in ((near, far), (far, near)):
-                threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
-            if self._is_closed or self._is_barred:  # it came at that moment
-                self.cut()
-
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                self._flows.wait(DEADLINE_S)
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
-def _reset(sockets: list[socket.socket]) -> None:
-    for end in sockets:
-        with contextlib.suppress(OSError):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            end.shutdown(socket.SHUT_RD)
-            end.close()

@@ -410,11 +410,11 @@ class World:
             raise RuntimeError(f"a slip in {type(action).__name__}")
 
         before = {name: set(host.store) for name, host in self.hosts.items()}
-        perform = self.live._perform
-        self.live._perform = raises
+        perform = self.live.perform
+        self.live.perform = raises
         self.scale(nproc)
         self.tick()
-        self.live._perform = perform
+        self.live.perform = perform
         if not self.live.has_crashed:
             return False
         assert self.phase is Phase.ENDED and self.live.exit_code == 1
