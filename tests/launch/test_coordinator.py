@@ -657,7 +657,7 @@ def test_what_a_round_has_sealed_that_computes_otherwise_is_no_state(
     assert live.state.current is not None
     ran = replace(live.state.current, micro_batch_size=7)
     asked = Asked(old, frozenset("ab"), until=pair.line.now + 60.0)
-    function = replace(live.state.function, probe=Waiting(asked), after=Numbers(5.0, 2.0))
+    function = replace(live.state.function, proof=Waiting(asked), after=Numbers(5.0, 2.0))
     live.state = but(live.state, ran=ran, function=function)
     pair.a_seals()
     pair.b.seal(pair.sealed("b"))
