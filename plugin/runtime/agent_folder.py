@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,12 +58,8 @@ def tell_agent(request: Callable[[int, int], Request[Answer]]) -> Answer:
     Raises:
         PeerError: The agent does not answer, or has ended this round.
     """
-    channel = call_agent(os.environ[AGENT_DIRECTORY])
-    try:
-        rank = int(os.environ.get("RANK", "0"))
-        return channel.call(request(rank, round_number()))
-    finally:
-        channel.close()
+    with closing(call_agent(os.environ[AGENT_DIRECTORY])) as channel:
+        return channel.call(request(int(os.environ.get("RANK", "0")), round_number()))
 
 
 def stacks_path(directory: Path, pid: int) -> Path:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from scalai.core.messages.worker_messages import (
 )
 from scalai.core.tensors.region import Piece
 from scalai.runtime.agent_folder import call_agent
+from scalai.runtime.calls import Channel
 from scalai.runtime.failpoints import reached
 from scalai.runtime.live import Slot
 from scalai.runtime.staging import StagingRing, use_device_of
@@ -310,31 +311,32 @@ class EmergencyWriter:
             self._give_up(reason)
 
     def _watch(self) -> None:
-        try:
+        with suppress(PeerError, StoreError):  # the round has ended
             use_device_of(self._rings)
-            channel = call_agent(self._directory)
-            channel.call(AwaitFreeze(self._rank, self._round))
-            reached("freeze")
-            self._on_freeze()
-            found = self._freeze()
-            if isinstance(found, str):
-                channel.call(RankFrozen(self._rank, self._round, None, found))
-                return
-            order = channel.call(RankFrozen(self._rank, self._round, found.step, ""))
-            while order is not None:
-                try:
-                    with self._turn:  # the main thread may be in the middle of a snapshot
-                        written = self._write(order, found)
-                except (ScalaiError, OSError, RuntimeError) as error:
-                    channel.call(
-                        RankFrozen(self._rank, self._round, None, f"cannot write: {error}")
-                    )
-                    return
-                order = channel.call(written)
-        except (PeerError, StoreError):
-            return  # the round has ended
+            with closing(call_agent(self._directory)) as channel:
+                channel.call(AwaitFreeze(self._rank, self._round))
+                reached("freeze")
+                self._on_freeze()
+                self._write_after_failure(channel, self.freeze())
 
-    def _freeze(self) -> Between | str:
+    def _write_after_failure(self, channel: Channel, found: "Between | str") -> None:
+        if isinstance(found, str):
+            channel.call(RankFrozen(self._rank, self._round, None, found))
+            return
+        order = channel.call(RankFrozen(self._rank, self._round, found.step, ""))
+        while order is not None:
+            try:
+                with self._turn:  # the main thread may be in the middle of a snapshot
+                    written = self._write(order, found)
+            except (ScalaiError, OSError, RuntimeError) as error:
+                channel.call(RankFrozen(self._rank, self._round, None, f"cannot write: {error}"))
+                return
+            order = channel.call(written)
+
+    def freeze(self) -> Between | str:
+        """Let no further update begin; return the state between two, of host and devices, or why
+        there is none.
+        """
         end = time.monotonic() + FREEZE_S
         found = self._gate.freeze()
         try:

@@ -108,9 +108,10 @@ def read_rows(
 
 def _check_filled(rows: Sequence[Row], order: ReadOrder) -> None:
     wanted = np.array([piece.box.numel for _, piece in rows], dtype=np.int64)
-    if len(order) and not 0 <= order.row.min() <= order.row.max() < len(rows):
+    unknown = order.row[(order.row < 0) | (order.row >= len(rows))]
+    if len(unknown):
         raise LayoutError(
-            f"a copy fills row {order.row.max()}, but this rank wants {len(rows)}. The slots "
+            f"a copy fills row {unknown[0]}, but this rank wants {len(rows)}. The slots "
             "changed since they were published; publish them again."
         )
     filled = np.bincount(order.row, order.shape.prod(axis=1), minlength=len(rows)).astype(np.int64)

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -89,9 +89,8 @@ def map_beside(directory: str, asked: AwaitSlot, keep: Callable[[MappedFile], No
 
     def work() -> None:
         try:
-            channel = call_agent(directory)
-            order = channel.call(asked)
-            channel.close()
+            with closing(call_agent(directory)) as channel:
+                order = channel.call(asked)
             if order is not None and order.rows:
                 keep(MappedFile(order))
         except (PeerError, StoreError):
@@ -172,9 +171,10 @@ def ordered_views(rows: Sequence[Row], order: WriteOrder) -> list[torch.Tensor]:
     """
     if not order.rows:
         return []
-    if min(order.rows) < 0 or max(order.rows) >= len(rows):
+    unknown = next((row for row in order.rows if not 0 <= row < len(rows)), None)
+    if unknown is not None:
         raise LayoutError(
-            f"the order names row {max(order.rows)}, but this rank holds {len(rows)}. The slots "
+            f"the order names row {unknown}, but this rank holds {len(rows)}. The slots "
             "changed since they were published; publish them again."
         )
     views = [piece_view(slot, piece) for slot, piece in (rows[row] for row in order.rows)]

@@ -20,7 +20,7 @@ from scalai.core.messages.worker_messages import RankSnapshot, WriteOrder
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.fingerprint import Committed
 from scalai.store.atomic import sync_directory, sync_file
-from scalai.store.directory import HostDirectory
+from scalai.store.directory import HostDirectory, Room
 from scalai.store.files import contiguous_chunks, write_at
 from scalai.store.held import HeldGenerations
 from scalai.store.manifest import (
@@ -113,10 +113,13 @@ class HostStore(HeldGenerations):
                 raise
         return snapshot
 
+    def room(self) -> Room:
+        """Return the bytes in use, reusable and free."""
+        return self._folders.room()
+
     def most_bytes(self) -> int:
         """Return this store's capacity for generations in bytes, present ones included."""
-        with self._mutex:
-            room, limit = self._folders.room(), self._budget_bytes
+        room, limit = self.room(), self._budget_bytes
         most = room.in_use + room.reusable + room.free
         return most if limit is None else min(most, limit)
 
@@ -140,7 +143,7 @@ class HostStore(HeldGenerations):
             )
 
     def _left(self) -> int:
-        room, limit = self._folders.room(), self._budget_bytes
+        room, limit = self.room(), self._budget_bytes
         left = room.free + room.reusable
         return left if limit is None else min(left, limit - room.in_use)
 
@@ -335,9 +338,8 @@ class HostStore(HeldGenerations):
         """Close the store and remove its content, and the job's directory after the last host."""
         self._folders.remove()
         with self._mutex:
-            self._committed.clear()
-            self._found.clear()
-            self._sealed.clear()
+            for table in (self._committed, self._found, self._sealed, self._unsealed):
+                table.clear()
 
     def _adopt(self) -> None:
         for kind, number, path in self._folders.adopt():

@@ -109,7 +109,7 @@ class HostManifest:
 
     def digest(self) -> str:
         """Return the SHA-256 of the content, in hex: two equal digests are equal manifests."""
-        return _digest(self.to_json())
+        return digest_of(self.to_json())
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json], where: str) -> "HostManifest":
@@ -185,7 +185,8 @@ def _check_versions(data: Mapping[str, Json], where: str) -> None:
         )
 
 
-def _digest(data: Mapping[str, Json]) -> str:
+def digest_of(data: Mapping[str, Json]) -> str:
+    """Return the SHA-256 of a manifest's fields, in hex."""
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -336,10 +337,10 @@ def _object(data: Json, where: str) -> dict[str, Json]:
 def _manifest_with_digest(data: Json, where: str) -> HostManifest:
     content = {key: value for key, value in _object(data, where).items() if key != "digest"}
     manifest = HostManifest.from_json(content, where)
-    if data.get("digest") != _digest(content):
+    if data.get("digest") != digest_of(content):
         raise StoreError(
             f"{where} is damaged: its digest is {data.get('digest')!r}, its content's is "
-            f"{_digest(content)!r}. Remove its directory and use another generation."
+            f"{digest_of(content)!r}. Remove its directory and use another generation."
         )
     return manifest
 
@@ -347,7 +348,7 @@ def _manifest_with_digest(data: Json, where: str) -> HostManifest:
 def manifest_bytes(manifest: HostManifest) -> bytes:
     """Return a manifest with its digest, as JSON: the content of its file."""
     content = manifest.to_json()
-    return json.dumps({"digest": _digest(content), **content}, separators=(",", ":")).encode()
+    return json.dumps({"digest": digest_of(content), **content}, separators=(",", ":")).encode()
 
 
 def find_inconsistency(manifest: HostManifest) -> str | None:
@@ -389,8 +390,9 @@ def _misplaced(manifest: HostManifest) -> str | None:
     if wrong:
         tensor = collection.tensors[collection.tensor[wrong[0]]]
         return f"piece {wrong[0]} lies outside tensor {tensor.name!r}"
-    if manifest.file.min() < 0 or manifest.file.max() >= len(manifest.files):
-        return f"a piece lies in file {manifest.file.max()}, but there are {len(manifest.files)}"
+    unknown = manifest.file[(manifest.file < 0) | (manifest.file >= len(manifest.files))]
+    if len(unknown):
+        return f"a piece lies in file {unknown[0]}, but there are {len(manifest.files)}"
     sizes = np.array([stored.size_bytes for stored in manifest.files], dtype=np.int64)
     beyond = manifest.begin > sizes[manifest.file] - collection.size_bytes()
     beyond |= manifest.begin < 0

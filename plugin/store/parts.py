@@ -272,7 +272,7 @@ def empty_part(like: HostManifest, host: str) -> HostManifest:
     return replace(
         like,
         host=host,
-        about={key: value for key, value in like.about.items() if key != "attached"},
+        about={key: value for key, value in like.about.items() if key != ATTACHED},
         ranks=(),
         collection=like.collection.select(none),
         file=none,

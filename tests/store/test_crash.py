@@ -1,95 +1,81 @@
-"""What a crash between any two steps leaves, and what the next owner finds."""
+"""What a crash between any two steps leaves, what the next owner finds, and what of it is damaged:
+that counts no more, and nothing of it goes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
-from scalai.core.errors import StoreError
+from scalai.core.errors import DamageError, StoreError
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.region import Box, whole
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.leftovers import find_leftovers
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
+from scalai.store.files import slices
 from scalai.store.host import HostStore
-from support.store_states import Opener, generation, is_whole, snapshot, two_ranks, write
-
-CALLS = ("rename", "replace", "fsync", "unlink", "ftruncate", "posix_fallocate", "mkdir", "rmdir")
+from scalai.store.parts import Staged, StoredRows
+from scalai.store.places import MANIFEST
+from support.steps import before_call
+from support.store_states import (
+    WEIGHT,
+    Opener,
+    cut,
+    empty,
+    generation,
+    is_whole,
+    rot,
+    snapshot,
+    two_ranks,
+    values_of,
+    write,
+)
 
 
 class Crash(BaseException):
     """The process ended here. Nothing in the product catches it."""
 
 
-def crash_at(monkeypatch: pytest.MonkeyPatch, step: int) -> Callable[[], bool]:
-    """Let the ``step``-th call that changes a file system end the process; tell whether it came."""
-    count = 0
-
-    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count >= step:
-                raise Crash(name)
-            return call(*args, **kwargs)
-
-        return wrapper
-
-    for name in CALLS:
-        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
-    return lambda: count >= step
+def crash() -> None:
+    raise Crash
 
 
-def resize(store: HostStore) -> None:
-    """Snapshot, commit the new generation and drop the old one."""
-    generation(store, 2, step=2)
-    store.drop(1)
-
-
-@pytest.mark.parametrize("step", range(1, 40))
-def test_a_crash_leaves_the_old_or_the_new_generation_whole(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
-    store = open_store()
-    generation(store, 1, step=1)
-    with monkeypatch.context() as patch:
-        has_crashed = crash_at(patch, step)
-        try:
-            resize(store)
-        except Crash:
-            pass
-        crashed = has_crashed()
-    store.close()
-    found = open_store()
-    assert not found.damaged
-    assert found.generations()
-    for number in found.generations():
-        assert is_whole(found, number, step=number)
-    assert crashed or found.generations() == [2]
-    for slot, sealed in found.sealed():
-        assert sealed.step == 2
-        found.commit(slot, 3)
-        assert is_whole(found, 3, step=2)
-    generation(found, 9, step=9)
-    assert is_whole(found, 9, step=9)
-    assert not list(found.directory.glob("snapshot-*")) + list(found.directory.glob("dropped-*"))
-
-
-def test_the_steps_that_are_crashed_at_are_all_there_are(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store()
-    generation(store, 1, step=1)
-    with monkeypatch.context() as patch:
-        has_crashed = crash_at(patch, 39)
-        resize(store)
-        assert not has_crashed()
+def test_a_crash_leaves_the_old_or_the_new_generation_whole(open_store: Opener) -> None:
+    """At any call that changes the file system, while a generation takes the place of another."""
+    crashed = True
+    for step in count(1):
+        store = open_store(job=f"job-{step}")
+        generation(store, 1, step=1)
+        with before_call(step, crash) as has_crashed:
+            try:
+                generation(store, 2, step=2)
+                store.drop(1)
+            except Crash:
+                pass
+            crashed = has_crashed()
+        store.close()
+        found = open_store(job=f"job-{step}")
+        assert not found.damaged and found.generations(), step
+        assert all(is_whole(found, number, step=number) for number in found.generations()), step
+        for slot, sealed in found.sealed():
+            assert sealed.step == 2
+            found.commit(slot, 3)
+            assert is_whole(found, 3, step=2)
+        generation(found, 9, step=9)
+        assert is_whole(found, 9, step=9)
+        left = found.directory.glob("snapshot-*"), found.directory.glob("dropped-*")
+        assert not any(map(list, left)), step
+        if not crashed:
+            break
+    assert found.generations() == [2, 9] and step > 20
 
 
 def test_a_torn_snapshot_is_removed_and_its_pages_are_reused(open_store: Opener) -> None:
-    store = open_store()
-    held = two_ranks()
+    store, held = open_store(), two_ranks()
     slot = store.reserve(held)
     write(slot.orders[0], held[0])
     store.close()
@@ -110,7 +96,7 @@ def test_a_sealed_snapshot_survives_and_can_be_committed(open_store: Opener) -> 
     assert is_whole(again, 11, step=6)
 
 
-def test_a_damaged_generation_is_named_and_left_alone(open_store: Opener, tmp_path: Path) -> None:
+def test_a_damaged_generation_is_named_and_left_alone(open_store: Opener) -> None:
     store = open_store()
     for number in (1, 2):
         generation(store, number, step=number)
@@ -118,20 +104,19 @@ def test_a_damaged_generation_is_named_and_left_alone(open_store: Opener, tmp_pa
     os.truncate(truncated, truncated.stat().st_size - 1)
     store.close()
     again = open_store()
-    assert again.generations() == [1]
+    assert again.generations() == [1] and is_whole(again, 1, step=1)
     assert str(truncated) in again.damaged[2] and "bytes long" in again.damaged[2]
     assert truncated.exists()
-    assert is_whole(again, 1, step=1)
 
 
 @pytest.mark.fault
 def test_a_folder_that_was_renamed_is_not_taken_for_this_hosts_own(open_store: Opener) -> None:
-    store = open_store("job", "a")
+    store = open_store(host="a")
     generation(store, 3, step=3)
     snapshot(store, 4)
     store.close()
     store.directory.rename(store.directory.with_name("b"))
-    moved = open_store("job", "b")
+    moved = open_store(host="b")
     assert moved.generations() == [] and moved.sealed() == []
     (reason,), (sealed,) = moved.damaged.values(), moved.damaged_snapshots.values()
     assert "generation 3 of host 'a'" in reason and "generation 3 of host 'b' belongs" in reason
@@ -139,7 +124,7 @@ def test_a_folder_that_was_renamed_is_not_taken_for_this_hosts_own(open_store: O
     assert (moved.directory / "generation-3").is_dir()
     moved.close()
     moved.directory.rename(store.directory)
-    back = open_store("job", "a")
+    back = open_store(host="a")
     assert back.generations() == [3] and len(back.sealed()) == 1
 
 
@@ -157,20 +142,19 @@ def test_a_damaged_snapshot_is_told_and_left(open_store: Opener) -> None:
     store = open_store()
     slot, _ = snapshot(store, 2)
     store.close()
-    (slot.directory / "manifest.json").write_text("{}")
+    (slot.directory / MANIFEST).write_text("{}")
     again = open_store()
     assert again.sealed() == [] and slot.directory.is_dir()
     assert "is damaged" in again.damaged_snapshots[slot.directory.name]
-    spec = JobSpec.read(parse_options(["--job", "job", "script.py"]))
-    beside: Any = None
-    reported = Holdings(spec, again, lambda *logged: None, beside, lambda due: None).found()
-    ((number, why),) = reported.damaged
+    spec, beside = JobSpec.read(parse_options(["--job", "job", "script.py"])), None
+    found = Holdings(spec, again, print, beside, lambda due: None).found()  # type: ignore[arg-type]
+    ((number, why),) = found.damaged
     assert number == -1 and str(slot.directory) in why
     again.set_damaged_aside()  # the job goes on without it
     again.close()
     later = open_store()
-    assert not later.damaged_snapshots and [each.is_resumable for each in find_leftovers(
-        later.directory)] == [True]  # fmt: skip
+    assert not later.damaged_snapshots
+    assert [each.is_resumable for each in find_leftovers(later.directory)] == [True]
 
 
 @pytest.mark.fault
@@ -178,9 +162,97 @@ def test_the_number_of_a_damaged_generation_is_not_used_again(open_store: Opener
     store = open_store()
     generation(store, 2, step=2)
     store.close()
-    (store.directory / "generation-2" / "manifest.json").write_text("{}")
+    (store.directory / "generation-2" / MANIFEST).write_text("{}")
     again = open_store()
     slot, _ = snapshot(again, 3)
     with pytest.raises(StoreError, match="Numbers are never used twice"):
         again.commit(slot, 2)
     assert again.commit(slot, 3).step == 3
+
+
+# ------------------------------------------------------------------ what is examined
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("damage", [rot, cut, empty, Path.unlink])
+def test_what_is_damaged_counts_no_more_until_the_manifest_is_read_anew(
+    open_store: Opener, damage: Callable[[Path], None]
+) -> None:
+    store = open_store()
+    before = generation(store, 3, step=2)
+    assert store.examine(3) == [] and store.manifest(3) is before
+    path = store.generation_directory(3) / "rank-1.safetensors"
+    stated = path.with_name(MANIFEST)
+    content, said = path.read_bytes(), stated.read_bytes()
+    damage(path)
+    found = store.examine(3)
+    left = store.manifest(3)
+    assert found and all(str(path) in line for line in found)
+    assert len(left.collection) == len(before.collection) - len(found)
+    assert (left.file == 0).sum() == (before.file == 0).sum(), "what is whole stays"
+    assert store.examine(3) == [], "it was told"
+    assert store.damage_found() == {3: found}, "and is told to the next coordinator"
+    assert stated.read_bytes() == said
+    store.close()
+    path.write_bytes(content)  # a person mends it
+    again = open_store()
+    assert len(again.manifest(3).collection) == len(before.collection)
+    assert again.damage_found() == {} and again.examine(3) == []
+    damage(again.generation_directory(3) / "rank-0.safetensors")
+    assert again.examine(3)
+    again.drop(3)
+    assert again.damage_found() == {}
+    with pytest.raises(StoreError, match="not committed here"):
+        again.examine(3)
+
+
+def fetched(store: HostStore, tensor: Tensor, box: Box) -> Staged:
+    """Return a piece of step 2 that has come from another host."""
+    staged = store.stage(Collection.of([(tensor, box)]))
+    head = staged.path.read_bytes()[: int(staged.begins[0])]
+    staged.path.write_bytes(head + values_of(tensor, 2)[slices(box)].tobytes())
+    return staged
+
+
+@pytest.mark.fault
+def test_what_has_come_whole_again_is_damaged_no_more(store: HostStore) -> None:
+    before = generation(store, 3, step=2)
+    empty(store.generation_directory(3) / "rank-1.safetensors")
+    found = store.examine(3)
+    lost = [before.collection.box(row) for row in np.flatnonzero(before.file == 1).tolist()]
+    assert len(found) == len(lost) > 1
+    for done, (tensor, box) in enumerate(lost, 1):
+        store.extend(3, fetched(store, tensor, box))
+        assert len(store.damage_found().get(3, [])) == len(lost) - done
+    assert store.examine(3) == [] and len(store.manifest(3).collection) == len(before.collection)
+
+
+@pytest.mark.fault
+def test_what_has_come_meanwhile_stays(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = generation(store, 3, step=2)
+    rot(store.generation_directory(3) / "rank-0.safetensors")
+    staged = fetched(store, WEIGHT, whole(WEIGHT.shape))
+    damage = StoredRows.damage
+
+    def grows(rows: StoredRows) -> Iterator[tuple[int, str]]:
+        store.extend(3, staged)
+        yield from damage(rows)
+
+    monkeypatch.setattr(StoredRows, "damage", grows)
+    found = store.examine(3)
+    left = store.manifest(3)
+    assert found and len(left.collection) == len(before.collection) - len(found) + 1
+    assert left.files[-1].name.startswith("fetched-") and (left.file == len(left.files) - 1).any()
+
+
+@pytest.mark.fault
+def test_a_short_file_is_damage_wherever_it_is_read(store: HostStore) -> None:
+    manifest = generation(store, 3, step=2)
+    path = store.generation_directory(3) / "rank-0.safetensors"
+    empty(path)
+    row = int(np.flatnonzero(manifest.file == 0)[0])
+    with store.open_rows(3) as rows, pytest.raises(DamageError, match="the file has 0 bytes"):
+        rows.view(row)
+    path.unlink()
+    with pytest.raises(DamageError, match="cannot be mapped"), store.open_rows(3):
+        pass

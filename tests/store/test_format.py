@@ -25,7 +25,7 @@ from scalai.store.host import HostStore
 from scalai.store.manifest import FORMAT, VERSION
 from scalai.store.parts import Extras
 from scalai.store.places import MANIFEST
-from support.bad_manifests import DAMAGES, UNFIT, change
+from support.bad_manifests import BAD, change
 from support.format_fingerprint import fingerprint
 from support.format_reader import (
     ITEM_BYTES,
@@ -216,12 +216,12 @@ def test_fingerprints_of_pieces_add_up_to_those_of_tensors() -> None:
         assert sum(parts) % ((1 << 64) - 59) == total
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, *UNFIT])
-def test_what_scalai_refuses_the_page_refuses(store: HostStore, damage: str) -> None:
+@pytest.mark.parametrize("bad", BAD.values(), ids=list(BAD))
+def test_what_scalai_refuses_the_page_refuses(store: HostStore, bad: Any) -> None:
     generation(store, 1, step=1)
     path = store.generation_directory(1) / MANIFEST
     Generation([path.parent], 1)
-    path.write_text({**DAMAGES, **UNFIT}[damage](path.read_text()))
+    path.write_text(bad(path.read_text()))
     with pytest.raises(FormatError, match=str(path)):
         Generation([path.parent], 1)
 

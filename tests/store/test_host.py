@@ -1,4 +1,4 @@
-"""Generations of one host: snapshot, commit, recycling, budget, and what a crash leaves."""
+"""Generations of one host: snapshot, commit, recycling, and room."""
 
 import os
 from pathlib import Path
@@ -11,6 +11,7 @@ from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.coverage import check_coverage
 from scalai.core.tensors.region import Box, whole
 from scalai.store import directory as directory_module
+from scalai.store.directory import Room, check_budget
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED, read_manifest
 from scalai.store.parts import Extras
@@ -18,7 +19,9 @@ from support.store_states import (
     HALF,
     WEIGHT,
     Opener,
+    full_disk,
     generation,
+    is_undamaged,
     is_whole,
     report,
     snapshot,
@@ -26,6 +29,13 @@ from support.store_states import (
     values_of,
     write,
 )
+
+FOLDER = Path("/dev/shm/j/a")
+MUCH = 1 << 40
+
+
+def all_of(*tensors: Tensor) -> Collection:
+    return Collection.of([(tensor, whole(tensor.shape)) for tensor in tensors])
 
 
 def test_what_is_written_is_read_back(store: HostStore) -> None:
@@ -39,8 +49,7 @@ def test_what_is_written_is_read_back(store: HostStore) -> None:
 
 
 def test_distinct_pieces_are_stored_once_and_replicas_share_the_writing(store: HostStore) -> None:
-    held = two_ranks()
-    slot = store.reserve(held)
+    slot = store.reserve(two_ranks())
     assert len(slot.collection) == 6  # two halves of the weight, four replicated tensors
     assert all(order.rows for order in slot.orders.values())
     pieces = [slot.collection.box(row) for row in range(6)]
@@ -74,16 +83,17 @@ def test_the_number_is_given_at_commit_and_never_twice(store: HostStore) -> None
 
 
 def test_only_what_is_sealed_is_committed(store: HostStore) -> None:
-    slot = store.reserve(two_ranks())
     with pytest.raises(StoreError, match="not sealed"):
-        store.commit(slot, 1)
+        store.commit(store.reserve(two_ranks()), 1)
 
 
 def test_rows_of_a_rank_that_did_not_report_are_left_out(store: HostStore) -> None:
     held = two_ranks()
     slot = store.reserve(held)
-    part = report(0, write(slot.orders[0], held[0]))
-    store.seal(slot, step=1, about={}, parts={0: part})
+    prints = write(slot.orders[0], held[0])
+    with pytest.raises(StoreError, match="fingerprints for the"):
+        store.seal(slot, step=1, about={}, parts={0: report(0, prints[:-1])})
+    store.seal(slot, step=1, about={}, parts={0: report(0, prints)})
     manifest = store.commit(slot, 1)
     assert manifest.ranks == (0,)
     assert len(manifest.collection) == len(slot.orders[0].rows)
@@ -91,81 +101,59 @@ def test_rows_of_a_rank_that_did_not_report_are_left_out(store: HostStore) -> No
 
 
 def test_survivors_take_over_what_a_lost_rank_should_have_written(store: HostStore) -> None:
-    replicas = {rank: Collection.of([(WEIGHT, whole(WEIGHT.shape)), (HALF, whole(HALF.shape))])
-                for rank in (0, 1)}  # fmt: skip
+    replicas = dict.fromkeys((0, 1), all_of(WEIGHT, HALF))
     slot = store.reserve(replicas)
     part = report(0, write(slot.orders[0], replicas[0]))
-    extra = [(order, write(order, replicas[rank]))
-             for rank, order in slot.take_over(1, alive=[0]).items()]  # fmt: skip
+    orders = slot.take_over(1, alive=[0])
+    extra = [(order, write(order, replicas[rank])) for rank, order in orders.items()]
     manifest = store.seal(slot, step=0, about={}, parts={0: part}, taken_over=extra)
     assert len(manifest.collection) == 2
     store.commit(slot, 1)
-    with store.open_rows(1) as rows:
-        assert not list(rows.damage())
+    assert is_undamaged(store, 1)
 
 
-def test_an_empty_tensor_is_named_also_where_its_rank_writes_nothing(store: HostStore) -> None:
-    empty = Tensor("param/none", (0, 4), "BF16")
-    held = {
-        0: Collection.of([(WEIGHT, whole(WEIGHT.shape))]),
-        1: Collection.of([(empty, whole(empty.shape))]),
-    }
-    generation(store, 1, 1, held)
-    manifest = read_manifest(store.generation_directory(1))
-    assert manifest.collection.tensors == (WEIGHT, empty)
-    assert len(manifest.collection) == 1
-    check_coverage(manifest.collection)
+def test_empty_tensors_shards_and_ranks_are_named_and_no_trouble(store: HostStore) -> None:
+    none = Tensor("param/none", (0, 4), "BF16")
+    shards = Collection.of([(WEIGHT, Box((0, 0), (0, 8))), (WEIGHT, whole(WEIGHT.shape))])
+    manifest = generation(store, 1, 1, {0: shards, 1: all_of(none), 2: Collection.of([])})
+    read = read_manifest(store.generation_directory(1))
+    assert read.collection.tensors == (WEIGHT, none)
+    assert manifest.ranks == (0, 1, 2) and len(read.collection) == 1
+    check_coverage(read.collection)
 
 
-def test_a_report_that_does_not_fit_its_order_is_refused(store: HostStore) -> None:
-    held = two_ranks()
-    slot = store.reserve(held)
-    fingerprints = write(slot.orders[0], held[0])
-    with pytest.raises(StoreError, match="fingerprints for the"):
-        store.seal(slot, step=1, about={}, parts={0: report(0, fingerprints[:-1])})
-
-
-def test_files_of_dropped_generations_are_reused(store: HostStore) -> None:
+def test_files_of_dropped_generations_are_reused_whatever_their_size(store: HostStore) -> None:
     for number in (1, 2):
         generation(store, number, step=number)
     inodes = {p.stat().st_ino for p in store.generation_directory(1).glob("*.safetensors")}
     store.drop(1)
     assert store.generations() == [2]
     generation(store, 3, step=3)
-    again = {p.stat().st_ino for p in store.generation_directory(3).glob("*.safetensors")}
-    assert again == inodes
+    assert inodes == {p.stat().st_ino for p in store.generation_directory(3).glob("*.safetensors")}
     assert is_whole(store, 3, step=3) and is_whole(store, 2, step=2)
-
-
-def test_files_of_another_size_are_reused(store: HostStore) -> None:
     big, small = Tensor("w", (1 << 15,), "F32"), Tensor("w", (100,), "F32")
-    for number, tensor in enumerate((big, small, big), start=1):
-        generation(store, number, number, {0: Collection.of([(tensor, whole(tensor.shape))])})
+    for number, tensor in enumerate((big, small, big), start=4):
+        generation(store, number, number, {0: all_of(tensor)})
         with store.open_rows(number) as rows:
             assert np.array_equal(rows.view(0), values_of(tensor, number))
         store.drop(number)
 
 
-def test_a_file_with_a_second_name_is_never_reused(store: HostStore, tmp_path: Path) -> None:
-    generation(store, 1, step=1)
-    kept = {}
-    for path in store.generation_directory(1).glob("*.safetensors"):
-        os.link(path, tmp_path / path.name)
-        kept[tmp_path / path.name] = path.read_bytes()
-    store.drop(1)
-    generation(store, 2, step=2)
-    assert kept and all(path.read_bytes() == content for path, content in kept.items())
-
-
-def test_a_file_that_gets_a_second_name_in_the_pool_is_not_reused(
-    store: HostStore, tmp_path: Path
+@pytest.mark.parametrize("is_in_pool", [False, True])
+def test_a_file_with_a_second_name_is_never_reused(
+    store: HostStore, tmp_path: Path, is_in_pool: bool
 ) -> None:
     generation(store, 1, step=1)
-    store.drop(1)
+    files = list(store.generation_directory(1).glob("*.safetensors"))
+    if is_in_pool:
+        store.drop(1)
+        files = list((store.directory / "recycled").iterdir())
     kept = {}
-    for number, path in enumerate((store.directory / "recycled").iterdir()):
-        os.link(path, tmp_path / str(number))
-        kept[tmp_path / str(number)] = path.read_bytes()
+    for path in files:
+        os.link(path, tmp_path / path.name)
+        kept[tmp_path / path.name] = path.read_bytes()
+    if not is_in_pool:
+        store.drop(1)
     generation(store, 2, step=2)
     assert kept and all(path.read_bytes() == content for path, content in kept.items())
 
@@ -183,45 +171,15 @@ def test_a_reader_keeps_a_dropped_generation(store: HostStore) -> None:
     assert not list(store.directory.glob("dropped-*"))
 
 
-def test_too_little_room_is_refused_with_sizes_and_the_way_out(
-    store: HostStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generation(store, 1, step=1)
-    big = {0: Collection.of([(Tensor("w", (1 << 20,), "F32"), Box((0,), (1 << 20,)))])}
-    monkeypatch.setattr(directory_module, "free_bytes", lambda directory: 6 << 20)
-    with pytest.raises(StoreError, match=r"need 83\d+;.*--shm-size=1g.*--store-dir"):
-        store.reserve(big)
-    assert is_whole(store, 1, step=1)
-    assert not list(store.directory.glob("snapshot-*"))
-
-
-def test_a_file_system_that_fills_up_leaves_nothing_behind(
-    store: HostStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(StoreError, match=r"No space left.*--shm-size"):
-        store.reserve(two_ranks())
-    assert not list(store.directory.glob("snapshot-*"))
-
-
 def test_jobs_and_hosts_do_not_collide(open_store: Opener) -> None:
     stores = [open_store(job, host) for job in ("x", "y") for host in ("a", "b")]
     for step, one in enumerate(stores):
         generation(one, 1, step)
-    assert all(is_whole(one, 1, step) for step, one in enumerate(stores))
-    stores[0].drop(1)
+    stores[0].remove()
+    assert stores[1].directory.parent.exists() and not stores[0].directory.exists()
     assert all(is_whole(one, 1, step) for step, one in enumerate(stores) if step)
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "x" * 300])
-def test_names_that_would_leave_the_store_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="cannot name a directory"):
-        HostStore(name, "a", tmp_path)
-    with pytest.raises(UsageError, match="cannot name a directory"):
-        HostStore("job", name, tmp_path)
+    stores[1].remove()
+    assert not stores[1].directory.parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -245,23 +203,15 @@ def test_fetched_pieces_become_part_of_a_generation(open_store: Opener) -> None:
     grown = second.extend(4, staged, extras)
     assert grown.host == "b" and grown.scalars == manifest.scalars
     assert grown.ranks == (7,) and grown.rank_state == {"r7": 7}
-    assert is_whole(second, 4, step=2)
     first.remove()
     second.close()
     assert is_whole(open_store(host="b"), 4, step=2)
-
-
-def test_staged_bytes_are_given_back(store: HostStore) -> None:
-    staged = store.stage(two_ranks()[0])
-    store.unstage(staged)
-    assert not staged.path.parent.exists()
 
 
 def test_a_durable_copy_is_the_same_generation(store: HostStore, tmp_path: Path) -> None:
     manifest = generation(store, 3, step=1)
     target = store.copy_to(3, tmp_path / "disk")
     assert target == tmp_path / "disk" / "generation-3" / "a"
-    assert read_manifest(target).digest() == manifest.digest()
     assert store.copy_to(3, tmp_path / "disk") == target
     store.drop(3)
     generation(store, 3, step=9)
@@ -270,29 +220,64 @@ def test_a_durable_copy_is_the_same_generation(store: HostStore, tmp_path: Path)
     assert read_manifest(target).digest() == manifest.digest()
 
 
-def test_a_store_that_is_removed_leaves_nothing(open_store: Opener) -> None:
-    one, two = open_store(host="a"), open_store(host="b")
-    generation(one, 1, step=1)
-    job = one.directory.parent
-    one.remove()
-    assert job.exists() and not one.directory.exists()
-    two.remove()
-    assert not job.exists()
+# ------------------------------------------------------------------ room
 
 
-def test_empty_shards_and_ranks_without_anything_are_no_trouble(store: HostStore) -> None:
-    nothing = Collection.of([])
-    empty = Collection.of([(WEIGHT, Box((0, 0), (0, 8))), (WEIGHT, Box((0, 0), (6, 8)))])
-    manifest = generation(store, 1, 1, {0: nothing, 1: empty})
-    assert manifest.ranks == (0, 1) and len(manifest.collection) == 1
+@pytest.mark.parametrize(
+    ("room", "kept"),
+    [
+        (Room(in_use=0, reusable=0, free=200), 200),
+        (Room(in_use=0, reusable=200, free=0), 200),
+        (Room(in_use=100, reusable=0, free=100), 100),
+        (Room(in_use=300, reusable=0, free=100), 100),  # an older one is still read
+    ],
+)
+def test_what_fits_may_keep_the_files_of_one_more_generation(room: Room, kept: int) -> None:
+    assert check_budget(100, room, None, "a", FOLDER) == kept
 
 
-def test_a_store_that_may_take_too_little_says_so_before_anything_is_made(tmp_path: Path) -> None:
-    held = {0: Collection.of([(Tensor("param/w", (64,), "F32"), Box((0,), (64,)))])}
-    with HostStore("job", "host", tmp_path, budget_bytes=100) as store:
+@pytest.mark.parametrize(
+    "room",
+    [
+        Room(in_use=0, reusable=99, free=100),  # the next one would not fit beside this one
+        Room(in_use=300, reusable=50, free=49),  # this one does not fit beside what is there
+    ],
+)
+def test_what_does_not_fit_twice_is_refused_with_what_there_is(room: Room) -> None:
+    found = f"need 200; {FOLDER} has {room.in_use} in use, {room.reusable} to reuse"
+    with pytest.raises(StoreError, match=f"{found} and {room.free} free"):
+        check_budget(100, room, None, "a", FOLDER)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("in_use", "limit", "kept"), [(0, 200, 200), (120, 220, 100)])
+def test_a_limit_holds_however_much_is_free_and_counts_what_is_in_use(
+    in_use: int, limit: int, kept: int
+) -> None:
+    room = Room(in_use=in_use, reusable=0, free=MUCH)  # fetched pieces among it
+    assert check_budget(100, room, limit, "a", FOLDER) == kept
+    with pytest.raises(StoreError, match=f"beside {in_use} in use; the store may take {limit - 1}"):
+        check_budget(100, room, limit - 1, "a", FOLDER)
+
+
+def test_too_little_room_is_refused_with_sizes_and_the_way_out(
+    store: HostStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation(store, 1, step=1)
+    big = {0: all_of(Tensor("w", (1 << 20,), "F32"))}
+    monkeypatch.setattr(directory_module, "free_bytes", lambda directory: 6 << 20)
+    with pytest.raises(StoreError, match=r"need 83\d+;.*--shm-size=1g.*--store-dir"):
+        store.reserve(big)
+    assert is_whole(store, 1, step=1)
+    monkeypatch.undo()
+    with HostStore("job", "tight", tmp_path, budget_bytes=100) as tight:
         with pytest.raises(StoreError, match=r"may take 100.*--store-budget-gb"):
-            store.reserve(held)
-        assert not list(store.directory.glob("snapshot-*"))
+            tight.reserve(two_ranks())
+        monkeypatch.setattr("os.posix_fallocate", full_disk)
+        with pytest.raises(StoreError, match=r"No space left.*--shm-size"):
+            store.reserve(two_ranks())
+        for each in (store, tight):
+            assert not list(each.directory.glob("snapshot-*")), "nothing is left behind"
 
 
 def test_room_for_manifests_takes_none_from_snapshots_and_replicas(tmp_path: Path) -> None:

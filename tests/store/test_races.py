@@ -1,13 +1,11 @@
 """What the agent's loop, its background and its data plane do to one store at once."""
 
-import contextlib
 import errno
 import logging
 import os
 import shutil
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,53 +17,44 @@ from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.region import whole
 from scalai.store import directory as directory_module
 from scalai.store import pool as pool_module
+from scalai.store.directory import HostDirectory
 from scalai.store.files import prefault
 from scalai.store.host import HostStore
+from support.steps import DEADLINE_S, Beside, SeenLock
 from support.store_states import Opener, generation, is_whole, snapshot, two_ranks
 
 pytestmark = pytest.mark.fault
 
-DEADLINE_S = 60.0
+BIG = Tensor("param/w", (1024, 1024), "F32")
+HELD = {0: Collection.of([(BIG, whole(BIG.shape))])}
 
 
-class Beside:
-    """Something that another thread does; what it raised is kept."""
+@pytest.fixture
+def store(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> HostStore:
+    """A store with generation 1, of which a thread beside is seen to wait."""
+    monkeypatch.setattr(threading, "RLock", SeenLock)
+    store = open_store()
+    monkeypatch.undo()
+    generation(store, 1, step=1)
+    return store
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        self.result: list[object] = []
-        self.errors: list[BaseException] = []
 
-        def run() -> None:
-            try:
-                self.result.append(work())
-            except BaseException as error:
-                self.errors.append(error)
-
-        self.thread = threading.Thread(target=run, name="beside", daemon=True)
-        self.thread.start()
-
-    def end(self) -> "Beside":
-        self.thread.join(DEADLINE_S)
-        assert not self.thread.is_alive()
-        return self
-
-    def may_end(self) -> None:
-        """Leave it the time that it needs where nothing holds it up."""
-        self.thread.join(0.3)
+def once_beside(work: Callable[[], object], found: list[Beside]) -> None:
+    """Let another thread do something as far as it comes, once."""
+    if not found:
+        found.append(Beside(work).until_it_stands())
 
 
 def test_a_folder_that_goes_while_room_is_counted_is_no_error(
     store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generation(store, 1, step=1)
     drops: list[Beside] = []
     real = Path.glob
 
     def glob(self: Path, pattern: str) -> Any:
         found = list(real(self, pattern))
-        if not drops and pattern == "generation-*/*":
-            drops.append(Beside(lambda: store.drop(1)))
-            drops[0].may_end()
+        if pattern == "generation-*/*":
+            once_beside(lambda: store.drop(1), drops)
         return found
 
     monkeypatch.setattr(Path, "glob", glob)
@@ -76,67 +65,55 @@ def test_a_folder_that_goes_while_room_is_counted_is_no_error(
 def test_a_pooled_file_that_goes_while_it_is_looked_at_is_no_error(
     store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generation(store, 1, step=1)
     store.drop(1)
-    trims: list[Beside] = []
+    takes: list[Beside] = []
 
     def scandir(path: Any) -> Any:
         found = list(os.scandir(path))
-        if not trims:
-            trims.append(Beside(lambda: store._folders.trim(0)))
-            trims[0].may_end()
+        once_beside(lambda: store.stage(two_ranks()[0]), takes)
         return found
 
     monkeypatch.setattr(pool_module, "os", SimpleNamespace(**{**vars(os), "scandir": scandir}))
     store.discard(store.reserve(two_ranks()))
-    assert trims and not trims[0].end().errors
+    assert takes and not takes[0].end().errors
 
 
 def test_a_reader_and_a_drop_at_one_moment_give_the_files_back_once(
     store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generation(store, 1, step=1)
-    at_the_gap, go = threading.Event(), threading.Event()
-    both = threading.Barrier(2)
-    is_dir, recycle = Path.is_dir, store._folders.recycle
+    """The drop comes as the reader looks whether it was dropped, and neither gives back alone."""
+    drops: list[Beside] = []
+    gives_back = threading.Event()
+    is_dir, recycle = Path.is_dir, HostDirectory.recycle
 
     def held_is_dir(self: Path) -> bool:
-        if self.name == "dropped-1" and threading.current_thread().name == "beside":
-            at_the_gap.set()
-            go.wait(1)
+        if self.name == "dropped-1":
+            once_beside(lambda: store.drop(1), drops)
         return is_dir(self)
 
-    def met(folder: Path) -> None:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(1)
-        recycle(folder)
+    def met(folders: HostDirectory, folder: Path) -> None:
+        thread = threading.current_thread()
+        if isinstance(thread, Beside):
+            thread.stand()
+            assert gives_back.wait(DEADLINE_S)
+        gives_back.set()
+        recycle(folders, folder)
 
     monkeypatch.setattr(Path, "is_dir", held_is_dir)
-    monkeypatch.setattr(store._folders, "recycle", met)
-
-    def read() -> None:
-        with store.open_rows(1):
-            pass
-
-    reader = Beside(read)
-    assert at_the_gap.wait(DEADLINE_S)
-    drop = Beside(lambda: store.drop(1))
-    drop.may_end()
-    go.set()
-    assert not reader.end().errors and not drop.end().errors
-    assert store._folders.room().in_use == 0 and store._folders.room().reusable > 0
-
-
-BIG = Tensor("param/w", (1024, 1024), "F32")
-HELD = {0: Collection.of([(BIG, whole(BIG.shape))])}
+    monkeypatch.setattr(HostDirectory, "recycle", met)
+    with store.open_rows(1):
+        pass
+    gives_back.set()
+    assert not drops[0].end().errors
+    assert store.room().in_use == 0 and store.room().reusable > 0
 
 
 @pytest.fixture
-def narrow(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> HostStore:
+def narrow(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> HostStore:
     """A store with room for two snapshots of ``HELD``, of which one is a generation."""
-    store = open_store()
-    generation(store, 1, step=1, held=HELD)
-    total = 2 * store.manifest(1).files[0].size_bytes + (1 << 20)
+    store.drop(1)
+    generation(store, 2, step=1, held=HELD)
+    total = 2 * store.manifest(2).files[0].size_bytes + (1 << 20)
 
     def free(path: Path) -> int:
         files = [p for p in store.directory.rglob("*.safetensors") if p.is_file()]
@@ -146,59 +123,56 @@ def narrow(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> HostStore:
     return store
 
 
-def make_slowly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Have pages of files be made a second later. Returns what is set when some are to be made."""
-    is_making = threading.Event()
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The making of files' pages waits in its third step: ``reached``, until ``go`` is set."""
+    found = SimpleNamespace(reached=threading.Event(), go=threading.Event(), steps=0)
 
     def held(*arguments: Any) -> None:
-        is_making.set()
-        time.sleep(1)
+        found.steps += 1
+        if found.steps == 3:
+            found.reached.set()
+            assert found.go.wait(DEADLINE_S)
         prefault(*arguments)
 
+    monkeypatch.setattr(pool_module, "STEP_BYTES", 1 << 20)
     monkeypatch.setattr(pool_module, "prefault", held)
-    return is_making
+    yield found
+    found.go.set()
+
+
+def made_as_far(store: HostStore, pages: SimpleNamespace) -> Beside:
+    """Have a snapshot made up to its third step."""
+    making = Beside(lambda: store.reserve(HELD))
+    assert pages.reached.wait(DEADLINE_S)
+    return making
 
 
 def test_a_snapshot_takes_the_room_of_one_that_an_ended_round_still_makes(
-    narrow: HostStore, monkeypatch: pytest.MonkeyPatch
+    narrow: HostStore, pages: SimpleNamespace
 ) -> None:
-    is_making = make_slowly(monkeypatch)
-    stale = Beside(lambda: narrow.reserve(HELD))
-    assert is_making.wait(DEADLINE_S)
-    narrow.discard(narrow.reserve(HELD))
+    stale = made_as_far(narrow, pages)
+    following = Beside(lambda: narrow.discard(narrow.reserve(HELD))).until_it_stands()
+    pages.go.set()
+    assert not following.end().errors
     (error,) = stale.end().errors
     assert isinstance(error, StoreError) and "the round they were made for has ended" in str(error)
-    assert [p.name for p in narrow.directory.glob("snapshot-*")] == []
+    assert list(narrow.directory.glob("snapshot-*")) == []
 
 
 def test_a_round_that_ends_stops_what_is_made_for_it(
-    narrow: HostStore, monkeypatch: pytest.MonkeyPatch
+    narrow: HostStore, pages: SimpleNamespace
 ) -> None:
-    monkeypatch.setattr(pool_module, "STEP_BYTES", 4096)
-    is_making = threading.Event()
-    steps: list[int] = []
-
-    def slow(descriptor: int, low: int, high: int) -> None:
-        steps.append(low)
-        if len(steps) == 3:
-            is_making.set()
-            assert stopped.wait(DEADLINE_S)
-        prefault(descriptor, low, high)
-
-    stopped = threading.Event()
-    monkeypatch.setattr(pool_module, "prefault", slow)
-    stale = Beside(lambda: narrow.reserve(HELD))
-    assert is_making.wait(DEADLINE_S)
+    stale = made_as_far(narrow, pages)
     narrow.stop_reserving()
-    stopped.set()
+    pages.go.set()
     assert "has ended" in str(stale.end().errors[0])
-    assert len(steps) == 3 and narrow._folders.room().reusable > 0  # its pages are used again
+    assert pages.steps == 3 and narrow.room().reusable > 0  # its pages are used again
 
 
 def test_a_snapshot_waits_for_room_that_an_ended_round_gives_back(narrow: HostStore) -> None:
     stale = narrow.reserve(HELD)
-    following = Beside(lambda: narrow.reserve(HELD))
-    following.may_end()
+    following = Beside(lambda: narrow.reserve(HELD)).until_it_stands()
     assert not following.result and not following.errors
     narrow.discard(stale)
     assert following.end().result
@@ -214,24 +188,21 @@ def test_room_that_nobody_gives_back_is_waited_for_only_so_long(
 
 
 def test_a_finished_jobs_store_goes_although_files_are_being_made(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    narrow: HostStore, pages: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = open_store()
-    is_making = make_slowly(monkeypatch)
-    making = Beside(lambda: store.reserve(two_ranks()))
-    assert is_making.wait(DEADLINE_S)
-    store.remove()
-    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert not store.directory.exists() and not warnings
+    making = made_as_far(narrow, pages)
+    removing = Beside(narrow.remove).until_it_stands()
+    pages.go.set()
+    assert not removing.end().errors and not narrow.directory.exists()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert isinstance(making.end().errors[0], StoreError)
     with pytest.raises(StoreError, match="closed"):
-        store.reserve(two_ranks())
+        narrow.reserve(two_ranks())
 
 
 def test_a_finished_jobs_store_goes_although_a_reader_comes(
     store: HostStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    generation(store, 1, 3)
     remove = shutil.rmtree
 
     def remove_beside_a_reader(path: Path, ignore_errors: bool = False) -> None:
@@ -270,7 +241,7 @@ def test_commits_and_drops_beside_reserves(store: HostStore) -> None:
             store.discard(slot)
 
     beside = Beside(reserve)
-    for number in range(1, 40):
+    for number in range(2, 40):
         with one_at_a_time:
             slot, _ = snapshot(store, number)
         store.commit(slot, number)

@@ -1,6 +1,9 @@
 """Small states for the store's tests: layouts of a rank, and values that are known by position."""
 
+import errno
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +61,31 @@ def write(order: WriteOrder, held: Collection, salt: int = 0) -> tuple[int, ...]
     return tuple(fingerprints)
 
 
+def rot(path: Path) -> None:
+    """Change the last byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0xFF
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def full_disk(*_: object) -> None:
+    """In place of a call that writes."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def size_of(part: HostManifest) -> int:
+    """Return the bytes of a part's files."""
+    return sum(file.size_bytes for file in part.files)
+
+
 def report(rank: int, fingerprints: tuple[int, ...]) -> RankSnapshot:
     """Return a rank's report, as it comes through a process border."""
     part = RankSnapshot(fingerprints, f"tp{rank}", {"lr": 0.5, "of": {f"r{rank}": rank}}, [rank])
@@ -88,14 +116,9 @@ def generation(
     return store.commit(slot, number)
 
 
-def stored_values(store: HostStore, number: int) -> dict[str, list[bytes]]:
-    """Return the bytes of every stored piece, by tensor."""
-    found: dict[str, list[bytes]] = {}
+def is_undamaged(store: HostStore, number: int) -> bool:
     with store.open_rows(number) as rows:
-        for row in range(len(rows.manifest.collection)):
-            tensor, _ = rows.manifest.collection.box(row)
-            found.setdefault(tensor.name, []).append(rows.view(row).tobytes())
-    return found
+        return not list(rows.damage())
 
 
 def is_whole(store: HostStore, number: int, step: int) -> bool:

@@ -161,9 +161,10 @@ class Collection:
                 f"columns of unequal length: {found} are their shapes, not [rows], [rows, "
                 f"{MAX_NDIM}] and the same again."
             )
-        if rows and not (0 <= self.tensor.min() and self.tensor.max() < len(self.tensors)):
+        unknown = self.tensor[(self.tensor < 0) | (self.tensor >= len(self.tensors))]
+        if len(unknown):
             raise LayoutError(
-                f"a row names tensor {self.tensor.max()}, but there are {len(self.tensors)}."
+                f"a row names tensor {unknown[0]}, but there are {len(self.tensors)}."
             )
 
 
