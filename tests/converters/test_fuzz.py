@@ -31,7 +31,7 @@ from scalai.converters.engine import Conversion
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.suspects import find_suspects
 from scalai.core.errors import RefusedError, ScalaiError
-from scalai.store.manifest import _digest
+from scalai.store.manifest import digest_of
 from support.checkpoints import LIMITS, deepspeed_state, experts_state, newest, write
 from support.legacy_checkpoints import convert, gpt
 from support.reject_others import write_shards
@@ -98,7 +98,7 @@ def with_digest(data: bytes) -> bytes:
     try:
         content = json.loads(data)
         content.pop("digest", None)
-        return json.dumps({"digest": _digest(content), **content}).encode()
+        return json.dumps({"digest": digest_of(content), **content}).encode()
     except (ValueError, AttributeError, RecursionError):
         return data
 

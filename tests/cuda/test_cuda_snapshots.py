@@ -173,6 +173,6 @@ def test_an_update_that_the_device_has_not_made_is_not_believed(
     watched.begin_update()
     training.weights += 1.0
     watched.step_ended(lambda: None, lambda: between(8))
-    assert watched._freeze() == "its device is in the middle of an update"
+    assert watched.freeze() == "its device is in the middle of an update"
     torch.cuda.synchronize()
-    assert watched._freeze() == between(8)
+    assert watched.freeze() == between(8)

@@ -160,7 +160,7 @@ def test_the_memory_of_a_device_is_believed_once_it_has_made_the_update(
     watched.begin_update()
     watched.step_ended(lambda: None, lambda: between(8))
     monkeypatch.setattr(watched._copies, "_events", {torch.device("cuda"): update})
-    assert watched._freeze() == found and update.asked
+    assert watched.freeze() == found and update.asked
 
 
 def test_too_much_to_copy_means_no_emergency_snapshot(

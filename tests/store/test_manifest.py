@@ -221,14 +221,14 @@ def test_pieces_that_were_fetched_are_few_and_stay_apart_while_they_are_unproven
 def test_a_digest_is_of_all_of_it(part: HostManifest, what: str) -> None:
     held = pieces_of(part)
     rows = held.collection
-    changed: dict[str, Any] = {
+    cases: dict[str, dict[str, Any]] = {
         "snapshot": {"snapshot": "other"},
         "step": {"step": 3},
         "fingerprint": {"fingerprint": held.fingerprint[::-1]},
         "offset": {"collection": replace(rows, offset=rows.offset + 1)},
         "tensors": {"collection": replace(rows, tensors=rows.tensors[::-1])},
-    }[what]
-    assert replace(held, **changed).digest() != held.digest()
+    }
+    assert replace(held, **cases[what]).digest() != held.digest()
 
 
 def test_a_table_of_used_tensors_does_not_depend_on_what_else_is_in_it(part: HostManifest) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from scalai.converters.checkpoint import REPORT, WriteOptions
 from scalai.converters.engine import Conversion, Limits
 from scalai.converters.layouts import layout_named
-from scalai.store.manifest import _digest
+from scalai.store.manifest import digest_of
 from support.checkpoints import state, write
 from support.damage import Damage, link_outside
 from support.rejects import (
@@ -42,7 +42,7 @@ def change(edit: Edit, path: str = PART) -> Damage:
         data = json.loads(manifest.read_text())
         del data["digest"]
         edit(data)
-        manifest.write_text(json.dumps({"digest": _digest(data), **data}))
+        manifest.write_text(json.dumps({"digest": digest_of(data), **data}))
 
     return damage
 
