@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from scalai.core.errors import ProofError
 from scalai.core.job import membership as m
-from scalai.core.job import proving
+from scalai.core.job import proof_rules
 from scalai.core.job.assigning import next_assignment
 from scalai.core.job.endings import kind_of, rank_of
 from scalai.core.job.function_proof import FACT as PROVEN
@@ -205,7 +205,7 @@ class LiveJob:
 
     def note_made(self, made: Sequence[Made]) -> None:
         """Record steps of the present round."""
-        self.state, text = proving.made(self.state, made)
+        self.state, text = proof_rules.made(self.state, made)
         if text:
             self.log(f"event=function_differs level=WARNING {text}")
 

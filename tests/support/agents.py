@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import psutil
 
-from scalai.core.job.proving import UNTOLD
+from scalai.core.job.proof_rules import UNTOLD
 from scalai.launch.chaos.processes import agents
 from scalai.launch.config.constants import TEST_VARIABLE
 from scalai.launch.config.endpoint import read_card

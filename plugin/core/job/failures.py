@@ -4,7 +4,7 @@ on, at other degrees if these are to blame."""
 import re
 from dataclasses import replace
 
-from scalai.core.job import proving, respacing
+from scalai.core.job import proof_rules, respacing
 from scalai.core.job.assigning import failure_of, members_of, next_assignment
 from scalai.core.job.endings import kind_of
 from scalai.core.job.function_proof import Refuted
@@ -69,7 +69,7 @@ def fail(
     unproven: tuple[Action, ...] = ()
     if not is_starting:  # else the old workers' numbers still hold
         job, unproven = prove_no_more(job, "workers have failed")
-        job = proving.without_proof(job)
+        job = proof_rules.without_proof(job)
     job, respaced = respacing.failed(job) if job.phase in STEPPING else (job, ())
     job, given_up = without_standby(job)
     message: tuple[Action, ...] = ()

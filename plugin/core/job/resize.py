@@ -15,7 +15,7 @@ from scalai.core.job import (
     health,
     hearing,
     preemption,
-    proving,
+    proof_rules,
     replicating,
     respacing,
     starting,
@@ -465,18 +465,18 @@ def _resumed(event: events.Resumed, job: Job) -> Result:
 
 @_heard.register
 def _stepped(report: reports.Stepped, host: str, job: Job) -> Result:
-    if proving.is_of_proof(report, job):
-        return _judged_late(proving.recorded(report, host, job))
+    if proof_rules.is_of_proof(report, job):
+        return _judged_late(proof_rules.recorded(report, host, job))
     if job.phase is not Phase.STARTING or report.round != job.round:
         return job, ()
-    job = proving.stepped(report, answered(job, host))
+    job = proof_rules.stepped(report, answered(job, host))
     if job.awaited:
         return job, ()
     return _judged(job)
 
 
 def _judged(job: Job) -> Result:
-    job, verdict, lines = proving.judge(job)
+    job, verdict, lines = proof_rules.judge(job)
     if verdict is not None and not verdict.is_same:
         job, actions = failures.computes_otherwise(job, verdict.text)
     else:
@@ -486,7 +486,7 @@ def _judged(job: Job) -> Result:
 
 def _judged_late(job: Job) -> Result:
     """Compare once the old workers have answered, are gone, or take too long."""
-    is_due = job.function.is_waiting and not proving.must_wait(job)
+    is_due = job.function.is_waiting and not proof_rules.must_wait(job)
     return _judged(job) if is_due else (job, ())
 
 

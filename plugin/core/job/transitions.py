@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from scalai.core.dataset.ledger import MOST_LOST, Lost
-from scalai.core.job import proving, respacing
+from scalai.core.job import proof_rules, respacing
 from scalai.core.job.archiving import lose
 from scalai.core.job.assigning import next_assignment
 from scalai.core.job.deadlines import CHECKED_S, LONGEST_BACKOFF_S
@@ -231,7 +231,7 @@ def withdraw(job: Job, reason: str) -> Result:
     )
     change = replace(job.change, withdrawn=job.change.withdrawn + 1, again_at=job.now + later_s)
     job = replace(
-        proving.without_proof(job), phase=Phase.RUNNING, awaited=frozenset(), change=change
+        proof_rules.without_proof(job), phase=Phase.RUNNING, awaited=frozenset(), change=change
     )
     text = (
         f"event=withdrawn {reason}: training goes on, and the change is tried again after "
@@ -257,7 +257,7 @@ def _start_round(job: Job) -> Result:
     if target is None or is_held_back or (job.states.has_state and source is None):
         return _wait(job)
     reached = job.newest
-    job = proving.started(job, is_from_stop=step == job.stop.step)
+    job = proof_rules.started(job, is_from_stop=step == job.stop.step)
     is_built = source is not None and _is_built_for(job, target)
     job, given_up = (job, ()) if is_built else without_standby(job)
     number = job.change.standby.round if job.change.standby else job.change.last_round + 1
@@ -429,7 +429,7 @@ def next_phase(job: Job) -> Result:
             )
             # Two generations leave no room for the snapshot at the stop.
             job, room = release_older(job) if len(job.states.generations) > 1 else (job, ())
-            job = proving.agreed(job)
+            job = proof_rules.agreed(job)
             agreed = commands.Agree(job.round, job.stop.step, job.function.asked is not None)
             return job, (*waited, *judged, *room, Send(hosts, agreed))
         job, actions = prepare(replace(job, stop=replace(job.stop, margin=2 * job.stop.margin)))
@@ -469,7 +469,7 @@ def prove_no_more(job: Job, why: str) -> Result:
     """End a wait for the old workers' numbers."""
     if not job.function.is_waiting:
         return job, ()
-    job, lines = proving.unproven(job, f"{why} before the old workers had told of their step")
+    job, lines = proof_rules.unproven(job, f"{why} before the old workers had told of their step")
     return replace(job, change=replace(job.change, ran=job.current)), lines
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from scalai.core.job import membership as m
-from scalai.core.job import proving
+from scalai.core.job import proof_rules
 from scalai.core.job.function_proof import (
     PROOF_S,
     Numbers,
@@ -17,7 +17,7 @@ from scalai.core.job.function_proof import (
     remade,
 )
 from scalai.core.job.membership import active
-from scalai.core.job.proving import key_of
+from scalai.core.job.proof_rules import key_of
 from scalai.core.job.succession import recall, remember
 from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import JsonText
@@ -105,16 +105,16 @@ def test_repeated_steps_of_half_precision_say_how_far_layouts_may_differ() -> No
 @pytest.mark.fault
 def test_the_coordinator_warns_of_steps_that_a_recovery_makes_otherwise() -> None:
     simulation = training()
-    job, text = proving.made(simulation.job, [(6, 5.0, 2.0), (7, 4.9, 2.0)])
+    job, text = proof_rules.made(simulation.job, [(6, 5.0, 2.0), (7, 4.9, 2.0)])
     simulation.job = job
     assert not text
     simulation.feed(
         events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
     )
     simulation.settle()
-    job, text = proving.made(simulation.job, [(6, 5.0, 2.0)])
+    job, text = proof_rules.made(simulation.job, [(6, 5.0, 2.0)])
     assert not text and job.function.remade.spread.steps == 1
-    assert "step 7 computes otherwise" in proving.made(job, [(7, 4.8, 2.0)])[1]
+    assert "step 7 computes otherwise" in proof_rules.made(job, [(7, 4.8, 2.0)])[1]
 
 
 def test_with_dropout_steps_are_compared_with_those_of_the_same_layout_alone() -> None:
@@ -125,19 +125,19 @@ def test_with_dropout_steps_are_compared_with_those_of_the_same_layout_alone() -
     simulation.settle()
     simulation.feed(events.HostLeaving("c", simulation.now))
     simulation.settle()
-    before, _ = proving.made(simulation.job, [(20, 5.0, 2.0), (21, 4.9, 2.0)])
+    before, _ = proof_rules.made(simulation.job, [(20, 5.0, 2.0), (21, 4.9, 2.0)])
     simulation.job = before
     simulation.lose("b")
     simulation.settle()
     assert active(simulation.job) == {"a"}
-    job, text = proving.made(simulation.job, [(20, 5.01, 2.0)])
+    job, text = proof_rules.made(simulation.job, [(20, 5.01, 2.0)])
     assert not text, "other degrees have other random streams"
     simulation.job = job
     simulation.feed(
         events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
     )
     simulation.settle()
-    assert "step 20 computes otherwise" in proving.made(simulation.job, [(20, 5.02, 2.0)])[1]
+    assert "step 20 computes otherwise" in proof_rules.made(simulation.job, [(20, 5.02, 2.0)])[1]
 
 
 def training(policy: str = "auto", **settings: object) -> Simulation:
