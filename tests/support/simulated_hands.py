@@ -10,7 +10,6 @@ from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import Round
-from scalai.core.job.function_proof import Numbers
 from scalai.core.job.spacing import Schedule
 from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText
@@ -102,11 +101,13 @@ class SimulatedHands:
                 group.proposed = stop
                 newest = max(worker.step for worker in group.workers.values())
                 return [reports.Prepared(number, stop, newest)]
-            case commands.Agree(number, stop):
+            case commands.Agree(number, stop, proves):
                 over = self._poll(number)
                 if over:
                     return over
                 self._groups[number].agreed = stop
+                for worker in self._groups[number].workers.values():
+                    worker.proves = proves
                 return [events.Done(action)]
             case commands.Space(number, begin, every):
                 group = self._groups[number]
@@ -180,7 +181,7 @@ class SimulatedHands:
         ranks = workers.placement.ranks
         schedule = Schedule(workers.snapshot_every)
         made = {rank: Worker(rank, schedule=schedule) for rank in ranks}
-        self._groups[workers.round] = Group(made)
+        self._groups[workers.round] = Group(made, workers.placement.world_size)
         return [events.Done(action)]
 
     def _end(self, action: actions.EndGroup) -> Event:
@@ -274,6 +275,9 @@ class SimulatedHands:
             case "write start" | "write stop" | "write snapshot":
                 if value is not None:
                     return  # once more, for another rank
+                if worker.doing == "write stop" and worker.proves:
+                    worker.doing = "proof"
+                    return
                 if worker.doing == "write stop":
                     worker.exit = 0
                 worker.doing = "train" if worker.source is not None else "stepped"
@@ -285,10 +289,14 @@ class SimulatedHands:
                 worker.step += 1
             case "stand":
                 worker.doing = "train"
+            case "proof" | "finish":
+                worker.exit = 0
 
     def ask(self, number: int, worker: Worker) -> None:
         """Let a worker do what it does next."""
-        if worker.doing == "restored" and self._host.cannot_read(worker, number):
+        world_size = self._groups[number].world_size
+        is_broken = worker.doing == "publish" and world_size in self._host.world.cannot_run
+        if is_broken or (worker.doing == "restored" and self._host.cannot_read(worker, number)):
             worker.exit = 1
             return
         request = self._request(number, worker)
@@ -299,6 +307,9 @@ class SimulatedHands:
 
     def _request(self, number: int, worker: Worker) -> Any:
         rank, none = worker.rank, JsonText.of({})
+        numbers = self._host.world.numbers(self._groups[number].world_size)
+        if worker.doing == "proof":  # of a round beside the present one, perhaps
+            return RankStepped(rank, number, worker.step, None, numbers)
         held = self._host.held_by(worker, number)
         match worker.doing.partition(" ")[0]:
             case "hello":
@@ -314,7 +325,6 @@ class SimulatedHands:
                 )
                 return RankRestored(rank, number, prints, {}, "restored")
             case "stepped":
-                numbers = Numbers(5.0, 2.0, framework="simulated")
                 return RankStepped(rank, number, worker.step, None, numbers)
             case "start" | "stop" | "snapshot":
                 return BeginSnapshot(rank, number, worker.doing, worker.step)

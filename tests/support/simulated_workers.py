@@ -118,6 +118,8 @@ class Worker:
     is_hung: bool = False
     is_late: bool = False
     """It makes its steps, and does not come to the stop."""
+    proves: bool = False
+    """It makes one more step behind its stop, and tells of it."""
     is_gone: bool = False
     """Whether its end has been noticed as that of its connection."""
     is_stopped: bool = False
@@ -144,6 +146,8 @@ class Group:
     """The workers of one round on a host, and their page."""
 
     workers: dict[int, Worker]
+    world_size: int
+    """Workers of the whole round."""
     proposed: int | None = None
     agreed: int | None = None
     spaced: Schedule | None = None

@@ -5,20 +5,24 @@ A state is four tensors, whole on whoever holds them; the fingerprint of one tel
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import ScalaiError
 from scalai.core.host import events
+from scalai.core.job import membership as m
+from scalai.core.job.function_proof import Numbers
 from scalai.core.job.membership import Phase
-from scalai.core.messages import commands
+from scalai.core.messages import actions, commands, reports
+from scalai.core.messages.events import Event as JobEvent
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Scale
+from support.laws import but
 from support.simulated_disk import SimulatedDisk
 from support.simulated_host import SimulatedHost
 from support.simulated_workers import TENSORS, Clock, Group, SimulatedStores, Worker
@@ -49,8 +53,18 @@ class World:
     disk: SimulatedDisk = field(default_factory=SimulatedDisk)
     hosts: dict[str, SimulatedHost] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
-    started: list[tuple[int, int | None]] = field(default_factory=list)
-    """Rounds, and the generations that they began from."""
+    law: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the law's first state, of the job or of one of its records."""
+    acts: list[Any] = field(default_factory=list)
+    """All actions of the job's law; of what it sends the command."""
+    computes: dict[int, Numbers] = field(default_factory=dict)
+    """Numbers of a step, by the number of workers."""
+    is_proof_late: bool = False
+    """Old workers have yet to make their step behind the stop."""
+    cannot_run: set[int] = field(default_factory=set)
+    """Numbers of workers with which every script raises before its first step."""
+    cannot_meet: set[int] = field(default_factory=set)
+    """Numbers of workers that wait for each other for ever."""
     ghosts: list[SimulatedHost] = field(default_factory=list)
     """Agents that were paused, and replaced by others of their hosts."""
     save: tuple[int, int] | None = None
@@ -92,15 +106,17 @@ class World:
             is_successor=is_successor, clock=lambda: Clock.now,
         )  # fmt: skip
         live = self.live
-        start = live._start
+        live.state = but(live.state, **self.law)
+        perform = live._perform
 
-        def checked(action: Any) -> None:
-            self.check_start(action.generation)
-            self.check_health(action.assignment.active)
-            self.started.append((action.round, action.generation))
-            start(action)
+        def performed(action: Any) -> None:
+            if isinstance(action, actions.StartRound):
+                self.check_start(action.generation)
+                self.check_health(action.assignment.active)
+            self.acts.append(action.command if isinstance(action, actions.Send) else action)
+            perform(action)
 
-        live._start = checked
+        live._perform = performed
 
     @property
     def live(self) -> Any:
@@ -110,6 +126,33 @@ class World:
     def phase(self) -> Phase:
         found: Phase = self.live.state.phase
         return found
+
+    @property
+    def job(self) -> m.Job:
+        found: m.Job = self.live.state
+        return found
+
+    @property
+    def active(self) -> str:
+        """Names of the hosts with workers."""
+        return "".join(sorted(m.active(self.job)))
+
+    @property
+    def rounds(self) -> list[actions.StartRound]:
+        return [act for act in self.acts if isinstance(act, actions.StartRound)]
+
+    @property
+    def started(self) -> list[tuple[int, int | None]]:
+        """Rounds, and the generations that they began from."""
+        return [(each.round, each.generation) for each in self.rounds]
+
+    @property
+    def exits(self) -> list[actions.EndJob]:
+        return [act for act in self.acts if isinstance(act, actions.EndJob)]
+
+    def numbers(self, world_size: int) -> Numbers:
+        """Numbers of a step with so many workers."""
+        return self.computes.get(world_size, Numbers(5.0, 2.0, framework="simulated"))
 
     # ------------------------------------------------------------------ what is true
 
@@ -150,8 +193,10 @@ class World:
         state = self.live.state
         standby = state.change.standby.assignment if state.change.standby is not None else None
         assignment = state.current if number == state.round else standby
-        members = frozenset() if assignment is None else assignment.members
-        return not any(pair <= members for pair in self.broken)
+        if assignment is None:
+            return True
+        is_broken = any(pair <= assignment.members for pair in self.broken)
+        return not is_broken and assignment.degrees.world_size not in self.cannot_meet
 
     def is_training(self) -> bool:
         """Whether every worker of the present round trains."""
@@ -187,6 +232,20 @@ class World:
             self.hosts[name].begin()
         else:
             self.hosts[name] = SimulatedHost(self, name, slots)
+
+    def feed(self, event: JobEvent) -> None:
+        """The coordinator finds something."""
+        with self.desk._lock:
+            self.live.feed(event)
+
+    def hear(self, host: str, report: reports.Report) -> None:
+        """A host reports something, or its agent that is about to be lost."""
+        with self.desk._lock:
+            self.live.hear(host, report)
+
+    def fail(self, host: str, reason: str = "died", **how: bool) -> None:
+        """Workers of a host in the present round fail."""
+        self.hear(host, reports.WorkersFailed(self.job.round, reason, **how))
 
     def kill(self, name: str, *, is_disk_lost: bool) -> None:
         """A host's agent dies with its workers."""
@@ -317,6 +376,8 @@ class World:
                     return
                 is_hung = worker.is_hung or not self.can_meet(number)
                 if not is_gone and not is_hung and worker.call is None:
+                    if worker.doing == "proof" and self.is_proof_late:
+                        continue
                     if worker.doing != "train":
                         self.happened += 1
                         host.hands.ask(number, worker)
@@ -468,25 +529,42 @@ class World:
         self.until(lambda: self.happened >= end)
 
     def until(
-        self, is_reached: Callable[[], bool], may: Callable[[str, str], bool] = lambda *_: True
+        self,
+        wanted: Phase | Callable[[], bool],
+        may: Callable[[str, str], bool] = lambda *_: True,
     ) -> None:
-        """Let one thing that ``may`` be happen after the other, until this is reached."""
+        """Let one thing that ``may`` be happen after the other, until the job is in a phase, or
+        something holds."""
         for _ in range(1000):
             for name in list(self.hosts):
                 for what in ("net", "work", "workers"):
-                    if is_reached():
+                    if wanted() if callable(wanted) else self.phase is wanted:
                         return
                     if may(name, what):
                         self.act(name, what)
             self.train()
             self.tick(0.5)
-        raise AssertionError(self.log[-30:])
+        raise AssertionError((wanted, self.phase, self.log[-30:]))
+
+    def settle(self, seconds: float = 120.0) -> None:
+        """Let the job come to rest."""
+        self.go_on(seconds)
+
+    def hang(self, name: str, **how: bool) -> None:
+        """The workers of a host hang, or do what else is named."""
+        for group in self.hosts[name].hands.groups.values():
+            for worker in group.workers.values():
+                for what, value in (how or {"is_hung": True}).items():
+                    setattr(worker, what, value)
 
     def heal(self) -> None:
         """Faults stop: what hung goes on, who was silent speaks, who had no room has."""
         self._end_ghosts([ghost.name for ghost in self.ghosts])
         self.save, self.disk.is_full = None, False
         self.broken.clear()
+        self.cannot_run.clear()
+        self.cannot_meet.clear()
+        self.is_proof_late = False
         self.delay_stores(is_late=False)
         for host in self.hosts.values():
             host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False

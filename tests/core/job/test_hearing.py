@@ -1,20 +1,37 @@
-"""The rules of membership: hosts that hear the coordinator, and not each other."""
+"""Hosts that hear the coordinator, and not each other."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from scalai.core.job import membership as m
 from scalai.core.job.assigning import members_of, next_assignment
-from scalai.core.job.fitness import MOST_EXACT, all_hear, largest_hearing
-from scalai.core.job.membership import active
+from scalai.core.job.deadlines import ANSWER_S
+from scalai.core.job.fitness import MOST_EXACT, Links, all_hear, largest_hearing
+from scalai.core.job.membership import Phase, active
 from scalai.core.messages import actions, commands, events, reports
-from support.law_jobs import but
-from support.membership_choice import assign_all
-from support.membership_jobs import rounds
-from support.membership_simulation import Simulation, job
+from support.laws import (
+    advance_all,
+    assign_all,
+    at,
+    but,
+    generations,
+    joined,
+    kinds,
+    lines,
+    made,
+    ticked,
+    told,
+    training,
+    until,
+)
+from support.two_laws import World
 
 pytestmark = pytest.mark.fault
+
+Begin = Callable[..., World]
 
 
 def pairs(text: str) -> frozenset[frozenset[str]]:
@@ -52,199 +69,177 @@ def test_of_many_broken_links_the_hosts_with_the_most_are_left_out() -> None:
     assert all_hear(kept, unheard) and kept == left
 
 
-def three_hosts(**settings: object) -> Simulation:
-    """Return a running job on hosts a, b and c, whose start is stored."""
-    simulation = Simulation(job(**{"start_timeout_s": 1800.0, "left": 1, **settings}))
-    for name in "abc":
-        simulation.join(name, 2)
-    simulation.settle()
-    simulation.snapshot()
-    simulation.settle()
-    assert active(simulation.job) == {"a", "b", "c"}
-    return simulation
+def with_cut(job: m.Job, *unheard: str, **links: Any) -> m.Job:
+    """Return the job once it knows pairs of hosts that do not hear each other."""
+    return but(job, links=replace(Links(pairs(" ".join(unheard))), **links))
 
 
-def cut(simulation: Simulation, *names: str) -> None:
-    simulation.cut.add(frozenset(names))
+def stalled(job: m.Job) -> tuple[m.Job, actions.TryLinks]:
+    """Return a start that stands still, and the order to knock at each other."""
+    job, due = ticked(ticked(job)[0], 61.0)
+    (tried,) = [each for each in due if isinstance(each, actions.TryLinks)]
+    return job, tried
 
 
-def said(simulation: Simulation, text: str) -> list[str]:
-    lines = (a.text for a in simulation.logged if isinstance(a, actions.Say))
-    return [line for line in lines if text in line]
+def starting(hosts: str = "abc", **facts: Any) -> m.Job:
+    """Return a job whose workers start again after a failure."""
+    job = training(hosts, **{"is_loss_free": True, **facts})
+    job, _ = advance_all(job, *told("b", reports.WorkersFailed(1, "connection reset")))
+    return until(job, Phase.STARTING)
+
+
+def test_where_two_hosts_do_not_hear_each_other_the_others_and_one_of_them_go_on() -> None:
+    """The other one serves its store, and no restart is paid for it."""
+    job, tried = stalled(starting())
+    assert tried.hosts == ("a", "b", "c")
+    left = job.budget.left
+    answered = told("a", reports.Knocked(tried.order, ()))
+    answered += told("b", reports.Knocked(tried.order, ("c",)))
+    answered += told("c", reports.Knocked(tried.order, ("b",)))
+    job, due = advance_all(job, *answered)
+    assert "event=unheard b and c do not hear each other" in lines(due)
+    assert job.phase is Phase.STOPPING and job.budget.left == left
+    job = until(job, Phase.RUNNING)
+    assert active(job) == {"a", "b"} and set(job.hosts) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("is_hang", [True, False], ids=["it hangs", "a worker dies of it"])
-def test_where_two_hosts_do_not_hear_each_other_the_others_and_one_of_them_go_on(
-    is_hang: bool,
-) -> None:
-    """The assignment that ran is not tried until the restarts are used up."""
-    simulation = three_hosts(hang_s=300.0 if is_hang else 0.0, left=2)
-    cut(simulation, "b", "c")
-    begun = len(rounds(simulation))
+def test_a_broken_link_costs_at_most_two_rounds(begin: Begin, is_hang: bool) -> None:
+    world = begin("abc", law={"left": 2, "hang_s": 300.0 if is_hang else 0.0})
+    begun = len(world.rounds)
+    world.broken.add(frozenset("bc"))
     if not is_hang:
-        simulation.feed(
-            events.Reported("b", reports.WorkersFailed(simulation.job.round, "connection reset"))
-        )
-    simulation.pass_time(900.0, 10.0)
-    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b"}
-    assert len(rounds(simulation)) - begun <= 2 and simulation.job.budget.left >= 0
-    assert said(simulation, "event=unheard b and c do not hear each other")
-    assert set(simulation.job.hosts) == {"a", "b", "c"}, "the other one serves its store"
+        world.kill_worker("b", 2)
+    world.settle(900.0)
+    assert world.is_training() and len(world.active) == 2 and "a" in world.active
+    assert len(world.rounds) - begun <= 2 and world.logged("b and c do not hear each other")
+
+
+def test_hosts_that_do_not_answer_hold_up_nobody() -> None:
+    job, tried = stalled(starting())
+    job, _ = advance_all(job, *told("b", reports.Knocked(tried.order, ("c",))))
+    job, _ = advance_all(job, *told("b", reports.Knocked(tried.order - 1, ("a",))))
+    assert job.phase is Phase.STARTING
+    job, _ = ticked(job, ANSWER_S + 1.0)
+    assert job.phase is Phase.STOPPING and job.health.links.unheard == pairs("bc")
 
 
 def test_nobody_waits_for_replicas_of_who_is_not_heard() -> None:
     """The next snapshot would wait for them, and the training for that."""
-    simulation = three_hosts(replicas=1)
-    cut(simulation, "b", "c")
-    simulation.feed(
-        events.Reported("b", reports.WorkersFailed(simulation.job.round, "connection reset"))
-    )
-    simulation.pass_time(200.0, 10.0)
-    for taking_part in (("a", "b"), ("a", "b", "c")):
-        simulation.train(3)
-        simulation.snapshot()
-        simulation.pass_time(60.0, 10.0)
-        made = [a.hosts for a in simulation.logged if isinstance(a, actions.MakeReplicas)]
-        assert made[-1] == taking_part
-        simulation.join_links()
-        simulation.pass_time(3600.0, 10.0)
+    job = but(training("ab", idle="c", replicas=1), assign=assign_all(allowed=(2, 3)))
+    for unheard, hosts in ((("bc",), ("a", "b")), ((), ("a", "b", "c"))):
+        _, due = ticked(with_cut(job, *unheard, again_at=1e9))
+        made = [each.hosts for each in due if isinstance(each, actions.MakeReplicas)]
+        assert made == [hosts]
 
 
 def test_who_is_heard_again_takes_part_again() -> None:
-    simulation = three_hosts()
-    cut(simulation, "b", "c")
-    simulation.feed(
-        events.Reported("b", reports.WorkersFailed(simulation.job.round, "connection reset"))
-    )
-    simulation.pass_time(300.0, 10.0)
-    made = len(rounds(simulation))
-    simulation.pass_time(3600.0, 10.0)
-    assert len(rounds(simulation)) == made, "it is not tried before it is heard"
-    simulation.join_links("b", "c")
-    simulation.pass_time(7200.0, 10.0)
-    assert active(simulation.job) == {"a", "b", "c"} and not simulation.job.health.links.unheard
+    job = with_cut(training("ab", "c", max_hosts=3), "bc", again_at=200.0)
+    job = but(job, assign=assign_all(allowed=(2, 3)))
+    assert not kinds(ticked(job, 99.0)[1]), "it is not tried before it is heard"
+    job, due = ticked(job, 100.0)
+    assert due == [actions.TryLinks(("b", "c"), 1)]
+    pauses = []
+    for order in (1, 2, 3):
+        job, _ = advance_all(job, *told("b", reports.Knocked(order, ("c",))))
+        job, _ = advance_all(job, *told("c", reports.Knocked(order, ())))
+        assert job.phase is Phase.RUNNING and job.health.links.unheard
+        pauses.append(job.health.links.again_at - job.now)
+        job, _ = ticked(job, pauses[-1])
+    assert pauses == [60.0, 120.0, 240.0]
+    job, due = advance_all(job, *told("bc", reports.Knocked(4, ())))
+    assert "event=heard_again b and c hear each other again" in lines(due)
+    assert active(until(job, Phase.RUNNING)) == {"a", "b", "c"}
 
 
 def test_a_host_that_comes_and_is_not_heard_by_all_costs_no_step() -> None:
     """It is found out while the present workers train."""
-    simulation = three_hosts(max_hosts=4, build_timeout_s=300.0)
-    cut(simulation, "d", "b")
-    simulation.join("d", 2)
-    made = len(rounds(simulation))
-    simulation.pass_time(900.0, 10.0)
-    assert len(rounds(simulation)) == made and active(simulation.job) == {"a", "b", "c"}
-    assert not [action for action in simulation.logged if isinstance(action, commands.Prepare)]
-    simulation.join_links()
-    simulation.pass_time(3600.0, 10.0)
-    assert active(simulation.job) == {"a", "b", "c", "d"}
+    job = training("abc", max_hosts=4, build_timeout_s=300.0)
+    job = but(job, assign=assign_all(allowed=(3, 4)))
+    job, _ = advance_all(job, joined(job, "d"))
+    job, tried = stalled(job)
+    assert job.phase is Phase.BUILDING and tried.hosts == ("a", "b", "c", "d")
+    job, due = advance_all(job, *told("d", reports.Knocked(tried.order, ("b",))))
+    job, more = advance_all(job, *told("abc", reports.Knocked(tried.order, ())))
+    assert job.phase is Phase.RUNNING and active(job) == {"a", "b", "c"}
+    assert kinds([*due, *more]) == [commands.GiveUp]
+    assert not kinds(ticked(with_cut(job, "bd", again_at=1e9), 900.0)[1])
 
 
-@pytest.mark.parametrize("build_timeout_s", [300.0, 0.0])
-def test_no_larger_host_takes_the_place_of_one_that_trains_and_does_not_hear_it(
-    build_timeout_s: float,
-) -> None:
+def test_no_larger_host_takes_the_place_of_one_that_trains_and_does_not_hear_it() -> None:
     """It could not fetch the state."""
-    simulation = Simulation(job(max_hosts=2, build_timeout_s=build_timeout_s))
-    simulation.join("a", 2)
-    simulation.pass_time(100.0, 10.0)
-    simulation.snapshot()
-    simulation.settle()
-    assert active(simulation.job) == {"a"}
-    cut(simulation, "a", "b")
-    simulation.join("b", 4)
-    simulation.pass_time(2000.0, 10.0)
-    assert simulation.job.health.links.unheard and active(simulation.job) == {"a"}
-    assert {each.assignment.active for each in rounds(simulation)} <= {("a",), ("a", "b")}
-    simulation.join_links()
-    simulation.pass_time(7200.0, 10.0)
-    assert active(simulation.job) == {"a", "b"}
+    job = training("a", max_hosts=2)
+    job, _ = advance_all(job, joined(job, "b", 4))
+    target = next_assignment(with_cut(job, "ab"))
+    assert target is not None and target.active == ("a",)
 
 
 def test_such_a_host_costs_no_restart_where_nothing_is_built_beside_the_training() -> None:
-    simulation = three_hosts(max_hosts=4, left=0)
-    cut(simulation, "d", "b")
-    simulation.join("d", 2)
-    simulation.pass_time(900.0, 10.0)
-    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b", "c"}
-    assert simulation.job.budget.left == 0 and not simulation.job.change.failed
+    job = training("abc", max_hosts=4, left=0)
+    job, _ = advance_all(job, joined(job, "d"))
+    job, tried = stalled(until(job, Phase.STARTING))
+    job, _ = advance_all(job, *told("b", reports.Knocked(tried.order, ("d",))))
+    job, _ = advance_all(job, *told("acd", reports.Knocked(tried.order, ())))
+    job = until(job, Phase.RUNNING)
+    assert active(job) == {"a", "b", "c"} and not job.change.failed and job.budget.left == 0
 
 
 def test_a_link_that_comes_and_goes_holds_the_others_up_less_and_less() -> None:
-    simulation = three_hosts(left=1)
-    for _ in range(4):
-        cut(simulation, "b", "c")
-        simulation.feed(
-            events.Reported(
-                "b", reports.WorkersFailed(simulation.job.round, "reset", is_chance=True)
-            )
-        )
-        simulation.job = but(simulation.job, left=1)
-        simulation.pass_time(200.0, 10.0)
-        simulation.join_links()
-        simulation.pass_time(120.0, 10.0)
-    assert said(simulation, "host c was lost or failed to join 3 times")
-    assert said(simulation, "the others go on without it for 120 s")
-    simulation.pass_time(3600.0, 10.0)
-    assert active(simulation.job) == {"a", "b", "c"}
+    job = but(starting(), strikes={"c": (90.0, 95.0)}, quarantine_s=60.0)
+    job, tried = stalled(job)
+    job, due = advance_all(job, *told("b", reports.Knocked(tried.order, ("c",))))
+    job, due = advance_all(job, *told("ac", reports.Knocked(tried.order, ())))
+    assert "host c was lost or failed to join 3 times" in lines(due)
+    assert "the others go on without it for 60 s" in lines(due)
+    assert job.health.barred.keys() == {"c"}
 
 
 def test_a_first_start_goes_on_without_who_is_not_heard() -> None:
-    simulation = Simulation(job(max_hosts=3, start_timeout_s=100.0, is_loss_free=True))
-    cut(simulation, "a", "b")
+    job = made(assign=assign_all(), max_hosts=3, is_loss_free=True)
     for name in "abc":
-        simulation.join(name, 2)
-    simulation.pass_time(300.0, 10.0)
-    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "c"}
+        job, _ = advance_all(job, joined(job, name))
+    job, tried = stalled(job)
+    job, _ = advance_all(job, *told("a", reports.Knocked(tried.order, ("b",))))
+    job, _ = advance_all(job, *told("bc", reports.Knocked(tried.order, ())))
+    job = until(but(job, generations=generations("abc", 1)), Phase.STARTING)
+    assert active(job) == {"a", "c"}
 
 
 def test_where_nothing_fits_without_one_of_them_it_is_tried_and_its_end_names_them() -> None:
-    simulation = Simulation(job(max_hosts=2, start_timeout_s=100.0, assign=assign_all(minimum=2)))
-    cut(simulation, "a", "b")
-    for name in "ab":
-        simulation.join(name, 2)
-    simulation.pass_time(3600.0, 10.0)
-    (ended,) = simulation.exits
+    job = starting("ab", assign=assign_all(minimum=2), start_timeout_s=100.0, left=1)
+    job, tried = stalled(job)
+    job, _ = advance_all(job, *told("a", reports.Knocked(tried.order, ("b",))))
+    job, _ = advance_all(job, *told("b", reports.Knocked(tried.order, ())))
+    assert job.phase is Phase.STARTING
+    _, due = ticked(job, 101.0)
+    (ended,) = [each for each in due if isinstance(each, actions.EndJob)]
     assert ended.code == 1 and "a and b do not hear each other" in ended.reason
-    assert len(rounds(simulation)) == 4
 
 
 def test_where_one_needs_what_only_the_other_holds_who_hears_both_goes_on() -> None:
     """Its rounds fail with any host that does not hear the holder, and none is tried twice."""
-    simulation = three_hosts()
-    ran = simulation.job.current
-    assert ran is not None
-    links = replace(simulation.job.health.links, unheard=pairs("ac"))
-    found = but(simulation.job, links=links, ran=ran)
+    job = with_cut(training("abc"), "ac")
     for names in ("ab", "a"):
-        target = next_assignment(found)
+        target = next_assignment(job)
         assert target is not None and "".join(sorted(target.active)) == names
-        failed = m.FailedChange(target, members_of(found, target), "nobody holds it")
-        found = but(found, failed=(*found.change.failed, failed))
-    target = next_assignment(found)
+        failed = m.FailedChange(target, members_of(job, target), "nobody holds it")
+        job = but(job, failed=(*job.change.failed, failed))
+    target = next_assignment(job)
     assert target is not None and target.active == ("b",)
-
-
-def test_hosts_that_do_not_answer_hold_up_nobody() -> None:
-    simulation = three_hosts(is_loss_free=True)
-    cut(simulation, "b", "c")
-    simulation.feed(
-        events.Reported("b", reports.WorkersFailed(simulation.job.round, "connection reset"))
-    )
-    while simulation.job.phase is not m.Phase.STARTING:
-        simulation.deliver()
-    simulation.hosts["a"].is_silent = True
-    simulation.pass_time(200.0, 10.0)
-    assert frozenset("bc") in simulation.job.health.links.unheard
-    simulation.heal()
-    simulation.pass_time(200.0, 10.0)
-    assert simulation.job.phase is m.Phase.RUNNING
 
 
 def test_a_start_that_stands_still_twice_is_not_tried_again_where_fewer_can_go_on() -> None:
     """Nobody knows why: all hear each other."""
-    simulation = three_hosts(start_timeout_s=100.0, left=3)
-    simulation.cannot_meet.add(6)
-    simulation.feed(events.Reported("b", reports.WorkersFailed(simulation.job.round, "died")))
-    simulation.pass_time(900.0, 10.0)
-    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b"}
-    assert simulation.job.budget.left == 1
+    job, done = starting(start_timeout_s=50.0, left=3), list[actions.Action]()
+    for _ in range(2):
+        job, _ = ticked(ticked(job)[0], 51.0)
+        job = until(job, Phase.STARTING, done)
+    worlds = [a.assignment.degrees.world_size for a in done if isinstance(a, actions.StartRound)]
+    assert worlds == [3, 2] and active(job) == {"a", "b"} and job.budget.left == 1
+
+
+def test_what_a_host_does_not_hear_is_forgotten_with_its_agent() -> None:
+    job = with_cut(at(Phase.STARTING), "ab")
+    assert not advance_all(job, joined(job, "b"))[0].health.links.unheard
+    lost = events.HostLost("b", job.states.generations, job.now)
+    assert not advance_all(job, lost)[0].health.links.unheard
