@@ -235,12 +235,12 @@ class World:
 
     def feed(self, event: JobEvent) -> None:
         """The coordinator finds something."""
-        with self.desk._lock:
+        with self.desk.lock:
             self.live.feed(event)
 
     def hear(self, host: str, report: reports.Report) -> None:
         """A host reports something, or its agent that is about to be lost."""
-        with self.desk._lock:
+        with self.desk.lock:
             self.live.hear(host, report)
 
     def fail(self, host: str, reason: str = "died", **how: bool) -> None:

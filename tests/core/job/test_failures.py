@@ -1,6 +1,7 @@
 """What a failure costs, and what the job goes on with."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -35,10 +36,10 @@ Begin = Callable[..., World]
 NCCL = "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2074, unhandled cuda error"
 
 
-def failed(job: m.Job, reason: str = "died", host: str = "a", **how: bool) -> m.Job:
-    """Return the job after workers of a host have failed."""
+def failed(job: m.Job, reason: str = "died", **how: bool) -> m.Job:
+    """Return the job after workers of host a have failed."""
     report = reports.WorkersFailed(job.round, reason, **how)
-    return advance(job, events.Reported(host, report))[0]
+    return advance(job, events.Reported("a", report))[0]
 
 
 def exits(due: list[actions.Action]) -> list[tuple[int, str]]:
@@ -100,7 +101,7 @@ def test_a_failure_of_an_earlier_round_is_ignored(phase: Phase) -> None:
 # ---------------------------------------------------------------------- a start that fails
 
 
-def starting(**settings: object) -> m.Job:
+def starting(**settings: Any) -> m.Job:
     job = made(assign=assign_all(), max_hosts=1, left=5, **settings)
     return advance_all(job, joined(job, "a", 2))[0]
 

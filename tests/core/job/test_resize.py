@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -135,7 +136,7 @@ def test_a_last_host_that_leaves_before_any_step_begins_anew_by_the_same_command
     assert [each.code for each in due if isinstance(each, actions.EndJob)] == [actions.RESUMABLE]
 
 
-def all_leave(**settings: object) -> tuple[m.Job, list[actions.Action]]:
+def all_leave(**settings: Any) -> tuple[m.Job, list[actions.Action]]:
     """Return a job that both hosts leave, once their workers are gone."""
     job = training("ab", **settings)
     job, _ = advance_all(job, leaving("a", job), leaving("b", job))
@@ -334,7 +335,7 @@ def test_an_idle_host_that_leaves_again_while_its_change_waits_for_a_save_is_let
 # ---------------------------------------------------------------------- workers on standby
 
 
-def building(**settings: object) -> m.Job:
+def building(**settings: Any) -> m.Job:
     """Return a job on a and b that has begun to build for c as well."""
     job = training("ab", **{"max_hosts": 3, "build_timeout_s": 30.0, **settings})
     job, due = advance_all(job, joined(job, "c"), events.Ticked(job.now + 1.0, 25))
@@ -428,7 +429,7 @@ def test_what_was_built_may_fail_once_and_is_not_counted() -> None:
 # ---------------------------------------------------------------------- the room for a snapshot
 
 
-def two_generations(**facts: object) -> m.Job:
+def two_generations(**facts: Any) -> m.Job:
     """Return a job whose hosts have yet to rename their parts of a newer generation."""
     return training("ab", generations=generations("ab", 1, 2), uncommitted=frozenset("ab"), **facts)
 
