@@ -2,67 +2,90 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
-from scalai.core.job.membership import Assignment, keep_order
+from scalai.core.job.membership import Assignment, Job, Phase, keep_order
+from scalai.core.job.spacing import Pace
 from scalai.core.messages.shared import JsonText
 from scalai.core.planner import preference
 from scalai.core.planner.meter import ChangeTime
 from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
+from scalai.launch.coordinator import sizing as sizing_module
 from scalai.launch.coordinator.first_state import first_state
+from scalai.launch.coordinator.look_ahead import Calibrating
 from scalai.launch.coordinator.sizing import Sizing
 from support.membership_choice import ran
 
-FOUR, TWO = (("a", 2), ("b", 2)), (("a", 2),)
+FOUR, TWO, ONE = (("a", 2), ("b", 2)), (("a", 2),), (("a", 1),)
+Hosts = tuple[tuple[str, int], ...]
+
+
+def taken(sizing: Sizing, hosts: Hosts = FOUR, present: Degrees | None = None) -> Assignment:
+    """Return what it takes on these hosts."""
+    found = sizing.assign()(hosts, None if present is None else ran(present))
+    assert found is not None
+    return found
+
+
+def scaled(
+    sizing: Sizing, wish: str, hosts: Hosts, present: Degrees, nproc: int | None = None
+) -> tuple[Assignment | None, str]:
+    """Return what a request leads to as a dry run, and why to nothing."""
+    why = [""]
+    return sizing.scaled(nproc, None, wish, why.append)(hosts, ran(present)), why[-1]
 
 
 @pytest.fixture
-def sizing(tmp_path_factory: pytest.TempPathFactory) -> Sizing:
-    config = tmp_path_factory.mktemp("sizing") / "elastic.toml"
-    config.write_text('[degrees]\n4 = "tp2"\n2 = "tp1"\n[model]\nnum_attention_heads = 8\n')
-    flags = ["--nnodes", "1:2", "--nproc-per-node", "2", "--elastic", str(config), "script.py"]
-    return Sizing(JobSpec.read(parse_options(flags)))
+def of_file(tmp_path: Path) -> Callable[..., Sizing]:
+    """Return a function that reads a job by its elastic configuration."""
+
+    def read(
+        config: str, *flags: str, script: str = "script.py", say: Callable[[str], object] = print
+    ) -> Sizing:
+        path = tmp_path / "elastic.toml"
+        path.write_text(config)
+        given = ["--nnodes", "1:2", "--nproc-per-node", "2", "--elastic", str(path), *flags]
+        return Sizing(JobSpec.read(parse_options([*given, *script.split()])), say)
+
+    return read
 
 
-def test_requested_degrees_hold_until_the_next_scale(sizing: Sizing) -> None:
+MODEL = "[model]\nnum_attention_heads = 8\n"
+
+
+@pytest.fixture
+def sizing(of_file: Callable[..., Sizing]) -> Sizing:
+    return of_file(f'[degrees]\n4 = "tp2"\n2 = "tp1"\n{MODEL}')
+
+
+def test_requested_degrees_hold_until_the_next_scale_wherever_they_fit(sizing: Sizing) -> None:
     sizing.rescale(None, None, "tp4")
-    first = sizing.assign()(FOUR, ran(Degrees(2, 1, 2)))
-    again = sizing.assign()(FOUR, ran(Degrees(4, 1, 1)))
-    assert first is not None and again is not None
-    assert first.degrees == again.degrees == Degrees(4, 1, 1)
+    assert taken(sizing, FOUR, Degrees(2, 1, 2)).degrees == Degrees(4, 1, 1)
+    assert taken(sizing, FOUR, Degrees(4, 1, 1)).degrees == Degrees(4, 1, 1)
+    assert taken(sizing, TWO, Degrees(4, 1, 1)).degrees == Degrees(1, 1, 2), "the job goes on"
     sizing.rescale(None, None, None)
-    back = sizing.assign()(FOUR, ran(Degrees(4, 1, 1)))
-    assert back is not None
-    assert back.degrees == Degrees(2, 1, 2)
-
-
-def test_a_job_goes_on_where_requested_degrees_do_not_fit_any_more(sizing: Sizing) -> None:
-    sizing.rescale(None, None, "tp4")
-    assignment = sizing.assign()(TWO, ran(Degrees(4, 1, 1)))
-    assert assignment is not None
-    assert assignment.degrees == Degrees(1, 1, 2)
+    assert taken(sizing, FOUR, Degrees(4, 1, 1)).degrees == Degrees(2, 1, 2)
+    sizing.rescale(None, 1, None)
+    assert taken(sizing).workers == (("a", 2), ("b", 0)), "later hosts are idle"
 
 
 def test_a_request_that_does_not_fit_is_not_taken_for_another(sizing: Sizing) -> None:
-    why: list[str] = []
-    assert sizing.scaled(None, None, "tp4", why.append)(TWO, ran(Degrees(1, 1, 2))) is None
+    assert scaled(sizing, "tp4", TWO, Degrees(1, 1, 2))[0] is None
 
 
 def test_who_takes_over_goes_by_what_persons_asked_for_and_what_ran_out_of_memory(
-    sizing: Sizing, tmp_path_factory: pytest.TempPathFactory
+    of_file: Callable[..., Sizing],
 ) -> None:
-    config = tmp_path_factory.mktemp("sizing") / "elastic.toml"
-    config.write_text("[model]\nnum_attention_heads = 8\n")
-    flags = ["--nnodes", "1:2", "--nproc-per-node", "2", "--elastic", str(config), "script.py"]
-    spec = JobSpec.read(parse_options(flags))
-    before, after = Sizing(spec), Sizing(spec)
-    first = before.assign()(FOUR, None)
-    assert first is not None
+    before, after = of_file(MODEL), of_file(MODEL)
+    first = taken(before)
     before.exclude(first)
     before.rescale(3, 2, None)
     after.take_over(before.request)
@@ -71,13 +94,6 @@ def test_who_takes_over_goes_by_what_persons_asked_for_and_what_ran_out_of_memor
         found = after.assign()(hosts, None)
         assert found == before.assign()(hosts, None)
         assert found is None or found.degrees != first.degrees
-
-
-def test_a_limit_of_hosts_leaves_the_later_ones_idle(sizing: Sizing) -> None:
-    sizing.rescale(None, 1, None)
-    assignment = sizing.assign()(FOUR, None)
-    assert assignment is not None
-    assert assignment.workers == (("a", 2), ("b", 0))
 
 
 MEGATRON = (
@@ -99,38 +115,29 @@ def learn(sizing: Sizing) -> None:
     learned(sizing, Measured(FAST, 1, 50, 1.0), 10.0)
 
 
+GPU = '[planner]\ngpu = "a100-80gb"\n'
+Planned = Callable[..., Sizing]
+
+
 @pytest.fixture
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> str:
-    config = tmp_path_factory.mktemp("planner") / "elastic.toml"
-    config.write_text('[planner]\ngpu = "a100-80gb"\n')
-    return str(config)
+def planned(of_file: Callable[..., Sizing]) -> Planned:
+    """Return a function that reads a Megatron-LM job on a known device."""
 
+    def read(
+        *flags: str, config: str = GPU, script: str = f"{MEGATRON} --padded-vocab-size 1024",
+        say: Callable[[str], object] = print,
+    ) -> Sizing:  # fmt: skip
+        return of_file(config, *flags, script=script, say=say)
 
-def of_file(
-    config: str,
-    *flags: str,
-    script: str = f"{MEGATRON} --padded-vocab-size 1024",
-    say: Callable[[str], object] = print,
-) -> Sizing:
-    given = ["--nnodes", "1:2", "--nproc-per-node", "2", "--elastic", config, *flags]
-    return Sizing(JobSpec.read(parse_options([*given, *script.split()])), say)
-
-
-def reasons(sizing: Sizing) -> str:
-    """Return what it says of what it takes instead of the slow layout."""
-    found = sizing.assign()(FOUR, ran(SLOW))
-    assert found is not None
-    return found.reason
+    return read
 
 
 def runs(sizing: Sizing, present: Degrees | None) -> Degrees:
-    found = sizing.assign()(FOUR, None if present is None else ran(present))
-    assert found is not None
-    return found.degrees
+    return taken(sizing, FOUR, present).degrees
 
 
-def test_degrees_are_kept_until_two_layouts_were_measured(gpu: str) -> None:
-    sizing = of_file(gpu)
+def test_degrees_are_kept_until_two_layouts_were_measured(planned: Planned) -> None:
+    sizing = planned()
     assert sizing.has_planner
     assert runs(sizing, SLOW) == SLOW
     learned(sizing, Measured(SLOW, 1, 50, 2.0), None)
@@ -143,8 +150,8 @@ def test_degrees_are_kept_until_two_layouts_were_measured(gpu: str) -> None:
     assert runs(sizing, SLOW) == Degrees(1, 2, 2), "a person's request wins"
 
 
-def test_who_takes_over_knows_what_was_measured(gpu: str) -> None:
-    before, after = of_file(gpu), of_file(gpu)
+def test_who_takes_over_knows_what_was_measured(planned: Planned) -> None:
+    before, after = planned(), planned()
     learn(before)
     after.take_over(before.request)
     assert after.request == before.request
@@ -152,9 +159,9 @@ def test_who_takes_over_knows_what_was_measured(gpu: str) -> None:
 
 
 def test_who_takes_over_computes_beside_the_job_what_was_measured(
-    gpu: str, monkeypatch: pytest.MonkeyPatch
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, after = of_file(gpu), of_file(gpu)
+    before, after = planned(), planned()
     learn(before)
     with monkeypatch.context() as patched:
         patched.setattr(preference, "calibrate", lambda x, seconds: pytest.fail("in the lock"))
@@ -163,19 +170,21 @@ def test_who_takes_over_computes_beside_the_job_what_was_measured(
     assert found is not None
     after.adopt(*found)
     assert after.recalibrated() is None
-    assert reasons(after) == reasons(before), "it predicts what its predecessor did"
+    assert taken(after, FOUR, SLOW).reason == taken(before, FOUR, SLOW).reason, (
+        "it predicts what its predecessor did"
+    )
 
 
-def test_who_takes_over_knows_what_a_change_takes(gpu: str) -> None:
-    before, after = of_file(gpu), of_file(gpu)
+def test_who_takes_over_knows_what_a_change_takes(planned: Planned) -> None:
+    before, after = planned(), planned()
     learned(before, Measured(SLOW, 1, 50, 2.0), 321.0)
     after.take_over(before.request)
     learned(after, Measured(FAST, 1, 50, 1.0), None)
-    assert "a change costs 321 s" in reasons(after)
+    assert "a change costs 321 s" in taken(after, FOUR, SLOW).reason
 
 
-def test_what_was_measured_waits_for_a_vocabulary_that_the_job_tells(gpu: str) -> None:
-    before, after = of_file(gpu), of_file(gpu, script=MEGATRON)
+def test_what_was_measured_waits_for_a_vocabulary_that_the_job_tells(planned: Planned) -> None:
+    before, after = planned(), planned(script=MEGATRON)
     learn(before)
     after.take_over(before.request)
     assert after.request == before.request, "the next one hears of it too"
@@ -184,8 +193,8 @@ def test_what_was_measured_waits_for_a_vocabulary_that_the_job_tells(gpu: str) -
     assert runs(after, SLOW) == runs(before, SLOW)
 
 
-def test_what_is_computed_meanwhile_does_not_replace_what_is_taken_over(gpu: str) -> None:
-    before, after = of_file(gpu), of_file(gpu)
+def test_what_is_computed_meanwhile_does_not_replace_what_is_taken_over(planned: Planned) -> None:
+    before, after = planned(), planned()
     learn(before)
     found = after.with_measured(Measured(SLOW, 1, 50, 9.0), None)
     assert found is not None
@@ -203,8 +212,8 @@ def test_what_is_computed_meanwhile_does_not_replace_what_is_taken_over(gpu: str
         [None, 2, None, [[{"tp": 2}, None]], [], 1.0],
     ],
 )  # fmt: skip
-def test_what_nobody_has_asked_for_is_not_taken_over(gpu: str, wrong: object) -> None:
-    sizing = of_file(gpu)
+def test_what_nobody_has_asked_for_is_not_taken_over(planned: Planned, wrong: object) -> None:
+    sizing = planned()
     was = sizing.request
     with pytest.raises(ValueError, match=r"is no "):
         sizing.take_over(JsonText.of(wrong))
@@ -213,31 +222,25 @@ def test_what_nobody_has_asked_for_is_not_taken_over(gpu: str, wrong: object) ->
 
 @pytest.mark.fault
 def test_a_slip_of_the_planner_is_told_and_leaves_what_runs(
-    gpu: str, monkeypatch: pytest.MonkeyPatch
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def order(*_: object) -> None:
         raise ZeroDivisionError("a slip")
 
     monkeypatch.setattr(preference.Preference, "order", order)
     said: list[str] = []
-    sizing = of_file(gpu, "--planner", "cost", say=said.append)
+    sizing = planned("--planner", "cost", say=said.append)
     for _ in range(2):
-        found = sizing.assign()(FOUR, ran(SLOW))
-        assert found is not None
+        found = taken(sizing, FOUR, SLOW)
         assert found.degrees == SLOW
         assert "the planner cannot say: ZeroDivisionError('a slip')" in found.reason
     (line,) = said
     assert "event=planner failed" in line and "Traceback" in line
 
 
-def test_a_person_may_keep_degrees(gpu: str) -> None:
-    assert not of_file(gpu, "--planner", "keep").has_planner
-
-
-def test_a_person_may_have_them_computed_from_the_start(gpu: str) -> None:
-    found = of_file(gpu, "--planner", "cost").assign()(FOUR, None)
-    assert found is not None
-    assert "by cost" in found.reason
+def test_a_person_may_keep_degrees_or_have_them_computed_from_the_start(planned: Planned) -> None:
+    assert not planned("--planner", "keep").has_planner
+    assert "by cost" in taken(planned("--planner", "cost")).reason
 
 
 @pytest.mark.parametrize(
@@ -251,50 +254,49 @@ def test_a_person_may_have_them_computed_from_the_start(gpu: str) -> None:
     ],
 )
 def test_what_the_planner_lacks_is_said_where_it_was_asked_for(
-    config: str, script: str, why: str, tmp_path_factory: pytest.TempPathFactory
+    planned: Planned, config: str, script: str, why: str
 ) -> None:
-    path = tmp_path_factory.mktemp("planner") / "elastic.toml"
-    path.write_text(f"[planner]\n{config}\n")
+    config = f"[planner]\n{config}\n"
     with pytest.raises(RefusedError, match=why) as refused:
-        of_file(str(path), "--planner", "cost", script=script)
+        planned("--planner", "cost", config=config, script=script)
     assert "--planner keep" in str(refused.value)
-    assert not of_file(str(path), script=script).has_planner
+    assert not planned(config=config, script=script).has_planner
 
 
-def test_a_vocabulary_that_only_the_tokenizer_knows_is_learned_from_the_job(gpu: str) -> None:
-    sizing = of_file(gpu, script=MEGATRON)
+def test_a_vocabulary_that_only_the_tokenizer_knows_is_learned_from_the_job(
+    planned: Planned,
+) -> None:
+    sizing = planned(script=MEGATRON)
     assert not sizing.has_planner
     sizing.learn({"facts": {"padded_vocab_size": 50304}})
     assert sizing.has_planner
 
 
-def left(degrees: Degrees) -> tuple[Assignment, Assignment]:
-    """Return what runs on hosts a and b, and the same degrees on b and the new c."""
+def left() -> tuple[Assignment, Assignment]:
+    """Return four stages on host b and the new c, and what runs on a and b."""
+    degrees = Degrees(2, 2, 1)
     ran, target = (
         Assignment(tuple((name, 2) for name in hosts), degrees, 1, "why") for hosts in ("ab", "bc")
     )
     return target, ran
 
 
-def test_the_bytes_of_its_own_model_say_where_the_hosts_of_a_megatron_job_stand(gpu: str) -> None:
-    target, ran = left(Degrees(2, 2, 1))
-    found = of_file(gpu, "--planner", "keep").place(target, ran, (("b", 2), ("c", 2)))
+def placed(sizing: Sizing) -> Assignment:
+    return sizing.place(*left(), (("b", 2), ("c", 2)))
+
+
+def test_the_bytes_of_its_own_model_say_where_the_hosts_of_a_megatron_job_stand(
+    planned: Planned, sizing: Sizing
+) -> None:
+    found = placed(planned("--planner", "keep"))
     assert found.workers == (("c", 2), ("b", 2))
     assert re.search(r"hosts placed: \d+ bytes cross, \d+ in the order of joining", found.reason)
-
-
-def test_of_a_model_that_no_flag_states_shares_are_counted(gpu: str, sizing: Sizing) -> None:
-    target, ran = left(Degrees(2, 2, 1))
-    for job in (sizing, of_file(gpu, script=MEGATRON)):  # the vocabulary is not known yet
-        found = job.place(target, ran, (("b", 2), ("c", 2)))
+    unknown = planned(script=MEGATRON)  # its vocabulary is not known yet
+    for job in (sizing, unknown):
+        found = placed(job)
         assert found.workers == (("c", 2), ("b", 2)) and "% of what is wanted" in found.reason
-
-
-def test_what_the_workers_have_told_makes_it_bytes(gpu: str) -> None:
-    target, ran = left(Degrees(2, 2, 1))
-    job = of_file(gpu, script=MEGATRON)
-    job.learn({"facts": {"padded_vocab_size": 1024}})
-    assert "bytes cross" in job.place(target, ran, (("b", 2), ("c", 2))).reason
+    unknown.learn({"facts": {"padded_vocab_size": 1024}})
+    assert "bytes cross" in placed(unknown).reason, "as the workers have told"
 
 
 def test_a_plain_job_has_the_order_of_joining() -> None:
@@ -303,50 +305,42 @@ def test_a_plain_job_has_the_order_of_joining() -> None:
 
 
 def test_a_slip_of_the_placement_is_told_and_hosts_stay_where_they_are(
-    gpu: str, monkeypatch: pytest.MonkeyPatch
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    sizing = of_file(gpu, say=said.append)
 
     def slip(*_: object) -> Assignment:
         raise ZeroDivisionError("a slip")
 
-    monkeypatch.setattr(sizing, "_place", slip)
-    ran = Assignment((("a", 2), ("b", 2)), Degrees(2, 2, 1), 1, "")
-    target = Assignment((("b", 2), ("c", 2)), Degrees(2, 2, 1), 1, "")
-    assert sizing.place(target, ran, (("b", 2), ("c", 2))) is target
+    monkeypatch.setattr(sizing_module, "make_place", lambda *_: slip)
+    sizing = planned(say=said.append)
+    assert placed(sizing).workers == left()[0].workers
     assert "event=not_placed ZeroDivisionError" in said[0]
 
 
-def test_who_takes_over_knows_what_was_recomputed(gpu: str) -> None:
-    before, after = of_file(gpu), of_file(gpu)
+def test_who_takes_over_knows_what_was_recomputed(planned: Planned) -> None:
+    before, after = planned(), planned()
     learned(before, Measured(SLOW, 1, 50, 2.0, "full"), 10.0)
     before.exclude(ran(FAST, "full"))
     after.take_over(before.request)
     assert after.request == before.request
 
 
-def test_a_person_may_ask_a_running_job_to_recompute_at_the_same_degrees(gpu: str) -> None:
-    sizing = of_file(gpu)
-    kept = sizing.assign()(FOUR, ran(SLOW))
-    asked = sizing.scaled(None, None, "tp1 pp1 recompute=full", print)(FOUR, ran(SLOW))
-    assert kept is not None and asked is not None
+def test_a_person_may_ask_a_running_job_to_recompute_at_the_same_degrees(planned: Planned) -> None:
+    sizing = planned()
+    kept = taken(sizing, FOUR, SLOW)
+    asked, _ = scaled(sizing, "tp1 pp1 recompute=full", FOUR, SLOW)
+    assert asked is not None
     assert asked.degrees == kept.degrees == SLOW and asked.recompute == "full"
     assert not asked.is_same_as(kept)
     assert "recompute none -> full, as requested" in asked.reason
-    why: list[str] = []
-    script = f"{MEGATRON} --recompute-granularity full"
-    full = of_file(gpu, script=script).scaled(None, None, "tp1 recompute=none", why.append)
-    assert full(FOUR, ran(SLOW)) is None
-    assert "recompute=none cannot be had: the script has full" in why[-1]
+    full = planned(script=f"{MEGATRON} --recompute-granularity full")
+    refused, why = scaled(full, "tp1 recompute=none", FOUR, SLOW)
+    assert refused is None and "recompute=none cannot be had: the script has full" in why
 
 
-ONE = (("a", 1),)
-
-
-def ratchet(config: str) -> Sizing:
+def ratchet(sizing: Sizing) -> Sizing:
     """Return a job that began at DP2 and was asked for TP2, and has stepped in both."""
-    sizing = of_file(config)
     for degrees in (Degrees(1, 1, 2), Degrees(2, 1, 1)):
         assert sizing.note_ran(ran(degrees))
         assert not sizing.note_ran(ran(degrees)), "it is known"
@@ -354,68 +348,99 @@ def ratchet(config: str) -> Sizing:
 
 
 @pytest.mark.fault
-def test_a_job_that_has_stepped_at_a_smaller_cut_goes_back_to_it(gpu: str) -> None:
-    sizing = ratchet(gpu)
+def test_a_job_that_has_stepped_at_a_smaller_cut_goes_back_to_it(planned: Planned) -> None:
+    sizing = ratchet(planned())
     sizing.rescale(None, None, "tp2 pp1")
-    found = sizing.assign()(ONE, ran(Degrees(2, 1, 1)))
-    assert found is not None and found.degrees == Degrees(1, 1, 1)
+    assert taken(sizing, ONE, Degrees(2, 1, 1)).degrees == Degrees(1, 1, 1)
 
 
 @pytest.mark.fault
-def test_what_has_run_is_known_after_a_takeover_and_after_all_processes_are_gone(gpu: str) -> None:
-    before = ratchet(gpu)
-    heir, restarted = of_file(gpu), of_file(gpu)
+def test_what_has_run_is_known_after_a_takeover_and_after_all_processes_are_gone(
+    planned: Planned,
+) -> None:
+    before = ratchet(planned())
+    heir, restarted = planned(), planned()
     heir.take_over(before.request)
     assert heir.request == before.request
     restarted.learn({"facts": {"asked": before.request.value()}}, 7)
     for sizing in (heir, restarted):
-        found = sizing.assign()(ONE, ran(Degrees(2, 1, 1)))
-        assert found is not None and found.degrees == Degrees(1, 1, 1)
+        assert taken(sizing, ONE, Degrees(2, 1, 1)).degrees == Degrees(1, 1, 1)
 
 
 @pytest.mark.fault
-def test_a_start_of_the_same_job_takes_up_what_persons_asked_for_last(gpu: str) -> None:
+def test_a_start_of_the_same_job_takes_up_what_persons_asked_for_last(planned: Planned) -> None:
     said: list[str] = []
-    before, other, after = of_file(gpu), of_file(gpu), of_file(gpu, say=said.append)
+    before, other, after = planned(), planned(), planned(say=said.append)
     before.rescale(2, None, "tp2 pp1")
     after.learn({"facts": {"asked": before.request.value()}}, 7)
     after.learn({"facts": {"asked": other.request.value()}}, 5)  # an older state of another host
-    found = after.assign()(FOUR, None)
-    assert found is not None and found.degrees == Degrees(2, 1, 1)
+    assert taken(after).degrees == Degrees(2, 1, 1)
     assert any("--nproc 2 --degrees 'tp2 pp1'" in line for line in said)
     after.rescale(None, None, None)
     after.learn({"facts": {"asked": before.request.value()}}, 8)  # asked for something else since
-    found = after.assign()(FOUR, None)
-    assert found is not None and found.degrees.world_size == 4
+    assert taken(after).degrees.world_size == 4
 
 
 @pytest.mark.fault
-def test_why_nothing_fits_is_said_with_the_way_out(gpu: str) -> None:
-    sizing = of_file(gpu, script=f"{MEGATRON} --tensor-model-parallel-size 4")
+def test_why_nothing_fits_is_said_with_the_way_out(planned: Planned) -> None:
+    sizing = planned(script=f"{MEGATRON} --tensor-model-parallel-size 4")
     why = sizing.why_not(TWO, None)
     assert "TP4·PP1 does not fit on 2 ranks" in why and "nearest: 4" in why
 
 
-def test_a_world_that_was_asked_for_and_is_not_there_is_no_way_out(gpu: str) -> None:
-    why: list[str] = []
-    assert of_file(gpu).scaled(4, None, "tp4 pp1", why.append)(TWO, ran(Degrees(2, 1, 1))) is None
-    assert why == ["2 slots are there for 4 workers; start agents with 2 more"]
+def test_a_world_that_was_asked_for_and_is_not_there_is_no_way_out(planned: Planned) -> None:
+    found = scaled(planned(), "tp4 pp1", TWO, Degrees(2, 1, 1), nproc=4)
+    assert found == (None, "2 slots are there for 4 workers; start agents with 2 more")
 
 
-def test_data_parallelism_that_a_model_sums_over_stays_that_of_the_first_round(gpu: str) -> None:
+def test_data_parallelism_that_a_model_sums_over_stays_that_of_the_first_round(
+    planned: Planned,
+) -> None:
     balanced = (
         "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"
     )
-    sizing = of_file(gpu, script=f"{MEGATRON} {balanced}")
+    sizing = planned(script=f"{MEGATRON} {balanced}")
     sizing.learn({"facts": {"first_share": [1, 2]}})
-    assert sizing.scaled(None, None, "tp2 pp1", print)(FOUR, ran(Degrees(1, 1, 2))) is not None
-    assert sizing.scaled(None, None, "tp1 pp1 dp4", print)(FOUR, ran(Degrees(1, 1, 2))) is None
+    assert scaled(sizing, "tp2 pp1", FOUR, Degrees(1, 1, 2))[0] is not None
+    assert scaled(sizing, "tp1 pp1 dp4", FOUR, Degrees(1, 1, 2))[0] is None
 
 
 @pytest.mark.fault
-def test_a_layout_that_the_framework_refuses_is_not_offered(gpu: str) -> None:
-    sizing, why = of_file(gpu), list[str]()
+def test_a_layout_that_the_framework_refuses_is_not_offered(planned: Planned) -> None:
+    sizing = planned()
     sizing.learn({"facts": {"refused_layouts": [[2, 1, 1, "its reason"]]}})
-    assert sizing.scaled(None, None, "tp2 pp1", why.append)(FOUR, ran(Degrees(1, 1, 4))) is None
-    assert "the framework refuses TP2·PP1·DP2: its reason" in why[0]
-    assert sizing.scaled(None, None, "tp1 pp2", print)(FOUR, ran(Degrees(1, 1, 4))) is not None
+    refused, why = scaled(sizing, "tp2 pp1", FOUR, Degrees(1, 1, 4))
+    assert refused is None and "the framework refuses TP2·PP1·DP2: its reason" in why
+    assert scaled(sizing, "tp1 pp2", FOUR, Degrees(1, 1, 4))[0] is not None
+
+
+def read(reports: list[dict[str, Any]]) -> tuple[Measured, ChangeTime | None]:
+    """Return what is learned of a job that makes a step a second after changes of these reports."""
+    seconds = iter(range(1000))
+    sizing = SimpleNamespace(has_planner=True, micro_batch_size=1)
+    watch = Calibrating(cast(Sizing, sizing), clock=lambda: float(next(seconds)))
+    for report in reports:
+        watch.changed(report)
+    current = Assignment((("a", 4),), FAST, None, "")
+    pace = Pace(step_s=1.0, write_s=10.0, start_s=30.0)
+    for step in range(1000):
+        job = SimpleNamespace(
+            current=current, phase=Phase.RUNNING, round=1, newest=step,
+            change=SimpleNamespace(pace=pace),
+        )  # fmt: skip
+        if (found := watch.look(cast(Job, job))) is not None:
+            return found
+    raise AssertionError("nothing was measured")
+
+
+def test_the_bytes_of_the_last_change_are_told_apart() -> None:
+    stop = {
+        "seconds": {"snapshot": 8.0, "move": 12.0, "restore": 5.0, "relaunch": 6.0},
+        "snapshot_proof_s": 0.1,
+    }
+    measured, change = read([stop])
+    assert measured.degrees == FAST and measured.seconds == 1.0
+    assert change == ChangeTime(fixed_s=16.0, moves_s=25.0)
+    failure = {"seconds": {"snapshot": 3.0, "move": 1.0, "restore": 1.0}, "is_emergency": True}
+    assert read([stop, failure])[1] == ChangeTime(fixed_s=31.0, moves_s=10.0)
+    assert read([])[1] == ChangeTime(fixed_s=41.0)

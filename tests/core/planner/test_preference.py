@@ -87,6 +87,7 @@ def test_a_change_that_does_not_pay_within_the_residence_is_not_made(
     assert first(known, None, A, B) in (A, B), "something must run although no work is expected"
 
 
+@pytest.mark.turns
 @settings(deadline=None, max_examples=15)
 @given(st.floats(0.01, 10), st.floats(0.01, 10))
 def test_the_faster_one_wins_by_the_margin_where_a_change_is_free_and_then_stays(
