@@ -293,7 +293,7 @@ class WriteOptions:
     """Options for writing.
 
     Attributes:
-        degrees: CheckpointTarget degrees by axis; the others stay.
+        degrees: Target degrees by axis; the others stay.
         is_split: Whether to split the optimizer's state over data-parallel ranks; None: as in the
             source.
         reference: Values of another checkpoint of the same job, for values missing in the source

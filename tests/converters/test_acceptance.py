@@ -13,17 +13,25 @@ import numpy as np
 import pytest
 
 from scalai.converters import engine, forked
-from scalai.converters.checkpoint import Checkpoint, WriteOptions
+from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.consistency import compare, verify
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.torch_archive import NewTensor
 from scalai.converters.work import plan_work
 from scalai.core.errors import ProofError, RefusedError
-from scalai.launch import cli
-from support.checkpoints import LIMITS, SHAPES, deepspeed_state, state, write
+from support.checkpoints import (
+    LIMITS,
+    SHAPES,
+    carry,
+    convert,
+    deepspeed_state,
+    gpt,
+    lay_out,
+    state,
+    write,
+)
+from support.command import logged
 from support.damage import change_tree, merge
-from support.legacy_checkpoints import convert, gpt
 from support.peak import peak_bytes
 from support.rejects import edit_values
 
@@ -51,10 +59,8 @@ def test_what_becomes_of_random_streams_is_told(
 ) -> None:
     """4."""
     convert(gpt(), tmp_path / "source", "torch_dist")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["reshard", str(tmp_path / "source"), str(tmp_path / "new"), "--tp", "2"])
-    assert not ended.value.code
-    assert "RNG states begin anew at every rank, from seed" in capsys.readouterr().out
+    code, said = logged(capsys, "reshard", tmp_path / "source", tmp_path / "new", "--tp", 2)
+    assert code == 0 and "RNG states begin anew at every rank, from seed" in said
     one, two = open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "new")
     assert list(compare(one, two, 1)) == []
 
@@ -80,14 +86,14 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkp
     monkeypatch.setattr("scalai.converters.work.TASK_BYTES", 300)
     monkeypatch.setattr(engine, "map_forked", lambda f, items, _: forked.map_forked(f, items, 0))
     source = write(tmp_path / "source")
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2, "pp": 2}))
+    target = lay_out(source, tp=2, pp=2)
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(engine, "complete", stop)
-        Conversion(source, target, tmp_path / "new", LIMITS).run()
+        carry(source, tmp_path / "new", tp=2, pp=2)
     shutil.move(tmp_path / ".new.partial", tmp_path / "interrupted")
     return source, target, tmp_path / "interrupted"
 
@@ -109,7 +115,7 @@ def test_a_kill_at_any_byte_of_the_journal_is_made_good(
         (partial / ".scalai-journal").write_bytes(recorded[:end])
         done = len(recorded[:end].splitlines()) - (recorded[:end][-1:] != b"\n")
         spoil_what_is_not_recorded(partial, source, target, max(done - 1, 0))
-        report = Conversion(source, target, tmp_path / "new", LIMITS).run()
+        report = carry(source, tmp_path / "new", tp=2, pp=2)
         assert report is not None and report["resumed_tasks"] == max(done - 1, 0)
         assert verify(open_checkpoint(tmp_path / "new"), 0) == expected
         shutil.rmtree(tmp_path / "new")
@@ -134,16 +140,15 @@ def test_a_kill_at_any_call_leaves_nothing_or_all(
     """15. A process that ends at its n-th call that changes the disk; then the same command."""
     monkeypatch.setattr(engine, "map_forked", lambda f, items, _: forked.map_forked(f, items, 0))
     source = write(tmp_path / "source", tp=2)
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 1}))
     expected = verify(source, 0)
     new = tmp_path / "new"
     killed = 0
     for number in range(1, 400, 3):
-        if not run_until(number, lambda: Conversion(source, target, new, LIMITS).run()):
+        if not run_until(number, lambda: carry(source, new, tp=1)):
             break
         killed += 1
         if not new.exists():
-            Conversion(source, target, new, LIMITS).run()
+            carry(source, new, tp=1)
         assert verify(open_checkpoint(new), 0) == expected
         shutil.rmtree(new)
     assert killed > 8
@@ -187,27 +192,23 @@ def test_replicas_that_differ_are_not_converted(tmp_path: Path) -> None:
     """20. Every tensor-parallel rank has the norms."""
     source = convert(gpt(), tmp_path / "source", is_split=False, tp=2)
     verify(source, 0)
-    path = source.directory / "mp_rank_01" / "model_optim_rng.pt"
-    rows = [row for row in range(len(source.placed.file)) if is_norm(source, row)]
-    data = np.memmap(path, np.uint8, "r+")
-    begin = next(int(source.placed.begin[row]) for row in rows if file_of(source, row) == path)
+    name = "exp_avg/decoder.final_layernorm.weight"
+    placed = source.placed
+    begin = next(
+        int(placed.begin[row])
+        for row, file in enumerate(placed.file)
+        if placed.collection.box(row)[0].name == name
+        and placed.files[file].path.startswith("mp_rank_01")
+    )
+    data = np.memmap(source.directory / "mp_rank_01" / "model_optim_rng.pt", np.uint8, "r+")
     data[begin] ^= 1
     data.flush()
     (tmp_path / "source" / "scalai.json").unlink()
     damaged = open_checkpoint(tmp_path / "source")
-    target = layout_named("torch_dist").lay_out(damaged, WriteOptions({"tp": 1}))
     with pytest.raises(ProofError, match=r"replicas of .* differ"):
-        Conversion(damaged, target, tmp_path / "new", LIMITS).run()
+        carry(damaged, tmp_path / "new", tp=1)
     with pytest.raises(ProofError, match=r"replicas of .* differ"):
         verify(damaged, 0)
-
-
-def is_norm(source: Checkpoint, row: int) -> bool:
-    return source.placed.collection.box(row)[0].name == "exp_avg/decoder.final_layernorm.weight"
-
-
-def file_of(source: Checkpoint, row: int) -> Path:
-    return source.directory / source.placed.files[source.placed.file[row]].path
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_a_target_takes_hardly_more_than_its_tensors(
     source = deepspeed_state(shapes=shapes)
     source = replace(source, values=replace(source.values, degrees={}))
     write(tmp_path / "new", layout, source, **degrees)
-    target = layout_named(layout).lay_out(source, WriteOptions(degrees))
+    target = lay_out(source, layout, **degrees)
     logical = int(target.placed.collection.size_bytes().sum())
     files = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 1.05 * logical
@@ -279,7 +280,6 @@ def test_a_source_that_changes_meanwhile_is_refused(
 ) -> None:
     """44."""
     source = write(tmp_path / "source")
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
 
     def change(done: int, total: int) -> None:
         if done == total:
@@ -289,5 +289,5 @@ def test_a_source_that_changes_meanwhile_is_refused(
                 os.utime(path, ns=(1, 1))
 
     with pytest.raises(RefusedError, match="was changed while it was read"):
-        Conversion(source, target, tmp_path / "new", LIMITS).run(change)
+        carry(source, tmp_path / "new", tp=2, progress=change)
     assert not (tmp_path / "new").exists()

@@ -1,6 +1,5 @@
 """What a target needs and a source does not say: from a file, from shapes; and all of it listed."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,15 @@ import pytest
 
 from scalai.converters.between.crossing import to_deepspeed_scale, to_megatron_scale, with_rates
 from scalai.converters.between.megatron_described import schedule_of, shape_arguments
-from scalai.converters.checkpoint import Checkpoint, WriteOptions, parameters_of
+from scalai.converters.checkpoint import parameters_of
 from scalai.converters.consistency import verify
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.recorded import fingerprints
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
-from scalai.launch import cli
-from support.checkpoints import LIMITS, state
+from support.checkpoints import carry, state
+from support.command import logged, reported, run
 from support.gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, VOCABULARY, WIDTH, Shapes, gpt, llama
 
 MEGATRON = f"""
@@ -48,32 +46,8 @@ def megatron(directory: Path, shapes: Shapes, layout: str = "torch_dist", **argu
         **arguments,
     }
     values = replace(source.values, param_groups=groups, arguments=known)
-    return write(replace(source, values=values), directory, layout)
-
-
-def write(source: Checkpoint, directory: Path, layout: str) -> Path:
-    Conversion(
-        source, layout_named(layout).lay_out(source, WriteOptions({})), directory, LIMITS
-    ).run()
+    carry(replace(source, values=values), directory, layout)
     return directory
-
-
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(word) for word in words])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def reported(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, list[str]]:
-    """Run a conversion that succeeds; return its texts by the kind of event."""
-    capsys.readouterr()
-    assert run("reshard", *words, "--json") == 0
-    found: dict[str, list[str]] = {}
-    for line in capsys.readouterr().out.splitlines():
-        event = json.loads(line)
-        found.setdefault(event["event"], []).append(event.get("text", ""))
-    return found
 
 
 JOB = DeepSpeedJob("tag", (), (), {}, None, {}, {}, (), (), {}, {}, False, False)
@@ -90,24 +64,17 @@ LAYOUTS = ["deepspeed_zero0", "deepspeed_zero1", "deepspeed_zero3", "deepspeed_u
     ],
 )
 def test_a_state_goes_to_deepspeed_and_back_by_files_alone(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    names: str,
-    shapes: Shapes,
-    there: str,
-    back: str,
+    tmp_path: Path, names: str, shapes: Shapes, there: str, back: str
 ) -> None:
     grouped = {"group_query_attention": True, "num_query_groups": GROUPS}
     arguments: dict[str, Any] = grouped if names == "llama" else {}
     saved = megatron(tmp_path / "saved", shapes, **arguments)
     (tmp_path / "job.toml").write_text(MEGATRON + DEEPSPEED)
     options = "--mapping", names, "--args-from", tmp_path / "job.toml"
-    out = reported(capsys, saved, tmp_path / "there", "--to", there, "--dp", 2, *options)
-    assert {"order of the parameters", "global_steps"} <= {
-        words for words in ("order of the parameters", "global_steps")
-        if any(words in text for text in out["invented"])
-    }  # fmt: skip
-    out = reported(capsys, tmp_path / "there", tmp_path / "back", "--to", back, *options)
+    out = reported("reshard", saved, tmp_path / "there", "--to", there, "--dp", 2, *options)
+    for words in ("order of the parameters", "global_steps"):
+        assert any(words in text for text in out["invented"])
+    out = reported("reshard", tmp_path / "there", tmp_path / "back", "--to", back, *options)
     assert f"Megatron's argument hidden_size {HIDDEN} (by the tensors)" in out["invented"]
     assert "Megatron's argument seed 1234 (by default)" in out["invented"]
     assert not any("num_attention_heads" in text for text in out["invented"])
@@ -119,13 +86,11 @@ def test_a_state_goes_to_deepspeed_and_back_by_files_alone(
     assert run("verify", saved, tmp_path / "there", "--mapping", names) == 0
 
 
-def test_rates_of_parameter_groups_travel_with_their_parameters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rates_of_parameter_groups_travel_with_their_parameters(tmp_path: Path) -> None:
     saved = megatron(tmp_path / "saved", gpt())
     (tmp_path / "job.toml").write_text(DEEPSPEED)
     options = "--mapping", "gpt", "--args-from", tmp_path / "job.toml"
-    reported(capsys, saved, tmp_path / "out", "--to", "deepspeed_zero1", "--dp", 1, *options)
+    reported("reshard", saved, tmp_path / "out", "--to", "deepspeed_zero1", "--dp", 1, *options)
     values = open_checkpoint(tmp_path / "out").values
     found = [(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in values.param_groups]
     assert found == [(0.01, (0.9, 0.95), 1e-8, 0.1), (0.01, (0.9, 0.95), 1e-8, 0.0)]
@@ -223,13 +188,9 @@ def test_a_loss_scale_grows_when_it_would_have(good: int) -> None:
     ],
 )
 def test_what_is_missing_or_wrong_is_named(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    text: str | None,
-    options: tuple[str, ...],
-    code: int,
-    words: str,
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    text: str | None, options: tuple[str, ...], code: int, words: str,
+) -> None:  # fmt: skip
     saved = megatron(tmp_path / "saved", gpt())
     known: tuple[object, ...] = ()
     if text is not None:
@@ -246,22 +207,22 @@ def test_frameworks_without_a_mapping_and_a_reference_of_another_model_are_refus
 ) -> None:
     saved = megatron(tmp_path / "saved", gpt())
     other = megatron(tmp_path / "other", gpt(layers=3), num_layers=3)
-    (tmp_path / "job.toml").write_text(DEEPSPEED)
-    to = "--to", "deepspeed_zero1", "--dp", 1
-    assert run("reshard", saved, tmp_path / "out", *to) == 2
-    assert "Pass --mapping" in capsys.readouterr().err
-    names = "--mapping", "gpt", "--args-from"
-    assert run("reshard", saved, tmp_path / "there", *to, *names, tmp_path / "job.toml") == 0
-    wide = {**gpt(), "embedding.word_embeddings.weight": (20, HIDDEN)}
-    padded = megatron(tmp_path / "padded", wide)
-    capsys.readouterr()
-    assert run("reshard", padded, tmp_path / "out", *to, *names, tmp_path / "there") == 3
-    assert "give --repad ROWS" in capsys.readouterr().err
-    back = tmp_path / "there", tmp_path / "out", "--to", "torch_dist"
-    assert run("reshard", *back, *names, other) == 3
-    assert "num_layers is 3 in --args-from, and 2 by the tensors" in capsys.readouterr().err
+    padded = megatron(
+        tmp_path / "padded", {**gpt(), "embedding.word_embeddings.weight": (20, HIDDEN)}
+    )
     untied = megatron(tmp_path / "untied", gpt(is_tied=False))
-    assert run("reshard", untied, tmp_path / "out", *to, *names, tmp_path / "there") == 3
-    assert "tensors without a place in the DeepSpeed job's module" in capsys.readouterr().err
-    assert run("reshard", saved, tmp_path / "out", *to, *names, other) == 3
-    assert "is not DeepSpeed's" in capsys.readouterr().err
+    (tmp_path / "job.toml").write_text(DEEPSPEED)
+    there, out = tmp_path / "there", tmp_path / "out"
+    to = "--to", "deepspeed_zero1", "--dp", 1
+    names = "--mapping", "gpt", "--args-from"
+    assert run("reshard", saved, there, *to, *names, tmp_path / "job.toml") == 0
+    for code, words, source, *options in (
+        (2, "Pass --mapping", saved, *to),
+        (3, "give --repad ROWS", padded, *to, *names, there),
+        (3, "num_layers is 3 in --args-from, and 2 by the tensors",
+         there, "--to", "torch_dist", *names, other),
+        (3, "tensors without a place in the DeepSpeed job's module", untied, *to, *names, there),
+        (3, "is not DeepSpeed's", saved, *to, *names, other),
+    ):  # fmt: skip
+        found, text = logged(capsys, "reshard", source, out, *options)
+        assert (found, words in text) == (code, True), text

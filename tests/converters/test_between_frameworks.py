@@ -5,9 +5,6 @@ Two implementations add up in another order, so losses differ by roundings: meas
 in fp32, 2e-5 in bf16, 3e-6 in fp16.
 """
 
-import contextlib
-import io
-import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +15,7 @@ import pytest
 from scalai.converters.checkpoint import Values
 from scalai.converters.consistency import verify
 from scalai.converters.layouts import open_checkpoint
-from scalai.launch import cli
+from support.command import reported
 from support.training import deepspeed_jobs, megatron_layouts, resharded
 from support.training.deepspeed_jobs import Runner
 from support.training.jobs import AFTER, Job, mean_losses
@@ -80,23 +77,16 @@ def deepspeed_saved(
 
 @pytest.mark.parametrize(("names", "model", "before", "ranks", "after", "tolerance"), CASES)
 def test_megatron_to_deepspeed_and_back(
-    pool: WorkerPool,
-    run_deepspeed: Runner,
-    deepspeed_saved: Any,
-    tmp_path: Path,
-    names: str,
-    model: Job,
-    before: dict[str, Any],
-    ranks: tuple[int, int],
-    after: dict[str, Any],
-    tolerance: float,
-) -> None:
+    pool: WorkerPool, run_deepspeed: Runner, deepspeed_saved: Any, tmp_path: Path,
+    names: str, model: Job, before: dict[str, Any], ranks: tuple[int, int],
+    after: dict[str, Any], tolerance: float,
+) -> None:  # fmt: skip
     old, new = replace(model, **before), replace(model, **after)
     stage, world = ranks
     uninterrupted = resharded.save(pool, old, tmp_path / "megatron", "fully_reshardable")
     reference, _ = deepspeed_saved(model, stage, world)
-    there = reshard(
-        tmp_path / "megatron", tmp_path / "deepspeed", "--to", f"deepspeed_zero{stage}",
+    there = reported(
+        "reshard", tmp_path / "megatron", tmp_path / "deepspeed", "--to", f"deepspeed_zero{stage}",
         "--dp", world, "--mapping", names, "--args-from", reference / f"global_step{AFTER.stop}",
     )  # fmt: skip
     job = deepspeed_jobs.Job(
@@ -111,13 +101,13 @@ def test_megatron_to_deepspeed_and_back(
     source = tmp_path / "deepspeed"
     if stage == 0:  # its files do not say whose states they have
         named, _ = deepspeed_saved(model, 1, world)
-        reshard(
-            source, tmp_path / "named", "--to", "deepspeed_zero1", "--dp", world,
+        reported(
+            "reshard", source, tmp_path / "named", "--to", "deepspeed_zero1", "--dp", world,
             "--args-from", named / f"global_step{AFTER.stop}",
         )  # fmt: skip
         source = tmp_path / "named"
-    reshard(
-        source, tmp_path / "back", "--to", "torch_dist",
+    reported(
+        "reshard", source, tmp_path / "back", "--to", "torch_dist",
         *(word for axis in ("tp", "pp") for word in (f"--{axis}", getattr(new, axis))),
         "--dp", new.world // (new.tp * new.pp), "--mapping", names,
         "--args-from", tmp_path / "megatron",
@@ -140,14 +130,9 @@ def test_megatron_to_deepspeed_and_back(
     ids=["gpt", "llama"],
 )
 def test_a_training_of_deepspeed_goes_on_in_megatron_from_a_file_alone(
-    pool: WorkerPool,
-    deepspeed_saved: Any,
-    tmp_path: Path,
-    names: str,
-    model: Job,
-    ranks: tuple[int, int],
-    after: dict[str, Any],
-) -> None:
+    pool: WorkerPool, deepspeed_saved: Any, tmp_path: Path,
+    names: str, model: Job, ranks: tuple[int, int], after: dict[str, Any],
+) -> None:  # fmt: skip
     new = replace(model, **after)
     saved, uninterrupted = deepspeed_saved(model, *ranks)
     (tmp_path / "job.toml").write_text(
@@ -157,34 +142,30 @@ def test_a_training_of_deepspeed_goes_on_in_megatron_from_a_file_alone(
         'end_weight_decay = 0.1\nweight_decay_incr_style = "linear"\n'
         'distributed_backend = "gloo"\n'
     )
-    reported = reshard(
-        saved, tmp_path / "megatron", "--to", "torch_dist", "--mapping", names,
+    said = reported(
+        "reshard", saved, tmp_path / "megatron", "--to", "torch_dist", "--mapping", names,
         "--args-from", tmp_path / "job.toml", "--tp", new.tp, "--pp", new.pp,
         "--dp", new.world // (new.tp * new.pp),
     )  # fmt: skip
-    assert (
-        f"Megatron's argument hidden_size {model.hidden} (by the tensors)" in reported["invented"]
-    )
+    assert f"Megatron's argument hidden_size {model.hidden} (by the tensors)" in said["invented"]
     goes_on = resharded.load(pool, new, tmp_path / "megatron")
     losses = mean_losses([run[0] for run in goes_on])
     check(uninterrupted[0]["losses"][AFTER.start :], losses, FP32)
 
 
 def test_a_training_of_megatron_goes_on_in_deepspeed_from_a_file_alone(
-    pool: WorkerPool,
-    run_deepspeed: Runner,
-    tmp_path: Path,
+    pool: WorkerPool, run_deepspeed: Runner, tmp_path: Path
 ) -> None:
     uninterrupted = resharded.save(pool, GPT, tmp_path / "megatron", "fully_reshardable")
     (tmp_path / "job.toml").write_text(
         "[deepspeed.config]\ngradient_clipping = 1.0\n[[deepspeed.group]]\n"
         '[[deepspeed.group]]\nparameters = ["*.bias", "*.ln_?.weight"]\n'
     )
-    reported = reshard(
-        tmp_path / "megatron", tmp_path / "deepspeed", "--to", "deepspeed_zero2",
+    said = reported(
+        "reshard", tmp_path / "megatron", tmp_path / "deepspeed", "--to", "deepspeed_zero2",
         "--dp", 2, "--mapping", "gpt", "--args-from", tmp_path / "job.toml",
     )  # fmt: skip
-    assert any("order of the parameters" in text for text in reported["invented"])
+    assert any("order of the parameters" in text for text in said["invented"])
     load = str(tmp_path / "deepspeed")
     job = deepspeed_jobs.Job(stage=2, world=2, load=load, gpt=model_of(GPT))
     seen = run_deepspeed(job)[0]
@@ -202,18 +183,6 @@ def model_of(job: Job) -> dict[str, Any]:
     plain = Job()
     bare = replace(job, world=plain.world, tp=plain.tp, pp=plain.pp, distributed=plain.distributed)
     return asdict(bare)
-
-
-def reshard(*words: object) -> dict[str, list[str]]:
-    """Run the command; return the texts of its events by kind."""
-    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as output:
-        cli.main(["reshard", *map(str, words), "--json"])
-    assert ended.value.code == 0
-    reported: dict[str, list[str]] = {}
-    for line in output.getvalue().splitlines():
-        event = json.loads(line)
-        reported.setdefault(event["event"], []).append(event.get("text", ""))
-    return reported
 
 
 def check(expected: list[float], losses: list[float], tolerance: float) -> None:

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 from scalai.converters import checksums as records
 from scalai.converters.between.vocabulary import repadded
-from scalai.converters.checkpoint import REPORT, Checkpoint, WriteOptions
+from scalai.converters.checkpoint import REPORT, Checkpoint
 from scalai.converters.checksums import Checked, combined, find_records, storages_in
 from scalai.converters.consistency import verify
-from scalai.converters.engine import Conversion
 from scalai.converters.generation_layout import PARTS, StoredGeneration
 from scalai.converters.journal import RunPart
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.torch_dist import read_objects
 from scalai.converters.megatron.torch_dist_metadata import Extent
 from scalai.converters.torch_archive import check_members, read_archive, with_content
@@ -31,10 +30,10 @@ from scalai.converters.work import plan_work
 from scalai.converters.zip_members import storages
 from scalai.core.errors import ProofError, RefusedError
 from scalai.core.tensors.fingerprint import Committed
-from scalai.launch import cli
 from scalai.store.files import map_file
 from scalai.store.manifest import write_manifest
-from support.checkpoints import LIMITS, state, write
+from support import command
+from support.checkpoints import carry, lay_out, state, write
 from support.command import run
 from support.rot import ROTS, flip, held, rot, stamp_checksums
 from support.training.deepspeed_jobs import Job, Saver
@@ -123,13 +122,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "tp2"
 
 
-def convert(
-    source: Checkpoint, directory: Path, part: RunPart | None = None, **degrees: int
-) -> Any:
-    target = layout_named("torch_dist").lay_out(source, WriteOptions(degrees))
-    return Conversion(source, target, directory, LIMITS, part=part or RunPart()).run()
-
-
 @pytest.fixture
 def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that are read for their checksums alone."""
@@ -148,7 +140,7 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_is_cut_along_any_axis_is_checked_as_it_is_read(
     saved: Path, tmp_path: Path, filled: list[int], tp: int
 ) -> None:
-    report = convert(open_checkpoint(saved), tmp_path / "new", tp=tp)
+    report = carry(open_checkpoint(saved), tmp_path / "new", tp=tp)
     assert report["checksums"]["records"] > 10
     assert report["checksums"]["records_without"] == report["checksums"]["files_without"] == 0
     assert filled == []
@@ -163,7 +155,7 @@ def test_a_bit_that_changed_anywhere_is_found(
     piece = held(open_checkpoint(tmp_path / "tp2"), kind)
     rot(piece, flip)
     with pytest.raises(ProofError, match=f"{piece.path.name}: bytes .*{piece.tensor}.*CRC-32"):
-        convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "new", tp=tp)
+        carry(open_checkpoint(tmp_path / "tp2"), tmp_path / "new", tp=tp)
     assert [path.name for path in tmp_path.iterdir()] == ["tp2"]
 
 
@@ -171,7 +163,7 @@ def test_what_nobody_wants_of_a_record_is_read_for_its_checksum(
     saved: Path, tmp_path: Path, filled: list[int]
 ) -> None:
     """Rows of the vocabulary's padding that a smaller one leaves out."""
-    report = convert(repadded(open_checkpoint(saved), 1000, 1000), tmp_path / "new")
+    report = carry(repadded(open_checkpoint(saved), 1000, 1000), tmp_path / "new")
     assert report["checksums"]["records"] > 10
     assert sum(filled) == 3 * 24 * 512 * 4
 
@@ -179,13 +171,13 @@ def test_what_nobody_wants_of_a_record_is_read_for_its_checksum(
 def test_parts_of_several_hosts_check_together(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "tp2")
     source = open_checkpoint(tmp_path / "tp2")
-    assert convert(source, tmp_path / "good", RunPart(1, 2), tp=4) is None
-    report = convert(source, tmp_path / "good", RunPart(2, 2), tp=4)
+    assert carry(source, tmp_path / "good", part=RunPart(1, 2), tp=4) is None
+    report = carry(source, tmp_path / "good", part=RunPart(2, 2), tp=4)
     assert report["checksums"]["records"] > 10
     rot(held(source, "exp_avg"), flip)
-    assert convert(source, tmp_path / "bad", RunPart(1, 2), tp=4) is None
+    assert carry(source, tmp_path / "bad", part=RunPart(1, 2), tp=4) is None
     with pytest.raises(ProofError, match="CRC-32"):
-        convert(source, tmp_path / "bad", RunPart(2, 2), tp=4)
+        carry(source, tmp_path / "bad", part=RunPart(2, 2), tp=4)
     assert not (tmp_path / "bad").exists() and not (tmp_path / ".bad.partial").exists()
 
 
@@ -199,10 +191,10 @@ def test_a_source_that_was_mended_goes_through_though_its_times_are_the_same(
     rot(piece, flip)
     times = piece.path.stat()
     with pytest.raises(ProofError, match="CRC-32"):
-        convert(source, tmp_path / "new", tp=4)
+        carry(source, tmp_path / "new", tp=4)
     piece.path.write_bytes(whole)
     os.utime(piece.path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert convert(source, tmp_path / "new", tp=4)["resumed_tasks"] == 0
+    assert carry(source, tmp_path / "new", tp=4)["resumed_tasks"] == 0
 
 
 def test_files_saved_without_checksums_are_converted_and_it_is_said(
@@ -210,7 +202,7 @@ def test_files_saved_without_checksums_are_converted_and_it_is_said(
 ) -> None:
     shutil.copytree(saved, tmp_path / "tp2")
     stamp_checksums(tmp_path / "tp2", are_taken=False)
-    report = convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "new", tp=1)
+    report = carry(open_checkpoint(tmp_path / "tp2"), tmp_path / "new", tp=1)
     assert report["checksums"]["records"] == 0
     assert report["checksums"]["records_without"] > 10
     logged = str(Checked(**report["checksums"]))
@@ -218,8 +210,8 @@ def test_files_saved_without_checksums_are_converted_and_it_is_said(
 
 
 def test_what_a_conversion_wrote_is_checked_by_its_own_proof(saved: Path, tmp_path: Path) -> None:
-    convert(open_checkpoint(saved), tmp_path / "one", tp=1)
-    report = convert(open_checkpoint(tmp_path / "one"), tmp_path / "two", tp=2)
+    carry(open_checkpoint(saved), tmp_path / "one", tp=1)
+    report = carry(open_checkpoint(tmp_path / "one"), tmp_path / "two", tp=2)
     logged = str(Checked(**report["checksums"]))
     assert logged == "all tensors have the fingerprints that were recorded beside the source"
 
@@ -288,11 +280,11 @@ def test_bytes_behind_the_last_archive_do_not_hide_the_checksums(
     for path in source.directory.glob("*.distcp"):
         with open(path, "ab") as file:
             file.write(bytes(512))
-    checksums = convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "good", tp=1)["checksums"]
+    checksums = carry(open_checkpoint(tmp_path / "tp2"), tmp_path / "good", tp=1)["checksums"]
     assert checksums["records"] > 10 and not checksums["files_without"]
     rot(held(source, "exp_avg"), flip)
     with pytest.raises(ProofError, match="CRC-32"):
-        convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "bad", tp=1)
+        carry(open_checkpoint(tmp_path / "tp2"), tmp_path / "bad", tp=1)
 
 
 def test_tensors_that_lie_in_no_storage_are_told_of(saved: Path, tmp_path: Path) -> None:
@@ -304,7 +296,7 @@ def test_tensors_that_lie_in_no_storage_are_told_of(saved: Path, tmp_path: Path)
     at = data.index(b"PK\5\6", max(member.begin for member in others))
     assert at < last.begin
     path.write_bytes(data[:at] + bytes(4) + data[at + 4 :])  # behind them nothing is found
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 1}))
+    target = lay_out(source, tp=1)
     found = find_records(source, plan_work(source, target, 1 << 20))
     assert found.bare_files == (path.name,)
 
@@ -334,6 +326,8 @@ def test_damage_of_zeros_files_is_found_by_the_conversion_that_reads_it(
     if kind.startswith("exp_avg"):
         assert piece.path.name in logged and "are not what their CRC-32 was taken of" in logged
         assert piece.tensor in logged and "use another checkpoint" in logged
+        code, said = command.logged(capsys, "verify", tmp_path / "global_step3")
+        assert code == 4 and piece.path.name in said and piece.tensor in said
     assert [path.name for path in tmp_path.iterdir()] == ["global_step3"]
 
 
@@ -359,14 +353,6 @@ def test_files_saved_without_checksums_are_converted_and_it_is_said_of_bit_rot(
 NAME = "exp_avg/decoder.final_layernorm.weight"
 
 
-def inspected(path: Path) -> int:
-    """Return how ``scalai inspect --verify`` ends."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["inspect", "--verify", str(path)])
-    assert isinstance(ended.value.code, int | None)
-    return ended.value.code or 0
-
-
 def test_a_tensor_that_is_not_what_was_committed_is_found(tmp_path: Path) -> None:
     found = dict(verify(write(tmp_path / "saved", "scalai"), 1))
     (tmp_path / "saved" / REPORT).unlink()
@@ -376,15 +362,14 @@ def test_a_tensor_that_is_not_what_was_committed_is_found(tmp_path: Path) -> Non
     assert place is not None
     write_manifest(place, replace(part, committed=Committed(("offline",), found)))
     assert verify(open_checkpoint(tmp_path / "saved"), 1) == found
-    assert inspected(tmp_path / "saved") == 0
+    assert run("inspect", "--verify", tmp_path / "saved") == 0
 
     wrong = Committed(("offline",), {**found, NAME: found[NAME] ^ 1})
     write_manifest(place, replace(part, committed=wrong))
     source = open_checkpoint(tmp_path / "saved")
     with pytest.raises(ProofError, match=f"1 tensors are not what .* was written: {NAME}"):
         verify(source, 1)
-    assert inspected(tmp_path / "saved") == 4
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"pp": 2}))
+    assert run("inspect", "--verify", tmp_path / "saved") == 4
     with pytest.raises(ProofError, match=f"1 tensors are not what .* was written: {NAME}"):
-        Conversion(source, target, tmp_path / "new", LIMITS).run()
+        carry(source, tmp_path / "new", pp=2)
     assert not (tmp_path / "new").exists()

@@ -1,7 +1,6 @@
 """DeepSpeed checkpoints of pipelines and of tensor-parallel ranks, at other degrees."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
+from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.consistency import check_samples, verify
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import ProofError, RefusedError
-from scalai.launch import cli
+from support.checkpoints import carry, lay_out
+from support.command import run
+from support.damage import Damage
 from support.training.deepspeed_checks import FP32, HALF, LIMITS, cases, check, make_universal
 from support.training.deepspeed_jobs import Job, Runner, Saver
 
@@ -151,24 +151,12 @@ def grid(save: Saver) -> Path:
     return save(at(tp=2, pp=2, info=PIPE_INFO))[0]
 
 
-def remove_a_layer(tag: Path) -> None:
-    (tag / "layer_02-model_01-model_states.pt").unlink()
+def remove(pattern: str) -> Damage:
+    def damage(tag: Path) -> None:
+        for path in tag.glob(pattern):
+            path.unlink()
 
-
-def remove_a_rank(tag: Path) -> None:
-    for path in tag.glob("*mp_rank_01*"):
-        path.unlink()
-
-
-def remove_all_layers(tag: Path) -> None:
-    for path in tag.glob("layer_*"):
-        path.unlink()
-
-
-def add_an_expert(tag: Path) -> None:
-    shutil.copy(
-        tag / "mp_rank_00_model_states.pt", tag / "layer_0_expert_0_mp_rank_00_model_states.pt"
-    )
+    return damage
 
 
 def mix_stages(tag: Path) -> None:
@@ -186,18 +174,15 @@ def forget_the_cuts(tag: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (remove_a_layer, r"rank 1 has not those of rank 0 \(layers \[2\]\)"),
-        (remove_a_rank, "no file of model-parallel rank 1"),
-        (remove_all_layers, "a pipeline engine whose layer_.* are missing"),
-        (add_an_expert, "holds experts beside stages or tensor-parallel ranks"),
+        (remove("layer_02-model_01*"), r"rank 1 has not those of rank 0 \(layers \[2\]\)"),
+        (remove("*mp_rank_01*"), "no file of model-parallel rank 1"),
+        (remove("layer_*"), "a pipeline engine whose layer_.* are missing"),
         (mix_stages, r"mp_rank_03_model_states\.pt is of step 6"),
         (forget_the_cuts, r"nothing says .* cut .*tied_modules\.embed\.weight"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=["layer", "rank", "layers", "stages", "cuts"],
 )
-def test_damaged_grids_are_refused(
-    grid: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
-) -> None:
+def test_damaged_grids_are_refused(grid: Path, tmp_path: Path, damage: Damage, words: str) -> None:
     shutil.copytree(grid, tmp_path / "damaged")
     damage(tmp_path / "damaged" / "global_step3")
     with pytest.raises(RefusedError, match=words):
@@ -207,14 +192,13 @@ def test_damaged_grids_are_refused(
 def test_another_checkpoint_says_stages_and_cuts(grid: Path, tmp_path: Path) -> None:
     convert(grid, tmp_path / "one", "deepspeed_zero1", at(pp=1), None)
     forget_the_cuts(tmp_path / "one" / "global_step3")
-    source, layout = open_checkpoint(tmp_path / "one"), layout_named("deepspeed_zero1")
-    degrees = {"tp": 2, "pp": 2}
+    source = open_checkpoint(tmp_path / "one")
     with pytest.raises(RefusedError, match="nothing says"):
-        layout.lay_out(source, WriteOptions(degrees))
-    reference = open_checkpoint(grid).values
-    target = layout.lay_out(source, WriteOptions(degrees, reference=reference))
-    assert any("the checkpoint of --args-from" in note for note in target.notes)
-    Conversion(source, target, tmp_path / "two", LIMITS).run()
+        lay_out(source, "deepspeed_zero1", tp=2, pp=2)
+    of_grid: dict[str, Any] = {"tp": 2, "pp": 2, "reference": open_checkpoint(grid).values}
+    notes = lay_out(source, "deepspeed_zero1", **of_grid).notes
+    assert any("the checkpoint of --args-from" in note for note in notes)
+    carry(source, tmp_path / "two", "deepspeed_zero1", **of_grid)
     assert prints(tmp_path / "two", cuts_file(tmp_path, at())) == prints(grid)
 
 
@@ -242,7 +226,7 @@ def test_what_deepspeed_does_not_keep_or_load_of_pipelines_is_refused(
         open_checkpoint(plain)
     split, _ = save(at(pp=2, stage=1, **bf16))
     with pytest.raises(RefusedError, match="stage 0 is asked of a bf16 pipeline"):
-        layout_named("deepspeed_zero0").lay_out(open_checkpoint(split), WriteOptions({}))
+        lay_out(open_checkpoint(split), "deepspeed_zero0")
 
 
 @pytest.mark.parametrize(
@@ -250,14 +234,13 @@ def test_what_deepspeed_does_not_keep_or_load_of_pipelines_is_refused(
     [
         ("deepspeed_zero2", {}, "for which DeepSpeed has stages 0 and 1 alone"),
         ("deepspeed_zero1", {"pp": 6}, "would have no parameter of group"),
-        ("deepspeed_zero1", {"ep": 2}, "ep=2 is asked"),
     ],
 )
 def test_targets_that_deepspeed_does_not_have_are_refused(
     grid: Path, layout: str, degrees: dict[str, int], words: str
 ) -> None:
     with pytest.raises(RefusedError, match=words):
-        layout_named(layout).lay_out(open_checkpoint(grid), WriteOptions(degrees))
+        lay_out(open_checkpoint(grid), layout, **degrees)
 
 
 def test_the_commands_take_a_file_of_cuts(save: Saver, tmp_path: Path) -> None:
@@ -269,9 +252,7 @@ def test_the_commands_take_a_file_of_cuts(save: Saver, tmp_path: Path) -> None:
         ["inspect", out],
     ]
     for command in commands:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([*command, "--cuts", cuts])
-        assert not ended.value.code
+        assert run(*command, "--cuts", cuts) == 0
 
 
 def test_a_module_of_nested_dictionaries_stays_one(save: Saver, tmp_path: Path) -> None:
@@ -318,10 +299,8 @@ def prints(path: Path, cuts: Path | None = None) -> Any:
 
 def convert(source: Path, target: Path, layout: str, job: Job, cuts: Path | None) -> None:
     tp, pp = max(job.tp, 1), max(job.pp, 1)
-    degrees = {"tp": tp, "pp": pp, "dp": job.world // tp // pp}
-    checkpoint = read(source, cuts)
-    laid_out = layout_named(layout).lay_out(checkpoint, WriteOptions(degrees, cuts=cuts))
-    Conversion(checkpoint, laid_out, target, LIMITS).run()
+    degrees: dict[str, Any] = {"tp": tp, "pp": pp, "dp": job.world // tp // pp}
+    carry(read(source, cuts), target, layout, limits=LIMITS, cuts=cuts, **degrees)
 
 
 def buffers(ranks: Any, when: str) -> dict[str, Any]:

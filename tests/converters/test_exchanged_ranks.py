@@ -6,20 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch import cli
+from support.command import run
 from support.rot import rename_archive
 from support.training.deepspeed_jobs import Job, Saver
 
 pytestmark = pytest.mark.fault
 
 STAGES = {1: Job(stage=1, world=2, precision="bf16"), 3: Job(stage=3, world=2)}
-
-
-def run(*arguments: object) -> int:
-    """Run ``scalai`` and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*map(str, arguments)])
-    return int(ended.value.code or 0)
 
 
 def exchange(tag: Path) -> None:

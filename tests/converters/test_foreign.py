@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from scalai.converters.checkpoint import Checkpoint, WriteOptions
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.beside_tensors import with_degrees
 from scalai.converters.megatron.model_limits import limits_of
 from scalai.converters.megatron.torch_dist_metadata import Extent, write_metadata
 from scalai.converters.opening import short_layer
 from scalai.core.errors import RefusedError
-from support.checkpoints import LIMITS, state, write
+from support.checkpoints import carry, convert, gpt, lay_out, state, write
 from support.command import run
 from support.damage import merge
-from support.legacy_checkpoints import convert, gpt
 
 pytestmark = pytest.mark.fault
 
@@ -113,7 +111,7 @@ def test_a_trainers_own_optimizer_is_not_read_and_that_is_said(tmp_path: Path) -
     read = open_checkpoint(tmp_path / "weights")
     assert read.values.step == 4 and "optimizer.bin of Accelerate" in read.notes[1]
     assert "optimizer.pt of a Trainer without DeepSpeed is not read" in read.notes[0]
-    target = layout_named("safetensors").lay_out(read, WriteOptions({}))
+    target = lay_out(read, "safetensors")
     assert target.notes == read.notes, "0 tensors are left out"
 
 
@@ -200,9 +198,9 @@ def test_groups_of_an_old_release_get_what_newer_ones_ask_for(tmp_path: Path) ->
 
     change(next((tmp_path / "a").glob("iter_*")) / "common.pt", edit)
     source = open_checkpoint(tmp_path / "a")
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
+    target = lay_out(source, tp=2)
     assert any("have no lr_mult: 1.0" in note for note in target.notes)
-    Conversion(source, target, tmp_path / "b", LIMITS).run()
+    carry(source, tmp_path / "b", tp=2)
     common = torch.load(next((tmp_path / "b").glob("iter_*")) / "common.pt", weights_only=False)
     assert {group["lr_mult"] for group in groups_of(common)} == {1.0}
 
@@ -225,10 +223,8 @@ def test_weights_without_an_optimizer_are_said_to_be_so(tmp_path: Path) -> None:
     )
     source = open_checkpoint(tmp_path / "a")
     assert not any("no optimizer" in note for note in source.notes)  # its tensors are there
-    weights = layout_named("safetensors").lay_out(source, WriteOptions({}))
-    Conversion(source, weights, tmp_path / "w", LIMITS).run()
-    bare = layout_named("torch_dist").lay_out(open_checkpoint(tmp_path / "w"), WriteOptions({}))
-    Conversion(open_checkpoint(tmp_path / "w"), bare, tmp_path / "b", LIMITS).run()
+    carry(source, tmp_path / "w", "safetensors")
+    carry(open_checkpoint(tmp_path / "w"), tmp_path / "b")
     (tmp_path / "b" / "layer_wise_optimizer_0.pt").write_bytes(b"")
     (note,) = (n for n in open_checkpoint(tmp_path / "b").notes if "no optimizer" in n)
     assert "layer_wise_optimizer_0.pt" in note
@@ -249,7 +245,7 @@ def test_a_vocabulary_that_the_next_job_would_pad_otherwise_is_named(
 ) -> None:
     source = gpt(**arguments)
     rows = next(t.shape[0] for t in source.placed.collection.tensors if "word_embed" in t.name)
-    target = layout_named(layout).lay_out(source, WriteOptions({"tp": tp}))
+    target = lay_out(source, layout, tp=tp)
     found = [note for note in target.notes if "stays padded" in note]
     assert rows == 16
     assert [f"--make-vocab-size-divisible-by {flag}," in note for note in found] == [True] * bool(

@@ -18,23 +18,20 @@ import sysconfig
 import time
 import traceback
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scalai.converters import engine, forked, pickles
-from scalai.converters.checkpoint import REPORT, WriteOptions
+from scalai.converters.checkpoint import REPORT
 from scalai.converters.consistency import compare, verify
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.suspects import find_suspects
 from scalai.core.errors import RefusedError, ScalaiError
 from scalai.store.manifest import digest_of
-from support.checkpoints import LIMITS, deepspeed_state, experts_state, newest, write
-from support.legacy_checkpoints import convert, gpt
-from support.reject_others import write_shards
+from support.checkpoints import carry
+from support.rejects import MAKERS
 
 MEMORY_BYTES = 768 << 20
 CASE_S = 30
@@ -43,20 +40,6 @@ LONG_SECONDS = 7.0
 TRIES = 12
 """So many at least, however slow the machine is."""
 
-MAKERS: dict[str, Callable[[Path], object]] = {
-    "torch_dist": lambda path: write(path, tp=2),
-    "torch_dist-object": lambda path: write(path, source=newest(), tp=2),
-    "torch": lambda path: convert(gpt(), path, tp=2, pp=2),
-    "torch-whole": lambda path: convert(gpt(), path, is_split=False, tp=2),
-    "deepspeed_zero0": lambda path: write(path, "deepspeed_zero0", deepspeed_state(), dp=2),
-    "deepspeed_zero1": lambda path: write(path, "deepspeed_zero1", deepspeed_state(), dp=2),
-    "deepspeed_zero3": lambda path: write(path, "deepspeed_zero3", deepspeed_state(), dp=2),
-    "experts-zero0": lambda path: write(path, "deepspeed_zero0", experts_state(), dp=2, ep=2),
-    "experts-zero2": lambda path: write(path, "deepspeed_zero2", experts_state(), dp=4, ep=2),
-    "deepspeed_universal": lambda path: write(path, "deepspeed_universal", deepspeed_state(), dp=1),
-    "scalai": lambda path: write(path, "scalai"),
-    "safetensors": write_shards,
-}
 NUMBERS = [-1, 0, 1, 7, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64, 10**30]
 WORDS = [b"null", b"true", b'""', b"[]", b"{}", b"1e400", b"NaN", b'"BF16"', b'"../x"', b"-0.5"]
 FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "exec")
@@ -117,8 +100,7 @@ def try_one(whole: Path, bad: Path, choice: random.Random) -> bool:
         verify(checkpoint, workers=0)
         list(find_suspects(checkpoint))
         for layout in {checkpoint.layout, choice.choice(["torch_dist", "scalai", "safetensors"])}:
-            target = layout_named(layout).lay_out(checkpoint, WriteOptions({}))
-            Conversion(checkpoint, target, bad.parent / layout, LIMITS).run()
+            carry(checkpoint, bad.parent / layout, layout)
             made = open_checkpoint(bad.parent / layout)
             kept = [line for line in compare(checkpoint, made, 0) if " is in " not in line]
             assert not kept, kept

@@ -12,10 +12,7 @@ import pytest
 
 from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping import find_mapping, read_mapping
-from scalai.converters.checkpoint import WriteOptions
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named
-from support.checkpoints import LIMITS, state
+from support.checkpoints import carry, state
 from support.training.hugging_models import Gpt2, Llama, samples
 from support.training.jobs import Job
 
@@ -93,8 +90,7 @@ def test_its_own_class_loads_and_computes_the_same(tmp_path: Path, names: str, j
     source = replace(source, values=replace(source.values, arguments=arguments))
     mapping = read_mapping(find_mapping(names))
     weights, _ = adapted(source, TargetRequest("safetensors", mapping))
-    target = layout_named("safetensors").lay_out(weights, WriteOptions({}))
-    Conversion(weights, target, tmp_path / "weights", LIMITS).run()
+    carry(weights, tmp_path / "weights", "safetensors")
     config = config_of(job)
     config.save_pretrained(tmp_path / "weights")
     kind = {

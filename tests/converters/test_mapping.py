@@ -8,14 +8,13 @@ import pytest
 
 from scalai.converters.between.mapping import find_mapping, read_mapping
 from scalai.converters.between.translation import in_our_names, in_their_names, is_in_our_names
-from scalai.converters.checkpoint import Checkpoint, WriteOptions
+from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.describe import read_tensor
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.model_limits import Heads
 from scalai.converters.recorded import fingerprints
 from scalai.core.errors import RefusedError, UsageError
-from support.checkpoints import LIMITS, state
+from support.checkpoints import carry, state
 from support.gpt_shapes import GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama
 
 MODELS = [
@@ -82,8 +81,7 @@ def test_a_model_without_its_head_has_names_without_the_prefix() -> None:
 
 def test_what_is_cut_over_ranks_is_cut_again(tmp_path: Path) -> None:
     source, mapping = state(shapes=gpt()), read_mapping(find_mapping("gpt"))
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
-    Conversion(source, target, tmp_path / "tp2", LIMITS).run()
+    carry(source, tmp_path / "tp2", tp=2)
     cut, _ = in_their_names(open_checkpoint(tmp_path / "tp2"), mapping, Heads(HEADS))
     whole, _ = in_their_names(source, mapping, Heads(HEADS))
     assert fingerprints(cut, 1) == fingerprints(whole, 1)

@@ -12,7 +12,7 @@ import pytest
 from scalai.converters.between.model_config import config_arguments, contradictions
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
-from scalai.launch import cli
+from support.command import run
 
 pytestmark = pytest.mark.fault
 
@@ -161,12 +161,6 @@ def saved(directory: Path, content: Mapping[str, Any], **config: Any) -> Path:
     return directory
 
 
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(word) for word in words])
-    return int(ended.value.code or 0)
-
-
 def convert(source: Path, target: Path) -> int:
     job = source.parent / "job.toml"
     return run("reshard", source, target, "--to", "torch_dist", "--mapping", "llama",
@@ -213,12 +207,9 @@ def test_a_copy_of_the_embedding_is_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_lacks_something_is_refused(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    missing: str,
-    config: Mapping[str, Any],
-    words: str,
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    missing: str, config: Mapping[str, Any], words: str,
+) -> None:  # fmt: skip
     model = {name: of for name, of in tensors().items() if not name.startswith(missing)}
     source = saved(tmp_path / "hf", model, **config)
     assert convert(source, tmp_path / "out") == 3

@@ -18,8 +18,9 @@ from scalai.core.planner.model import ModelShape
 from scalai.store.generation import load_generation
 from scalai.store.manifest import write_manifest
 from scalai.store.places import find_generations
-from support.legacy_checkpoints import SHAPES, convert
-from support.legacy_checkpoints import gpt as checkpoint_of
+from support.checkpoints import GPT_SHAPES as SHAPES
+from support.checkpoints import convert
+from support.checkpoints import gpt as checkpoint_of
 from support.model_shapes import gpt
 
 GPT = (

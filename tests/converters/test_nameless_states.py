@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from scalai.converters.between.reference import read_reference
-from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.checkpoint import Checkpoint, ReadOptions
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.source_files import SourceFiles
 from scalai.core.errors import RefusedError
-from scalai.launch.cli import main
 from scalai.patches.deepspeed.checkpoint.saved_checkpoint import read_saved
 from scalai.patches.deepspeed.engine.masters import order_of
-from support.checkpoints import LIMITS
+from support.checkpoints import carry
+from support.command import logged, run
 
 pytestmark = pytest.mark.fault
 
@@ -91,9 +90,8 @@ def test_a_state_that_could_be_anothers_is_not_proven_to_be_one_parameters(
 ) -> None:
     source = open_checkpoint(saved(tmp_path / "a"))
     assert moments(source) != RIGHT
-    target = layout_named(layout).lay_out(source, WriteOptions({"dp": 2}))
     with pytest.raises(RefusedError, match=r"l\.0\.weight and l\.1\.weight.*--args-from"):
-        Conversion(source, target, tmp_path / "b", LIMITS).run()
+        carry(source, tmp_path / "b", layout, dp=2)
     assert not (tmp_path / "b").exists()
 
 
@@ -123,8 +121,7 @@ def test_without_the_moments_or_in_the_same_order_it_does_not_matter_whose_they_
 ) -> None:
     source = open_checkpoint(saved(tmp_path / "a"))
     for layout in ("deepspeed_zero0", "safetensors"):
-        target = layout_named(layout).lay_out(source, WriteOptions({"dp": 3}))
-        assert Conversion(source, target, tmp_path / layout, LIMITS).run()
+        assert carry(source, tmp_path / layout, layout, dp=3)
     kept = torch.load(tmp_path / "deepspeed_zero0/global_step1" / FILE)["optimizer"]["state"]
     was = torch.load(tmp_path / "a/global_step1" / FILE)["optimizer"]["state"]
     assert all(torch.equal(kept[n]["exp_avg"], was[n]["exp_avg"]) for n in range(4))
@@ -133,15 +130,11 @@ def test_without_the_moments_or_in_the_same_order_it_does_not_matter_whose_they_
 @pytest.mark.parametrize(
     ("listed", "is_right"), [(str(SORTED), True), ('["*"]', False), (str(SORTED[::-1]), False)]
 )
-def test_the_order_may_be_said_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], listed: str, is_right: bool
-) -> None:
+def test_the_order_may_be_said_in_a_file(tmp_path: Path, listed: str, is_right: bool) -> None:
     (tmp_path / "job.toml").write_text(GROUP + listed.replace("'", '"'))
     source, target = saved(tmp_path / "a"), tmp_path / "b"
-    with pytest.raises(SystemExit) as ended:
-        main(["reshard", str(source), str(target), "--to", "deepspeed_zero1", "--args-from",
-              str(tmp_path / "job.toml")])  # fmt: skip
-    assert ended.value.code == 0, capsys.readouterr().err
+    options = "--to", "deepspeed_zero1", "--args-from", tmp_path / "job.toml"
+    assert run("reshard", source, target, *options) == 0
     assert (moments(open_checkpoint(target)) == RIGHT) is is_right
 
 
@@ -193,8 +186,7 @@ def test_a_limit_of_the_gradient_that_nobody_states_is_left_to_the_engine(
     file = tmp_path / "a/global_step1" / FILE
     torch.save({**torch.load(file, weights_only=False), "ds_config": config}, file)
     source = open_checkpoint(tmp_path / "a")
-    target = layout_named("deepspeed_zero1").lay_out(source, WriteOptions({"dp": 1}))
-    Conversion(source, target, tmp_path / "b", LIMITS).run()
+    carry(source, tmp_path / "b", "deepspeed_zero1", dp=1)
     made = next((tmp_path / "b").rglob("*optim_states.pt"))
     state = torch.load(made, weights_only=False)["optimizer_state_dict"]
     assert state.get("clip_grad") == config.get("gradient_clipping")
@@ -205,6 +197,5 @@ def test_verify_says_what_no_bytes_prove(
 ) -> None:
     source = str(saved(tmp_path / "a"))
     for paths in ([source], [source, source]):
-        with pytest.raises(SystemExit):
-            main(["verify", *paths])
-        assert "warning: " in (out := capsys.readouterr().out) and "nothing proves" in out
+        _, said = logged(capsys, "verify", *paths)
+        assert "warning: " in said and "nothing proves" in said

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from scalai.converters import engine, journal
-from scalai.converters.checkpoint import Checkpoint, CheckpointTarget, WriteOptions
+from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.consistency import verify
-from scalai.converters.engine import Conversion
 from scalai.converters.journal import Journal, RunPart, alone, try_lock
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import PeerError, StoreError, UsageError
 from scalai.core.tensors.fingerprint import VERSION
-from support.checkpoints import LIMITS, state, write
+from support.checkpoints import carry, lay_out, state, write
 
 WIDTH = 256
 SHAPES = {
@@ -29,7 +28,7 @@ SHAPES = {
     **{f"decoder.layers.{n}.mlp.linear_fc2.weight": (WIDTH, 1024) for n in range(4)},
     "decoder.final_layernorm.weight": (WIDTH,),
 }
-DEGREES = {"tp": 2, "pp": 4}
+DEGREES: dict[str, Any] = {"tp": 2, "pp": 4}
 """Eight files of equal size."""
 
 
@@ -42,12 +41,11 @@ def convert(
     source: Checkpoint, folder: Path, number: int = 1, count: int = 1, **degrees: int
 ) -> Mapping[str, Any] | None:
     """Do a part of a conversion into ``folder/new``; None: another one finishes it."""
-    target = target_of(source, **degrees)
-    return Conversion(source, target, folder / "new", LIMITS, part=RunPart(number, count)).run()
-
-
-def target_of(source: Checkpoint, **degrees: int) -> CheckpointTarget:
-    return layout_named("torch_dist").lay_out(source, WriteOptions(degrees or DEGREES))
+    part = RunPart(number, count)
+    report: Mapping[str, Any] | None = carry(
+        source, folder / "new", part=part, **(degrees or DEGREES)
+    )
+    return report
 
 
 def start(source: Checkpoint, destination: Path, part: str) -> "subprocess.Popen[str]":
@@ -87,7 +85,7 @@ def test_what_is_no_part_is_refused(text: str) -> None:
 def test_three_processes_make_what_one_makes(tmp_path: Path, source: Checkpoint) -> None:
     processes = [start(source, tmp_path / "new", f"{number}/3") for number in (1, 2, 3)]
     assert sorted(last_events(processes)) == ["done", "part", "part"]
-    Conversion(source, target_of(source), tmp_path / "one", LIMITS).run()
+    carry(source, tmp_path / "one", **DEGREES)
     for path in sorted((tmp_path / "one").rglob("*.distcp")):
         other = tmp_path / "new" / path.relative_to(tmp_path / "one")
         assert other.read_bytes() == path.read_bytes()
@@ -117,7 +115,9 @@ def test_a_run_of_the_whole_does_what_parts_have_left(tmp_path: Path, source: Ch
     assert convert(source, tmp_path, 2, 3) is None
     report = convert(source, tmp_path)
     assert report is not None
-    mine = RunPart(2, 3).files([file.size_bytes for file in target_of(source).placed.files])
+    mine = RunPart(2, 3).files(
+        [file.size_bytes for file in lay_out(source, **DEGREES).placed.files]
+    )
     assert report["resumed_tasks"] == len(mine) > 0
     assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
 

@@ -11,8 +11,8 @@ from scalai.converters.consistency import verify
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import whole
-from scalai.launch import cli
 from support.checkpoints import state, write
+from support.command import logged, run
 
 AVERAGE = Tensor("user/average", (4,), "F32")
 
@@ -38,15 +38,11 @@ def test_another_layout_goes_without_it_and_says_so(
 ) -> None:
     write(tmp_path / "saved", "scalai", registered())
     whole_state = write(tmp_path / "other", "torch_dist")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["reshard", str(tmp_path / "saved"), str(tmp_path / "new"), "--to", "torch_dist",
-                  "--pp", "2"])  # fmt: skip
-    reported = capsys.readouterr()
-    assert ended.value.code == 0, reported.err
-    assert "left out user/average, which a script registered" in reported.out
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["verify", str(tmp_path / "new"), str(whole_state.directory)])
-    assert ended.value.code == 0, capsys.readouterr().out
+    code, text = logged(
+        capsys, "reshard", tmp_path / "saved", tmp_path / "new", "--to", "torch_dist", "--pp", 2
+    )
+    assert code == 0 and "left out user/average, which a script registered" in text, text
+    assert run("verify", tmp_path / "new", whole_state.directory) == 0
 
 
 def test_what_has_no_parameter_and_was_not_registered_is_refused(tmp_path: Path) -> None:

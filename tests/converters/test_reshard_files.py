@@ -13,16 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalai.converters import consistency
-from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.consistency import compare, verify
-from scalai.converters.engine import Conversion, Limits, table_bytes_of
-from scalai.converters.journal import Journal
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.engine import Limits, table_bytes_of
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.streaming import Gatherer
 from scalai.converters.work import BATCH_FILES, TASK_BYTES, TURNS, Task, Unit, batches, plan_work
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.tensors.region import Box
-from support.checkpoints import LIMITS, SHAPES, state, write
+from support.checkpoints import SHAPES, carry, lay_out, state, write
 from support.command import run
 
 MANY = {f"decoder.layers.{layer}.mlp.linear_fc2.bias": (4,) for layer in range(2, 40)}
@@ -96,9 +94,8 @@ def test_too_little_room_is_said_before_anything_is_written(
     source = write(tmp_path / "source")
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({}))
     with pytest.raises(StoreError, match=r"1000 bytes free, and \d+ are needed"):
-        Conversion(source, target, tmp_path / "new", LIMITS).run()
+        carry(source, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -112,62 +109,13 @@ def test_the_tables_of_very_many_tensors_count_as_memory(tmp_path: Path) -> None
         write(tmp_path / name, source=state(shapes=shapes))
         for name, shapes in (("few", SHAPES), ("many", {**SHAPES, **MANY}))
     )
-    sizes = [
-        table_bytes_of(source, layout_named("torch_dist").lay_out(source, WriteOptions({})))
-        for source in (few, many)
-    ]
+    sizes = [table_bytes_of(source, lay_out(source)) for source in (few, many)]
     rows = 7 * len(MANY)  # a parameter, its moments and its step; in the target it lies twice
     assert sizes[1] - sizes[0] >= rows * 1400
     limits = Limits(memory_bytes=64 << 20, workers=1, table_bytes=sizes[0])
     assert limits.buffer_bytes == 4 << 20
     with pytest.raises(UsageError, match=r"and 60000000 bytes of tables. Give at least 8\d{7},"):
         _ = Limits(memory_bytes=64 << 20, workers=1, table_bytes=60_000_000).buffer_bytes
-
-
-BIG = {"embedding.word_embeddings.weight": (2048, 1024), "decoder.final_layernorm.weight": (1024,)}
-
-
-def test_a_killed_run_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write(tmp_path / "source", source=state(shapes=BIG))
-    monkeypatch.setattr("scalai.converters.work.TASK_BYTES", 1 << 20)
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
-    stopped_at = []
-
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
-            stopped_at.append(done)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Conversion(source, target, tmp_path / "new", LIMITS).run(stop)
-    assert not (tmp_path / "new").exists()
-    journal = tmp_path / ".new.partial" / ".scalai-journal"
-    journal.write_bytes(journal.read_bytes()[:-7])  # as a kill in the middle of a line leaves it
-    seen = []
-    report = Conversion(source, target, tmp_path / "new", LIMITS).run(
-        lambda done, _: seen.append(done)
-    )
-    assert report is not None and report["resumed_tasks"] > 3
-    assert 0 < seen[0] < stopped_at[0]
-    assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
-
-
-def test_a_started_run_of_another_source_is_not_continued(tmp_path: Path) -> None:
-    first = write(tmp_path / "first")
-    second = write(tmp_path / "second", source=state(step=5))
-    partial = tmp_path / ".new.partial"
-    partial.mkdir()
-    Journal(partial, "of the first").close()
-    (partial / "stray").write_text("")
-    target = layout_named("torch_dist").lay_out(second, WriteOptions({}))
-    report = Conversion(second, target, tmp_path / "new", LIMITS).run()
-    assert report is not None and report["resumed_tasks"] == 0
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        "iter_0000005", "latest_checkpointed_iteration.txt", "scalai.json",
-    ]  # fmt: skip
-    assert verify(open_checkpoint(tmp_path / "new"), 1) != verify(first, 1)
 
 
 def test_what_differs_is_named_with_its_place(
@@ -210,10 +158,9 @@ def test_a_source_without_hyperparameters_is_refused_with_the_way_out(tmp_path: 
     source = state()
     bare = tuple({k: v for k, v in g.items() if k != "betas"} for g in source.values.param_groups)
     poor = replace(source, values=replace(source.values, param_groups=bare))
-    layout = layout_named("torch_dist")
     with pytest.raises(RefusedError, match="--args-from"):
-        layout.lay_out(poor, WriteOptions({}))
-    target = layout.lay_out(poor, WriteOptions({}, reference=source.values))
+        lay_out(poor)
+    target = lay_out(poor, reference=source.values)
     assert any("betas" in note and "--args-from" in note for note in target.notes)
 
 
@@ -266,7 +213,7 @@ def test_a_file_that_was_replaced_leaves_nothing(tmp_path: Path) -> None:
 
 def test_files_that_were_read_are_closed_with_their_reader(tmp_path: Path) -> None:
     source = write(tmp_path / "one")
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
+    target = lay_out(source, tp=2)
     work = plan_work(source, target, 1 << 20)
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")

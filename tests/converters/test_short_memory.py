@@ -20,15 +20,13 @@ from typing import Any
 import pytest
 
 from scalai.converters import engine, forked
-from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.consistency import verify
-from scalai.converters.engine import Conversion
 from scalai.converters.forked import map_forked
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import MemoryShortError, PeerError, RefusedError
-from scalai.launch import cli
 from scalai.runtime.at_once import THREADS, at_once
-from support.checkpoints import LIMITS, deepspeed_state, state, write
+from support.checkpoints import carry, deepspeed_state, state, write
+from support.command import logged
 
 pytestmark = pytest.mark.fault
 
@@ -86,10 +84,8 @@ def test_memory_that_runs_out_in_the_kernel_is_called_so_too(
     monkeypatch.setattr(builtins, "open", opened)
     monkeypatch.setattr(io, "open", opened)
     command = ["reshard", tmp_path / "source", tmp_path / "new", "--dp", 1, "--workers", 1]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*map(str, command)])
-    assert ended.value.code == 1
-    assert "memory ran out" in capsys.readouterr().err
+    code, said = logged(capsys, *command)
+    assert code == 1 and "memory ran out" in said
     assert not (tmp_path / "new").exists()
 
 
@@ -222,13 +218,12 @@ def test_memory_that_runs_out_in_a_worker_is_an_error(
         raise error
 
     source = write(tmp_path / "source")
-    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
     with monkeypatch.context() as patched:
         patched.setattr(engine, "run_tasks", run_out)
         with pytest.raises(MemoryShortError, match=r"1 workers with --memory of \d+ bytes"):
-            Conversion(source, target, tmp_path / "new", LIMITS).run()
+            carry(source, tmp_path / "new", tp=2)
     assert not (tmp_path / "new").exists()
-    Conversion(source, target, tmp_path / "new", LIMITS).run()
+    carry(source, tmp_path / "new", tp=2)
     assert verify(open_checkpoint(tmp_path / "new"), 0) == verify(source, 0)
 
 
@@ -240,10 +235,8 @@ def test_memory_that_runs_out_in_the_command_is_said(
 
     write(tmp_path / "source", source=state())
     monkeypatch.setattr(engine, "plan_work", run_out)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["reshard", str(tmp_path / "source"), str(tmp_path / "new")])
-    assert ended.value.code == 1
-    assert "memory ran out in this process" in capsys.readouterr().err
+    code, said = logged(capsys, "reshard", tmp_path / "source", tmp_path / "new")
+    assert code == 1 and "memory ran out in this process" in said
 
 
 class LetGoOn(logging.Handler):

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,19 @@ from scalai.converters.checkpoint import (
     Checkpoint,
     FilePiece,
     ReadOptions,
-    Values,
-    WriteOptions,
     place,
 )
 from scalai.converters.consistency import compare, verify
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.common_state import COMMON_FILE, COMMON_OBJECT, FORM, read_common
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.megatron.torch_dist_writer import LINKS, content_of
 from scalai.converters.torch_archive import lay_out_archive
 from scalai.core.errors import RefusedError
-from support.checkpoints import GROUP, LIMITS, newest, state, write
+from support.checkpoints import GROUP, lay_out, newest, state, write
 from support.command import run
+from support.damage import Damage
+from support.rejects import lost, replaced
 
 
 def write_new(directory: Path, **degrees: Any) -> Checkpoint:
@@ -87,31 +85,21 @@ def test_the_form_is_that_of_the_targets_job(
         assert recorded == (form == COMMON_OBJECT)
 
 
-def flip_a_bit(directory: Path) -> None:
-    path = directory / "__0_0.distcp"
-    path.write_bytes(path.read_bytes().replace(b"opt_param_scheduler", b"opt_param_schedulfr", 1))
-
-
 def rename_the_folder(directory: Path) -> None:
     directory.rename(directory.with_name("iter_0000005"))
     (directory.parent / "latest_checkpointed_iteration.txt").write_text("5")
 
 
-def lose_the_marker(directory: Path) -> None:
-    (directory / "metadata.json").unlink()
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (flip_a_bit, "Bad CRC-32"),
+        (replaced("__0_0.distcp", b"opt_param_scheduler", b"opt_param_schedulfr"), "Bad CRC-32"),
         (rename_the_folder, "common_state/shard_0_1 is of iteration 3, not 5"),
-        (lose_the_marker, "so the save was interrupted"),
+        (lost("metadata.json"), "so the save was interrupted"),
     ],
+    ids=["bit", "iteration", "marker"],
 )
-def test_a_damaged_one_is_refused(
-    tmp_path: Path, damage: Callable[[Path], None], words: str
-) -> None:
+def test_a_damaged_one_is_refused(tmp_path: Path, damage: Damage, words: str) -> None:
     damage(write_new(tmp_path / "new").directory)
     with pytest.raises(RefusedError, match=words):
         open_checkpoint(tmp_path / "new")
@@ -129,11 +117,6 @@ def chained(*groups: dict[str, Any], links: tuple[int, ...] = ()) -> Checkpoint:
     return replace(source, values=values)
 
 
-def lay_out(source: Checkpoint, reference: Values | None = None, **options: Any) -> Any:
-    target = WriteOptions(options.pop("degrees", {}), reference=reference, **options)
-    return layout_named("torch_dist").lay_out(source, target)
-
-
 def test_each_optimizer_of_a_chain_keeps_its_groups(tmp_path: Path) -> None:
     written = write(tmp_path / "out", source=chained(MUON, ADAM, ADAM, links=(1, 2)), tp=2)
     assert written.values.extra[LINKS] == (1, 2)
@@ -146,11 +129,10 @@ def test_each_optimizer_of_a_chain_keeps_its_groups(tmp_path: Path) -> None:
 
 def test_groups_that_say_nothing_get_those_at_their_place(tmp_path: Path) -> None:
     reference = write(tmp_path / "reference", source=chained(MUON, ADAM, links=(1, 1))).values
-    target = lay_out(chained(RATES, RATES), reference)
-    Conversion(chained(RATES, RATES), target, tmp_path / "out", LIMITS).run()
-    assert open_checkpoint(tmp_path / "out").values.param_groups == (MUON, ADAM)
+    written = write(tmp_path / "out", source=chained(RATES, RATES), reference=reference)
+    assert written.values.param_groups == (MUON, ADAM)
     with pytest.raises(RefusedError, match="nor a momentum"):
-        lay_out(chained(RATES), reference)
+        lay_out(chained(RATES), reference=reference)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +140,7 @@ def test_groups_that_say_nothing_get_those_at_their_place(tmp_path: Path) -> Non
     [
         (chained(MUON, ADAM), {}),
         (chained(MUON, ADAM, links=(1, 1)), {"is_split": True}),
-        (chained(MUON, {**ADAM, "is_expert_parallel": True}, links=(1, 1)), {"degrees": {"ep": 2}}),
+        (chained(MUON, {**ADAM, "is_expert_parallel": True}, links=(1, 1)), {"ep": 2}),
     ],
     ids=["no links", "split over ranks", "other experts"],
 )

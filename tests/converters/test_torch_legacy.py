@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from scalai.converters import pickles
-from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.consistency import verify
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.grad_buffers import BufferMember, bucket_numel, lay_buffer
 from scalai.converters.megatron.torch_dist_writer import content_of
 from scalai.converters.torch_archive import NewTensor, lay_out_archive
 from scalai.core.errors import RefusedError
+from support.checkpoints import GPT_GROUPS, GPT_LAYERS, GPT_SHAPES, convert, gpt, lay_out
 from support.damage import change_tree
-from support.legacy_checkpoints import GROUPS, ITERATION, LAYERS, SHAPES, convert, fingerprints, gpt
+from support.rejects import ITERATION
 
 
 @pytest.mark.parametrize("is_split", [True, False])
@@ -33,10 +33,7 @@ def test_every_element_survives_any_degrees(
     legacy = convert(gpt(**arguments), tmp_path / "legacy", is_split=is_split, **degrees)
     assert {axis: legacy.values.degrees[axis] for axis in degrees} == degrees
     assert legacy.values.is_split is is_split
-    verify(legacy, workers=0)
-    convert(legacy, tmp_path / "again", "scalai")
-    convert(gpt(), tmp_path / "straight", "scalai")
-    assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "straight")
+    assert verify(legacy, workers=0) == verify(gpt(), workers=0)
 
 
 @pytest.mark.parametrize("is_split", [True, False])
@@ -45,13 +42,10 @@ def test_without_arguments_a_tied_embedding_is_told_by_its_content(
     tmp_path: Path, rows: int, is_split: bool
 ) -> None:
     # A tensor-parallel rank has fewer elements of the smaller one than are compared elsewhere.
-    made = gpt({**SHAPES, "embedding.word_embeddings.weight": (rows, 8)})
+    made = gpt({**GPT_SHAPES, "embedding.word_embeddings.weight": (rows, 8)})
     source = replace(made, values=replace(made.values, arguments=None))
     legacy = convert(source, tmp_path / "legacy", is_split=is_split, tp=2, pp=2)
-    verify(legacy, workers=0)
-    convert(legacy, tmp_path / "again", "scalai")
-    convert(source, tmp_path / "straight", "scalai")
-    assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "straight")
+    assert verify(legacy, workers=0) == verify(source, workers=0)
 
 
 @pytest.mark.parametrize("is_split", [True, False])
@@ -89,15 +83,17 @@ def test_layers_that_predict_further_tokens_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(RefusedError, match=r"\(MTP\), .* --ckpt-format torch_dist"):
         open_checkpoint(tmp_path / "legacy")
-    source = gpt({**SHAPES, "mtp.layers.0.eh_proj.weight": (8, 16)})
+    source = gpt({**GPT_SHAPES, "mtp.layers.0.eh_proj.weight": (8, 16)})
     with pytest.raises(RefusedError, match=r"mtp\..*Write torch_dist instead"):
-        layout_named("torch").lay_out(source, WriteOptions({"pp": 2}))
+        lay_out(source, "torch", pp=2)
 
 
 def test_extra_state_travels_by_layer_in_torch_dist(tmp_path: Path) -> None:
     made = gpt()
     key = "decoder.layers.self_attention.linear_qkv._extra_state/shard_"
-    kept = {f"{key}{n}_{LAYERS}": content_of(lay_out_archive([io.BytesIO(b"fp8")])) for n in (0, 3)}
+    kept = {
+        f"{key}{n}_{GPT_LAYERS}": content_of(lay_out_archive([io.BytesIO(b"fp8")])) for n in (0, 3)
+    }
     source = replace(made, values=replace(made.values, extra={"objects": kept}))
     converted = convert(source, tmp_path / "dist", "torch_dist", tp=2, pp=2)
     objects = converted.values.extra["objects"]
@@ -105,24 +101,21 @@ def test_extra_state_travels_by_layer_in_torch_dist(tmp_path: Path) -> None:
 
 
 def test_experts_are_found_under_their_own_numbers(tmp_path: Path) -> None:
-    shapes = {name: shape for name, shape in SHAPES.items() if "mlp.linear_fc" not in name}
-    for layer in range(LAYERS):
+    shapes = {name: shape for name, shape in GPT_SHAPES.items() if "mlp.linear_fc" not in name}
+    for layer in range(GPT_LAYERS):
         mlp = f"decoder.layers.{layer}.mlp"
         shapes[f"{mlp}.router.weight"] = (4, 8)
         for expert in range(4):
             shapes[f"{mlp}.experts.experts.{expert}.linear_fc1.weight"] = (8, 8)
             shapes[f"{mlp}.experts.experts.{expert}.linear_fc2.weight"] = (8, 4)
     source = gpt(shapes)
-    groups = [{**g, "is_expert_parallel": flag} for flag in (False, True) for g in GROUPS]
+    groups = [{**g, "is_expert_parallel": flag} for flag in (False, True) for g in GPT_GROUPS]
     source = replace(source, values=replace(source.values, param_groups=tuple(groups)))
-    convert(source, tmp_path / "straight", "scalai")
     for is_split in (True, False):
         folder = tmp_path / f"split-{is_split}"
         legacy = convert(source, folder, is_split=is_split, tp=2, ep=2)
         assert (folder / ITERATION / "mp_rank_01_001").is_dir()
-        convert(legacy, tmp_path / f"again-{is_split}", "scalai")
-        again, straight = tmp_path / f"again-{is_split}", tmp_path / "straight"
-        assert fingerprints(again) == fingerprints(straight)
+        assert verify(legacy, workers=0) == verify(source, workers=0)
 
 
 def test_parameters_lie_in_reverse_order_and_buckets_lose_their_padding() -> None:
@@ -153,9 +146,9 @@ def test_buckets_are_as_large_as_megatrons_arguments_say(
 
 
 def test_modules_whose_order_is_unknown_are_not_written_by_order(tmp_path: Path) -> None:
-    source = gpt({**SHAPES, "decoder.layers.0.mixer.weight": (8,)})
+    source = gpt({**GPT_SHAPES, "decoder.layers.0.mixer.weight": (8,)})
     with pytest.raises(RefusedError, match=r"mixer\.weight.*order.*torch_dist"):
-        layout_named("torch").lay_out(source, WriteOptions({}))
+        lay_out(source, "torch")
 
 
 def test_new_streams_are_those_of_torch_behind_a_seed() -> None:
@@ -182,5 +175,5 @@ def test_foreign_values_of_the_arguments_stay_what_they_are(tmp_path: Path) -> N
 
 
 def test_a_note_says_how_the_vocabulary_keeps_its_rows() -> None:
-    target = layout_named("torch").lay_out(gpt(), WriteOptions({"tp": 4}))
+    target = lay_out(gpt(), "torch", tp=4)
     assert any("16 rows: load with --make-vocab-size-divisible-by 4" in n for n in target.notes)

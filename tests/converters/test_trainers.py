@@ -11,7 +11,7 @@ import pytest
 from scalai.converters.consistency import verify
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import ProofError
-from scalai.launch import cli
+from support.command import run as command
 from support.training.deepspeed_checks import cases
 from support.training.deepspeed_jobs import Job, Runner
 
@@ -77,12 +77,6 @@ def goes_on(uninterrupted: list[dict[str, Any]], resumed: list[dict[str, Any]]) 
     assert max(differences) < FP32
 
 
-def scalai(*words: object) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(word) for word in words])
-    assert not ended.value.code
-
-
 CASES = [
     ("stage-1-2-to-4", (1, 2), (1, 4)),
 ]
@@ -103,16 +97,20 @@ def test_a_checkpoint_of_trainer_is_resumed_by_it_at_another_number_of_ranks(
     one = run(run_deepspeed, TRAINER, tmp_path / "one", *before, "--save-every", SAVED_AFTER)
     source, new = tmp_path / "one/out" / f"checkpoint-{SAVED_AFTER}", tmp_path / "new"
     layout = f"deepspeed_zero{after[0]}"
-    scalai("reshard", source, new, "--dp", after[1], "--to", layout)
+    assert command("reshard", source, new, "--dp", after[1], "--to", layout) == 0
     assert "goes on with those of rank r modulo" in capsys.readouterr().out
     for name in ("trainer_state.json", "training_args.bin", "scheduler.pt", "config.json"):
         assert (new / name).read_bytes() == (source / name).read_bytes()
     streams = {path.name for path in new.glob("rng_state*")}
     wanted = {f"rng_state_{rank}.pth" for rank in range(after[1])}
     assert streams == (wanted if after[1] > 1 else {"rng_state.pth"})
+    if before[1] > 1:
+        for rank, name in enumerate(sorted(streams)):
+            of = source / f"rng_state_{rank % before[1]}.pth"
+            assert (new / name).read_bytes() == of.read_bytes()
     assert verify(open_checkpoint(new), 1) == verify(open_checkpoint(source), 1)
     goes_on(one, run(run_deepspeed, TRAINER, tmp_path / "two", *after, "--resume", new))
-    scalai("inspect", new)
+    assert command("inspect", new) == 0
     assert "saved by   transformers' Trainer" in capsys.readouterr().out
     (new / "trainer_state.json").write_text("{}")
     with pytest.raises(ProofError, match=r"trainer_state\.json"):
@@ -126,7 +124,9 @@ def test_a_checkpoint_of_accelerate_is_loaded_by_it_at_another_number_of_ranks(
     """Acceptance case 19."""
     one = run(run_deepspeed, ACCELERATE, tmp_path / "one", *before, "--save-at", SAVED_AFTER)
     source, new = tmp_path / "one" / "out", tmp_path / "new"
-    scalai("reshard", source, new, "--dp", after[1], "--to", f"deepspeed_zero{after[0]}")
+    assert (
+        command("reshard", source, new, "--dp", after[1], "--to", f"deepspeed_zero{after[0]}") == 0
+    )
     assert len(list(new.glob("random_states_*.pkl"))) == after[1]
     two = run(run_deepspeed, ACCELERATE, tmp_path / "two", *after, "--resume", new)
     goes_on(one, two)
@@ -146,7 +146,7 @@ def test_weights_of_a_trainer_are_loaded_by_from_pretrained(
     run(run_deepspeed, TRAINER, tmp_path / "one", 3, 2, *flags)
     source, new = tmp_path / "one/out" / f"checkpoint-{SAVED_AFTER}", tmp_path / "new"
     assert not (source / "model.safetensors").exists()
-    scalai("reshard", source, new, "--to", "safetensors")
+    assert command("reshard", source, new, "--to", "safetensors") == 0
     names = {"config.json", "generation_config.json", "model.safetensors", "scalai.json"}
     assert {path.name for path in new.iterdir()} == names
     kind: Any = transformers.GPT2LMHeadModel

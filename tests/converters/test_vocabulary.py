@@ -1,6 +1,5 @@
 """A vocabulary of 50257 tokens, padded for other degrees of tensor parallelism."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalai.converters.checkpoint import Checkpoint, WriteOptions
+from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.consistency import verify
 from scalai.converters.describe import read_tensor
-from scalai.converters.engine import Conversion
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.recorded import fingerprints
-from scalai.launch import cli
-from support.checkpoints import LIMITS, state
+from support.checkpoints import carry, state
+from support.command import reported, run
 from support.gpt_shapes import HEADS, gpt
 
 VOCABULARY = 50257
@@ -43,25 +41,16 @@ def model(tp: int, **arguments: Any) -> Checkpoint:
     return replace(source, values=values)
 
 
-def write(source: Checkpoint, directory: Path, layout: str) -> Path:
-    Conversion(
-        source, layout_named(layout).lay_out(source, WriteOptions({})), directory, LIMITS
-    ).run()
+def saved_in(directory: Path, source: Checkpoint, layout: str = "torch_dist") -> Path:
+    carry(source, directory, layout)
     return directory
-
-
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(word) for word in words])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 @pytest.mark.parametrize("layout", ["torch_dist", "torch"])
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (1, 4), (2, 8), (8, 1)])
 def test_50257_tokens_at_other_tp(tmp_path: Path, layout: str, old: int, new: int) -> None:
     source = model(old, vocab_size=VOCABULARY)
-    saved = write(source, tmp_path / "saved", layout)
+    saved = saved_in(tmp_path / "saved", source, layout)
     assert run("reshard", saved, tmp_path / "stays", "--tp", new) == 0
     assert verify(open_checkpoint(tmp_path / "stays"), 1) == fingerprints(source, 1)
     assert run("reshard", saved, tmp_path / "out", "--tp", new, "--repad") == 0
@@ -80,14 +69,11 @@ def test_50257_tokens_at_other_tp(tmp_path: Path, layout: str, old: int, new: in
             assert not after[kept:].any()
 
 
-def test_there_and_back_only_rows_of_no_token_are_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_there_and_back_only_rows_of_no_token_are_lost(tmp_path: Path) -> None:
     source = model(1, vocab_size=VOCABULARY)
-    saved = write(source, tmp_path / "saved", "torch_dist")
-    assert run("reshard", saved, tmp_path / "exact", "--repad", VOCABULARY, "--json") == 0
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert any("losses will differ" in event.get("text", "") for event in events)
+    saved = saved_in(tmp_path / "saved", source)
+    said = reported("reshard", saved, tmp_path / "exact", "--repad", VOCABULARY)
+    assert any("losses will differ" in text for texts in said.values() for text in texts)
     assert run("reshard", tmp_path / "exact", tmp_path / "back", "--repad") == 0
     back = open_checkpoint(tmp_path / "back")
     before, after = (read_tensor(one, f"exp_avg/{EMBEDDING}")[1] for one in (source, back))
@@ -105,20 +91,17 @@ def test_there_and_back_only_rows_of_no_token_are_lost(
     ],
 )
 def test_a_vocabulary_that_is_unknown_or_too_large_is_refused(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: dict[str, Any],
-    options: tuple[object, ...],
-    words: str,
-) -> None:
-    saved = write(model(1, **arguments), tmp_path / "saved", "torch_dist")
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    arguments: dict[str, Any], options: tuple[object, ...], words: str,
+) -> None:  # fmt: skip
+    saved = saved_in(tmp_path / "saved", model(1, **arguments))
     assert run("reshard", saved, tmp_path / "out", *options) == 3
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_file_says_how_many_tokens_there_are(tmp_path: Path) -> None:
-    saved = write(model(1), tmp_path / "saved", "torch_dist")
+    saved = saved_in(tmp_path / "saved", model(1))
     (tmp_path / "job.toml").write_text(f"[megatron]\nvocab_size = {VOCABULARY}\n")
     options = "--tp", 4, "--repad", "--args-from", tmp_path / "job.toml"
     assert run("reshard", saved, tmp_path / "out", *options) == 0
@@ -131,7 +114,7 @@ def test_hugging_faces_files_get_the_rows_of_tokens_alone(tmp_path: Path) -> Non
     source = state(shapes=shapes)
     arguments = {"vocab_size": 17, "padded_vocab_size": 20, "num_attention_heads": HEADS}
     source = replace(source, values=replace(source.values, arguments=arguments))
-    saved = write(source, tmp_path / "saved", "torch_dist")
+    saved = saved_in(tmp_path / "saved", source)
     options = "--to", "safetensors", "--mapping", "gpt", "--repad"
     assert run("reshard", saved, tmp_path / "out", *options) == 0
     tensor, values = read_tensor(open_checkpoint(tmp_path / "out"), "param/transformer.wte.weight")

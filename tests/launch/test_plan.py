@@ -13,8 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from scalai.launch.cli import main
-from support.checkpoints import deepspeed_state, write
-from support.legacy_checkpoints import convert, gpt
+from support.checkpoints import convert, deepspeed_state, gpt, write
 
 TRACES = Path(__file__).parents[2] / "examples" / "traces"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,18 +1,50 @@
 """Bad checkpoints as cases: the damage to a whole one by small editors, and the words."""
 
+import argparse
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
-from scalai.converters.checkpoint import REPORT
+from scalai.converters.checkpoint import REPORT, Checkpoint
 from scalai.converters.layouts import open_checkpoint
-from support.damage import Damage
+from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, read_metadata
+from scalai.converters.megatron.torch_dist_writer import content_of
+from scalai.converters.torch_archive import NewTensor, lay_out_archive
+from scalai.core.tensors.region import Box
+from scalai.store.manifest import digest_of
+from support.checkpoints import (
+    GPT_SHAPES,
+    convert,
+    deepspeed_state,
+    experts_state,
+    gpt,
+    newest,
+    state,
+    write,
+)
+from support.damage import (
+    Damage,
+    View,
+    age,
+    change_chunks,
+    change_key,
+    change_tree,
+    compress,
+    link_outside,
+    make_complex,
+    merge,
+    plant,
+    rewrite_zip,
+    write_view,
+)
 
 ITEMS = {
     "path": "files outside of the checkpoint: absolute, by .., by a link",
@@ -35,10 +67,11 @@ ITEMS = {
     "setting": "a setting of the job that is of another kind",
     "code": "a pickle that would run something",
 }
+NORM = "decoder.final_layernorm.weight"
 
 
 @dataclass(frozen=True)
-class Case:
+class Reject:
     """An item of the list, the damage to a whole checkpoint, the words and the exit code."""
 
     item: str
@@ -49,11 +82,21 @@ class Case:
 
 def on(change: Callable[[Path], object], path: str) -> Damage:
     """Return a damage of one file or folder."""
+    return lambda directory: change(directory / path)
 
-    def damage(directory: Path) -> None:
-        change(directory / path)
 
-    return damage
+def edited(path: str, change: Callable[[Any], Any]) -> Damage:
+    """Return a damage of the tree in one of torch's files."""
+    return on(lambda file: change_tree(file, change), path)
+
+
+def merged(path: str, **entries: Any) -> Damage:
+    return on(lambda file: merge(file, entries), path)
+
+
+def viewed(path: str, tree: Callable[[View], Any], shape: Any, stride: Any) -> Damage:
+    """Return a damage that puts a tree with a view of 16 bytes into a file."""
+    return on(lambda file: write_view(file, tree(View(shape, stride))), path)
 
 
 def replaced(path: str, old: bytes, new: bytes) -> Damage:
@@ -74,13 +117,15 @@ def cut(path: str, size_bytes: int) -> Damage:
 
 
 def copied(path: str, to: str) -> Damage:
-    return lambda directory: shutil.copytree(directory / path, directory / to)
+    def damage(directory: Path) -> None:
+        copy = shutil.copytree if (directory / path).is_dir() else shutil.copy
+        copy(directory / path, directory / to)
 
-
-def rename(damage: Callable[[Path], None], name: str) -> Callable[[Path], None]:
-    """Name a damage that a function has made."""
-    damage.__name__ = name.replace("/", "_")
     return damage
+
+
+def without(entries: Mapping[Any, Any], key: object) -> dict[Any, Any]:
+    return {name: value for name, value in entries.items() if name != key}
 
 
 def edit_values(directory: Path, name: str, change: Callable[[Any], None]) -> None:
@@ -103,22 +148,722 @@ def edit_values(directory: Path, name: str, change: Callable[[Any], None]) -> No
             data.flush()
 
 
-def spoil(name: str) -> Callable[[Path], None]:
+def spoil(name: str) -> Damage:
     """Return what changes values of a tensor, and not the proof beside it."""
 
     def change(values: Any) -> None:
         values += 1
 
-    return rename(lambda directory: edit_values(directory, name, change), "spoil")
+    return lambda directory: edit_values(directory, name, change)
 
 
 def with_nan(directory: Path) -> None:
     """Fill a parameter with NaN, as if it had been saved so."""
     (directory / REPORT).unlink()
-    name = "param/decoder.final_layernorm.weight"
-    edit_values(directory, name, lambda values: values.fill(np.nan))
+    edit_values(directory, f"param/{NORM}", lambda values: values.fill(np.nan))
 
 
-def report_version(directory: Path) -> None:
-    path = directory / REPORT
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))
+def with_entries(path: str, **entries: Any) -> Damage:
+    """Return a damage of the object in a file of JSON."""
+    return on(
+        lambda file: file.write_text(json.dumps({**json.loads(file.read_text()), **entries})), path
+    )
+
+
+OF_THE_REPORT = Reject("version", with_entries(REPORT, version=99), "scalai.json is of version 99")
+SPOILT = Reject("digest", spoil(f"exp_avg/{NORM}"), "says was written", 4)
+NAN = Reject("suspect", with_nan, "nothing but NaN", 0)
+
+
+def archived(file: str, tree: Callable[[View], Any]) -> list[Reject]:
+    """Return the cases of one of torch's files, in which ``tree`` holds a tensor."""
+    return [
+        Reject("path", on(link_outside, file), "is a link to outside"),
+        Reject("dtype", on(make_complex, file), "of an unknown kind"),
+        Reject("shape", viewed(file, tree, (-4,), (1,)), "a tensor [-4] reaches beyond its"),
+        Reject("truncated", cut(file, 1), f"{Path(file).name} is damaged or truncated"),
+        Reject("bomb", on(compress, file), "is compressed; torch stores plainly"),
+        Reject("bomb", viewed(file, tree, (1 << 50, 4), (0, 1)), "beyond its storage of 16 bytes"),
+        Reject("version", on(age, file), "is of version 99 of torch's format"),
+        Reject("code", on(plant, file), "os.system, which no checkpoint"),
+        OF_THE_REPORT, SPOILT, NAN,
+    ]  # fmt: skip
+
+
+# Megatron's torch_dist.
+ITERATION = "iter_0000003"
+METADATA, COMMON = f"{ITERATION}/.metadata", f"{ITERATION}/common.pt"
+EMBEDDING = "embedding.word_embeddings.weight"
+"""[8, 4], in two chunks of [4, 4]."""
+PLANTED = b"(S'touch /tmp/this-must-not-be'\ntR."
+
+
+def key(change: Callable[[StoredKey], StoredKey], name: str = EMBEDDING) -> Damage:
+    return on(lambda here: change_key(here, name, change), ITERATION)
+
+
+def point_at(file: str) -> Damage:
+    def damage(directory: Path) -> None:
+        first = read_metadata(directory / ITERATION).tensors[0]
+        extent = first.chunks[0].extent
+        shutil.copy(directory / ITERATION / extent.file, directory / "stolen")
+        change_chunks(directory / ITERATION, first.key, {"extent": replace(extent, file=file)})
+
+    return damage
+
+
+def repeat_an_element(directory: Path) -> None:
+    """A tensor of 2**62 elements by strides of 0, in a file of some bytes."""
+    path = directory / ITERATION / "__2_0.distcp"
+    write_view(path, View((1 << 62, 4), (0, 1)))
+    chunk = Chunk(Box((0, 0), (1 << 62, 4)), Extent(path.name, 0, path.stat().st_size))
+    key(lambda stored: replace(stored, shape=(1 << 62, 4), chunks=(chunk,)))(directory)
+
+
+def overlap(directory: Path) -> None:
+    data = content_of(lay_out_archive(NewTensor("F32", (5, 4), bytes(80))))
+    (directory / ITERATION / "__2_0.distcp").write_bytes(data)
+    chunk = Chunk(Box((3, 0), (5, 4)), Extent("__2_0.distcp", 0, len(data)))
+    key(lambda stored: replace(stored, chunks=(stored.chunks[0], chunk)))(directory)
+
+
+def many_layers(stored: StoredKey) -> StoredKey:
+    shape = (1 << 40, 0, 16)
+    return replace(
+        stored, shape=shape, chunks=(replace(stored.chunks[0], box=Box((0,) * 3, shape)),)
+    )
+
+
+def mix_two_keys(directory: Path) -> None:
+    tensors = {stored.key: stored for stored in read_metadata(directory / ITERATION).tensors}
+    extent = tensors[NORM].chunks[0].extent
+    bias = "decoder.layers.mlp.linear_fc2.bias"
+    change_chunks(directory / ITERATION, bias, {"extent": extent})
+
+
+def of_step(step: int, file: str) -> Damage:
+    """Put in a file of another step whose settings say step 3, as if Megatron had written it."""
+
+    def damage(directory: Path) -> None:
+        source = state(step=step)
+        source = replace(source, values=replace(source.values, step=3 if step == 7 else step))
+        other = write(directory.parent / "other", source=source, tp=2)
+        shutil.copy(other.directory / file, directory / ITERATION / file)
+        if step == 7:
+            (directory / REPORT).unlink()
+
+    return damage
+
+
+TORCH_DIST = [
+    Reject("path", point_at("../stolen"), "outside of the checkpoint"),
+    Reject("path", point_at("/etc/hostname"), "outside of the checkpoint"),
+    Reject("path", on(link_outside, f"{ITERATION}/__1_0.distcp"), "is a link to outside"),
+    Reject("dtype", replaced(METADATA, b"torch\nfloat32\n", b"torch\ncomplex64\n"), "is of dtype"),
+    Reject("shape", key(lambda stored: replace(stored, shape=(-8, 4))), "has shape [-8, 4]"),
+    Reject(
+        "shape", key(lambda stored: replace(stored, shape=(1 << 62, 4))),
+        "elements of embedding.word_embeddings.weight",
+    ),
+    Reject(
+        "shape",
+        on(lambda at: change_chunks(at, EMBEDDING, {"box": Box((6, 0), (4, 4))}), ITERATION),
+        "reaches outside of [8, 4]",
+    ),
+    Reject(
+        "hole", key(lambda stored: replace(stored, chunks=stored.chunks[1:])),
+        "nobody holds 16 of the 32 elements of embedding.word_embeddings",
+    ),
+    # As a save that keeps one rank's layers: nothing but the arguments tells of the others.
+    Reject(
+        "hole", merged(COMMON, args=argparse.Namespace(num_layers=3)),
+        "has 2 layers by its tensors, and 3 by its arguments",
+    ),
+    Reject("overlap", overlap, "overlap without being replicas"),
+    Reject(
+        "duplicate", key(lambda stored: replace(stored, chunks=(stored.chunks[0],) * 2)),
+        "nobody holds 16 of the 32 elements",
+    ),
+    Reject("missing file", lost(f"{ITERATION}/__1_0.distcp"), "__1_0.distcp is missing"),
+    Reject("missing file", lost(COMMON), "has no common.pt, and .metadata places no"),
+    Reject("missing file", lost(METADATA), ".metadata cannot be read"),
+    Reject("missing file", lost(f"{ITERATION}/metadata.json"), "so the save was interrupted"),
+    Reject(
+        "extra file", written(f"{ITERATION}/__7_0.distcp", b"old"),
+        "__7_0.distcp is left over from another save", 0,
+    ),
+    Reject("truncated", cut(f"{ITERATION}/__1_0.distcp", 1), "__1_0.distcp is truncated: it has"),
+    Reject("truncated", cut(METADATA, 200), ".metadata holds a damaged pickle"),
+    Reject("bomb", on(compress, COMMON), "is compressed; torch stores plainly"),
+    Reject("bomb", repeat_an_element, "reaches beyond its storage of 16 bytes"),
+    Reject(
+        "count", key(many_layers, "decoder.layers.mlp.linear_fc2.weight"),
+        "pieces of layers, and at most",
+    ),
+    Reject("digest", replaced(COMMON, b"iteration", b"iterbtion"), "Bad CRC-32"),
+    Reject("iterations", of_step(5, "common.pt"), "common.pt is of iteration 5, not 3"),
+    Reject("iterations", mix_two_keys, "Files of two checkpoints are mixed"),
+    Reject("iterations", of_step(7, "__1_0.distcp"), "files of two checkpoints are mixed", 4),
+    Reject(
+        "version", with_entries(f"{ITERATION}/metadata.json", sharded_backend_version=2),
+        "has sharded_backend_version 2, and 1 is",
+    ),
+    Reject(
+        "version", with_entries(f"{ITERATION}/metadata.json", sharded_backend="zarr"),
+        "is of the format 'zarr'",
+    ),
+    Reject("version", replaced(METADATA, b"1.0.0", b"2.0.0"), "is of version 2.0.0"),
+    Reject("version", on(age, COMMON), "is of version 99 of torch's format"),
+    Reject("code", on(plant, COMMON), "os.system, which no checkpoint"),
+    Reject("code", written(METADATA, b"cos\nsystem\n" + PLANTED), "os.system, which no checkpoint"),
+    Reject(
+        "code", written(METADATA, b"ctorch.utils.collect_env\nrun\n" + PLANTED),
+        "calls torch.utils.collect_env.run, which no",
+    ),
+    OF_THE_REPORT, SPOILT, NAN,
+]  # fmt: skip
+
+# Megatron's legacy layout, of 2 tensor-parallel ranks by 2 stages.
+RANK = f"{ITERATION}/mp_rank_01_001"
+MODEL = f"{RANK}/model_optim_rng.pt"
+
+
+def model(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Damage:
+    """Change the state dict of a rank's model."""
+    return edited(MODEL, lambda tree: {**tree, "model": change(tree["model"])})
+
+
+def claim_many_ranks(directory: Path) -> None:
+    claimed = argparse.Namespace(tensor_model_parallel_size=1 << 40, pipeline_model_parallel_size=2)
+    for path in (directory / ITERATION).glob("*/model_optim_rng.pt"):
+        merge(path, {"args": claimed})
+
+
+def of_another(make: Callable[[], Checkpoint], file: str, **degrees: Any) -> Damage:
+    """Put a file of another checkpoint in the place of one."""
+
+    def damage(directory: Path) -> None:
+        other = convert(make(), directory.parent / "other", tp=2, pp=2, **degrees)
+        shutil.copy(other.directory / "mp_rank_01_001" / file, directory / RANK / file)
+
+    return damage
+
+
+def write_nonsense(directory: Path) -> None:
+    shutil.rmtree(directory / ITERATION)
+    path = directory / ITERATION / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content_of(lay_out_archive({"model": {}, "optimizer": 7, "iteration": 3})))
+
+
+def hide_a_command(path: Path) -> None:
+    hidden = pickle.dumps(print)
+    rewrite_zip(path, lambda name, data: hidden if name.endswith("data.pkl") else data)
+
+
+WIDE = {"decoder.layers.0.mlp.linear_fc2.weight": NewTensor("F32", (8, 12), bytes(384))}
+TORCH = [
+    *archived(MODEL, lambda view: {"model": {"w": view}, "iteration": 3}),
+    Reject("hole", model(lambda state: without(state, NORM)), "does not fit its model"),
+    Reject("overlap", model(lambda state: {**state, **WIDE}), "does not fit its model"),
+    Reject(
+        "duplicate", copied(RANK, f"{ITERATION}/mp_rank_001_001"),
+        "mp_rank_001_001 and mp_rank_01_001 of one rank",
+    ),
+    Reject("missing file", lost(RANK), "the files of 1 ranks are missing (mp_rank_01_001)"),
+    Reject("missing file", lost(MODEL), "mp_rank_01_001/model_optim_rng.pt is missing"),
+    Reject(
+        "missing file", lost(f"{RANK}/distrib_optim.pt"),
+        "no whole distrib_optim.pt: the save or a copy was",
+    ),
+    Reject(
+        "extra file", copied(RANK, f"{ITERATION}/mp_rank_02_001"),
+        "the files of 1 ranks are not of this job (mp_rank_02_001)",
+    ),
+    Reject("count", claim_many_ranks, "the job had tp=1099511627776"),
+    Reject("count", write_nonsense, "does not hold what a checkpoint of the layout torch does"),
+    Reject(
+        "iterations",
+        of_another(lambda: replace(gpt(), values=replace(gpt().values, step=5)),
+                   "model_optim_rng.pt"),
+        "is of iteration 5, not 3. Files of two checkpoints",
+    ),
+    Reject(
+        "iterations",
+        of_another(lambda: replace(state(step=9, shapes=GPT_SHAPES), values=gpt().values),
+                   "distrib_optim.pt"),
+        "are not its weights",
+    ),
+    Reject("world", of_another(gpt, "model_optim_rng.pt", dp=4), "two checkpoints are mixed"),
+    Reject("version", merged(MODEL, checkpoint_version=4.0), "has checkpoint_version 4.0, and 3.0"),
+    Reject("code", on(hide_a_command, MODEL), "builtins.print, which no checkpoint"),
+]  # fmt: skip
+
+# DeepSpeed, of 2 data-parallel ranks.
+TAG = "global_step3"
+WHOLE = f"{TAG}/mp_rank_00_model_states.pt"
+PART = f"{TAG}/zero_pp_rank_1_mp_rank_00_model_states.pt"
+OPTIMIZER = TAG + "/zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+FIRST, SECOND = OPTIMIZER.format(0), OPTIMIZER.format(1)
+IN_STATE: Callable[[View], Any] = lambda view: {"optimizer_state_dict": view}  # noqa: E731
+
+
+def of_weight_lost(file: str, words: str) -> Reject:
+    return Reject(
+        "hole", edited(file, lambda tree: {**tree, "module": without(tree["module"], NORM)}), words
+    )
+
+
+def in_optimizer(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Damage:
+    """Change the optimizer's state of rank 1."""
+    return edited(
+        SECOND,
+        lambda tree: {
+            **tree, "optimizer_state_dict": {
+                **tree["optimizer_state_dict"], **change(tree["optimizer_state_dict"])
+            },
+        },
+    )  # fmt: skip
+
+
+def shorter_masters(state: dict[str, Any]) -> dict[str, Any]:
+    name = next(name for name in state if name.endswith(("flat_groups", "fp32_groups")))
+    return {name: [NewTensor("F32", (t.shape[0] - 1,), t.content[:-4]) for t in state[name]]}
+
+
+def another_world(state: dict[str, Any]) -> dict[str, Any]:
+    counts = state["partition_count"]
+    return {"partition_count": [3] * len(counts) if isinstance(counts, list) else 3}
+
+
+def settings(file: str) -> list[Reject]:
+    """Cases of the stored configuration."""
+
+    def put(**values: Any) -> Damage:
+        return edited(
+            file, lambda tree: {**tree, "ds_config": {**(tree["ds_config"] or {}), **values}}
+        )
+
+    logged = f"{Path(file).name}: ds_config has "
+    sub_group = "zero_optimization.sub_group_size = 'abc', and a number that is not negative is"
+    return [
+        Reject("setting", put(zero_optimization={"sub_group_size": "abc"}), logged + sub_group),
+        Reject(
+            "setting", put(zero_optimization=[1]),
+            logged + "zero_optimization = [1], and a table is expected",
+        ),
+        Reject(
+            "setting", put(gradient_clipping=float("nan")),
+            logged + "gradient_clipping = nan, and a number",
+        ),
+        Reject("setting", put(bf16="yes"), logged + "bf16 = 'yes', and a table is expected"),
+    ]  # fmt: skip
+
+
+def of_another_step(stage: int, file: str) -> Damage:
+    def damage(directory: Path) -> None:
+        other = directory.parent / "other"
+        write(other, f"deepspeed_zero{stage}", deepspeed_state(step=6), dp=2)
+        shutil.copy(other / file.replace("step3", "step6"), directory / file)
+
+    return damage
+
+
+def zero(stage: int, file: str) -> list[Reject]:
+    """Cases of a stage whose ranks have files of their own; ``file``: the last one of weights."""
+    missing = "a rank's file is missing"
+    is_3 = stage == 3
+    return [
+        *settings(file),
+        *archived(SECOND, IN_STATE),
+        of_weight_lost(file, "trains decoder.final_layernorm.weight and has no"),
+        Reject("hole", in_optimizer(shorter_masters), "are expected of these parameters"),
+        Reject(
+            "duplicate", copied(FIRST, OPTIMIZER.format("00")), "files of two checkpoints are mixed"
+        ),
+        Reject("missing file", lost(FIRST), "has no file of data-parallel rank 0 (of 2"),
+        Reject(
+            "missing file", lost(SECOND),
+            missing if is_3 else "was saved by 2 data-parallel ranks, and has optim_states.pt of 1",
+        ),
+        Reject("missing file", lost(file), missing),
+        Reject(
+            "extra file", copied(FIRST, OPTIMIZER.format(2)),
+            missing if is_3 else "was saved by 2 data-parallel ranks, and has optim_states.pt of 3",
+        ),
+        Reject(
+            "count", copied(FIRST, OPTIMIZER.format(99999999999)),
+            "has no file of data-parallel rank 2",
+        ),
+        Reject("world", in_optimizer(another_world), "is one of"),
+        Reject("iterations", of_another_step(stage, SECOND), "has made 6.0 optimizer steps"),
+        Reject("iterations", of_another_step(stage, file), "is of step 6"),
+    ]  # fmt: skip
+
+
+ZERO_1 = [
+    *zero(1, WHOLE),
+    Reject("duplicate", copied(WHOLE, f"{TAG}/mp_rank_000_model_states.pt"), "has 2 mp_rank_*"),
+    Reject(
+        "extra file", copied(WHOLE, f"{TAG}/mp_rank_01_model_states.pt"),
+        "and 0 beside mp_rank_01_model_states.pt",
+    ),
+    Reject("truncated", written(WHOLE, b""), "model_states.pt is damaged or truncated"),
+]  # fmt: skip
+
+
+def lose_a_moment(tree: Any) -> Any:
+    inner = tree["optimizer"]
+    return {**tree, "optimizer": {**inner, "state": without(inner["state"], 1)}}
+
+
+ZERO_0 = [
+    *settings(WHOLE),
+    *archived(WHOLE, IN_STATE),
+    of_weight_lost(WHOLE, "no assignment to those of the module is possible"),
+    Reject("hole", edited(WHOLE, lose_a_moment), "parameter 1 of the optimizer has no state"),
+    Reject("extra file", copied(WHOLE, f"{TAG}/mp_rank_000_model_states.pt"), "has 2 mp_rank_*"),
+    Reject("iterations", of_another_step(0, WHOLE), "is of step 6"),
+]
+
+UNIVERSAL_TAG = f"{TAG}_universal"
+MODEL_STATES = f"{UNIVERSAL_TAG}/mp_rank_00_model_states.pt"
+PARAMETER = f"{UNIVERSAL_TAG}/zero/{NORM}"
+MASTER = f"{PARAMETER}/fp32.pt"
+
+
+def claim_ranks(directory: Path) -> None:
+    """As of stage 3, where each rank has a file."""
+    (directory / MODEL_STATES).unlink()
+    path = directory / UNIVERSAL_TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    merge(path, {"dp_world_size": 1 << 40})
+
+
+UNIVERSAL = [
+    *settings(MODEL_STATES),
+    *archived(MASTER, lambda view: {"param": view}),
+    of_weight_lost(MODEL_STATES, "trains decoder.final_layernorm.weight and has no"),
+    Reject(
+        "hole", merged(MASTER, param=NewTensor("F32", (5,), bytes(20))),
+        "Files of two checkpoints are mixed",
+    ),
+    Reject("missing file", lost(MASTER), "the conversion to universal"),
+    Reject("missing file", lost(f"{UNIVERSAL_TAG}/zero/optimizer_state.pt"), "no checkpoint of a"),
+    Reject(
+        "extra file", copied(PARAMETER, f"{UNIVERSAL_TAG}/zero/decoder.stray.weight"),
+        "has zero/decoder.stray.weight, and no such parameter",
+    ),
+    Reject("truncated", cut(f"{PARAMETER}/exp_avg.pt", 9), "exp_avg.pt is damaged or truncated"),
+    Reject("count", claim_ranks, "was made of 1099511627776 data-parallel ranks"),
+    Reject("world", claim_ranks, "and has model_states.pt of 1"),
+    Reject(
+        "iterations",
+        edited(f"{PARAMETER}/step.pt", lambda tree: NewTensor("F32", (), b"\0\0\xc0\x40")),
+        "unequally many optimizer steps",
+    ),
+    Reject("iterations", merged(MODEL_STATES, global_steps=6), "is of step 6"),
+]  # fmt: skip
+
+
+# Experts of two expert-parallel ranks; their layer is the first of them.
+def expert(number: int | str, layer: int = 0, mp: str = "00") -> str:
+    return f"{TAG}/layer_{layer}_expert_{number}_mp_rank_{mp}_model_states.pt"
+
+
+def move_the_layer(directory: Path, *, keeps: bool = False) -> None:
+    for file in (directory / TAG).glob("layer_0_expert_*"):
+        shutil.copy(file, directory / TAG / file.name.replace("layer_0", "layer_1"))
+        if not keeps:
+            file.unlink()
+
+
+EXPERTS = [
+    Reject("missing file", lost(expert(1)), "has no file of expert (of layer 0) 1 (of 4"),
+    Reject("missing file", move_the_layer, "has no file of layer with experts 0 (of 2"),
+    Reject("missing file", lost(expert(3)), "unequal expert-parallel sizes"),
+    Reject("duplicate", copied(expert(2), expert(3)), "and tensors of expert 3 are expected"),
+    Reject("duplicate", lambda at: move_the_layer(at, keeps=True), "as layer 1 and as another one"),
+    Reject(
+        "extra file", copied(expert(0), expert(0, mp="01")),
+        "experts of several model-parallel ranks",
+    ),
+]  # fmt: skip
+
+# Our own generations.
+HOST, OTHER = "generation-1/offline", "generation-1/other"
+FILE = f"{HOST}/rank-0.safetensors"
+Edit = Callable[[dict[str, Any]], object]
+
+
+def noted(edit: Edit, path: str = HOST) -> Damage:
+    """Write a manifest again, with a digest that fits."""
+
+    def damage(directory: Path) -> None:
+        manifest = directory / path / "manifest.json"
+        data = json.loads(manifest.read_text())
+        del data["digest"]
+        edit(data)
+        manifest.write_text(json.dumps({"digest": digest_of(data), **data}))
+
+    return damage
+
+
+def tensor(place: int, value: Any) -> Damage:
+    """Change the first tensor of the manifest: [name, shape, dtype]."""
+    return noted(lambda data: data["collection"]["tensors"][0].__setitem__(place, value))
+
+
+def with_a_part(edit: Edit = lambda data: None) -> Damage:
+    """Add another host's part."""
+
+    def damage(directory: Path) -> None:
+        copied(HOST, OTHER)(directory)
+        noted(lambda data: (data.update(host="other"), edit(data)), OTHER)(directory)
+
+    return damage
+
+
+def drop_a_row(data: dict[str, Any]) -> None:
+    """As if a part that holds a piece of a tensor were not there."""
+    for column in (data, data["collection"]):
+        for name in ("file", "begin", "fingerprint", "tensor", "offset", "shape"):
+            if name in column:
+                del column[name][0]
+
+
+def spoil_without_report(directory: Path) -> None:
+    (directory / REPORT).unlink()
+    SPOILT.damage(directory)
+
+
+def nan_as_saved(directory: Path) -> None:
+    """A generation notes fingerprints: NaN that was saved has one that fits."""
+    shutil.rmtree(directory)
+    source, nan = state(), np.full(4, np.nan, "f4").tobytes()
+    files = tuple(
+        replace(file, content=nan) if file.path == f"param/{NORM}" else file
+        for file in source.placed.files
+    )
+    write(directory, "scalai", replace(source, placed=replace(source.placed, files=files)))
+
+
+GENERATION = [
+    Reject("path", noted(lambda d: d["files"][0].__setitem__(0, "../x")), "is not a file name"),
+    Reject("path", on(link_outside, FILE), "is a link to outside"),
+    Reject("dtype", tensor(2, "F4"), "is F4["),
+    Reject("shape", tensor(1, [-8, 4]), "[-8, 4]"),
+    Reject("shape", tensor(1, [1 << 62, 4]), "more than any disk"),
+    Reject("shape", tensor(1, [1 << 80, 4]), "beyond 2^63"),
+    Reject("hole", noted(drop_a_row), "the state is not whole"),
+    Reject("duplicate", copied(HOST, OTHER), "two parts are of host 'offline'"),
+    Reject("missing file", lost(FILE), "rank-0.safetensors is missing"),
+    # As if a part were not there that alone knows of a tensor.
+    Reject("missing file", noted(lambda d: d["about"].update(tensors=99)), "the part of a host is"),
+    Reject("extra file", with_a_part(lambda d: d.update(generation=2)), "that it is generation 2"),
+    Reject("truncated", cut(FILE, 1), "bytes long"),
+    Reject("bomb", cut(FILE, -8), "bytes long"),
+    Reject("bomb", noted(lambda d: d["begin"].__setitem__(0, 1 << 40)), "ends beyond"),
+    Reject("count", noted(lambda d: d.update(begin=[0])), "values of begin for"),
+    Reject("digest", replaced(f"{HOST}/manifest.json", b'"step":3', b'"step":4'), "its digest is"),
+    Reject("digest", spoil_without_report, "says was written", 4),
+    Reject("iterations", with_a_part(lambda d: d.update(step=4)), "Never mix generations"),
+    Reject("suspect", nan_as_saved, "nothing but NaN", 0),
+    Reject("run", with_a_part(lambda d: d["about"].update(snapshot="run-7")), "of several jobs or"),
+    Reject("version", noted(lambda d: d.update(version=99)), "version 99; this release reads"),
+    OF_THE_REPORT,
+]
+
+
+# Hugging Face's safetensors, in several files with an index.
+def write_shards(directory: Path) -> None:
+    with patch("scalai.converters.safetensors_index.FILE_BYTES", 200):
+        write(directory, "safetensors")
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def shard(directory: Path, number: int = 0) -> Path:
+    return sorted(directory.glob("model-*.safetensors"))[number]
+
+
+def in_shard(change: Callable[[Path], object]) -> Damage:
+    return lambda directory: change(shard(directory))
+
+
+def header(
+    edit: Edit = lambda entries: None, *, text: Callable[[str], str] = lambda text: text
+) -> Damage:
+    """Write the header of the first file again, and leave the tensors."""
+
+    def damage(path: Path) -> None:
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8 : 8 + length])
+        edit(entries)
+        new = text(json.dumps(entries)).encode()
+        path.write_bytes(len(new).to_bytes(8, "little") + new + data[8 + length :])
+
+    return in_shard(damage)
+
+
+def first(entries: dict[str, Any]) -> dict[str, Any]:
+    return next(of for name, of in entries.items() if name != "__metadata__")
+
+
+def entry(**values: Any) -> Damage:
+    """Change the first tensor of the first file's header."""
+    return header(lambda entries: first(entries).update(values))
+
+
+def repeated(text: str) -> str:
+    """Return a header with one entry twice."""
+    entries = json.loads(text)
+    name = next(name for name in entries if name != "__metadata__")
+    return text[:-1] + f", {json.dumps(name)}: {json.dumps(entries[name])}}}"
+
+
+def index(edit: Callable[[dict[str, str]], object]) -> Damage:
+    """Change the files of tensors in the index."""
+
+    def damage(path: Path) -> None:
+        data = json.loads(path.read_text())
+        edit(data["weight_map"])
+        path.write_text(json.dumps(data))
+
+    return on(damage, INDEX)
+
+
+def named(value: str) -> Damage:
+    return index(lambda entries: entries.update({next(iter(entries)): value}))
+
+
+def lose_the_index(directory: Path) -> None:
+    shutil.copy(shard(directory), directory / "model.safetensors")
+    (directory / INDEX).unlink()
+
+
+def forget_a_shard(directory: Path) -> None:
+    """The index and the files of a part of a model."""
+    path = shard(directory)
+    path.unlink()
+
+    def forget(entries: dict[str, str]) -> None:
+        for name in [name for name, file in entries.items() if file == path.name]:
+            del entries[name]
+
+    index(forget)(directory)
+
+
+def claim_a_header(path: Path) -> None:
+    path.write_bytes((1 << 40).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def nested(_: str) -> str:
+    return '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"
+
+
+SAFETENSORS = [
+    Reject("path", named("../x.safetensors"), "is no file beside it"),
+    Reject("path", named("/etc/passwd"), "is no file beside it"),
+    Reject("path", in_shard(link_outside), "is a link to outside"),
+    Reject("dtype", entry(dtype="F4"), "is of dtype 'F4'"),
+    Reject("shape", entry(shape=[-8, 4]), "shape [-8, 4]"),
+    Reject("shape", entry(shape=[1 << 62, 4]), "lies at"),
+    Reject("shape", entry(shape=[8.5, 4]), "shape [8.5, 4]"),
+    Reject("hole", entry(data_offsets=[4, 132]), "lies at 4:132"),
+    Reject("overlap", header(lambda e: e.update(other={**first(e)})), "lies at 0:"),
+    Reject("duplicate", header(text=repeated), "comes twice"),
+    Reject("duplicate", lambda at: shutil.copy(shard(at), shard(at, 1)), "and in model-00001"),
+    Reject("missing file", in_shard(Path.unlink), "is missing; model.safetensors.index.json"),
+    Reject("missing file", lose_the_index, "the index is missing"),
+    Reject(
+        "extra file",
+        lambda at: shutil.copy(shard(at), at / "model-00001-of-00099.safetensors"),
+        "no index names it",
+    ),
+    Reject(
+        "truncated", in_shard(lambda path: os.truncate(path, path.stat().st_size - 1)),
+        "is damaged or truncated",
+    ),
+    Reject("bomb", in_shard(claim_a_header), "a header of 1099511627776 bytes"),
+    Reject("bomb", in_shard(lambda path: os.truncate(path, 1 << 20)), "by its header"),
+    Reject("count", entry(shape=[1] * 99), "has shape [1, 1"),
+    Reject("count", header(text=nested), "nested too deep"),
+    Reject("digest", spoil(f"param/{NORM}"), "says was written", 4),
+    Reject("world", forget_a_shard, "by their names"),
+    OF_THE_REPORT, NAN,
+]  # fmt: skip
+
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "torch_dist": lambda path: write(path, tp=2),
+    "torch_dist-object": lambda path: write(path, source=newest(), tp=2),
+    "torch": lambda path: convert(gpt(), path, tp=2, pp=2),
+    "torch-whole": lambda path: convert(gpt(), path, is_split=False, tp=2),
+    "deepspeed_zero0": lambda path: write(path, "deepspeed_zero0", deepspeed_state(), dp=2),
+    "deepspeed_zero1": lambda path: write(path, "deepspeed_zero1", deepspeed_state(), dp=2),
+    "deepspeed_zero3": lambda path: write(path, "deepspeed_zero3", deepspeed_state(), dp=2),
+    "experts-zero0": lambda path: write(path, "deepspeed_zero0", experts_state(), dp=2, ep=2),
+    "experts-zero2": lambda path: write(path, "deepspeed_zero2", experts_state(), dp=4, ep=2),
+    "deepspeed_universal": lambda path: write(path, "deepspeed_universal", deepspeed_state(), dp=1),
+    "scalai": lambda path: write(path, "scalai"),
+    "safetensors": write_shards,
+}
+"""Whole checkpoints by layout, and by their forms."""
+
+NO_JOB = "nothing in it says of which job it is"
+NO_PLACES = "files say no places: they follow from shapes, and sizes must fit exactly"
+TABLE: dict[str, tuple[list[Reject], dict[str, str]]] = {
+    "torch_dist": (
+        TORCH_DIST,
+        {
+            "setting": "arguments travel as they are; the degrees among them decide nothing",
+            "world": "what lies where is told by .metadata alone, not by names of files",
+            "run": NO_JOB,
+        },
+    ),
+    "torch": (
+        TORCH,
+        {"setting": "arguments travel as they are; their degrees are the files'", "run": NO_JOB},
+    ),
+    "deepspeed_zero0": (
+        ZERO_0,
+        {
+            "overlap": "every tensor is whole",
+            "duplicate": "one file, whose dictionaries have a key once",
+            "missing file": "one file: without it there is no checkpoint",
+            "count": "nothing in it is counted",
+            "world": "every rank is equal, and one file holds all",
+            "run": NO_JOB,
+        },
+    ),
+    "deepspeed_zero1": (ZERO_1, {"overlap": NO_PLACES, "run": NO_JOB}),
+    "deepspeed_zero3": (zero(3, PART), {"overlap": NO_PLACES, "run": NO_JOB}),
+    "deepspeed_universal": (
+        UNIVERSAL,
+        {
+            "overlap": "every tensor is whole in a file of its own",
+            "duplicate": "a folder has one name",
+            "run": NO_JOB,
+        },
+    ),
+    "scalai": (
+        GENERATION,
+        {
+            "setting": "it holds no settings that decide how it is read",
+            "overlap": "pieces that hosts fetched from each other may overlap: all are proven",
+            "world": "no file is named by a rank of a world",
+            "code": "JSON and raw bytes alone",
+        },
+    ),
+    "safetensors": (
+        SAFETENSORS,
+        {
+            "setting": "it holds no settings of a job",
+            "iterations": "weights without a step",
+            "run": NO_JOB,
+            "code": "JSON and raw bytes alone",
+        },
+    ),
+}
+"""By layout its cases, and the reasons for items without one."""

@@ -3,19 +3,18 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scalai.converters.checkpoint import Values, WriteOptions
+from scalai.converters.checkpoint import Values
 from scalai.converters.consistency import verify
-from scalai.converters.engine import Conversion, Limits
-from scalai.converters.layouts import layout_named, open_checkpoint
-from support.checkpoints import open_in_order
-from support.training.deepspeed_jobs import SAVED_AFTER, STEPS, Job, Runner, Saver
+from scalai.converters.engine import Limits
+from scalai.converters.layouts import open_checkpoint
+from support.checkpoints import carry, open_in_order
+from support.training.deepspeed_jobs import SAVED_AFTER, STEPS
 
 LIMITS = Limits(memory_bytes=256 << 20, workers=1)
 FP32 = 1e-6
@@ -32,58 +31,21 @@ def cases(short: Sequence[Sequence[Any]], long: Sequence[Sequence[Any]]) -> list
     return [*(pytest.param(*values, id=name) for name, *values in short), *marked]
 
 
-@dataclass(frozen=True, slots=True)
-class Reshard:
-    """A model that is trained at one (stage, DP), and then at another; ``tolerance``: the largest
-    relative difference of a loss."""
-
-    model: Mapping[str, Any]
-    before: tuple[int, int]
-    after: tuple[int, int]
-    tolerance: float
-
-
-def reshards(short: Sequence[Sequence[Any]], long: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return as ``cases`` does the reshards from (name, model, before, after, tolerance)."""
-    made = ([(name, Reshard(*values)) for name, *values in some] for some in (short, long))
-    return cases(*made)
-
-
-def goes_on(run: Runner, save: Saver, folder: Path, case: Reshard) -> None:
-    """Save, convert, load, train on; see that nothing differs from the run that never stopped."""
-    (stage, dp), (new_stage, new_dp) = case.before, case.after
-    saved, uninterrupted = save(Job(stage=stage, world=dp, **case.model))
-    convert(saved, folder / "out", f"deepspeed_zero{new_stage}", new_dp)
-    job = Job(stage=new_stage, world=new_dp, load=str(folder / "out"), **case.model)
-    is_same = (stage == 3) == (new_stage == 3)
-    check(uninterrupted, run(job), case.tolerance, has_same_forward=is_same)
-
-
 def convert(
-    source: Path,
-    destination: Path,
-    layout: str,
-    dp: int,
-    reference: Values | None = None,
+    source: Path, destination: Path, layout: str, dp: int, reference: Values | None = None,
     **degrees: int,
-) -> None:
+) -> None:  # fmt: skip
     """Convert a checkpoint; see that the tensors are the same."""
     checkpoint = open_in_order(source)
-    options = WriteOptions({"dp": dp, **degrees}, reference=reference)
-    Conversion(
-        checkpoint, layout_named(layout).lay_out(checkpoint, options), destination, LIMITS
-    ).run()
+    options: dict[str, Any] = {"dp": dp, "reference": reference, **degrees}
+    carry(checkpoint, destination, layout, limits=LIMITS, **options)
     assert verify(checkpoint, 1) == verify(open_checkpoint(destination), 1)
 
 
 def check(
-    before: Any,
-    after: Any,
-    tolerance: float,
-    *,
-    has_module: bool = True,
-    has_same_forward: bool = True,
-) -> None:
+    before: Any, after: Any, tolerance: float, *,
+    has_module: bool = True, has_same_forward: bool = True,
+) -> None:  # fmt: skip
     """Compare with the run that never stopped: losses, rates, buffers, frozen parameters,
     hyperparameters, the loss scale, what the client saved.
 
