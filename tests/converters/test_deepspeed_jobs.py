@@ -52,7 +52,6 @@ COMPILED_OFFLOADED = {**CPU_ADAM, "zero": {"offload_optimizer": {"device": "cpu"
 COMPILES = [
     pytest.mark.campaign,
     pytest.mark.timeout(1800),  # the first one compiles, for some 50 s
-    pytest.mark.usefixtures("compiled_cpu_adam"),
     pytest.mark.skipif(
         not (shutil.which("g++") and shutil.which("ninja")), reason="g++ and ninja are needed"
     ),
@@ -106,9 +105,11 @@ COMPILED_CASES = [
     ],
 )
 def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
-    run_deepspeed: Runner, save: Saver, tmp_path: Path, model: dict[str, Any],
-    before: tuple[int, int], after: tuple[int, int], tolerance: float,
+    request: pytest.FixtureRequest, run_deepspeed: Runner, save: Saver, tmp_path: Path,
+    model: dict[str, Any], before: tuple[int, int], after: tuple[int, int], tolerance: float,
 ) -> None:  # fmt: skip
+    if "compiled" in model:
+        request.getfixturevalue("compiled_cpu_adam")
     (stage, dp), (new_stage, new_dp) = before, after
     saved, uninterrupted = save(Job(stage=stage, world=dp, **model))
     convert(saved, tmp_path / "out", f"deepspeed_zero{new_stage}", new_dp)
@@ -161,9 +162,11 @@ LONG_ROUND_TRIPS = [
     ],
 )
 def test_there_and_back_again_is_what_deepspeed_wrote(
-    save: Saver, tmp_path: Path, model: dict[str, Any],
+    request: pytest.FixtureRequest, save: Saver, tmp_path: Path, model: dict[str, Any],
     here: tuple[int, int], there: tuple[int, int],
 ) -> None:  # fmt: skip
+    if "compiled" in model:
+        request.getfixturevalue("compiled_cpu_adam")
     saved, _ = save(Job(stage=here[0], world=here[1], **model))
     if model is CPU_ADAM:
         assert read_steps(open_checkpoint(saved)) == 3
