@@ -107,7 +107,7 @@ class World:
         )  # fmt: skip
         live = self.live
         live.state = but(live.state, **self.law)
-        perform = live._perform
+        perform = live.perform
 
         def performed(action: Any) -> None:
             if isinstance(action, actions.StartRound):
@@ -116,7 +116,7 @@ class World:
             self.acts.append(action.command if isinstance(action, actions.Send) else action)
             perform(action)
 
-        live._perform = performed
+        live.perform = performed
 
     @property
     def live(self) -> Any:
