@@ -136,11 +136,11 @@ class Feed:
     def install(self) -> None:
         wrapt.wrap_function_wrapper(DistributedSampler, "__init__", self._make_sampler)
         wrapt.wrap_function_wrapper(DataLoader, "__init__", self._make_loader)
-        wrapt.register_post_import_hook(self._hook_torchdata, TORCHDATA)
+        wrapt.register_post_import_hook(self.hook_torchdata, TORCHDATA)
         wrapt.wrap_function_wrapper(DataLoader, "__iter__", self._iterate)
         wrapt.wrap_function_wrapper(_BaseDataLoaderIter, "__next__", self._draw)
 
-    def _hook_torchdata(self, module: Any) -> None:
+    def hook_torchdata(self, module: Any) -> None:
         def make(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
             wrapped(*args, **kwargs)
             self.decline(

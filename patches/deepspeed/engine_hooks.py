@@ -344,7 +344,7 @@ class EngineHooks:
             self._accumulation.install(engine)
         self.numbers = StepNumbers(engine, self._version, is_pipeline=is_pipeline)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
-            setattr(engine, name, self._after_a_step(name, getattr(engine, name)))
+            setattr(engine, name, self.after_a_step(name, getattr(engine, name)))
         name = "train_batch" if is_pipeline else "step"
         setattr(engine, name, self._counting_steps(getattr(engine, name)))
         if is_pipeline:
@@ -352,7 +352,7 @@ class EngineHooks:
         if is_pipeline and session.settings.get("data_order") != "own":
             self.replay.install(engine)
 
-    def _after_a_step(self, name: str, method: Call) -> Call:
+    def after_a_step(self, name: str, method: Call) -> Call:
         """End the last step at the begin of the next one: by then the script has logged, evaluated
         and saved, so its work in a step is done once, before a change or after it.
 

@@ -58,7 +58,7 @@ class StepLedger:
                 once a chunk, and the first chunk of the first stage reads the samples.
         """
         train = iterators[0]
-        if train is not None and self._hash is None and _is_counting_rank():
+        if train is not None and self._hash is None and is_counting_rank():
             self._hash = 0
             # Inside RerunDataIterator, which may replay a step: replayed samples count once.
             train.iterable = self._counted(train.iterable)
@@ -102,7 +102,7 @@ def samples_of(batch: Mapping[str, torch.Tensor]) -> NDArray[Any]:
     return np.concatenate(found, axis=1)
 
 
-def _is_counting_rank() -> bool:
+def is_counting_rank() -> bool:
     from megatron.core import parallel_state
 
     return bool(

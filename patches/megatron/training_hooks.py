@@ -378,10 +378,10 @@ class TrainingHooks:
         """Tell the layouts refused by Megatron-LM's own classes, once."""
         from scalai.patches.megatron.other_layouts import REFUSED, refused_layouts
 
-        if not _UNCHECKED or REFUSED in self._session.facts:
+        if not UNCHECKED or REFUSED in self._session.facts:
             return
         try:
-            found = refused_layouts(sys.argv[1:], *_UNCHECKED.pop(), release)
+            found = refused_layouts(sys.argv[1:], *UNCHECKED.pop(), release)
         except Exception as error:  # nothing depends on it
             log.warning("event=layouts_not_asked %r", error)
         else:
@@ -471,14 +471,14 @@ def _check_cache(flags: Mapping[str, Any]) -> None:
 
 
 def _hook_arguments(arguments: Any) -> None:
-    wrapt.wrap_function_wrapper(arguments, "validate_args", _validate_args)
+    wrapt.wrap_function_wrapper(arguments, "validate_args", check_args)
 
 
-_UNCHECKED: list[tuple[Any, Callable[[Any], object]]] = []
+UNCHECKED: list[tuple[Any, Callable[[Any], object]]] = []
 """This process's arguments before Megatron-LM's checks, and the checking function."""
 
 
-def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def check_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Before CUDA begins: Megatron refuses TP above 1 without this, and TP 1 may become more."""
     if CUDA_CONNECTIONS not in os.environ:
         log.info("event=hook %s=1, which tensor parallelism needs", CUDA_CONNECTIONS)
@@ -488,7 +488,7 @@ def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
             given = given_to(wrapped, args, kwargs)
             parsed = given.pop(next(iter(given)))
             others = tuple(given.values())
-            _UNCHECKED[:] = [(deepcopy(parsed), lambda job: wrapped(job, *others))]
+            UNCHECKED[:] = [(deepcopy(parsed), lambda job: wrapped(job, *others))]
     job = wrapped(*args, **kwargs)
     _check_cache(vars(job))
     if getattr(job, "async_save", False):

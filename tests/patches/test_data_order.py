@@ -1,28 +1,41 @@
-"""Torch's loaders under hooks: one order of samples, whatever layouts a job goes through."""
+"""Loaders under hooks: one order of samples, whatever layouts a job goes through."""
 
 import contextlib
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scalai.core.dataset.drawn import Number
 from scalai.core.dataset.ledger import Ledger, judge
-from scalai.core.degrees.batches import fit_batches
+from scalai.core.degrees.batches import Batches, fit_batches
 from scalai.core.errors import RefusedError
 from scalai.patches.data.clock import REMEMBERED, Clock, Glances
 from scalai.patches.data.loaders import Feed, FirstBatches, PassObserver
+from scalai.patches.deepspeed.micro_batches import Accumulation, AsThen, tell
+from scalai.patches.hugging_face.sharded_loaders import EpochBatches, check_ranks
 from scalai.runtime.consumption import LEDGER, Consumption
 
 GLOBAL_BATCH, MICRO_BATCH = 12, 3
 DPS = (1, 2, 3, 4, 6, 12)
+Saved = Sequence[Mapping[str, Any]]
 
 
 class Numbers(Dataset[int]):
@@ -39,8 +52,9 @@ class Numbers(Dataset[int]):
 
 
 @contextlib.contextmanager
-def hooked(dp: int | None = None, first_dp: int = 4) -> Iterator[Feed]:
-    """Hook torch for one process of a round, as long as the context lasts."""
+def hooked(dp: int | None = 1, first_dp: int = 4, saved: Saved | None = None) -> Iterator[Feed]:
+    """Hook torch for one process of a round, as long as the context lasts. The script makes its
+    loaders before the engine is built, and the state ``saved`` is put."""
     places = [(DistributedSampler, "__init__"), (DataLoader, "__init__")]
     places += [(DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__")]
     originals = [(owner, name, owner.__dict__[name]) for owner, name in places]
@@ -50,6 +64,8 @@ def hooked(dp: int | None = None, first_dp: int = 4) -> Iterator[Feed]:
         micro = fit_batches(GLOBAL_BATCH, first_dp, MICRO_BATCH).micro_batch_size
         first = FirstBatches(GLOBAL_BATCH, micro, first_dp)
         feed.start(fit_batches(GLOBAL_BATCH, dp, MICRO_BATCH), first, MICRO_BATCH)
+    if saved is not None:
+        feed.clocks.put([*saved])
     try:
         yield feed
     finally:
@@ -58,7 +74,7 @@ def hooked(dp: int | None = None, first_dp: int = 4) -> Iterator[Feed]:
 
 
 def loader_of(
-    samples: int, dp: int, rank: int, *, shuffle: bool = True, drop_last: bool = False,
+    samples: int, dp: int = 1, rank: int = 0, *, shuffle: bool = True, drop_last: bool = False,
     workers: int = 0, batch_size: int = MICRO_BATCH, seed: int = 0,
 ) -> "DataLoader[int]":  # fmt: skip
     data = Numbers(samples)
@@ -66,6 +82,11 @@ def loader_of(
         data, dp, rank, shuffle=shuffle, drop_last=drop_last, seed=seed
     )
     return DataLoader(data, batch_size, sampler=sampler, drop_last=drop_last, num_workers=workers)
+
+
+def set_epoch(loader: "DataLoader[int]", epoch: int) -> None:
+    assert isinstance(loader.sampler, DistributedSampler)
+    loader.sampler.set_epoch(epoch)
 
 
 def train(
@@ -79,8 +100,7 @@ def train(
     drawn = 0
     for epoch in range(epochs):
         if sets_epoch:
-            assert isinstance(loader.sampler, DistributedSampler)
-            loader.sampler.set_epoch(epoch)
+            set_epoch(loader, epoch)
         for batch in loader:
             seen += batch.tolist()
             drawn += 1
@@ -93,30 +113,44 @@ def train(
     return made
 
 
+def left_at(steps: int, samples: int = 24, *, epochs: int = 3, sets_epoch: bool = True) -> Saved:
+    """Return the state of a job of one rank behind so many steps, of two an epoch."""
+    with hooked() as feed:
+        train(feed, loader_of(samples), steps, epochs=epochs, sets_epoch=sets_epoch)
+        assert not feed.clocks.is_replaying
+        saved: Saved = feed.clocks.take()
+        return saved
+
+
 def uninterrupted(samples: int, *, shuffle: bool, sets_epoch: bool, epochs: int) -> list[set[int]]:
     """Return the samples of each step as torch deals them to one rank, which keeps the order."""
     steps = []
-    loader = loader_of(samples, 1, 0, shuffle=shuffle, batch_size=GLOBAL_BATCH)
+    loader = loader_of(samples, shuffle=shuffle, batch_size=GLOBAL_BATCH)
     for epoch in range(epochs):
         if sets_epoch:
-            assert isinstance(loader.sampler, DistributedSampler)
-            loader.sampler.set_epoch(epoch)
+            set_epoch(loader, epoch)
         steps += [set(batch.tolist()) for batch in loader]
     return steps
 
 
-def in_passes(feed: Feed, dp: int, rank: int, steps: int, style: str) -> list[list[int]]:
-    """Train three passes as a script that makes a loader for each, or looks at a batch before."""
-    made: list[list[int]] = []
-    loader = loader_of(24, dp, rank)
-    for _ in range(3):
-        if style == "a loader each":
-            loader = loader_of(24, dp, rank)
-        else:
-            assert len(next(iter(loader))) == MICRO_BATCH
-        made += train(feed, loader, steps - len(made), epochs=1, sets_epoch=False)
-        if len(made) == steps:
-            break
+Script = Callable[[Feed, int, int, int], list[list[int]]]
+"""Trains (DP, rank, steps)."""
+
+
+def played(script: Script, rounds: Sequence[tuple[int, int]]) -> list[set[int]]:
+    """Play rounds of (DP, steps); return the samples of each step over all ranks."""
+    made: list[set[int]] = []
+    saved: Saved = []
+    for dp, steps in rounds:
+        parts = []
+        for rank in range(dp):
+            with hooked(dp, rounds[0][0], saved) as feed:
+                parts.append(script(feed, dp, rank, steps))
+                after = feed.clocks.take()
+        saved = after
+        together = [[n for part in step for n in part] for step in zip(*parts, strict=True)]
+        assert all(len(step) == GLOBAL_BATCH for step in together)
+        made += [set(step) for step in together]
     return made
 
 
@@ -129,43 +163,33 @@ def in_passes(feed: Feed, dp: int, rank: int, steps: int, style: str) -> list[li
 def test_any_changes_of_dp_leave_every_global_batch_as_it_was(
     rounds: Sequence[tuple[int, int]], shuffle: bool, sets_epoch: bool
 ) -> None:
-    samples, epochs = 48, 3
-    reference = uninterrupted(samples, shuffle=shuffle, sets_epoch=sets_epoch, epochs=epochs)
+    reference = uninterrupted(48, shuffle=shuffle, sets_epoch=sets_epoch, epochs=3)
 
     def script(feed: Feed, dp: int, rank: int, steps: int) -> list[list[int]]:
-        loader = loader_of(samples, dp, rank, shuffle=shuffle)
-        return train(feed, loader, steps, epochs=epochs, sets_epoch=sets_epoch)
+        return train(feed, loader_of(48, dp, rank, shuffle=shuffle), steps, sets_epoch=sets_epoch)
 
     assert played(script, (*rounds, (2, len(reference)))) == reference
 
 
-@pytest.mark.parametrize("style", ["a loader each", "a look before"])
-def test_a_script_with_its_own_passes_is_taken_up_within_them(style: str) -> None:
+@pytest.mark.parametrize("has_loader_each", [True, False], ids=["a loader each", "a look before"])
+def test_a_script_with_its_own_passes_is_taken_up_within_them(has_loader_each: bool) -> None:
+    """It makes a loader for each of three passes, or looks at a batch before."""
+
     def script(feed: Feed, dp: int, rank: int, steps: int) -> list[list[int]]:
-        return in_passes(feed, dp, rank, steps, style)
+        made: list[list[int]] = []
+        loader = loader_of(24, dp, rank)
+        for _ in range(3):
+            if has_loader_each:
+                loader = loader_of(24, dp, rank)
+            else:
+                assert len(next(iter(loader))) == MICRO_BATCH
+            made += train(feed, loader, steps - len(made), epochs=1, sets_epoch=False)
+            if len(made) == steps:
+                break
+        return made
 
     expected = played(script, [(1, 6)])
     assert played(script, [(1, 1), (2, 2), (1, 1), (2, 2)]) == expected and len(expected) == 6
-
-
-def played(
-    script: Callable[[Feed, int, int, int], list[list[int]]], rounds: Sequence[tuple[int, int]]
-) -> list[set[int]]:
-    """Play rounds of (DP, steps); return the samples of each step over all ranks."""
-    made: list[set[int]] = []
-    saved: list[Mapping[str, Any]] = []
-    for dp, steps in rounds:
-        parts = []
-        for rank in range(dp):
-            with hooked(dp, rounds[0][0]) as feed:
-                feed.clocks.put(saved)
-                parts.append(script(feed, dp, rank, steps))
-                after = feed.clocks.take()
-        saved = after
-        together = [[n for part in step for n in part] for step in zip(*parts, strict=True)]
-        assert all(len(step) == GLOBAL_BATCH for step in together)
-        made += [set(step) for step in together]
-    return made
 
 
 @pytest.mark.parametrize("dp", DPS)
@@ -194,36 +218,32 @@ def test_a_pass_ends_with_a_whole_global_batch(dp: int, drop_last: bool, steps: 
 
 
 def test_a_loader_is_as_long_as_in_the_first_round() -> None:
+    """Before the engine is built it is as long as torch's was then."""
     for dp in DPS:
         with hooked(dp, first_dp=4):
-            assert len(loader_of(48, dp, 0)) == 4
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_before_the_engine_is_built_a_loader_is_as_long_as_torchs_was_then(drop_last: bool) -> None:
-    for samples in (47, 48, 50):
-        plain = len(loader_of(samples, 4, 0, drop_last=drop_last))
-        with hooked() as feed:
+            assert len(loader_of(48, dp)) == 4
+    for samples, drop_last in ((47, False), (48, False), (50, False), (47, True), (50, True)):
+        plain = len(loader_of(samples, 4, drop_last=drop_last))
+        with hooked(None) as feed:
             feed.first_dp = lambda: 4
-            assert len(loader_of(samples, 3, 0, drop_last=drop_last)) == plain
+            assert len(loader_of(samples, 3, drop_last=drop_last)) == plain
 
 
 def test_micro_batches_that_are_drawn_ahead_are_drawn_again() -> None:
     with hooked(2) as feed:
-        loader = loader_of(48, 2, 0, shuffle=False)
-        batches = iter(loader)
+        batches = iter(loader_of(48, 2, shuffle=False))
         first = [next(batches).tolist() for _ in range(3)]  # one more than a step has
         feed.step()
         saved = feed.clocks.take()
     with hooked(2) as feed:
-        loader = loader_of(48, 2, 0, shuffle=False)
+        loader = loader_of(48, 2, shuffle=False)
         feed.clocks.put(saved)
         assert next(iter(loader)).tolist() == first[2]
 
 
 def test_an_evaluation_neither_counts_nor_is_cut() -> None:
     with hooked(2) as feed:
-        loader, other = loader_of(48, 2, 0), loader_of(50, 2, 0, shuffle=False)
+        loader, other = loader_of(48, 2), loader_of(50, 2, shuffle=False)
         train(feed, loader, 2)
         feed.is_evaluating = lambda: True
         assert sum(len(batch) for batch in other) == 25
@@ -239,8 +259,8 @@ def test_an_evaluation_neither_counts_nor_is_cut() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_that_was_begun_before_an_evaluation_is_not_counted(workers: int) -> None:
     with hooked(2) as feed:
-        loader = loader_of(48, 2, 0)
-        other = iter(loader_of(48, 2, 0, workers=workers))  # its workers begin at once
+        loader = loader_of(48, 2)
+        other = iter(loader_of(48, 2, workers=workers))  # its workers begin at once
         feed.is_evaluating = lambda: True
         for _ in range(4):
             next(other)
@@ -250,24 +270,24 @@ def test_a_loader_that_was_begun_before_an_evaluation_is_not_counted(workers: in
 
 
 def test_a_script_may_turn_training_on_behind_the_draw() -> None:
-    with hooked(1) as feed:
-        expected = train(feed, loader_of(24, 1, 0), 6)
-    with hooked(1) as feed:
-        loader = loader_of(24, 1, 0)
+    with hooked() as feed:
+        expected = train(feed, loader_of(24), 6)
+    with hooked() as feed:
+        loader = loader_of(24)
         made = train(feed, loader, 1, epochs=1)
         feed.is_evaluating = lambda: True  # what it evaluates by has no such sampler
         feed.clocks.put(feed.clocks.take())
         made += train(feed, loader, 5)
         assert made == expected
-    with hooked(1) as feed:
+    with hooked() as feed:
         feed.is_evaluating = lambda: True
         with pytest.raises(RefusedError, match=r"began in eval\(\); call engine.train\(\) before"):
-            train(feed, loader_of(24, 1, 0), 1)
+            train(feed, loader_of(24), 1)
 
 
 def test_what_a_script_leaves_of_its_epochs_is_not_taken_for_drawn_ahead() -> None:
-    with hooked(1) as feed:
-        loader = loader_of(48, 1, 0)
+    with hooked() as feed:
+        loader = loader_of(48)
         for _ in range(12):
             batches = iter(loader)
             for _ in range(9):  # two steps, and one micro-batch at which the script breaks
@@ -302,8 +322,8 @@ def test_passes_that_are_only_looked_into_are_known_again_in_bounded_memory(
 
 
 def test_batches_that_are_skipped_are_refused() -> None:
-    with hooked(1) as feed:
-        loader = loader_of(48, 1, 0)
+    with hooked() as feed:
+        loader = loader_of(48)
         batches = iter(loader)
         for _ in range(16):
             next(batches)
@@ -314,14 +334,13 @@ def test_batches_that_are_skipped_are_refused() -> None:
 
 
 def test_what_was_done_at_the_end_of_a_pass_is_not_done_again() -> None:
-    with hooked(1) as feed:
-        loader = loader_of(24, 1, 0)
+    with hooked() as feed:
+        loader = loader_of(24)
         train(feed, loader, 2, sets_epoch=False)
         next(iter(loader))  # the script is in its second epoch
         saved = feed.clocks.take()
-    with hooked(1) as feed:
-        loader = loader_of(24, 1, 0, workers=2)
-        feed.clocks.put(saved)
+    with hooked(saved=saved) as feed:
+        loader = loader_of(24, workers=2)
         batches = iter(loader)
         assert not isinstance(batches, _BaseDataLoaderIter), "no worker is started for it"
         assert list(batches) == [] and feed.clocks.is_replaying
@@ -329,19 +348,23 @@ def test_what_was_done_at_the_end_of_a_pass_is_not_done_again() -> None:
 
 
 def test_passes_that_are_over_are_replayed_until_the_present_one() -> None:
-    with hooked(1) as feed:
-        train(feed, loader_of(24, 1, 0), 4)
-        assert not feed.clocks.is_replaying
-        saved = feed.clocks.take()
-    with hooked(1) as feed:
-        loader = loader_of(24, 1, 0)
-        feed.clocks.put(saved)
+    with hooked(saved=left_at(4)) as feed:
+        loader = loader_of(24)
         assert feed.clocks.is_replaying
         assert list(loader) == []
-        assert isinstance(loader.sampler, DistributedSampler)
-        loader.sampler.set_epoch(1)
+        set_epoch(loader, 1)
         # The second epoch was at its end: what a script does behind it has not been done.
         assert list(loader) == [] and not feed.clocks.is_replaying
+
+
+def test_a_pass_that_is_over_may_be_followed_by_one_that_is_not() -> None:
+    with hooked(saved=left_at(4, sets_epoch=False)) as feed:
+        loader, other = loader_of(24), loader_of(24)
+        for _ in range(2):
+            assert feed.clocks.may_yield_nothing and list(loader) == []
+        assert feed.clocks.may_yield_nothing and len(list(loader)) == 8
+        assert not feed.clocks.may_yield_nothing, "an empty loader is empty now"
+        assert len(list(other)) == 8
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -351,36 +374,16 @@ def test_a_script_that_resumes_at_a_checkpoint_goes_on_where_the_job_is(
 ) -> None:
     """It begins with the epoch in which it saved, and not with its first one; five steps were
     made, of two an epoch."""
-    with hooked(1) as feed:
-        loader = loader_of(24, 1, 0, workers=workers)
-        train(feed, loader, saved_after, sets_epoch=False)
-        over = feed.clocks.over()
-        made, saved = feed.clocks.take(), []
-    with hooked(1) as feed:
-        loader = loader_of(24, 1, 0, workers=workers)
-        feed.clocks.put(made)
-        train(feed, loader, 5 - saved_after, sets_epoch=False)
+    with hooked() as feed:
+        train(feed, loader_of(24, workers=workers), saved_after, sets_epoch=False)
+        over, saved = feed.clocks.over(), feed.clocks.take()
+    with hooked(saved=saved) as feed:
+        train(feed, loader_of(24, workers=workers), 5 - saved_after, sets_epoch=False)
         saved = feed.clocks.take()
-    with hooked(1) as feed:
-        feed.clocks.put(saved)
+    with hooked(saved=saved) as feed:
         feed.clocks.begin_after(over)
-        loader = loader_of(24, 1, 0, workers=workers)
-        left = train(feed, loader, 100, epochs=3 - epoch, sets_epoch=False)
-        assert len(left) == 1
-
-
-def test_a_pass_that_is_over_may_be_followed_by_one_that_is_not() -> None:
-    with hooked(1) as feed:
-        train(feed, loader_of(24, 1, 0), 4, sets_epoch=False)
-        saved = feed.clocks.take()
-    with hooked(1) as feed:
-        loader, other = loader_of(24, 1, 0), loader_of(24, 1, 0)
-        feed.clocks.put(saved)
-        for _ in range(2):
-            assert feed.clocks.may_yield_nothing and list(loader) == []
-        assert feed.clocks.may_yield_nothing and len(list(loader)) == 8
-        assert not feed.clocks.may_yield_nothing, "an empty loader is empty now"
-        assert len(list(other)) == 8
+        loader = loader_of(24, workers=workers)
+        assert len(train(feed, loader, 100, epochs=3 - epoch, sets_epoch=False)) == 1
 
 
 class Stream(IterableDataset[int]):
@@ -394,37 +397,37 @@ class StatefulDataLoader:
 
 def of_torchdata(feed: Feed) -> None:
     module = SimpleNamespace(StatefulDataLoader=StatefulDataLoader)
-    wrap = feed._hook_torchdata
-    wrap(module)
+    feed.hook_torchdata(module)
     module.StatefulDataLoader()
+
+
+def drawing(make: Callable[[], Any]) -> Callable[[Feed], Any]:
+    return lambda feed: next(iter(make()))
 
 
 @pytest.mark.parametrize(
     ("draw", "dp", "said"),
     [
-        (lambda: next(iter(DataLoader(Stream(), 3))), 1, "an iterable data set has no order"),
+        (drawing(lambda: DataLoader(Stream(), 3)), 1, "an iterable data set has no order"),
         (
-            lambda: next(iter(DataLoader(Numbers(48), 3, shuffle=True))), 1,
+            drawing(lambda: DataLoader(Numbers(48), 3, shuffle=True)), 1,
             "RandomSampler is not torch's DistributedSampler",
         ),
         (
-            lambda: next(iter(loader_of(48, 1, 0, batch_size=5))), 1,
+            drawing(lambda: loader_of(48, batch_size=5)), 1,
             "a loader has batches of 5, the engine of 3",
         ),
-        (
-            lambda: next(iter(loader_of(11, 1, 0, drop_last=True))), 1,
-            "11 samples, fewer than a global batch",
-        ),
-        (lambda: next(iter(loader_of(48, 4, 0))), 2, "deals to 4 replicas, the job has DP2"),
-        (None, 1, "StatefulDataLoader keeps its place by rank"),
+        (drawing(lambda: loader_of(11, drop_last=True)), 1, "11 samples, fewer than a global"),
+        (drawing(lambda: loader_of(48, 4)), 2, "deals to 4 replicas, the job has DP2"),
+        (of_torchdata, 1, "StatefulDataLoader keeps its place by rank"),
     ],
     ids=["iterable", "random", "batches", "too small", "replicas", "torchdata"],
 )  # fmt: skip
 def test_an_order_that_nobody_knows_is_refused_with_the_reason(
-    draw: Callable[[], Any] | None, dp: int, said: str
+    draw: Callable[[Feed], Any], dp: int, said: str
 ) -> None:
     with hooked(dp) as feed, pytest.raises(RefusedError, match=said):
-        draw() if draw is not None else of_torchdata(feed)
+        draw(feed)
         feed.step()
 
 
@@ -464,7 +467,7 @@ def test_data_that_became_another_one_between_rounds_is_refused_before_it_is_dra
     def begin(ledger: Consumption, samples: int = 50, seed: int = 0) -> None:
         with hooked(2) as feed:
             feed.on_pass = lambda name, facts: ledger.know({name: facts})
-            next(iter(loader_of(samples, 2, 0, seed=seed)))
+            next(iter(loader_of(samples, 2, seed=seed)))
 
     first, later = Consumption("run-1", {"dp": 2}), Consumption("run-2", {"dp": 2})
     first.begin(0, 0)
@@ -474,20 +477,6 @@ def test_data_that_became_another_one_between_rounds_is_refused_before_it_is_dra
     begin(later)
     with pytest.raises(RefusedError, match=r"'loader-0' is another one.*(size=51|seed=3)"):
         begin(later, samples, seed)
-
-
-def breaking_off(feed: Feed, loader: "DataLoader[int]", steps: int, at: int) -> list[list[int]]:
-    """Train passes of at most ``at`` micro-batches, counted by ``enumerate``."""
-    made: list[list[int]] = []
-    for _ in range(4):
-        for place, batch in enumerate(loader):
-            if place == at:
-                break
-            if len(made) == steps:
-                return made
-            made.append(batch.tolist())
-            feed.step()
-    return made
 
 
 class Ends(PassObserver):
@@ -503,56 +492,51 @@ class Ends(PassObserver):
 @pytest.mark.fault
 def test_a_pass_that_was_always_broken_off_at_one_place_ends_there_when_it_is_taken_up() -> None:
     """A count of the script's own begins anew within it, and the loader knows better."""
-    first, batch = (
-        FirstBatches(MICRO_BATCH, MICRO_BATCH, 1),
-        fit_batches(MICRO_BATCH, 1, MICRO_BATCH),
-    )
+    ends: list[Any] = []
 
-    def play(saved: list[Mapping[str, Any]], steps: int, count: int) -> tuple[Any, Any]:
-        with hooked() as feed:
-            feed.start(batch, first, MICRO_BATCH)
+    def play(saved: Any, steps: int, at: int = 5) -> tuple[Any, Any]:
+        """Train passes of at most ``at`` micro-batches, counted by ``enumerate``."""
+        made: list[list[int]] = []
+        with hooked(None) as feed:
+            batch = fit_batches(MICRO_BATCH, 1, MICRO_BATCH)
+            feed.start(batch, FirstBatches(MICRO_BATCH, MICRO_BATCH, 1), MICRO_BATCH)
             feed.observer = Ends(ends)
-            loader = loader_of(24, 1, 0, shuffle=False)
-            feed.clocks.put(saved)
-            made = breaking_off(feed, loader, steps, count)
+            loader = loader_of(24, shuffle=False)
+            feed.clocks.put(json.loads(json.dumps(saved)))
+            for _ in range(4):
+                for place, samples in enumerate(loader):
+                    if place == at:
+                        break
+                    if len(made) == steps:
+                        return made, feed.clocks.take()
+                    made.append(samples.tolist())
+                    feed.step()
             return made, feed.clocks.take()
 
-    ends: list[Any] = []
-    expected, _ = play([], 100, 5)
+    expected, _ = play([], 100)
     assert len(expected) == 20
-    for left_at, said in ((7, [15]), (12, [])):
-        made, saved = play([], left_at, 5)
-        then, _ = play(json.loads(json.dumps(saved)), 100, 5)
+    for left, said in ((7, [15]), (12, [])):
+        made, saved = play([], left)
+        then, _ = play(saved, 100)
         assert made + then == expected and set(ends) == set(said)
         ends.clear()
-    made, saved = play([], 3, 5)  # nobody knows yet where passes end
-    then, _ = play(json.loads(json.dumps(saved)), 100, 5)
+    made, saved = play([], 3)  # nobody knows yet where passes end
+    then, _ = play(saved, 100)
     assert len(made + then) == 23 and ends == [[(None, 1), (15, 1)]]
 
 
 @pytest.mark.fault
 def test_a_script_that_begins_behind_the_pass_under_way_is_refused() -> None:
     """By an epoch that it has noted itself, of a run that went on further than the state."""
-    with hooked(1) as feed:
-        loader = loader_of(24, 1, 0)
-        train(feed, loader, 1)
-        saved = feed.clocks.take()
-    with hooked(1) as feed:
-        loader = loader_of(24, 1, 0)
-        feed.clocks.put(saved)
-        assert isinstance(loader.sampler, DistributedSampler)
-        loader.sampler.set_epoch(1)
+    with hooked(saved=left_at(1)) as feed:
+        loader = loader_of(24)
+        set_epoch(loader, 1)
         with pytest.raises(
             RefusedError, match="in epoch 0, of which 12 of 24 samples are consumed"
         ):
             next(iter(loader))
-    with hooked(1) as feed:  # one that is at its end leaves nothing out
-        loader = loader_of(24, 1, 0)
-        train(feed, loader, 2, epochs=1)
-        saved = feed.clocks.take()
-    with hooked(1) as feed:
-        loader = loader_of(24, 1, 0)
-        feed.clocks.put(saved)
+    with hooked(saved=left_at(2, epochs=1)) as feed:  # one at its end leaves nothing out
+        loader = loader_of(24)
         assert len(train(feed, loader, 2, epochs=1)) == 0
         assert len(train(feed, loader, 2, epochs=2)) == 2
 
@@ -560,20 +544,19 @@ def test_a_script_that_begins_behind_the_pass_under_way_is_refused() -> None:
 @pytest.mark.fault
 def test_what_the_engine_only_evaluates_is_drawn_by_no_step() -> None:
     """By a script that turns gradients off within its loop, and does not say eval()."""
-    with hooked(1) as feed:
-        loader, other = loader_of(24, 1, 0), loader_of(24, 1, 0)
+    with hooked() as feed:
+        loader, other = loader_of(24), loader_of(24)
         batches, steps = iter(loader), 0
-        for _ in range(8):
+        for number in range(1, 9):
             next(batches)
             if steps == 0:
                 feed.use(is_trained=False)  # it evaluates something else before its first step
             feed.use(is_trained=True)
-            if len(feed.clocks._clocks[0].drawn) == 4:
+            if number % 4 == 0:
                 feed.step()
                 steps += 1
                 for _ in other:
                     feed.use(is_trained=False)
-        assert steps == 2
         assert [(line["pass"], line["consumed"]) for line in feed.clocks.take()] == [
             ([0, 0], 24), ([0, 1], 0)
         ]  # fmt: skip
@@ -587,9 +570,8 @@ def test_a_model_that_is_trained_in_eval_draws_as_in_train(workers: int) -> None
         made: list[Any] = []
         with hooked(dp, first_dp=2) as feed:
             feed.is_evaluating = lambda: is_in_eval
-            loader, other = loader_of(51, dp, 0, workers=workers), loader_of(50, dp, 0)
+            loader, other = loader_of(51, dp, workers=workers), loader_of(50, dp)
             feed.clocks.put(saved)
-            assert feed.batches is not None
             seen: list[int] = []
             for _ in range(3):
                 for batch in loader:
@@ -603,12 +585,11 @@ def test_a_model_that_is_trained_in_eval_draws_as_in_train(workers: int) -> None
                     seen = []
                     if len(made) == steps:
                         return made, json.loads(json.dumps(feed.clocks.take()))
-                if is_in_eval:
-                    evaluated = 0
-                    for batch in other:
-                        feed.use(is_trained=False)
-                        evaluated += len(batch)
-                    assert evaluated == -(-50 // dp)
+                evaluated = 0
+                for batch in other if is_in_eval else ():
+                    feed.use(is_trained=False)
+                    evaluated += len(batch)
+                assert evaluated == -(-50 // dp) * is_in_eval
         return made, None
 
     expected, _ = play([], 100, 2, is_in_eval=False)
@@ -618,3 +599,172 @@ def test_a_model_that_is_trained_in_eval_draws_as_in_train(workers: int) -> None
     assert made + then == expected and len(expected) == 15
     then, _ = play(saved, 100, 1, is_in_eval=True)
     assert len(made) + len(then) == 15
+
+
+# ------------------------------------------------------------------ Hugging Face's loaders
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Accelerate's in short: its order follows from the epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(3)
+        return super().__iter__()
+
+
+def steps_of(samples: int, batches: Batches, consumed: int, drop_last: bool) -> list[list[int]]:
+    """Return the samples of each step of an epoch, of all replicas."""
+    sampler: Any = SeedableRandomSampler(range(samples))
+    found = []
+    for rank in range(batches.dp):
+        epoch = EpochBatches(sampler, batches, rank, drop_last=drop_last)
+        of = list(epoch.after(consumed))
+        assert consumed or len(of) == len(epoch)
+        each = batches.num_micro_batches
+        found.append([list(chain(*of[at : at + each])) for at in range(0, len(of), each)])
+    return [sorted(chain(*step)) for step in zip(*found, strict=True)]
+
+
+@given(st.integers(12, 60), st.sampled_from([1, 2, 3, 4, 6, 12]), st.booleans(), st.integers(0, 4))
+def test_steps_have_the_same_samples_on_any_number_of_replicas(
+    samples: int, dp: int, drop_last: bool, step: int
+) -> None:
+    expected = steps_of(samples, Batches(12, 12, 1), 0, drop_last)
+    assert steps_of(samples, Batches(12, 1, dp), 12 * step, drop_last) == expected[step:]
+    seen = list(chain(*expected))
+    once = np.bincount(seen, minlength=samples)
+    if drop_last:
+        assert once.max() == 1 and len(seen) == samples // 12 * 12
+    else:
+        assert once.min() == 1 and len(seen) == -(-samples // 12) * 12
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (RandomSampler(range(20)), "use_seedable_sampler"),
+        (SequentialSampler(range(3)), "fewer than a global batch"),
+    ],
+)
+def test_an_order_that_seed_and_epoch_do_not_give_is_refused(sampler: Any, said: str) -> None:
+    with pytest.raises(RefusedError, match=said):
+        EpochBatches(sampler, Batches(4, 2, 2), 0, drop_last=True)
+
+
+def test_a_trainer_that_counts_one_process_a_rank_is_refused() -> None:
+    """As Accelerate does without GPUs, where the script does not say that it has none."""
+    session: Any = SimpleNamespace(tp=1, pp=1, dp=2)
+    check_ranks(session, 2, "Accelerate")
+    with pytest.raises(RefusedError, match=r"counts 1 process\(es\), the round has DP2"):
+        check_ranks(session, 1, "Accelerate")
+
+
+# ------------------------------------------------------------------ micro-batches of a step
+
+
+def engine_of(each: int) -> Any:
+    return SimpleNamespace(
+        set_gradient_accumulation_boundary=lambda is_boundary: None,
+        no_sync=contextlib.nullcontext,
+        backward=lambda loss, retain_graph=False, scale_wrt_gas=True: loss,
+        gradient_accumulation_steps=lambda: each,
+    )
+
+
+def accumulating(each: int) -> tuple[Any, Accumulation]:
+    engine, accumulation = engine_of(each), Accumulation()
+    accumulation.install(engine)
+    return engine, accumulation
+
+
+def by_boundary(engine: Any, micro_batches: int) -> None:
+    """As DeepSpeed's documentation has it."""
+    engine.set_gradient_accumulation_boundary(False)
+    by_deepspeed(engine, micro_batches - 1)
+    engine.set_gradient_accumulation_boundary(is_boundary=True)
+    engine.backward(1.0)
+
+
+def by_no_sync(engine: Any, micro_batches: int) -> None:
+    with engine.no_sync():
+        by_deepspeed(engine, micro_batches - 1)
+    engine.backward(1.0)
+
+
+def by_deepspeed(engine: Any, micro_batches: int) -> None:
+    """Two losses of one micro-batch count twice: DeepSpeed counts steps, and is right."""
+    for _ in range(micro_batches):
+        engine.backward(1.0)
+
+
+def called(module: str, code: str, **names: Any) -> Any:
+    """Run code as a module's own; return what it names ``found``."""
+    namespace: dict[str, Any] = {"__name__": module, **names}
+    exec(code, namespace)
+    return namespace.get("found")
+
+
+@pytest.mark.parametrize("accumulate", [by_boundary, by_no_sync])
+@pytest.mark.parametrize("each", [1, 2, 8])
+def test_a_number_of_the_scripts_own_is_refused_in_a_round_that_has_another(
+    accumulate: Any, each: int
+) -> None:
+    """More micro-batches than the round has would make the batch larger in silence."""
+    engine, accumulation = accumulating(each)
+    for _ in range(2):
+        accumulate(engine, each)
+        accumulation.end_step(each)
+    accumulate(engine, 4)
+    with pytest.raises(RefusedError, match=f"accumulated 4 micro-batches .* round has {each}"):
+        accumulation.end_step(each)
+
+
+@pytest.mark.parametrize("call", ["1.0, scale_wrt_gas=False", "1.0, False, False"])
+def test_losses_that_nobody_divides_by_their_number_are_refused_but_of_trainer(call: str) -> None:
+    engine, _ = accumulating(2)
+    code = f"def found(engine): return engine.backward({call})"
+    # Accelerate hands on what its script has said; a trainer's training_step may be a script's own.
+    for module in ("__main__", "accelerate.utils.deepspeed"):
+        backward = called(module, code)
+        with pytest.raises(RefusedError, match="scale_wrt_gas=False"):
+            backward(engine)
+        inner = {"inner": backward, "engine": engine}
+        assert called("transformers.trainer", "found = inner(engine)", **inner) == 1.0
+    assert engine.backward(1.0, scale_wrt_gas=True) == 1.0
+
+
+def test_what_deepspeed_or_a_trainer_counts_is_left_to_it() -> None:
+    engine, accumulation = accumulating(2)
+    by_deepspeed(engine, 4)
+    accumulation.end_step(2)
+    call = "engine.set_gradient_accumulation_boundary(is_boundary=True)"
+    called("accelerate.utils.deepspeed", call, engine=engine)
+    by_deepspeed(engine, 4)
+    accumulation.end_step(2)
+
+
+def test_a_number_that_is_stored_follows_what_the_round_has_drawn() -> None:
+    has_drawn = False
+    stored = AsThen(6, 3, lambda: has_drawn)
+    assert (24 // stored, 24 / stored, 5 * stored, stored + 1, str(stored)) == (8, 8.0, 15, 4, "3")
+    assert stored == 3 and stored < 4 and hash(stored) == hash(3) and 7 % stored == 1
+    has_drawn = True
+    assert (24 // stored, 5 * stored, stored + 1, f"{stored}") == (4, 30, 7, "6")
+    assert stored == 6 and 7 % stored == 1 and list(range(stored)) == [0, 1, 2, 3, 4, 5]
+    assert type(pickle.loads(pickle.dumps(stored))) is int
+
+
+@pytest.mark.fault
+def test_a_script_is_told_the_accumulation_that_belongs_to_the_length_of_its_loaders() -> None:
+    engine, feed = engine_of(6), Feed()
+    feed.first = FirstBatches(24, 2, 4)
+    tell(engine, feed)
+
+    def asked(module: str = "__main__") -> Any:
+        return called(module, "found = engine.gradient_accumulation_steps() + 0", engine=engine)
+
+    assert (asked(), asked("deepspeed.runtime.engine")) == (3, 6)
+    feed.is_counting = False  # the script places its data itself, by the ranks of now
+    assert asked() == 6
+    feed.is_counting = feed.has_drawn = True
+    assert asked() == 6

@@ -1,9 +1,15 @@
-"""Which tensor of a checkpoint fills which one of an engine."""
+"""Which tensor of a checkpoint fills which one of an engine, which elements of a parameter lie
+where in its flat buffers, and what a script has said in the checkpoint."""
 
 import _thread
+import io
 import json
+import pickle
 import threading
+from collections import OrderedDict
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +24,11 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.checksums import FileStorage
-from scalai.core.errors import MemoryShortError, ProofError, RefusedError
+from scalai.core.errors import LayoutError, MemoryShortError, ProofError, RefusedError
 from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.coverage import check_coverage
 from scalai.core.tensors.fingerprint import VERSION, piece_fingerprint
-from scalai.core.tensors.region import Box, Piece, whole
+from scalai.core.tensors.region import Box, Piece, row_major, whole
 from scalai.patches.deepspeed.checkpoint import filling
 from scalai.patches.deepspeed.checkpoint.filling import (
     Row,
@@ -32,6 +39,13 @@ from scalai.patches.deepspeed.checkpoint.filling import (
     touched,
 )
 from scalai.patches.deepspeed.checkpoint.load_plan import TensorOrigin, fitted, origins, used
+from scalai.patches.deepspeed.checkpoint.model_file import (
+    client_state_of,
+    read_values,
+    saved_step,
+)
+from scalai.patches.deepspeed.engine.fragments import cut_pieces, offset_in, partitioned
+from scalai.patches.deepspeed.engine.parallel_ranks import TensorParallel
 from scalai.runtime.live import Slot, held_rows, host_bits
 from scalai.runtime.live_fingerprints import live_fingerprints
 
@@ -116,16 +130,10 @@ def test_every_storage_is_checked_by_one_rank(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("file", "begin", "expected"),
     [
-        (0, 64, [2]),
-        (0, 167, [3]),
-        (0, 168, []),
-        (0, 100, []),
-        (0, 0, []),
-        (1, 103, [0]),
-        (1, 500, [1]),
-        (1, 528, []),
+        (0, 64, [2]), (0, 167, [3]), (0, 168, []), (0, 100, []), (0, 0, []),
+        (1, 103, [0]), (1, 500, [1]), (1, 528, []),
     ],
-)
+)  # fmt: skip
 def test_the_storage_of_a_piece_is_found(file: int, begin: int, expected: list[int]) -> None:
     box = np.zeros((1, 1), dtype=np.int64)
     collection = Collection((Tensor("x", (1,), "U8"),), np.zeros(1, dtype=np.int64), box, box + 1)
@@ -193,24 +201,125 @@ def report(directory: Path, change: int) -> None:
     (directory / REPORT).write_text(json.dumps(content))
 
 
+SOURCE = Collection.of([(WEIGHT, whole(WEIGHT.shape))])
+
+
+def proofs() -> list[bytes]:
+    return [proof(half(n), live_fingerprints(half(n))) for n in (0, 1)]
+
+
 def test_recorded_fingerprints_are_compared(tmp_path: Path) -> None:
-    source = Collection.of([(WEIGHT, whole(WEIGHT.shape))])
-    for change in (0, 1):
-        report(tmp_path, change)
-        proofs = [proof(half(n), live_fingerprints(half(n))) for n in (0, 1)]
-        if change:
-            with pytest.raises(ProofError, match=r"1 tensors are not what .*scalai\.json says"):
-                check_proofs(tmp_path, source, proofs)
-        else:
-            check_proofs(tmp_path, source, proofs)
+    report(tmp_path, 0)
+    check_proofs(tmp_path, SOURCE, proofs())
+    report(tmp_path, 1)
+    with pytest.raises(ProofError, match=r"1 tensors are not what .*scalai\.json says"):
+        check_proofs(tmp_path, SOURCE, proofs())
 
 
 def test_replicas_that_differ_are_found_where_nothing_is_recorded(tmp_path: Path) -> None:
-    source = Collection.of([(WEIGHT, whole(WEIGHT.shape))])
-    prints = live_fingerprints(half(0))
-    proofs = [
-        proof(half(0), prints), proof(half(0), prints + 1),
-        proof(half(1), live_fingerprints(half(1))),
-    ]  # fmt: skip
+    other = proof(half(0), live_fingerprints(half(0)) + 1)
     with pytest.raises(ProofError, match=r"replicas of .* differ"):
-        check_proofs(tmp_path, source, proofs)
+        check_proofs(tmp_path, SOURCE, [*proofs(), other])
+
+
+# ------------------------------------------------------------------ elements of a parameter
+
+BOX = (5, 3, 4)
+BOX_NUMEL = 60
+PARAMETER = torch.empty(0)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 13, 40])
+@pytest.mark.parametrize("partition_numel", [7, 20, 50, 200])
+def test_partitions_make_up_a_parameter_and_hold_its_elements_in_order(
+    offset: int, partition_numel: int
+) -> None:
+    flat = np.full(1000, -1)
+    flat[offset : offset + BOX_NUMEL] = np.arange(BOX_NUMEL)
+    rows: list[Piece] = []
+    for rank in range(-(-(offset + BOX_NUMEL) // partition_numel)):
+        found = partitioned(PARAMETER, BOX_NUMEL, offset, partition_numel, rank)
+        own = flat[rank * partition_numel :]
+        assert own[found.start : found.start + found.high - found.low].tolist() == list(
+            range(found.low, found.high)
+        )
+        piece = Piece(whole(BOX), 0, row_major(BOX))
+        rows += cut_pieces([piece], found.low, found.high, found.start, found.cuts)
+    check_coverage(Collection.of((Tensor("param/x", BOX, "F32"), row.box) for row in rows))
+
+
+@pytest.mark.parametrize("cuts", [(), (5,), (1, 17, 18, 59)])
+def test_a_whole_copy_is_cut_into_the_boxes_of_the_partitions(cuts: tuple[int, ...]) -> None:
+    piece = Piece(whole(BOX), 0, row_major(BOX))
+    ends = (0, *cuts, BOX_NUMEL)
+    apart = [
+        part.box for low, high in pairwise(ends) for part in cut_pieces([piece], low, high, 0, ())
+    ]
+    assert [part.box for part in cut_pieces([piece], 0, BOX_NUMEL, 0, cuts)] == apart
+
+
+def test_memory_outside_of_the_flat_buffer_is_refused_by_name() -> None:
+    flat = torch.zeros(10)
+    assert offset_in(flat, flat[4:7], "x") == 4
+    for part in (torch.zeros(3), flat[4:7].half(), flat[::2]):
+        with pytest.raises(LayoutError, match=r"^weight \(\d+ elements"):
+            offset_in(flat, part, "weight")
+
+
+@pytest.mark.parametrize(("dim", "parts"), [(0, 1), (1, 1), (0, 2), (1, 2)])
+def test_tensor_parallel_shards_make_up_the_whole(dim: int, parts: int) -> None:
+    full = torch.arange(8 * 12).view(8, 12)
+    rebuilt = torch.full_like(full, -1)
+    for rank in range(2):
+        shard = torch.cat([part.chunk(2, dim)[rank] for part in full.chunk(parts, dim)], dim)
+        parameter: Any = torch.nn.Parameter(shard.float())
+        parameter.tensor_model_parallel = True
+        parameter.partition_dim, parameter.partition_stride = dim, parts
+        shape, pieces = TensorParallel(rank, 2).pieces("w", parameter, tuple(shard.shape))
+        assert shape == (8, 12)
+        for piece in pieces:
+            values = (
+                shard.contiguous().view(-1).as_strided(piece.box.shape, piece.stride, piece.start)
+            )
+            at = zip(piece.box.offset, piece.box.shape, strict=True)
+            rebuilt[tuple(slice(low, low + size) for low, size in at)] = values
+    assert torch.equal(rebuilt, full)
+
+
+def test_a_shard_that_does_not_say_how_it_is_cut_is_refused_by_name() -> None:
+    parameter: Any = torch.nn.Parameter(torch.zeros(4, 2))
+    parameter.tensor_model_parallel = True
+    with pytest.raises(RefusedError, match=r"up\.weight.*partition_dim"):
+        TensorParallel(0, 2).pieces("up.weight", parameter, (4, 2))
+
+
+# ------------------------------------------------------------------ a script's own values
+
+STATES = "mp_rank_00_model_states.pt"
+
+
+def save(directory: Path, **content: object) -> Path:
+    directory.mkdir()
+    torch.save({"module": {"w": torch.ones(2)}, "global_steps": 7, **content}, directory / STATES)
+    return directory
+
+
+def test_a_tag_of_deepspeeds_says_the_step_and_any_other_is_looked_into(tmp_path: Path) -> None:
+    assert saved_step(tmp_path / "global_step12") == 12
+    assert saved_step(save(tmp_path / "epoch3")) == 7
+    (tmp_path / "empty").mkdir()
+    assert saved_step(tmp_path / "empty") is None
+
+
+def test_of_a_scripts_own_values_the_plain_ones_are_told(tmp_path: Path) -> None:
+    best = {"best": [1, 2.5, None], "name": "a"}
+    directory = save(tmp_path / "epoch3", epoch=3, best=best, rows=torch.ones(2), ds_version="0")
+    assert client_state_of(directory) == {"epoch": 3, "best": best}
+
+
+def test_a_script_is_given_what_it_saved_and_not_what_stood_in_for_it(tmp_path: Path) -> None:
+    mine = OrderedDict(scores=np.arange(3.0), best=np.float64(0.5), raw=io.BytesIO(b"ab"))
+    values = read_values(save(tmp_path / "epoch3", mine=mine) / STATES)["mine"]
+    assert type(values) is OrderedDict and type(values["best"]) is np.float64
+    assert values["scores"].tolist() == [0.0, 1.0, 2.0] and values["raw"].getvalue() == b"ab"
+    assert list(pickle.loads(pickle.dumps(values))) == list(mine)

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
 
+from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.own_schedules import MAKERS, OwnSchedules, curve_of
 
-pytestmark = pytest.mark.fault
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Seems like:UserWarning"),
+]
 
 
 class WarmupThen(torchs.LRScheduler):
@@ -55,18 +60,15 @@ STEPS, LEFT_AT = 10, 4
 class Round:
     """A script in one round: an optimizer, a schedule, and what the hooks know."""
 
-    def __init__(self, group: Any = None, saved: Any = None) -> None:
+    def __init__(self, saved: Any = None, group: Any = None) -> None:
         self.is_behind = saved is not None
         self.said: list[str] = []
-        self.hooks = OwnSchedules(
-            lambda: self.is_behind,
-            lambda detail, way_out: self.said.append(detail),
-            lambda event, detail: self.said.append(detail),
-        )
+        say = lambda detail, other: self.said.append(detail)  # noqa: E731
+        self.hooks = OwnSchedules(lambda: self.is_behind, say, lambda event, text: say(text, event))
         self.hooks.install()
         self.optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
         self.engine = SimpleNamespace(optimizer=self.optimizer, lr_scheduler=None)
-        self._group, self._saved = group, saved
+        self._group, self._saved = group or {}, saved
 
     def build_engine(self) -> None:
         self.hooks.start(self.engine)
@@ -84,6 +86,19 @@ class Round:
             self.optimizer.step()
             step(schedule)
         return rates
+
+    def after(self) -> "Round":
+        """Return the next round, with what this one has left."""
+        group = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
+        return Round(self.hooks.take(), group)
+
+
+def begun(make: Callable[[Any], Any], there: Round | None = None) -> tuple[Round, Any]:
+    """Return a round whose script makes a schedule before its engine, and the schedule."""
+    there = there or Round()
+    schedule = make(there.optimizer)
+    there.build_engine()
+    return there, schedule
 
 
 def step(schedule: Any) -> None:
@@ -105,8 +120,6 @@ def _unhooked() -> Iterator[None]:
         setattr(kind, name, method)
 
 
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
-@pytest.mark.filterwarnings("ignore:Seems like:UserWarning")
 @pytest.mark.parametrize("repeated", [LEFT_AT, 0], ids=["each-epoch", "each-step"])
 @pytest.mark.parametrize("is_before", [True, False], ids=["before-engine", "behind-engine"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,15 +128,11 @@ def test_a_schedule_goes_on_where_it_was(kind: str, is_before: bool, repeated: i
     alone = Round()
     alone.build_engine()
     expected = alone.train(KINDS[kind](alone.optimizer), STEPS)
-    first = Round()
-    schedule = KINDS[kind](first.optimizer)
-    first.build_engine()
+    first, schedule = begun(KINDS[kind])
     made = first.train(schedule, LEFT_AT)
-    saved = first.hooks.take()
-    assert [reported["kind"] for reported in saved["own"]] == [kind]  # and none of its parts
-
-    left = {k: v for k, v in first.optimizer.param_groups[0].items() if k != "params"}
-    then = Round(left, saved)
+    # and none of its parts
+    assert [reported["kind"] for reported in first.hooks.take()["own"]] == [kind]
+    then = first.after()
     schedule = KINDS[kind](then.optimizer) if is_before else None
     then.build_engine()
     schedule = schedule or KINDS[kind](then.optimizer)
@@ -134,27 +143,19 @@ def test_a_schedule_goes_on_where_it_was(kind: str, is_before: bool, repeated: i
     assert not then.said
 
 
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
-def test_a_warm_up_that_keeps_the_next_schedule_goes_on_where_it_was() -> None:
-    def make(of: Round) -> Any:
-        return WarmupThen(of.optimizer, 3, torchs.ExponentialLR(of.optimizer, 0.5))
+@pytest.mark.parametrize("left_at", [2, 6])
+def test_a_warm_up_that_keeps_the_next_schedule_goes_on_where_it_was(left_at: int) -> None:
+    def make(optimizer: Any) -> Any:
+        return WarmupThen(optimizer, 3, torchs.ExponentialLR(optimizer, 0.5))
 
-    alone = Round()
-    schedule = make(alone)
-    alone.build_engine()
+    alone, schedule = begun(make)
     expected = alone.train(schedule, STEPS)
     assert len(set(expected)) > 6
-    for left_at in (2, 6):
-        first = Round()
-        schedule = make(first)
-        first.build_engine()
-        made = first.train(schedule, left_at)
-        left = {k: v for k, v in first.optimizer.param_groups[0].items() if k != "params"}
-        then = Round(left, first.hooks.take())
-        schedule = make(then)
-        then.build_engine()
-        then.is_behind = False
-        assert made + then.train(schedule, STEPS - left_at) == expected
+    first, schedule = begun(make)
+    made = first.train(schedule, left_at)
+    then, schedule = begun(make, first.after())
+    then.is_behind = False
+    assert made + then.train(schedule, STEPS - left_at) == expected
 
 
 def test_schedules_that_something_else_carries_are_left_to_it() -> None:
@@ -167,12 +168,26 @@ def test_schedules_that_something_else_carries_are_left_to_it() -> None:
     assert list(there.hooks.own()) == [schedules[2]] and other is not None
 
 
+class Unplain:
+    """A learning rate's function with a state that no text holds."""
+
+    def __init__(self) -> None:
+        self.seen = {1, 2}
+
+    def __call__(self, at: int) -> float:
+        return 1.0
+
+
+def test_a_schedule_that_cannot_be_carried_is_refused_before_the_first_step() -> None:
+    there, _schedule = begun(lambda optimizer: torchs.LambdaLR(optimizer, Unplain()))
+    with pytest.raises(RefusedError, match=r"LambdaLR's .* cannot be kept as JSON"):
+        there.hooks.begin()
+
+
 def test_other_schedules_than_the_job_had_are_a_difference() -> None:
     """Where a person has changed the script's arguments they begin at its groups' rates."""
     saved = {"own": [{"kind": "StepLR", "state": {}}], "curves": []}
-    then = Round({"lr": 0.25}, saved)
-    schedule = KINDS["LambdaLR"](then.optimizer)
-    then.build_engine()
+    then, schedule = begun(KINDS["LambdaLR"], Round(saved, {"lr": 0.25}))
     assert then.train(schedule, 1) == [0.25]
     (said,) = then.said
     assert "['StepLR'] when" in said and "['LambdaLR'] before the first" in said
@@ -186,34 +201,27 @@ def test_every_schedule_of_torch_is_noticed_when_it_is_made() -> None:
         assert roots & set(kind.__mro__), kind
 
 
-def linear(of: Round, total: int) -> Any:
-    return torchs.LambdaLR(of.optimizer, lambda at: 1 - at / total)
-
-
 def test_a_curve_that_is_another_one_is_found_before_the_first_step() -> None:
     """No state holds the functions of a schedule; what they say is compared."""
-    first = Round()
-    schedule = linear(first, 24)
-    first.build_engine()
+
+    def linear(total: int) -> Callable[[Any], Any]:
+        return lambda optimizer: torchs.LambdaLR(optimizer, lambda at: 1 - at / total)
+
+    first, schedule = begun(linear(24))
     first.train(schedule, 2)
-    saved = first.hooks.take()
     for total in (24, 12):
-        then = Round({}, saved)
-        schedule = linear(then, total)
-        then.build_engine()
+        then, _schedule = begun(linear(total), Round(first.hooks.take()))
         then.hooks.begin()
-        if total == 24:
-            assert not then.said
-        else:
-            (said,) = then.said
-            assert "LambdaLR gives [0.9166" in said and "at its step 1, and gave [0.958" in said
+        assert len(then.said) == (total != 24)
+    assert "LambdaLR gives [0.9166" in then.said[0]
+    assert "at its step 1, and gave [0.958" in then.said[0]
 
 
 def test_rates_that_a_script_has_begun_anew_are_those_of_the_state_and_are_told_of() -> None:
     first = Round()
     first.build_engine()
     first.hooks.begin()
-    then = Round({"lr": 0.25}, first.hooks.take())
+    then = Round(first.hooks.take(), {"lr": 0.25})
     then.build_engine()
     then.optimizer.param_groups[0]["lr"] = 1.0
     then.hooks.begin()

@@ -1,6 +1,9 @@
-"""What cannot change its layout is refused at the start, all of it at once, with the reason."""
+"""What cannot change its layout is refused at the start, all of it at once, with the reason;
+layouts that Megatron-core's own configuration refuses are found before a change is begun."""
 
 import re
+import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +11,16 @@ from typing import Any
 import megatron.core
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 
+from scalai.converters.megatron import arguments
 from scalai.converters.megatron.sums import SUMS
+from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError
 from scalai.patches.continuation import refuse_changed_axes
 from scalai.patches.megatron.megatron_state import fixed_axes, refuse_unsupported
+from scalai.patches.megatron.other_layouts import refused_layouts
+from scalai.patches.versions import DEEPSPEED, MEGATRON, KnownVersions
 
 
 class LayerWiseDistributedOptimizer(SimpleNamespace):
@@ -112,3 +120,106 @@ def test_another_context_parallel_degree_is_refused() -> None:
     refuse_changed_axes({"cp": 2}, {"cp": 2, "tp": 4})
     with pytest.raises(RefusedError, match="cp=2 when the state was taken and cp=1 now"):
         refuse_changed_axes({"cp": 2}, {"cp": 1, "tp": 4})
+
+
+KNOWN = [
+    *((MEGATRON, v) for v in ("0.14.0", "0.15.3", "0.16.1", "0.17.0rc0", "0.18.2", "0.20.0rc0")),
+    *((DEEPSPEED, v) for v in ("0.16.0", "0.17.6", "0.18.9", "0.19.8", "0.19.8+abc")),
+]
+UNKNOWN = [
+    *((MEGATRON, v, r"0\.14 to 0\.20") for v in ("0.13.1", "0.21.0", "1.14.0", "main")),
+    *((DEEPSPEED, v, r"0\.16 to 0\.19") for v in ("0.15.4", "0.20.0", "1.16.0")),
+]
+
+
+@pytest.mark.parametrize(("framework", "version"), KNOWN)
+def test_known_versions_pass_without_a_word(framework: KnownVersions, version: str) -> None:
+    assert framework.check(version, allow_untested=False) is None
+
+
+@pytest.mark.parametrize(("framework", "version", "known"), UNKNOWN)
+def test_unknown_versions_are_refused_unless_allowed(
+    framework: KnownVersions, version: str, known: str
+) -> None:
+    with pytest.raises(RefusedError, match=rf"{known}.*SCALAI_ALLOW_UNTESTED=1"):
+        framework.check(version, allow_untested=False)
+    assert version in (framework.check(version, allow_untested=True) or "")
+
+
+# ------------------------------------------------------------------ other layouts
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 1 --global-batch-size 12 --pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2 --overlap-p2p-communication-warmup-flush"
+).split()
+WORDS = "only compatible with overlap_p2p_comm"
+
+
+def parsed(**values: Any) -> Namespace:
+    """Return the namespace of ``FLAGS`` before Megatron-LM has checked it."""
+    given = {
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "rank": 0,
+        "num_virtual_stages_per_pipeline_rank": 2, "world_size": 2, "is_checked": False,
+        "sequence_parallel": False,
+    }  # fmt: skip
+    return Namespace(**{**given, **values})
+
+
+def validate(job: Namespace) -> None:
+    """As ``validate_args``: without chunks point-to-point communication does not overlap."""
+    chunks = job.num_virtual_stages_per_pipeline_rank
+    job.chunks = chunks if job.pipeline_model_parallel_size > 1 and chunks > 1 else None
+    job.is_checked = True
+
+
+def configured(job: Namespace) -> TransformerConfig:
+    assert job.is_checked
+    return TransformerConfig(
+        num_layers=8, hidden_size=64, num_attention_heads=4, pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=job.tensor_model_parallel_size,
+        pipeline_model_parallel_size=job.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=job.chunks,
+        overlap_p2p_comm=job.chunks is not None, batch_p2p_comm=job.chunks is None,
+        overlap_p2p_comm_warmup_flush=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(core_transformer_config_from_args=configured)
+    monkeypatch.setitem(sys.modules, "megatron.training.argument_utils", module)
+
+
+@pytest.mark.fault
+@pytest.mark.usefixtures("framework")
+def test_what_a_configuration_refuses_is_told_with_its_reason_and_not_offered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arguments, "_NEEDS_CHUNKS", ())  # the flags say it, of this one
+    job = parsed()
+    found = refused_layouts(FLAGS, job, validate, (0, 16, 1))
+    assert job == parsed(), "a copy is asked for"
+    assert [2, 1, 1] in [each[:3] for each in found]
+    assert all(each[2] == 1 and WORDS in str(each[3]) for each in found)
+    limits = ModelLimits(refused=tuple(tuple(each) for each in found))  # type: ignore[misc]
+    assert WORDS in str(refusal(Degrees(2, 1, 4), limits))
+    assert refusal(Degrees(1, 2, 1, vpp=2), limits) is None
+
+
+@pytest.mark.fault
+@pytest.mark.usefixtures("framework")
+def test_flags_that_need_virtual_stages_say_so_before_anything_runs() -> None:
+    limits = arguments.read_arguments(FLAGS).limits
+    assert "warmup-flush needs them" in str(refusal(Degrees(2, 1, 1), limits))
+    assert refusal(Degrees(1, 2, 1, vpp=4), limits) is None
+    assert refused_layouts(FLAGS, parsed(), validate, (0, 16, 1)) == []
+
+
+@pytest.mark.fault
+@pytest.mark.usefixtures("framework")
+def test_nothing_is_refused_where_the_present_layout_is_not_taken_so() -> None:
+    def stumbles(job: Namespace) -> None:
+        raise AssertionError("something that has nothing to do with layouts")
+
+    assert refused_layouts(FLAGS, parsed(), stumbles, (0, 16, 1)) == []

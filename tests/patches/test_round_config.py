@@ -64,13 +64,27 @@ def test_a_request_for_a_micro_batch_wins() -> None:
         rewrite(STATED, RoundOrder(1, 1, 2, micro_batch_size=5))
 
 
-def test_what_cannot_keep_its_batch_is_refused() -> None:
-    with pytest.raises(RefusedError, match="dp=5 does not divide global_batch_size=24"):
-        rewrite(STATED, RoundOrder(1, 1, 5))
-    with pytest.raises(RefusedError, match="states neither"):
-        rewrite({"gradient_accumulation_steps": 2}, RoundOrder(1, 1, 2))
-    with pytest.raises(RefusedError, match="managed_gradient_accumulation is false"):
-        rewrite({**STATED, "managed_gradient_accumulation": False}, RoundOrder(1, 1, 2))
+@pytest.mark.parametrize(
+    ("config", "dp", "said"),
+    [
+        (STATED, 5, "dp=5 does not divide global_batch_size=24"),
+        ({"gradient_accumulation_steps": 2}, 2, "states neither"),
+        (
+            {**STATED, "managed_gradient_accumulation": False}, 2,
+            "managed_gradient_accumulation is false",
+        ),
+        ({**STATED, "sequence_parallel_size": 2}, 2, r"sequence_parallel_size = 2 \(Ulysses\)"),
+        (
+            {**STATED, "data_efficiency": {
+                "data_sampling": {"curriculum_learning": {"enabled": True}}
+            }},
+            2, "curriculum_learning",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_keep_its_batch_is_refused(config: dict[str, Any], dp: int, said: str) -> None:
+    with pytest.raises(RefusedError, match=said):
+        rewrite(config, RoundOrder(1, 1, dp))
 
 
 def test_autotp_in_stage_3_states_no_global_batch() -> None:
@@ -128,12 +142,9 @@ def test_the_configuration_is_taken_from_wherever_deepspeed_takes_it(tmp_path: A
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 8}')
     named = Namespace(deepspeed_config=str(path))
-    for found in (
-        config_of(named, None, None),
-        config_of(None, str(path), None),
-        config_of(None, None, {"train_batch_size": 8}),
-    ):
-        assert found == {"train_batch_size": 8}
+    stated = {"train_batch_size": 8}
+    for source in ((named, None, None), (None, str(path), None), (None, None, stated)):
+        assert config_of(*source) == stated
     assert config_of(Namespace(), None, None) is None
 
 
@@ -164,14 +175,14 @@ def test_the_table_and_the_configuration_say_which_stages_a_job_may_have(
 
 
 @pytest.mark.parametrize("version", ["0.18.3", "0.19.8", "0.19.8+abc"])
-@pytest.mark.parametrize("fp16", [{}, {"loss_scale": 0}, {"loss_scale": 128}])
-def test_fp16_with_and_without_zero_is_refused(fp16: dict[str, Any], version: str) -> None:
-    config = {"fp16": {"enabled": True, **fp16}}
+@pytest.mark.parametrize("scale", [{}, {"loss_scale": 0}, {"loss_scale": 128}])
+@pytest.mark.parametrize(("stages", "before"), [({2, 0}, None), ({2}, 0), ({0}, 2)])
+def test_fp16_with_and_without_zero_is_refused(
+    scale: dict[str, Any], version: str, stages: set[int], before: int | None
+) -> None:
+    config = {"fp16": {"enabled": True, **scale}}
     with pytest.raises(RefusedError, match=r"stages 0, 2 in one job.*Expected are stage 0 alone"):
-        refuse_unfit_stages(config, frozenset({2, 0}), None, version)
-    for before, stages in ((0, {2}), (2, {0})):
-        with pytest.raises(RefusedError, match="stages 0, 2 in one job"):
-            refuse_unfit_stages(config, frozenset(stages), before, version)
+        refuse_unfit_stages(config, frozenset(stages), before, version)
 
 
 @pytest.mark.parametrize("version", ["0.17.6", "0.18.0", "0.18.2"])

@@ -1,10 +1,13 @@
-"""What is read at Megatron-LM's samplers, on classes that give what its own do."""
+"""What is read at Megatron-LM's samplers, on classes that give what its own do, and which changes
+of flags and of data sets mean another order of the training data."""
 
+import json
 import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ from scalai.core.dataset.drawn import Draw, Number
 from scalai.core.dataset.ledger import Ledger, difference, judge
 from scalai.core.dataset.order import ShuffledBlocks
 from scalai.core.errors import RefusedError
+from scalai.patches.megatron.data_facts import facts_of
 from scalai.patches.megatron.samplers import (
     MANY_STEPS,
     TRAIN,
@@ -70,6 +74,15 @@ class Rerun:
         self.iterable = iterable
 
 
+def watched(module: Any = None, *, train: Any = None, consumed: int = 0) -> TrainingDraws:
+    """Return a watch on samplers, with an iterator of the training data."""
+    draws = TrainingDraws()
+    if module is not None:
+        draws.hook(module)
+    draws.build(consumed, lambda: (train, None, None), (), {})
+    return draws
+
+
 def built(
     module: Any, consumed: int, dp: int, rank: int, workers: int = 0, *, total: int = 96,
     begins: int | None = None,
@@ -80,10 +93,7 @@ def built(
 
     def build() -> Any:
         place = consumed if begins is None else begins
-        made = [
-            module.MegatronPretrainingSampler(total, place, 2, rank, dp),
-            module.MegatronPretrainingSampler(total, 0, 2, rank, dp),
-        ]
+        made = [module.MegatronPretrainingSampler(total, at, 2, rank, dp) for at in (place, 0)]
         data: Any = range(total)
         loaders = [DataLoader(data, batch_sampler=each, num_workers=workers) for each in made]
         return tuple(Rerun(iter(loader)) for loader in loaders)
@@ -118,8 +128,7 @@ def test_ranks_at_any_degrees_have_one_ledger_over_changes() -> None:
     for rank_of in (0, -1):
         ledger = Ledger.begun(0, 0)
         for dp in (2, 4, 1):
-            consumed = ledger.at[1] or 0
-            draws, train = built(samplers(), consumed, dp, rank_of % dp)
+            draws, train = built(samplers(), ledger.at[1] or 0, dp, rank_of % dp)
             for _ in range(3):
                 take(train, 8 // (2 * dp))
                 drawn = draws.step()
@@ -130,20 +139,21 @@ def test_ranks_at_any_degrees_have_one_ledger_over_changes() -> None:
     assert ledgers[0] == ledgers[1]
 
 
-def test_a_loader_at_another_place_than_the_training_is_objected_to() -> None:
+@pytest.mark.parametrize(
+    ("begins", "said"), [(0, "0:8 a second time"), (12, "8:12 are passed over")]
+)
+def test_a_loader_at_another_place_than_the_training_is_objected_to(begins: int, said: str) -> None:
     ledger = Ledger.begun(0, 0).stepped(1, 8, [Draw("train", Number(0), 0, 8, 96)])
-    for begins, text in ((0, "0:8 a second time"), (12, "8:12 are passed over")):
-        draws, train = built(samplers(), begins, dp=2, rank=0)
-        take(train, 2)
-        assert text in " ".join(ledger.objections(draws.step() or ()))
+    draws, train = built(samplers(), begins, dp=2, rank=0)
+    take(train, 2)
+    assert said in " ".join(ledger.objections(draws.step() or ()))
 
 
 def test_a_script_that_throws_a_batch_away_is_objected_to() -> None:
     draws, train = built(samplers(), 0, dp=2, rank=0)
     take(train, 3)
-    assert "drew 12 samples and counts 8" in " ".join(
-        Ledger.begun(0, 0).objections(draws.step() or (), 8)
-    )
+    (said,) = Ledger.begun(0, 0).objections(draws.step() or (), 8)
+    assert "drew 12 samples and counts 8" in said
 
 
 def test_samplers_that_somebody_else_has_changed_are_refused() -> None:
@@ -168,76 +178,129 @@ def test_a_random_order_is_counted_over_its_epochs() -> None:
         sampler = module.MegatronPretrainingRandomSampler(None, 12, 8, 2, 0, 2, False)
         data: Any = range(12)
         loader = DataLoader(data, batch_sampler=sampler)
-        again = (batch for _ in range(3) for batch in loader)
-        return Rerun(again), None, None
+        return Rerun(batch for _ in range(3) for batch in loader), None, None
 
     train, *_ = draws.build(8, build, (), {})
     take(train.iterable, 2)
     assert draws.step() == [
         Draw("train", Number(0), 8, 12, 12, 12, is_dealt=True),
         Draw("train", Number(1), 0, 4, 12, 12, is_dealt=True),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_data_set_that_fills_no_block_is_refused_with_its_numbers() -> None:
     """The sampler itself divides by the length of an empty pass."""
-    draws, module = TrainingDraws(), samplers()
-    draws.hook(module)
+    module = samplers()
+    watched(module)
     sampler = module.MegatronPretrainingRandomSampler(None, 3, 0, 2, 0, 2, False)
     with pytest.raises(RefusedError, match=r"has 3 samples.*draw 4 at once.*smaller DP"):
         next(iter(sampler))
 
 
-def test_a_rank_without_data_draws_nothing_and_a_loader_of_the_scripts_own_is_not_known() -> None:
-    draws = TrainingDraws()
-    draws.build(0, lambda: (None, None, None), (), {})
-    assert draws.step() == ()
-    draws.build(0, lambda: (Rerun(iter(())), None, None), (), {})
-    assert draws.step() is None
+def test_a_rank_without_data_draws_and_says_nothing_and_a_scripts_own_loader_is_not_known() -> None:
+    alone, own = watched(), watched(train=Rerun(iter(())))
+    assert (alone.step(), alone.sources(FLAGS)) == ((), {})
+    assert own.step() is None
 
 
 def test_energon_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.energon", types.ModuleType("megatron.energon"))
-    draws = TrainingDraws()
-    draws.build(0, lambda: (None, None, None), (), {})
+    watched()
     with pytest.raises(RefusedError, match="Energon: its loaders keep their place by rank"):
-        draws.build(0, lambda: (Rerun(iter(())), None, None), (), {})
+        watched(train=Rerun(iter(())))
 
 
-FLAGS = {"seed": 7, "split": "9,1,0", "data_path": ["0.3", "/a/web", "0.7", "/a/code"]}
+# ------------------------------------------------------------------ facts of the data
+
+BLEND = ["1", "/en/text", "3", "/de/text"]
+FLAGS = {"seed": 1, "split": "9,1,0", "data_path": BLEND}
 
 
-def told(total: int = 96, **flags: Any) -> Any:
+class Part(SimpleNamespace):
+    """As a ``GPTDataset``: it has its files inside."""
+
+    samples = 90
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+def told(dataset: Any = range(90), size: int = 90, **flags: Any) -> Any:
+    return facts_of({**FLAGS, **flags}, dataset, size)
+
+
+def test_the_same_data_may_be_stated_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "blend").write_text("0.25 /en/text\n0.75 /de/text\n")
+    train = {"train": BLEND, "valid": BLEND, "test": BLEND}
+    (tmp_path / "splits").write_text(json.dumps(train))
+    for same in (
+        {"data_path": ["0.5", "/x/en/text", "1.5", "/x/de/text"]},
+        {"data_path": None, "data_args_path": str(tmp_path / "blend")},
+        {"data_path": None, "per_split_data_args_path": str(tmp_path / "splits")},
+        {"split": "90, 10"},
+    ):
+        assert not difference(told(), told(**same)), same
+
+
+@pytest.mark.parametrize("tree", ["scalai://gpt", "/mnt/gpt"])
+def test_data_that_are_mounted_are_what_they_were(tree: str) -> None:
+    for names in (("en/source", "de/source"), ("all/source/en", "all/source/de")):
+        prefixes = [f"{tree}/dataset/{name}/text" for name in names]
+        assert not difference(told(), told(data_path=["1", prefixes[0], "3", prefixes[1]]))
+        assert difference(told(), told(data_path=["1", prefixes[1], "3", prefixes[0]]))
+
+
+def test_other_data_are_others_wherever_they_are_stated(tmp_path: Path) -> None:
+    (tmp_path / "blend").write_text(" ".join(BLEND).replace("de", "fr"))
+    for other in (
+        {"data_path": ["1", "/de/text", "3", "/en/text"]},
+        {"data_path": ["1", "/en/text", "4", "/de/text"]},
+        {"data_path": ["/en/text", "/de/text"]}, {"data_path": None},
+        {"data_path": None, "data_args_path": str(tmp_path / "blend")},
+        {"split": "8,2,0"}, {"seed": 2},
+    ):  # fmt: skip
+        assert difference(told(), told(**other)), other
+
+
+def test_data_that_are_shuffled_for_more_epochs_are_others_and_a_longer_blend_is_not() -> None:
+    longer = {"train_iters": 900}
+    assert difference(told(range(90)), told(range(180), 180, **longer))
+    blend = SimpleNamespace(datasets=[range(90), range(40)])
+    assert not difference(told(blend, 80), told(blend, 120, **longer))
+    alone = [Part(dataset=range(30)) for _ in range(2)]
+    alone[1].samples *= 2
+    assert difference(told(alone[0]), told(alone[1])), "its samples count, not its documents"
+    wrapped = SimpleNamespace(dataset=blend)
+    assert not difference(told(blend, 80), told(wrapped, 80))
+    assert not difference(told(range(90), mock_data=True), told(range(180), mock_data=True))
+    assert not difference(told(None, 90, train_iters=9), told(None, 180, train_iters=18))
+    assert difference(told(None, 90, train_iters=9), told(None, 180, train_iters=9))
+
+
+@pytest.mark.parametrize("path", ["none", "torn"])
+def test_a_list_that_cannot_be_read_is_left_to_the_framework(tmp_path: Path, path: str) -> None:
+    (tmp_path / "torn").write_text("{")
+    stated: dict[str, Any] = {"data_path": None, "per_split_data_args_path": str(tmp_path / path)}
+    assert "blend" not in told(**stated)
+
+
+def sources(total: int = 96, **flags: Any) -> Any:
     draws, _ = built(samplers(), 0, 2, 0, total=total)
     return draws.sources({**FLAGS, "train_iters": 12, **flags})
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"total": 97}, {"seed": 8}, {"split": "8,1,1"},
-        {"data_path": ["0.4", "/a/web", "0.6", "/a/code"]},
-        {"data_path": ["0.3", "/a/other", "0.7", "/a/code"]}, {"data_path": None},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("other", [{"total": 97}, {"seed": 8}])
 def test_training_data_that_became_another_one_between_rounds_is_refused(other: Any) -> None:
-    ledger = Ledger.begun(0, 0).with_source(TRAIN, told()[TRAIN])
+    ledger = Ledger.begun(0, 0).with_source(TRAIN, sources()[TRAIN])
     later = Consumption("run-2", {"dp": 4})
     later.restore(ledger.to_json(), 0, 0)
-    later.know(told())
+    later.know(sources())
+    later.know(sources(data_path=["1", "/x/en/text", "3", "/x/de/text"]))  # it has moved
     with pytest.raises(RefusedError, match="data set 'train' is another one"):
-        later.know(told(**other))
+        later.know(sources(**other))
 
 
-def test_training_data_may_move_into_another_folder() -> None:
-    moved = told(data_path=["0.3", "/b/c/web", "0.7", "/b/c/code"])
-    assert not difference(told()[TRAIN], moved[TRAIN])
-
-
-def test_a_rank_that_draws_nothing_says_nothing_of_the_data() -> None:
-    draws = TrainingDraws()
-    draws.build(0, lambda: (None, None, None), (), {})
-    assert draws.sources(FLAGS) == {}
+# ------------------------------------------------------------------ a random order
 
 
 def theirs(
@@ -328,6 +391,8 @@ def test_data_that_is_seeded_by_epoch_needs_whole_blocks() -> None:
         next(ours(first, 0, 4, 0, 2, dataset))  # before anything is drawn
 
 
+# ------------------------------------------------------------------ a whole validation
+
 BATCH = 12
 
 
@@ -344,9 +409,10 @@ class Rows(Dataset[int]):
         return row
 
 
-def loading_module(dp: int, rank: int, micro: int, **flags: Any) -> Any:
-    """Return the module of loaders, hooked: megatron/training/datasets/data_samplers.py (0.16)."""
-    job = SimpleNamespace(global_batch_size=BATCH, micro_batch_size=micro, **flags)
+def loader_of(rows: Rows, dp: int, rank: int, micro: int, *, is_full: bool = True) -> Any:
+    """Return a loader of the module of loaders, hooked:
+    megatron/training/datasets/data_samplers.py (0.16)."""
+    job = SimpleNamespace(global_batch_size=BATCH, micro_batch_size=micro, full_validation=is_full)
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
         size = len(dataset) - len(dataset) % (micro * dp)
@@ -363,17 +429,12 @@ def loading_module(dp: int, rank: int, micro: int, **flags: Any) -> Any:
         ),
     )  # fmt: skip
     hook_samplers(module)
-    return module
+    return module.build_pretraining_data_loader(rows, 0)
 
 
 def evaluated(rows: int, dp: int, micro: int, evaluations: int) -> list[Counter[int]]:
     """Return how often each row is in each of some evaluations."""
-    loaders = [
-        loading_module(dp, rank, micro, full_validation=True).build_pretraining_data_loader(
-            Rows(rows), 0
-        )
-        for rank in range(dp)
-    ]
+    loaders = [loader_of(Rows(rows), dp, rank, micro) for rank in range(dp)]
     drawn, steps = [iter(loader) for loader in loaders], {len(loader) for loader in loaders}
     assert len(steps) == 1, "ranks make equally many steps"
     passes = steps.pop() * BATCH // (micro * dp)
@@ -403,10 +464,8 @@ def test_a_whole_validation_of_many_rows_takes_few_passes_and_is_the_same_at_any
 
 
 def test_other_data_is_dealt_as_megatron_does() -> None:
-    module = loading_module(3, 0, 1, full_validation=True)
-    assert len(module.build_pretraining_data_loader(Rows(10, "train"), 0)) == 3
-    module = loading_module(3, 0, 1, full_validation=False)
-    assert len(module.build_pretraining_data_loader(Rows(10), 0)) == 3
+    assert len(loader_of(Rows(10, "train"), 3, 0, 1)) == 3
+    assert len(loader_of(Rows(10), 3, 0, 1, is_full=False)) == 3
 
 
 def test_a_sample_of_fim_is_permuted_alike_in_any_order_of_accesses() -> None:
@@ -418,8 +477,7 @@ def test_a_sample_of_fim_is_permuted_alike_in_any_order_of_accesses() -> None:
         def _query_document_sample_shuffle_indices(self, idx: int) -> list[int]:
             return [idx, *self.np_rng.randint(0, 2**30, 4).tolist()]
 
-    module = SimpleNamespace(GPTFIMDataset=GPTFIMDataset)
-    hook_fim(module)
+    hook_fim(SimpleNamespace(GPTFIMDataset=GPTFIMDataset))
     one, other = GPTFIMDataset(), GPTFIMDataset()
     forwards = {i: one._query_document_sample_shuffle_indices(i) for i in range(8)}
     backwards = {i: other._query_document_sample_shuffle_indices(idx=i) for i in range(7, -1, -1)}

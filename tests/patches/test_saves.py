@@ -1,9 +1,16 @@
-"""Asynchronous saves around a stand-in for Megatron's queue of them. Imports no megatron."""
+"""Asynchronous saves around a stand-in for Megatron's queue of them; and what a rank starts for
+them ends with it, however the rank ends: the real processes of megatron-core's persistent caller
+and of its queue of results."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,8 +33,7 @@ from scalai.patches.megatron.saves import (
 class FakeProcess:
     """What writes, by what is asked of it."""
 
-    def __init__(self) -> None:
-        self.exitcode: int | None = None
+    exitcode: int | None = None
 
     def is_alive(self) -> bool:
         return self.exitcode is None
@@ -42,37 +48,30 @@ class FakeQueue:
     def __init__(self) -> None:
         self.call_idx, self.done = -1, 0
         self.written: deque[int] = deque()
+        answers = SimpleNamespace(empty=lambda: not self.written)
         self.persistent_caller = SimpleNamespace(
-            process=FakeProcess(), cur_item=None, comp_q=SimpleNamespace(empty=self._is_empty)
+            process=FakeProcess(), cur_item=None, comp_q=answers
         )
         self.async_calls: deque[Any] = deque()
-
-    def _is_empty(self) -> bool:
-        return not self.written
 
     def get_num_unfinalized_calls(self) -> int:
         return len(self.async_calls)
 
-    def schedule(self) -> None:
-        self.call_idx += 1
-        self.async_calls.append(
-            SimpleNamespace(idx=self.call_idx, async_caller=self.persistent_caller)
-        )
-
-    def look(self) -> None:
-        while self.async_calls and self.done:
-            self.done -= 1
-            self.async_calls.popleft()
-
 
 class FakeTraining:
-    """Names of megatron/training/training.py that are hooked."""
+    """Names of megatron/training/training.py that are hooked, and a job with them."""
+
+    calls_per_save = 1
 
     def __init__(self, queue: FakeQueue) -> None:
-        self.queue = queue
+        self.queue, self.hooks = queue, AsyncSaves()
         self.looks: list[bool] = []
         self.saved: list[int] = []
-        self.calls_per_save = 1
+        self.noted: list[int | None] = []
+        session: Any = SimpleNamespace(stop_urgency=0, note_save=self.noted.append)
+        self.session = session
+        self.hooks.hook(self)
+        self.hooks.begin(session)
 
     def get_args(self) -> Namespace:
         return Namespace(rank=0, save=None)
@@ -80,27 +79,25 @@ class FakeTraining:
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
         self.looks.append(blocking)
         assert not (blocking and self.queue.async_calls), "Megatron would wait without an end"
-        self.queue.look()
+        while self.queue.async_calls and self.queue.done:
+            self.queue.done -= 1
+            self.queue.async_calls.popleft()
 
     def save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         self.saved.append(iteration)
         for _ in range(self.calls_per_save):
-            self.queue.schedule()
+            self.queue.call_idx += 1
+            call = {"idx": self.queue.call_idx, "async_caller": self.queue.persistent_caller}
+            self.queue.async_calls.append(SimpleNamespace(**call))
 
-
-class FakeSession:
-    def __init__(self) -> None:
-        self.stop_urgency = 0
-        self.noted: list[int | None] = []
-
-    def note_save(self, iteration: int | None) -> None:
-        self.noted.append(iteration)
+    def boundary(self) -> None:
+        self.hooks.at_boundary(self.maybe_finalize_async_save)
 
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
     module: Any = ModuleType(QUEUE)
-    module._async_calls_queue = FakeQueue()
+    found = module._async_calls_queue = FakeQueue()
     monkeypatch.setitem(sys.modules, QUEUE, module)
     monkeypatch.setattr(saves, "LOOK_S", 0.0)
     monkeypatch.setattr("atexit.register", lambda call: None)
@@ -108,79 +105,62 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
     for name in ("all_reduce", "broadcast"):
         monkeypatch.setattr(torch.distributed, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    found: FakeQueue = module._async_calls_queue
     return found
 
 
 @pytest.fixture
-def session() -> FakeSession:
-    return FakeSession()
-
-
-@pytest.fixture
-def training(queue: FakeQueue, session: FakeSession) -> FakeTraining:
-    framework = FakeTraining(queue)
-    framework.hooks = AsyncSaves()  # type: ignore[attr-defined]
-    framework.hooks.hook(framework)  # type: ignore[attr-defined]
-    framework.hooks.begin(session)  # type: ignore[attr-defined]
-    return framework
-
-
-def boundary(training: Any) -> None:
-    training.hooks.at_boundary(training.maybe_finalize_async_save)
+def training(queue: FakeQueue) -> FakeTraining:
+    return FakeTraining(queue)
 
 
 def test_a_save_is_in_flight_until_all_ranks_have_finished_it(
-    training: FakeTraining, queue: FakeQueue, session: FakeSession
+    training: FakeTraining, queue: FakeQueue
 ) -> None:
     training.save_checkpoint(8)
-    assert session.noted[-1] == 8
     training.maybe_finalize_async_save(blocking=False)
-    boundary(training)
-    assert session.noted[-1] == 8
+    training.boundary()
+    assert training.noted == [8, 8, 8]
     queue.done = 1
     training.maybe_finalize_async_save(blocking=False)
-    assert session.noted[-1] is None
+    assert training.noted[-1] is None
 
 
 def test_of_several_saves_the_oldest_is_named_and_a_save_may_have_several_calls(
-    training: FakeTraining, queue: FakeQueue, session: FakeSession
+    training: FakeTraining, queue: FakeQueue
 ) -> None:
     training.calls_per_save = 2
     training.save_checkpoint(8)
     training.save_checkpoint(16)
-    queue.done = 1
-    training.maybe_finalize_async_save()
-    assert session.noted[-1] == 8
-    queue.done = 1
-    training.maybe_finalize_async_save()
-    assert session.noted[-1] == 16
+    for oldest in (8, 16):
+        queue.done = 1
+        training.maybe_finalize_async_save()
+        assert training.noted[-1] == oldest
 
 
 @pytest.mark.fault
 def test_the_training_waits_for_saves_that_overlap_only_where_a_change_does(
-    training: FakeTraining, queue: FakeQueue, session: FakeSession
+    training: FakeTraining, queue: FakeQueue
 ) -> None:
     training.save_checkpoint(8)
-    session.stop_urgency = 1
-    boundary(training)
+    training.session.stop_urgency = 1
+    training.boundary()
     assert not training.looks, "one save ends by itself, and the training goes on"
     training.save_checkpoint(16)
-    session.stop_urgency = 0
-    boundary(training)
+    training.session.stop_urgency = 0
+    training.boundary()
     assert not training.looks
-    session.stop_urgency, queue.done = 1, 2
-    boundary(training)
-    assert session.noted[-1] is None and not queue.async_calls
+    training.session.stop_urgency, queue.done = 1, 2
+    training.boundary()
+    assert training.noted[-1] is None and not queue.async_calls
 
 
 def test_where_every_step_saves_a_stop_that_was_put_off_is_come_to(
-    training: FakeTraining, queue: FakeQueue, session: FakeSession
+    training: FakeTraining, queue: FakeQueue
 ) -> None:
-    session.stop_urgency, queue.done = 2, 1
+    training.session.stop_urgency, queue.done = 2, 1
     training.save_checkpoint(8)
-    boundary(training)
-    assert session.noted[-1] is None and not queue.async_calls
+    training.boundary()
+    assert training.noted[-1] is None and not queue.async_calls
 
 
 def test_the_same_iteration_in_flight_is_not_written_by_two(
@@ -208,7 +188,7 @@ def test_a_dead_writer_ends_the_worker_instead_of_being_waited_for(
 
 
 def test_what_a_writer_had_written_before_it_died_is_finished(
-    training: FakeTraining, queue: FakeQueue, session: FakeSession
+    training: FakeTraining, queue: FakeQueue
 ) -> None:
     training.save_checkpoint(8)
     queue.written.append(0)
@@ -218,7 +198,7 @@ def test_what_a_writer_had_written_before_it_died_is_finished(
     assert not queue.async_calls
 
 
-def test_who_leaves_leaves_no_writer(training: Any, queue: FakeQueue) -> None:
+def test_who_leaves_leaves_no_writer(training: FakeTraining, queue: FakeQueue) -> None:
     process = queue.persistent_caller.process
     training.hooks.leave()
     assert not process.is_alive() and queue.persistent_caller.process is None
@@ -301,3 +281,95 @@ def test_other_places_are_not_looked_at(
     monkeypatch.chdir(tmp_path)
     assert not places.is_done(Namespace(**{**vars(job(tmp_path)), **other}), 8)
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- the processes of a save
+
+RANK = """
+import json, os, sys, time
+from scalai.patches.megatron import cpu_emulation, save_process
+save_process.install()
+cpu_emulation.install_training()
+import torch.distributed
+torch.distributed.get_rank = lambda: 0
+from megatron.core.dist_checkpointing.strategies import async_utils
+save_process.tie_children()
+from slow_save import Slow
+
+if __name__ == "__main__":
+    from multiprocessing import get_context
+    folder = sys.argv[1]
+    queue = async_utils.AsyncCallsQueue(persistent=sys.argv[2] == "persistent")
+    request = async_utils.AsyncRequest(Slow(folder), (0, None), [])
+    queue.schedule_async_request(request)
+    manager = get_context("spawn").Manager()
+    print(json.dumps([os.getpid(), manager._process.pid]), flush=True)
+    time.sleep(600)
+"""
+SLOW = """
+import os, time
+from multiprocessing import get_context
+
+def write(folder, name):
+    with open(os.path.join(folder, name), "w") as file:
+        while True:
+            file.write(f"{os.getpid()}\\n")
+            file.flush()
+            time.sleep(0.05)
+
+class Slow:
+    '''A save that never ends, half of it in a process of its own as megatron-core's to 0.16.'''
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, rank, buckets):
+        get_context("fork").Process(target=write, args=(self.folder, "half")).start()
+        write(self.folder, "other")
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "kind", ["persistent", pytest.param("temporal", marks=pytest.mark.campaign)]
+)
+def test_whoever_writes_a_save_ends_with_its_rank(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "slow_save.py").write_text(SLOW)
+    files = [tmp_path / "half", tmp_path / "other"]
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "rank.py"), str(tmp_path), kind],
+        stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=tmp_path,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            rank, manager = json.loads(process.stdout.readline())
+
+            def has_begun(file: Path) -> bool:
+                return file.is_file() and file.stat().st_size > 0
+
+            wait_until(lambda: all(map(has_begun, files)), "nobody writes")
+            writers = [int(file.read_text().split()[0]) for file in files]
+            assert len({*writers, rank, manager}) == 4 and all(map(is_alive, writers))
+            os.kill(rank, signal.SIGKILL)
+            wait_until(
+                lambda: not any(map(is_alive, [*writers, manager])),
+                "what the rank had started lives on without it",
+            )
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,46 +1,53 @@
-"""The hooks around a stand-in for Megatron-LM's training loop. Imports no megatron."""
+"""The hooks around a stand-in for Megatron-LM's training loop, and what they keep and log. Imports
+no megatron."""
 
+import json
+import struct
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from scalai.converters.megatron.rules import ALLOW_UNTESTED
 from scalai.core.dataset.drawn import Draw
-from scalai.core.errors import RefusedError
+from scalai.core.dataset.step_lines import StepEntry
+from scalai.core.degrees.batches import combine_hashes, sample_hashes
+from scalai.core.errors import LayoutError, RefusedError, UsageError
 from scalai.core.job.function_proof import Numbers
-from scalai.patches.megatron import training_hooks
-from scalai.patches.megatron.training_hooks import TrainingHooks, warnings_of
+from scalai.patches.continuation import choose_source, describe_source
+from scalai.patches.megatron import step_logs, training_hooks
+from scalai.patches.megatron.step_logs import StepLedger, samples_of
+from scalai.patches.megatron.training_hooks import (
+    TrainingHooks,
+    checkpoint_step,
+    put_progress,
+    take_progress,
+    warnings_of,
+)
+from support.ledgers import read_ledger
 
 
 class FakeSession:
     """Restores the counters of step ``restorable_step``, and drains at ``stop``."""
 
-    run = "r"
+    run, is_standby, is_proving, is_to_prove, is_compared = "r", False, False, False, False
+    registered: tuple[Callable[[], Any], Callable[[Any], None]] | None = None
 
     def __init__(
-        self,
-        restorable_step: int | None = None,
-        stop: int | None = None,
-        *,
-        is_standby: bool = False,
-        proves: bool = False,
+        self, restorable_step: int | None = None, stop: int | None = None, *, proves: bool = False
     ) -> None:
-        self.proves, self.is_proving, self.is_to_prove = proves, False, False
-        self.is_compared = False
-        self.numbers: list[Numbers] = []
-        self.restorable_step = restorable_step
-        self.is_standby = is_standby
-        self.stop = stop
+        self.restorable_step, self.stop, self.proves = restorable_step, stop, proves
         self.facts: dict[str, Any] = {}
+        self.attached: Mapping[str, Any] = {}
+        self.numbers: list[Numbers] = []
         self.boundaries: list[tuple[int | None, int | None]] = []
         self.within: list[bool] = []
         self.draws: list[tuple[Draw, ...]] = []
-        self.registered: tuple[Callable[[], Any], Callable[[Any], None]] | None = None
-        self.attached: Mapping[str, Any] = {}
 
     def report_facts(self, **facts: Any) -> None:
         self.facts.update(facts)
@@ -79,40 +86,43 @@ class FakeSession:
         self.numbers.append(numbers)
 
 
-class FakeWriter:
-    def __init__(self) -> None:
-        self.is_closed = False
+COUNTERS = {
+    "consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0,
+    "padded_vocab_size": 128,
+}  # fmt: skip
 
-    def add_scalar(self, tag: str, value: float, step: int | None = None) -> None:
-        raise AssertionError("nothing is logged here")
 
-    def close(self) -> None:
-        self.is_closed = True
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("nothing is saved, evaluated or logged here")
 
 
 class FakeTraining:
     """Names of megatron/training/training.py that the hooks touch."""
 
+    save_checkpoint_and_time = evaluate_and_print_results = staticmethod(never)
+    maybe_finalize_async_save = save_checkpoint = staticmethod(never)
+
     def __init__(self, **arguments: Any) -> None:
-        counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
         self.job = Namespace(
-            **counters, skipped_train_samples=0, padded_vocab_size=128, load=None, rank=0,
-            world_size=1, seed=1, finetune=False, pretrained_checkpoint=None, global_batch_size=4,
-            train_iters=9, bf16=False, fp16=False,
-            micro_batch_size=2, data_parallel_size=1,
+            **COUNTERS, load=None, rank=0, world_size=1, seed=1, finetune=False,
+            pretrained_checkpoint=None, global_batch_size=4, train_iters=9, bf16=False, fp16=False,
+            micro_batch_size=2, data_parallel_size=1, tensorboard_dir="no such folder",
         )  # fmt: skip
         vars(self.job).update(arguments)
         self.has_decided = False
         self.loaded_from: list[str | None] = []
         self.closed: list[str] = []
-        self.writer = FakeWriter()
-        self.ft_integration = SimpleNamespace(shutdown=lambda: self.closed.append("ft"))
-        self.one_logger_utils = SimpleNamespace(finish=lambda: self.closed.append("one_logger"))
+        self.writer = SimpleNamespace(add_scalar=never, close=self._closing("writer"))
+        self.ft_integration = SimpleNamespace(shutdown=self._closing("ft"))
+        self.one_logger_utils = SimpleNamespace(finish=self._closing("one_logger"))
+
+    def _closing(self, what: str) -> Callable[[], None]:
+        return lambda: self.closed.append(what)
 
     def get_args(self) -> Namespace:
         return self.job
 
-    def get_tensorboard_writer(self) -> FakeWriter:
+    def get_tensorboard_writer(self) -> Any:
         return self.writer
 
     def get_wandb_writer(self) -> None:
@@ -135,29 +145,12 @@ class FakeTraining:
         norm = None if optimizer is None else optimizer.step()
         return {}, 0, False, False, 0, norm, None, 0
 
-    def save_checkpoint_and_time(self, iteration: int) -> None:
-        raise AssertionError("nothing is saved here")
-
-    def evaluate_and_print_results(self, prefix: str) -> None:
-        raise AssertionError("nothing is evaluated here")
-
     def checkpoint_and_decide_exit(
-        self,
-        model: Any,
-        optimizer: Any,
-        opt_param_scheduler: Any,
-        iteration: int,
-        num_floating_point_operations_so_far: float,
-        checkpointing_context: Any,
+        self, model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int,
+        num_floating_point_operations_so_far: float, checkpointing_context: Any,
         train_data_iterator: Any,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         return self.has_decided
-
-    def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
-        raise AssertionError("nothing is saved here")
-
-    def save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("nothing is saved here")
 
     def step(self, iteration: int) -> bool:
         return self.checkpoint_and_decide_exit(None, None, None, iteration, 1e9, {}, None)
@@ -167,26 +160,22 @@ class FakeTraining:
 def fake_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = SimpleNamespace(get_pipeline_model_parallel_rank=lambda: 0)
     core = SimpleNamespace(__version__="0.16.1", parallel_state=stages)
+    batches = SimpleNamespace(update_num_microbatches=lambda **kwargs: None)
+    state = SimpleNamespace(MegatronState=lambda *args, **kwargs: kwargs)
     for name, module in (
         ("megatron", SimpleNamespace(core=core)),
         ("megatron.core", core),
-        (
-            "megatron.core.num_microbatches_calculator",
-            SimpleNamespace(update_num_microbatches=lambda **kwargs: None),
-        ),
-        (
-            "scalai.patches.megatron.megatron_state",
-            SimpleNamespace(MegatronState=lambda *args, **kwargs: kwargs),
-        ),
+        ("megatron.core.num_microbatches_calculator", batches),
+        ("scalai.patches.megatron.megatron_state", state),
     ):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def hooked(session: FakeSession, **arguments: Any) -> FakeTraining:
-    framework = FakeTraining(tensorboard_dir="no such folder", **arguments)
-    given: Any = session
-    TrainingHooks(lambda: given).hook_training(framework)
-    framework.setup_model_and_optimizer("provider", "type")
+def hooked(session: Any, *, is_set_up: bool = True, **arguments: Any) -> FakeTraining:
+    framework = FakeTraining(**arguments)
+    TrainingHooks(lambda: session).hook_training(framework)
+    if is_set_up:
+        framework.setup_model_and_optimizer("provider", "type")
     return framework
 
 
@@ -200,10 +189,27 @@ def test_a_fresh_job_makes_its_start_generation_from_what_was_built() -> None:
     assert framework.loaded_from == [None]
 
 
-def test_a_first_start_from_a_checkpoint_begins_at_its_step() -> None:
-    session = FakeSession()
-    hooked(session, load="/checkpoints")
-    assert session.attached == {"step": 7, "samples": 28, "restore": False}
+@pytest.mark.parametrize(
+    ("generation", "checkpoint", "source"),
+    [
+        (None, None, "nothing"),
+        (None, 100, "checkpoint"),
+        (0, None, "generation"),
+        (100, 99, "generation"),
+        (100, 100, "generation"),
+        (100, 101, "checkpoint"),
+        (0, 0, "generation"),
+    ],
+)
+def test_the_newer_state_wins_and_the_generation_at_the_same_step(
+    generation: int | None, checkpoint: int | None, source: str
+) -> None:
+    assert choose_source(generation, checkpoint) == source
+
+
+def test_both_states_are_named_in_the_log() -> None:
+    line = describe_source("generation", 120, 100, "/checkpoints")
+    assert all(text in line for text in ("step 120", "iteration 100", "/checkpoints"))
 
 
 @pytest.mark.parametrize("checkpoint", [None, 7, 10])
@@ -219,12 +225,45 @@ def test_a_newer_generation_keeps_the_checkpoint_from_being_read(
     assert (framework.job.iteration, framework.job.consumed_train_samples) == (10, 40)
 
 
-def test_a_newer_checkpoint_wins_over_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("generation", [5, None], ids=["an older generation", "none"])
+def test_a_newer_checkpoint_wins_over_the_generation(
+    generation: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_hooks, "_agreed_checkpoint_step", lambda job: 7)
-    session = FakeSession(restorable_step=5)
+    session = FakeSession(restorable_step=generation)
     framework = hooked(session, load="/checkpoints")
     assert framework.loaded_from == ["/checkpoints"]
     assert session.attached == {"step": 7, "samples": 28, "restore": False}
+
+
+@pytest.mark.parametrize(
+    ("tracker", "ckpt_step", "is_finetune", "step"),
+    [
+        (None, None, False, None),
+        (None, 50, False, None),
+        ("100", None, False, 100),
+        ("100\n", None, False, 100),
+        ("100", 50, False, 50),
+        ("release", None, False, 0),
+        ("100", None, True, 0),
+    ],
+)
+def test_the_iteration_of_a_checkpoint_is_what_megatron_would_count_from(
+    tracker: str | None, ckpt_step: int | None, is_finetune: bool, step: int | None
+) -> None:
+    assert checkpoint_step(tracker, ckpt_step, is_finetune) == step
+
+
+def test_counters_survive_a_change_of_the_workers_and_the_vocabularys_padding_has_to() -> None:
+    counted = {"consumed_train_samples": 96, "consumed_valid_samples": 24}
+    before = Namespace(**{**COUNTERS, **counted, "skipped_train_samples": 8})
+    saved = take_progress(before, iteration=12, flops=3.5e9).to_json()
+    after = Namespace(**COUNTERS)
+    put_progress(after, saved)
+    assert (after.iteration, after.num_floating_point_operations_so_far) == (12, 3.5e9)
+    assert take_progress(after, 12, 3.5e9).to_json() == saved
+    with pytest.raises(LayoutError, match=r"192 rows.*128.*make-vocab-size-divisible-by"):
+        put_progress(after, {**saved, "padded_vocab_size": 192})
 
 
 def test_the_boundary_comes_after_the_decision_of_the_framework() -> None:
@@ -240,8 +279,7 @@ def test_the_boundary_comes_after_the_decision_of_the_framework() -> None:
 @pytest.mark.fault
 def test_a_step_is_under_way_while_megatron_makes_it_and_not_behind_it() -> None:
     session = FakeSession()
-    framework = hooked(session)
-    framework.train_step()
+    hooked(session).train_step()
     assert session.within == [True, False], "an evaluation or a save may follow"
 
 
@@ -251,15 +289,13 @@ def test_a_drained_worker_closes_its_writers_and_ends_with_0() -> None:
     with pytest.raises(SystemExit) as end:
         framework.step(2)
     assert end.value.code == 0
-    assert framework.writer.is_closed
-    assert framework.closed == ["ft", "one_logger"]
+    assert framework.closed == ["writer", "ft", "one_logger"]
 
 
 class FakeOptimizer:
     """As ``MegatronOptimizer``: prepares gradients, and then changes parameters."""
 
-    def __init__(self) -> None:
-        self.updates = 0
+    updates = 0
 
     def step_with_ready_grads(self) -> bool:
         self.updates += 1
@@ -270,48 +306,44 @@ class FakeOptimizer:
         return 2.5
 
 
-def stopped(**arguments: Any) -> tuple[FakeSession, FakeTraining]:
-    """Return a worker that has come to its stop, behind which it is to make a step."""
-    session = FakeSession(stop=2, proves=True)
+def behind_its_stop(
+    act: Callable[[FakeTraining], Any], stop: int = 2, **arguments: Any
+) -> FakeSession:
+    """Have a worker that is to make a step behind its stop act there, and see it leave with 0."""
+    session = FakeSession(stop=stop, proves=True)
     framework = hooked(session, **arguments)
-    assert framework.step(2) is False, "the script goes on to its next step"
-    return session, framework
+    assert framework.step(stop) is False, "the script goes on to its next step"
+    with pytest.raises(SystemExit) as end:
+        act(framework)
+    assert end.value.code == 0
+    return session
 
 
 def test_behind_its_stop_a_worker_makes_a_step_without_its_update_and_leaves() -> None:
-    session, framework = stopped()
     optimizer = FakeOptimizer()
-    with pytest.raises(SystemExit) as end:
-        framework.train_step(optimizer)
-    assert end.value.code == 0 and optimizer.updates == 0
-    assert [(each.norm, each.framework) for each in session.numbers] == [
-        (2.5, "megatron-core 0.16.1")
-    ]
-    assert not session.within, "it is no step of the job"
+    session = behind_its_stop(lambda framework: framework.train_step(optimizer))
+    assert optimizer.updates == 0 and not session.within, "it is no step of the job"
+    (numbers,) = session.numbers
+    assert (numbers.norm, numbers.framework) == (2.5, "megatron-core 0.16.1")
 
 
 @pytest.mark.parametrize(
-    "what",
+    "act",
     [
         lambda framework: framework.save_checkpoint_and_time(2),
         lambda framework: framework.evaluate_and_print_results("at the end"),
     ],
 )
-def test_a_script_that_saves_or_evaluates_before_that_step_leaves_without_it(what: Any) -> None:
-    session, framework = stopped()
-    with pytest.raises(SystemExit) as end:
-        what(framework)
-    assert end.value.code == 0 and not session.numbers
+def test_a_script_that_saves_or_evaluates_before_that_step_leaves_without_it(act: Any) -> None:
+    assert not behind_its_stop(act).numbers
 
 
 @pytest.mark.fault
 def test_a_step_behind_the_stop_that_raises_is_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    session, framework = stopped()
-    with pytest.raises(SystemExit) as end:
-        framework.train_step("no optimizer")
-    assert end.value.code == 0 and not session.numbers and "function_unproven" in caplog.text
+    session = behind_its_stop(lambda framework: framework.train_step("no optimizer"))
+    assert not session.numbers and "function_unproven" in caplog.text
 
 
 def test_behind_the_last_step_there_is_none_to_prove() -> None:
@@ -320,30 +352,31 @@ def test_behind_the_last_step_there_is_none_to_prove() -> None:
         framework.step(2)
 
 
-def test_what_hangs_on_random_streams_is_told_with_the_numbers() -> None:
-    session, framework = stopped(hidden_dropout=0.1, cuda_graph_impl="local")
-    with pytest.raises(SystemExit):
-        framework.train_step(FakeOptimizer())
-    assert "hidden_dropout 0.1" in session.numbers[0].obstacle
-    assert "CUDA graphs" in session.numbers[0].obstacle
-
-
-def test_a_train_step_of_another_kind_makes_no_further_pass_and_it_is_said_why() -> None:
-    session, framework = stopped(hidden_dropout=0.1)
-    with pytest.raises(SystemExit):
-        framework.train_step(FakeOptimizer())
-    assert "no data_iterator, model" in session.numbers[0].obstacle
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"cuda_graph_impl": "local"}, ["hidden_dropout 0.1", "CUDA graphs"]),
+        ({}, ["no data_iterator, model"]),
+    ],
+    ids=["random streams", "a train_step of another kind"],
+)
+def test_why_no_further_pass_is_made_is_told_with_the_numbers(
+    flags: dict[str, Any], said: list[str]
+) -> None:
+    session = behind_its_stop(
+        lambda framework: framework.train_step(FakeOptimizer()), hidden_dropout=0.1, **flags
+    )
+    assert all(text in session.numbers[0].obstacle for text in said)
 
 
 def test_an_unknown_version_is_refused_when_the_model_is_built_not_when_it_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.modules["megatron.core"], "__version__", "0.99.0")
-    session = FakeSession()
     with pytest.raises(RefusedError, match=r"0\.99\.0"):
-        hooked(session)
+        hooked(FakeSession())
     monkeypatch.setenv(ALLOW_UNTESTED, "1")
-    hooked(session)
+    hooked(FakeSession())
 
 
 def test_what_stays_is_the_law_of_the_command_line() -> None:
@@ -352,19 +385,19 @@ def test_what_stays_is_the_law_of_the_command_line() -> None:
     assert set(session.state["fixed"]) == {"cp", "tp"}
 
 
-def test_the_batch_of_an_evaluation_is_told_where_no_flag_states_it() -> None:
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_the_batch_of_an_evaluation_is_told_where_no_flag_states_it(is_stated: bool) -> None:
     session = FakeSession()
-    batch = {"eval_global_batch_size": 4}
-    hooked(session, _is_global_batch_size_explicitly_specified=True, **batch)
-    assert "eval_batch_size" not in session.facts
-    hooked(session, _is_global_batch_size_explicitly_specified=False, **batch)
-    assert session.facts["eval_batch_size"] == 4
+    flags: dict[str, Any] = {
+        "_is_global_batch_size_explicitly_specified": is_stated,
+        "eval_global_batch_size": 4,
+    }
+    hooked(session, **flags)
+    assert session.facts.get("eval_batch_size") == (None if is_stated else 4)
 
 
 def test_what_cannot_be_elastic_is_refused_before_the_model_is_built() -> None:
-    framework = FakeTraining(decrease_batch_size_if_needed=True)
-    session: Any = FakeSession()
-    TrainingHooks(lambda: session).hook_training(framework)
+    framework = hooked(FakeSession(), is_set_up=False, decrease_batch_size_if_needed=True)
     with pytest.raises(RefusedError, match="order of samples"):
         framework.setup_model_and_optimizer("provider", "type")
     assert framework.loaded_from == []
@@ -373,10 +406,7 @@ def test_what_cannot_be_elastic_is_refused_before_the_model_is_built() -> None:
 def test_a_question_about_layouts_that_fails_stops_no_job(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def stumbles(job: Any) -> None:
-        raise AssertionError("never asked: the command line is this test's")
-
-    training_hooks._UNCHECKED[:] = [(Namespace(), stumbles)]
+    training_hooks.UNCHECKED[:] = [(Namespace(), never)]  # the command line is this test's
     session = FakeSession()
     hooked(session)
     assert "event=layouts_not_asked" in caplog.text
@@ -400,16 +430,113 @@ def test_arguments_are_checked_whatever_a_script_keeps_in_them_and_however_it_gi
         return args
 
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(training_hooks, "_UNCHECKED", [])
+    monkeypatch.setattr(training_hooks, "UNCHECKED", [])
     job = Namespace(kept=kept)
     given: Any = ((), {"args": job, "defaults": 5}) if is_named else ((job, 5), {})
-    assert training_hooks._validate_args(validate_args, None, *given).checked_with == 5
-    for parsed, check in training_hooks._UNCHECKED:
+    assert training_hooks.check_args(validate_args, None, *given).checked_with == 5
+    for parsed, check in training_hooks.UNCHECKED:
         assert not hasattr(parsed, "checked_with") and vars(check(parsed))["checked_with"] == 5
-    assert bool(training_hooks._UNCHECKED) is (kept == 3)
+    assert bool(training_hooks.UNCHECKED) is (kept == 3)
 
 
 def test_surprises_are_said() -> None:
     logged = " ".join(warnings_of(Namespace(exit_signal_handler=True, dataloader_type="external")))
-    assert "Signal the agent" in logged
-    assert "consumed_train_samples" in logged
+    assert "Signal the agent" in logged and "consumed_train_samples" in logged
+
+
+# ------------------------------------------------------------------ logs of steps
+
+
+def ledger_of(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int, *, counts: bool
+) -> StepLedger:
+    monkeypatch.setattr(step_logs, "is_counting_rank", lambda: counts)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    return StepLedger(folder, "r", round_number=2)
+
+
+def test_consumed_samples_are_hashed_once_and_written_a_line_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new folder"
+    batches = [{"tokens": torch.arange(4 * n, 4 * n + 8).view(2, 4)} for n in range(4)]
+    train = SimpleNamespace(iterable=iter(batches))
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}, {"lr": 0.25}])
+    book = ledger_of(monkeypatch, folder, 3, counts=True)
+    book.count((train, None, None))
+    for step in (1, 2):
+        next(train.iterable), next(train.iterable)
+        book.keep_loss({"lm loss": torch.tensor(3.0 / step)})
+        book.write(step, 4 * step, optimizer)
+    entries = read_ledger(folder)
+    assert [entry.loss for entry in entries.values()] == [3.0, 1.5]
+    hashed = combine_hashes(*(sample_hashes(batch["tokens"].numpy()) for batch in batches[2:]))
+    assert (entries[2].samples_hash, entries[2].lr) == (hashed, 0.5)
+    assert json.loads((folder / "rank-3.jsonl").read_text().splitlines()[0])["round"] == 2
+
+
+def test_ranks_that_read_no_samples_write_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = SimpleNamespace(iterable="untouched")
+    book = ledger_of(monkeypatch, tmp_path, 0, counts=False)
+    book.count((train, None, None))
+    book.count((None, None, None))
+    book.keep_loss({})
+    book.write(1, 4, SimpleNamespace(param_groups=[]))
+    assert train.iterable == "untouched"
+    assert read_ledger(tmp_path)[1] == StepEntry(2, 1, 4, samples_hash=0, loss=None, lr=None)
+
+
+@pytest.mark.parametrize(
+    "names", [["tokens"], ["text"], ["text_enc", "text_dec"]], ids=["GPT", "BERT", "T5"]
+)
+def test_the_samples_of_every_model_are_counted(names: list[str]) -> None:
+    parts = {name: torch.arange(8 * n, 8 * n + 8).view(2, 4) for n, name in enumerate(names)}
+    assert samples_of({"loss_mask": torch.ones(2, 4), **parts}).shape == (2, 4 * len(names))
+
+
+def test_a_batch_of_unknown_names_is_refused_by_them() -> None:
+    with pytest.raises(UsageError, match="have images, labels; known are tokens"):
+        samples_of({"images": torch.ones(1), "labels": torch.ones(1)})
+
+
+def test_steps_that_the_log_holds_are_not_written_twice() -> None:
+    written: list[tuple[str, int | None]] = []
+    writer = SimpleNamespace(add_scalar=lambda tag, value, step=None: written.append((tag, step)))
+    step_logs.skip_written_steps(writer, {"lm loss": 7, "lm loss vs samples": 56})
+    for step in (7, 8):
+        writer.add_scalar("lm loss", 1.0, step)
+        writer.add_scalar("lm loss vs samples", 1.0, 8 * step)
+        writer.add_scalar("new", 1.0, step)
+    writer.add_scalar("without a step", 1.0)
+    assert written == [
+        ("new", 7), ("lm loss", 8), ("lm loss vs samples", 64), ("new", 8),
+        ("without a step", None),
+    ]  # fmt: skip
+
+
+def test_a_run_is_continued_under_its_identity_and_wandb_is_left_as_it_was() -> None:
+    calls: list[dict[str, Any]] = []
+    wandb = SimpleNamespace(init=lambda **kwargs: calls.append(kwargs))
+    original = wandb.init
+    with step_logs.resumed_run(wandb, "abcd1234"):
+        wandb.init(project="p")
+    assert calls == [{"id": "abcd1234", "resume": "allow", "project": "p"}]
+    assert wandb.init is original
+
+
+def test_the_newest_log_tells_the_newest_steps_also_where_its_end_is_torn(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(1, 6):
+            writer.add_scalar("lm loss", 1.0, step)
+            writer.add_scalar("lm loss vs samples", 1.0, 8 * step)
+    (log,) = tmp_path.iterdir()
+    with log.open("ab") as file:
+        file.write(struct.pack("<Q", 1000) + b"killed here")
+    newest = {"lm loss": 5, "lm loss vs samples": 40}
+    assert step_logs.written_steps(tmp_path) == newest
+    assert step_logs.written_steps(tmp_path, records=2) == newest

@@ -28,7 +28,7 @@ CUTS = {
     "use_default_specs": False,
     "layer_specs": [{"patterns": [r"0\.weight$"], "partition_type": "column"}],
 }
-"""What AutoTP cuts of ``judged_deepspeed``'s models."""
+"""What AutoTP cuts of ``deepspeed_answers``'s models."""
 
 
 @dataclass(frozen=True)

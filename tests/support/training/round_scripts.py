@@ -4,11 +4,14 @@ tests."""
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.dataloader import RepeatingLoader
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import scalai
@@ -28,16 +31,17 @@ CONFIG = {
 class Rows(Dataset[Any]):
     """Rows of noise with a class each, and their numbers."""
 
-    def __init__(self, samples: int = SAMPLES) -> None:
+    def __init__(self, samples: int = SAMPLES, *, is_numbered: bool = True) -> None:
         generator = torch.Generator().manual_seed(7)
         self.rows = torch.randn(samples, WIDTH, generator=generator)
         self.classes = torch.randint(CLASSES, (samples,), generator=generator)
+        self.is_numbered = is_numbered
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self.rows[index], self.classes[index], index
+        return (self.rows[index], self.classes[index], index)[: 2 + self.is_numbered]
 
 
 def build_model() -> torch.nn.Module:
@@ -46,92 +50,8 @@ def build_model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def loss_of(engine: Any, rows: Any, classes: Any) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(engine(rows), classes)
-
-
-def loaders() -> tuple[Any, Any]:
-    """Return a loader for training and its sampler."""
-    data = Rows()
-    sampler: Any = DistributedSampler(data)
-    return DataLoader(data, MICRO_BATCH, sampler=sampler), sampler
-
-
-def begun(**config: Any) -> tuple[Any, Any, Any]:
-    """Return an engine, and a loader for training with its sampler."""
-    deepspeed.init_distributed()
-    return build_engine(build_model(), **config), *loaders()
-
-
-def steps_of(engine: Any, loader: Any) -> Iterator[tuple[float, float]]:
-    """Train an epoch; yield each step's learning rate and loss."""
-    losses = []
-    for rows, classes, _ in loader:
-        loss = loss_of(engine, rows, classes)
-        engine.backward(loss)
-        losses.append(loss.detach())
-        rate = engine.optimizer.param_groups[0]["lr"]
-        is_whole = engine.is_gradient_accumulation_boundary()
-        engine.step()
-        if is_whole:
-            total = torch.stack(losses).mean()
-            torch.distributed.all_reduce(total)
-            yield rate, float(total) / torch.distributed.get_world_size()
-            losses.clear()
-
-
-def computes(stage: int, dropout: float, is_by_rank: bool) -> None:
-    """Two epochs; ``is_by_rank``: the loss is another one on another number of ranks."""
-    model = torch.nn.Sequential(build_model(), torch.nn.Dropout(dropout))
-    engine = build_engine(model, zero_optimization={"stage": stage})
-    loader, sampler = loaders()
-    scale = 1.0 + 1e-4 * torch.distributed.get_world_size() if is_by_rank else 1.0
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for rows, classes, _ in loader:
-            engine.backward(scale * loss_of(engine, rows, classes))
-            engine.step()
-            note(step=engine.global_steps)
-
-
-class Pairs(Rows):
-    """As a pipeline reads them."""
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index], self.classes[index]
-
-
-def computes_in_stages(dropout: float, is_by_rank: bool) -> None:
-    """Two epochs of a pipeline."""
-    deepspeed.init_distributed()
-    scale = 1.0 + 1e-4 * torch.distributed.get_world_size() if is_by_rank else 1.0
-    torch.manual_seed(3)
-    model = PipelineModule(
-        layers=[
-            LayerSpec(torch.nn.Linear, WIDTH, 10), LayerSpec(torch.nn.Dropout, dropout),
-            LayerSpec(torch.nn.Tanh), LayerSpec(torch.nn.Linear, 10, CLASSES),
-        ],
-        num_stages=scalai.elastic().pp,
-        partition_method="uniform",
-        loss_fn=lambda logits, classes: scale * torch.nn.functional.cross_entropy(logits, classes),
-    )  # fmt: skip
-    topology = model._grid
-    data, dp = Pairs(), (topology.data_parallel_size, topology.data_parallel_id)
-    sampler: Any = DistributedSampler(data, *dp)
-    loader = DataLoader(data, MICRO_BATCH, sampler=sampler)
-    batches = (batch for _ in range(2) for batch in loader)
-    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.01}}
-    engine, *_ = deepspeed.initialize(
-        model=model, config={**CONFIG, "scheduler": schedule, "gradient_clipping": 0.1},
-        model_parameters=model.parameters(),
-    )  # fmt: skip
-    while engine.global_steps < 2 * SAMPLES // 6:
-        loss = float(engine.train_batch(batches))
-        weights = [float(p.double().sum()) for p in model.parameters()]
-        note(step=engine.global_steps, loss=loss, weights=weights, rate=engine.get_lr()[0])
-
-
 def build_engine(model: torch.nn.Module, optimizer: Any = None, **more: Any) -> Any:
+    deepspeed.init_distributed()
     config = {**CONFIG, **more}
     if optimizer is not None:
         del config["optimizer"]
@@ -141,49 +61,43 @@ def build_engine(model: torch.nn.Module, optimizer: Any = None, **more: Any) -> 
     return engine
 
 
-SCHEDULES: dict[str, Any] = {
-    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
-    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda at: (at + 1) / 20),
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
-    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 3), torch.optim.lr_scheduler.StepLR(o, 2)],
-        [3],
-    ),
-    "none of ours": lambda o: torch.optim.lr_scheduler.LambdaLR(o, _Unplain()),
-}
+def loss_of(engine: Any, rows: Any, classes: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(engine(rows), classes)
 
 
-class _Unplain:
-    """A learning rate's function with a state that no text holds."""
-
-    def __init__(self) -> None:
-        self.seen = {1, 2}
-
-    def __call__(self, at: int) -> float:
-        return 1.0
+def loaded(data: Rows, *dp: Any) -> tuple[Any, Any]:
+    """Return a loader for training and its sampler."""
+    sampler: Any = DistributedSampler(data, *dp)
+    return DataLoader(data, MICRO_BATCH, sampler=sampler), sampler
 
 
-def keeps_schedule(kind: str, is_before: bool, is_each_step: bool, epochs: int) -> None:
-    """A torch loop that steps a schedule itself, each step or each epoch."""
-    deepspeed.init_distributed()
-    model = build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = SCHEDULES[kind](optimizer) if is_before else None
-    engine = build_engine(model, optimizer)
-    if schedule is None:
-        schedule = SCHEDULES[kind](optimizer)
-    reported = (3.0,) if kind == "ReduceLROnPlateau" else ()
-    loader, sampler = loaders()
+def scale_of(is_by_rank: bool) -> float:
+    """Make a loss another one on another number of ranks."""
+    return 1.0 + 1e-4 * torch.distributed.get_world_size() if is_by_rank else 1.0
+
+
+def train(engine: Any, epochs: int, scale: float = 1.0) -> Iterator[Any]:
+    """Train; yield each step, and behind each epoch its number."""
+    loader, sampler = loaded(Rows())
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
-        for rate, _ in steps_of(engine, loader):
-            note(step=engine.global_steps, rate=rate)
-            if is_each_step:
-                schedule.step(*reported)
-        if not is_each_step:
-            schedule.step(*reported)
+        losses: list[torch.Tensor] = []
+        drawn: list[int] = []
+        for rows, classes, numbers in loader:
+            loss = scale * loss_of(engine, rows, classes)
+            engine.backward(loss)
+            losses.append(loss.detach())
+            drawn += numbers.tolist()
+            rate = engine.optimizer.param_groups[0]["lr"]
+            is_whole = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            if is_whole:
+                total = torch.stack(losses).mean()
+                torch.distributed.all_reduce(total)
+                mean = float(total) / torch.distributed.get_world_size()
+                yield SimpleNamespace(number=engine.global_steps, rate=rate, loss=mean, drawn=drawn)
+                losses, drawn = [], []
+        yield epoch
 
 
 def score_of(engine: Any) -> float:
@@ -196,31 +110,122 @@ def score_of(engine: Any) -> float:
     return score
 
 
+SCHEDULES: dict[str, Any] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda at: (at + 1) / 20),
+}
+
+
+def trains(
+    epochs: int = 1, *, dropout: float = 0.0, is_by_rank: bool = False, schedule: str = "",
+    is_before: bool = True, is_each_step: bool = False, in_eval: bool = False, saves: str = "",
+    patience: int = 0, asks: bool = False, is_offloaded: bool = False, output: str = "",
+    config: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """A torch loop.
+
+    Args:
+        schedule: Schedule that it steps itself, made before the engine or behind it.
+        in_eval: It trains without dropout, in eval(), and evaluates behind each epoch.
+        saves: It has a best checkpoint behind epochs, by the "epoch", or by the "step": by
+            something that it asks of the weights of now.
+        patience: It ends behind so many epochs without a better evaluation; unless it ``asks``,
+            also where it goes through them again.
+        is_offloaded: The state is away between epochs, as in loops that generate there.
+    """
+    model = torch.nn.Sequential(build_model(), torch.nn.Dropout(dropout))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if schedule else None
+    made = SCHEDULES[schedule](optimizer) if schedule and is_before else None
+    engine = build_engine(model, optimizer, **(config or {}))
+    if schedule and not is_before:
+        made = SCHEDULES[schedule](optimizer)
+    if in_eval:
+        engine.eval()
+    rows = Rows(9)
+    evaluated: Any = DataLoader(rows, MICRO_BATCH, sampler=DistributedSampler(rows, shuffle=False))
+    best, waited = [-1], [0]
+    for step in train(engine, epochs, scale_of(is_by_rank)):
+        is_epoch = isinstance(step, int)
+        if made is not None and is_each_step != is_epoch:
+            made.step()
+        if not is_epoch:
+            note(step=step.number, rate=step.rate, loss=step.loss)
+            continue
+        if in_eval:
+            seen = 0
+            for values, *_ in evaluated:
+                with torch.no_grad():
+                    engine(values)
+                seen += len(values)
+            note(seen=seen)
+        if saves:
+            note(score=score_of(engine))
+            if step > 0 if saves == "epoch" else engine.global_steps > 4:
+                engine.save_checkpoint(output, tag=f"best-{step}")  # line: best
+        if is_offloaded:
+            engine.offload_states(pin_memory=False)
+            engine.reload_states()
+        if patience and not (asks and scalai.elastic().is_replaying):
+            score = engine.global_steps  # of the weights of now
+            waited[0] = 0 if score > best[0] else waited[0] + 1
+            best[0] = max(best[0], score)
+            if waited[0] >= patience:
+                break
+
+
+def trains_in_stages(
+    steps: int, *, dropout: float = 0.0, is_by_rank: bool = False, saves: str = "",
+    output: str = "",
+) -> None:  # fmt: skip
+    """A pipeline. ``saves``: it counts its steps, and evaluates and saves on the way, by the "step"
+    or by the "score" of the weights of now; empty: it asks the engine for its steps."""
+    deepspeed.init_distributed()
+    scale = scale_of(is_by_rank)
+    torch.manual_seed(3)
+    model = PipelineModule(
+        layers=[
+            LayerSpec(torch.nn.Linear, WIDTH, 10), LayerSpec(torch.nn.Dropout, dropout),
+            LayerSpec(torch.nn.Tanh), LayerSpec(torch.nn.Linear, 10, CLASSES),
+        ],
+        num_stages=scalai.elastic().pp, partition_method="uniform",
+        loss_fn=lambda logits, classes: scale * torch.nn.functional.cross_entropy(logits, classes),
+    )  # fmt: skip
+    grid = model._grid
+    loader, _ = loaded(Rows(is_numbered=False), grid.data_parallel_size, grid.data_parallel_id)
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.01}}
+    engine, *_ = deepspeed.initialize(
+        model=model, config={**CONFIG, "scheduler": schedule, "gradient_clipping": 0.1},
+        model_parameters=list(model.parameters()),
+    )  # fmt: skip
+    batches, scores, step = iter(RepeatingLoader(loader)), list[float](), 0
+    while (step if saves else engine.global_steps) < steps:
+        loss = float(engine.train_batch(batches))
+        weights = [float(p.double().sum()) for p in model.parameters()]
+        note(step=engine.global_steps, loss=loss, weights=weights, rate=engine.get_lr()[0])
+        if saves and step % 3 == 1:
+            evaluated: Any = DataLoader(Rows(6, is_numbered=False), MICRO_BATCH)
+            scores.append(float(engine.eval_batch(iter(evaluated))))
+            if saves == "step" or scores[-1] in scores[:-1]:
+                engine.save_checkpoint(output, tag=f"step-{step}")  # line: piped
+        step += 1
+
+
 def keeps_best(epochs: int, output: str, best_at: int, back_at: int) -> None:
     """Keeps its best checkpoint and ends with it; where its loss jumps, here once at a step, it
     goes back to it. Then it saves what it has come to."""
-    engine, loader, sampler = begun()
-    jumped = Path(output, "jumped")
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        drawn: list[int] = []
-        for rows, classes, numbers in loader:
-            engine.backward(loss_of(engine, rows, classes))
-            is_whole = engine.is_gradient_accumulation_boundary()
-            engine.step()
-            drawn += numbers.tolist()
-            if not is_whole:
-                continue
-            note(step=engine.global_steps, drawn=drawn)
-            drawn = []
-            if engine.global_steps == best_at and not jumped.exists():
-                engine.save_checkpoint(output, tag="best")
-                note(best=score_of(engine))
-            if engine.global_steps == back_at and not jumped.exists():
-                torch.distributed.barrier()
-                engine.load_checkpoint(output, tag="best")
-                jumped.touch()
-                note(gone_back=score_of(engine), to=engine.global_steps)
+    engine, jumped = build_engine(build_model()), Path(output, "jumped")
+    for step in train(engine, epochs):
+        if isinstance(step, int):
+            continue
+        note(step=step.number, drawn=step.drawn)
+        if step.number == best_at and not jumped.exists():
+            engine.save_checkpoint(output, tag="best")
+            note(best=score_of(engine))
+        if step.number == back_at and not jumped.exists():
+            torch.distributed.barrier()
+            engine.load_checkpoint(output, tag="best")
+            jumped.touch()
+            note(gone_back=score_of(engine), to=engine.global_steps)
     note(at_end=score_of(engine))
     path, _ = engine.load_checkpoint(output, tag="best")
     note(loaded=score_of(engine), step=engine.global_steps, path=path)
@@ -228,59 +233,16 @@ def keeps_best(epochs: int, output: str, best_at: int, back_at: int) -> None:
     engine.save_16bit_model(output, "final.bin")
 
 
-def saves_by_steps(epochs: int, output: str, is_known: bool) -> None:
-    """A loop that has a best checkpoint behind epochs, by something that it asks of the weights of
-    now; ``is_known``: it follows from the epoch."""
-    engine, loader, sampler = begun()
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for _ in steps_of(engine, loader):
-            note(step=engine.global_steps)
-        note(score=score_of(engine))
-        if epoch > 0 if is_known else engine.global_steps > 4:
-            engine.save_checkpoint(output, tag=f"best-{epoch}")  # line: best
-
-
-def counts_pipeline_steps(steps: int, output: str, is_known: bool) -> None:
-    """A pipeline whose script counts its steps, evaluates and saves on the way; ``is_known``: not
-    by what follows from the weights of now."""
-    from deepspeed.runtime.dataloader import RepeatingLoader
-
-    deepspeed.init_distributed()
-    rows = Rows()
-    data: Any = [rows[number][:2] for number in range(SAMPLES)]
-    model: Any = deepspeed.pipe.PipelineModule(
-        list(build_model().children()), num_stages=1, partition_method="uniform",
-        loss_fn=torch.nn.functional.cross_entropy,
-    )  # fmt: skip
-    engine, *_ = deepspeed.initialize(
-        model=model, config={**CONFIG, "zero_optimization": {"stage": 0}},
-        model_parameters=list(model.parameters()),
-    )  # fmt: skip
-    sampler: Any = DistributedSampler(data)
-    batches = iter(RepeatingLoader(DataLoader(data, MICRO_BATCH, sampler=sampler)))
-    scores: list[float] = []
-    for step in range(steps):
-        loss = float(engine.train_batch(batches))
-        note(step=step, loss=loss)
-        if step % 3 == 1:
-            evaluated: Any = DataLoader(data[:6], MICRO_BATCH)
-            scores.append(float(engine.eval_batch(iter(evaluated))))
-            if is_known or scores[-1] in scores[:-1]:
-                engine.save_checkpoint(output, tag=f"step-{step}")  # line: piped
-
-
 def fine_tunes(output: str) -> None:
     """Begins with weights that were trained before, and resumes where it finds a checkpoint."""
-    deepspeed.init_distributed()
     engine = build_engine(build_model())
     engine.save_checkpoint(output, tag="trained")  # stands for another job
     weights, _ = engine.load_checkpoint(output, tag="trained", load_module_only=True)
     resumed, _ = engine.load_checkpoint(f"{output}/own")
     note(weights=weights is not None, resumed=resumed is not None)
-    loader, _ = loaders()
-    for _ in steps_of(engine, loader):
-        note(step=engine.global_steps)
+    for step in train(engine, 1):
+        if not isinstance(step, int):
+            note(step=step.number)
 
 
 class Average:
@@ -325,7 +287,6 @@ def keeps_beside(epochs: int, output: str, registers: bool = False) -> None:
     curriculum = Curriculum()  # line: curriculum
     done = 0  # line: done
     if registers:
-        import scalai
 
         def put(values: torch.Tensor) -> None:
             torch.nn.utils.vector_to_parameters(values, average.shadow.values())
@@ -335,7 +296,7 @@ def keeps_beside(epochs: int, output: str, registers: bool = False) -> None:
 
         scalai.elastic().register_state("average", take, put)
     engine = build_engine(model)
-    loader, sampler = loaders()
+    loader, sampler = loaded(Rows())
     evaluated = DataLoader(Rows(8), 4)
     total = 0.0  # line: total
     for epoch in range(epochs):
@@ -364,79 +325,8 @@ def keeps_beside(epochs: int, output: str, registers: bool = False) -> None:
         torch.save({"epoch": epoch}, f"{output}/own-{epoch}.pt")  # line: saved
 
 
-def counts_its_steps(steps: int) -> None:
-    """A loop for so many steps, over a loader that repeats itself."""
-    from deepspeed.runtime.dataloader import RepeatingLoader
-
-    deepspeed.init_distributed()
-    plan = {"type": "WarmupDecayLR", "params": {"total_num_steps": steps, "warmup_num_steps": 2}}
-    engine = build_engine(build_model(), scheduler=plan)
-    batches = iter(RepeatingLoader(loaders()[0]))
-    for number in range(steps):  # line: number
-        rows, classes, _ = next(batches)
-        engine.backward(loss_of(engine, rows, classes))
-        engine.step()
-        note(step=engine.global_steps, number=number)
-
-
-def stops_early(epochs: int, patience: int, asks: bool) -> None:
-    """Ends where the evaluation does not become better; this one does for four epochs."""
-    engine, loader, sampler = begun()
-    best, waited = [-1], [0]
-    if asks:
-        import scalai
-
-        scalai_job = scalai.elastic()
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for _ in steps_of(engine, loader):
-            note(step=engine.global_steps)
-        if asks and scalai_job.is_replaying:
-            continue
-        score = engine.global_steps  # of the weights of now
-        waited[0] = 0 if score > best[0] else waited[0] + 1
-        best[0] = max(best[0], score)
-        if waited[0] >= patience:
-            break
-
-
-def trains(
-    epochs: int = 1, *, in_eval: bool = False, resized_to: int = 0,
-    is_offloaded: bool = False, config: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
-    """A torch loop.
-
-    Args:
-        in_eval: It trains without dropout, in eval(), and evaluates behind each epoch.
-        resized_to: Samples of a step behind the second one; 0: as configured.
-        is_offloaded: The state is away between epochs, as in loops that generate there.
-    """
-    engine, loader, sampler = begun(**(config or {}))
-    if in_eval:
-        engine.eval()
-    rows = Rows(9)
-    evaluated: Any = DataLoader(rows, MICRO_BATCH, sampler=DistributedSampler(rows, shuffle=False))
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for _, loss in steps_of(engine, loader):
-            note(step=engine.global_steps, loss=loss)
-            if resized_to and engine.global_steps == 2:
-                engine.set_train_batch_size(resized_to)
-        if in_eval:
-            seen = 0
-            for values, *_ in evaluated:
-                with torch.no_grad():
-                    engine(values)
-                seen += len(values)
-            note(seen=seen)
-        if is_offloaded:
-            engine.offload_states(pin_memory=False)
-            engine.reload_states()
-
-
 def draws_in_order(steps: int, samples: int, later: int) -> None:
-    """A loop that draws in Scalai's own order; ``later``: how many
-    samples there are behind the first round."""
+    """A loop that draws in Scalai's own order. ``later``: samples behind the first round."""
     engine, job = build_engine(build_model()), scalai.elastic()
     order = scalai.Shuffled(later if job.facts else samples, seed=5)
     micro = engine.train_micro_batch_size_per_gpu()
@@ -452,18 +342,6 @@ def draws_in_order(steps: int, samples: int, later: int) -> None:
         note(step=engine.global_steps, drawn=numbers)
 
 
-def accelerator_of(config: dict[str, Any], **more: Any) -> Any:
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
-
-    PartialState(cpu=True)
-    return Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(config),
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-        **more,
-    )
-
-
 def accelerates(
     config: dict[str, Any], epochs: int = 1, *, kind: str = "", samples: int = 0,
     micro_batch: int = 1, seeding: bool | None = None, names: str = "", output: str = "",
@@ -477,10 +355,22 @@ def accelerates(
         seeding: It seeds before it shuffles: True: each rank otherwise.
         names: Under which it saves its state: its own by epoch or counter, or Accelerate's.
     """
-    from accelerate.utils import ProjectConfiguration, set_seed
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DeepSpeedPlugin,
+        ProjectConfiguration,
+        set_seed,
+    )
 
-    project = ProjectConfiguration(output or None, automatic_checkpoint_naming=names == "automatic")
-    accelerator = accelerator_of(config, project_config=project)
+    PartialState(cpu=True)
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(config),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        project_config=ProjectConfiguration(
+            output or None, automatic_checkpoint_naming=names == "automatic"
+        ),
+    )
     model: Any = build_model()
     if seeding is not None:
         set_seed(5, device_specific=seeding)
@@ -506,7 +396,7 @@ def accelerates(
             note(step=model.global_steps, rate=rates[0])
             done += 1
             if names == "counted" and done % 3 == 0:
-                accelerator.save_state(f"{output}/step_{done}")  # line: counted
+                accelerator.save_state(f"{output}/step_{done}")
         if is_by_epoch:
             others[0].step(*((3.0,) if kind == "plateau" else ()))
         if names in ("automatic", "epochs"):
@@ -534,22 +424,22 @@ def _optimizer_of(
         planned: Any = DummyOptim(model.parameters(), lr=0.01)
         return planned, DummyScheduler(planned, epochs * length, 3)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedules, ranks = torch.optim.lr_scheduler, accelerator.num_processes
-    steps = epochs * SAMPLES // 4
+    ranks, steps = accelerator.num_processes, epochs * SAMPLES // 4
     warm, total = {
         "ratio": (int(0.1 * (steps + 1) * ranks), (steps + 1) * ranks),
         "times ranks": (3 * ranks, epochs * length),
     }.get(kind, (1, 1))
+
+    def curve(at: int) -> float:
+        return at / warm if at < warm else max(0.0, (total - at) / (total - warm))
+
     makers: dict[str, Any] = {
         "": lambda: None,
-        "epoch": lambda: schedules.StepLR(optimizer, 1, 0.5),
-        "every third": lambda: schedules.StepLR(optimizer, 3),
-        "plateau": lambda: schedules.ReduceLROnPlateau(optimizer, patience=0),
+        "epoch": lambda: lr_scheduler.StepLR(optimizer, 1, 0.5),
+        "every third": lambda: lr_scheduler.StepLR(optimizer, 3),
+        "plateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
     }
-    plain = lambda: schedules.LambdaLR(  # noqa: E731
-        optimizer, lambda at: at / warm if at < warm else max(0.0, (total - at) / (total - warm))
-    )
-    return optimizer, makers.get(kind, plain)()
+    return optimizer, makers.get(kind, lambda: lr_scheduler.LambdaLR(optimizer, curve))()
 
 
 class Scored(torch.nn.Module):
@@ -589,18 +479,6 @@ def calls_back(steps: int, output: str, config: dict[str, Any]) -> None:
         output_dir=output, per_device_train_batch_size=2, max_steps=steps, use_cpu=True,
         weight_decay=0.1, deepspeed=config, save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    rows = Rows()
-    data: Any = [
-        {"rows": row, "labels": kind} for row, kind in zip(rows.rows, rows.classes, strict=True)
-    ]
+    rows = map(Rows().__getitem__, range(SAMPLES))
+    data: Any = [{"rows": row, "labels": kind} for row, kind, _ in rows]
     Trainer(Scored(), arguments, train_dataset=data, callbacks=[Counting()]).train()
-
-
-def has_no_engine(config: dict[str, Any]) -> None:
-    """A loop on Accelerate as with --cpu, which turns DeepSpeed off."""
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
-
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config))
-    model = build_model()
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))  # line: unengined

@@ -1,6 +1,6 @@
 """What a test says of a job of several rounds, and what it gets to see of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,9 @@ from support.training.worker_pool import WorkerPool
 
 @dataclass(frozen=True)
 class Round:
-    """What one round of a job is.
-
-    Attributes:
-        script: ``module:function`` of what stands for the user's script.
-        arguments: What it is called with, by name.
-        folder: Where the rounds of the job leave their state.
-        number: Of the round, from 0.
-        world: Its ranks.
-        stop_at: The step behind which its workers leave; None: it runs to the script's end.
-        settings: What the elastic configuration says to the hooks.
-        facts: What the first round told.
-        port: Where its ranks meet, on this machine.
-    """
+    """One round of a job: its script, ``module:function``, with arguments by name, the folder where
+    rounds leave their state, its number from 0, its ranks, the step behind which its workers leave
+    (None: the script's end), the hooks' settings, and the first round's facts."""
 
     script: str
     arguments: dict[str, Any]
@@ -50,43 +40,59 @@ class Seen:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def play(
-    pool: WorkerPool,
-    folder: Path,
-    script: str,
-    rounds: Sequence[tuple[int, int | None]],
-    settings: Mapping[str, Any] | None = None,
-    **arguments: Any,
-) -> list[list[Seen]]:
-    """Run a script of ``round_scripts`` through rounds, [rounds, ranks].
+class Player:
+    """Runs scripts of ``round_scripts`` through rounds, below a folder."""
 
-    Args:
-        rounds: Of each round its ranks, and the step behind which it is left; None: at the script's
-            end. The first one that does not leave is the last.
-        settings: What the elastic configuration says to the hooks.
-        arguments: The script's.
-    """
-    folder.mkdir(exist_ok=True)
-    made: list[list[Seen]] = []
-    facts: dict[str, Any] = {}
-    for number, (world, stop_at) in enumerate(rounds):
-        meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        given = Round(
-            f"round_scripts:{script}", arguments, str(folder), number, world, stop_at,
-            dict(settings or {}), facts, meeting.port,
-        )  # fmt: skip
-        made.append(pool.run("rounds_worker:run", [(given,)] * world))
-        facts = made[-1][0].facts
-        if {seen.ending for seen in made[-1]} != {"left"}:
-            break
-    return made
+    def __init__(self, pool: WorkerPool, folder: Path) -> None:
+        self._pool, self.folder = pool, folder
+
+    def __call__(
+        self, script: str, rounds: Sequence[tuple[int, int | None]], *, at: Any = "job",
+        settings: Any = None, fails: Any = False, **arguments: Any,
+    ) -> list[list[Seen]]:  # fmt: skip
+        """Run a script, [rounds, ranks].
+
+        Args:
+            rounds: Of each round its ranks, and the step behind which it is left; None: at the
+                script's end. The first one that does not leave is the last.
+            at: Folder of the job's state.
+            settings: What the elastic configuration says to the hooks.
+            fails: Whether the script ends otherwise than by the rounds.
+            arguments: The script's.
+        """
+        folder = self.folder / at
+        folder.mkdir(exist_ok=True)
+        made: list[list[Seen]] = []
+        facts: dict[str, Any] = {}
+        for number, (world, stop_at) in enumerate(rounds):
+            meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            given = Round(
+                f"round_scripts:{script}", arguments, str(folder), number, world, stop_at,
+                dict(settings or {}), facts, meeting.port,
+            )  # fmt: skip
+            made.append(self._pool.run("rounds_worker:run", [(given,)] * world))
+            facts = made[-1][0].facts
+            if {seen.ending for seen in made[-1]} != {"left"}:
+                break
+        if not fails:
+            expected = ["finished" if stop_at is None else "left" for _, stop_at in rounds]
+            for ranks, ending in zip(made, expected, strict=True):
+                assert {seen.ending for seen in ranks} == {ending}
+        return made
 
 
-def notes(made: Sequence[Sequence[Seen]], rank: int = 0) -> list[dict[str, Any]]:
-    """Return what one rank noted, over all rounds."""
-    return [values for ranks in made for values in ranks[rank].notes]
+def notes(made: Sequence[Sequence[Seen]], having: str = "") -> list[dict[str, Any]]:
+    """Return what rank 0 noted, over all rounds, with an entry of a name."""
+    return [values for ranks in made for values in ranks[0].notes if not having or having in values]
 
 
-def log(made: Sequence[Sequence[Seen]]) -> list[str]:
-    """Return what rank 0 logged, over all rounds."""
-    return [line for ranks in made for line in ranks[0].log]
+def told(made: Sequence[Sequence[Seen]], event: str) -> list[str]:
+    """Return what rank 0 logged of an event, over all rounds."""
+    return [line for ranks in made for line in ranks[0].log if line.startswith(f"event={event} ")]
+
+
+def line(of: str) -> str:
+    """Return where ``round_scripts`` has a comment that marks a line."""
+    lines = Path(__file__).with_name("round_scripts.py").read_text().splitlines()
+    (number,) = (n for n, text in enumerate(lines, 1) if text.endswith(f"# line: {of}"))
+    return f"round_scripts.py:{number}"

@@ -37,7 +37,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -110,6 +113,11 @@ class Training:
         dist.destroy_process_group()
         del self.chunks, self.optimizer, self.scheduler
         gc.collect()
+
+    def draw_own(self) -> float:
+        """Draw from this tensor-parallel rank's own stream."""
+        with get_cuda_rng_tracker().fork():
+            return float(torch.rand(1).item())
 
     def get_args(self) -> Any:
         """As of the module ``megatron.training.training``."""

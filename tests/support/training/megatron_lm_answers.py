@@ -1,7 +1,10 @@
-"""What a Megatron-LM checkout itself says of command lines: ``python -m
-support.training.judged_scripts CHECKOUT`` reads a JSON list of [ranks, flags, rows of the
-embedding] from standard input and prints, for each, null where a job of it begins its steps with
-all layers and these rows, else what stops it.
+"""What a Megatron-LM checkout itself says: ``python -m support.training.megatron_lm_answers
+CHECKOUT`` reads a JSON list from standard input and prints, for each:
+
+* of [ranks, flags, rows of the embedding] null where a job of it begins its steps with all layers
+  and these rows, else what stops it;
+* of [sampler, samples of an epoch, consumed samples, global batch, micro-batch, DP] the first
+  global batches that its own samplers make, sorted.
 
 The steps of Megatron-LM's own start run on a fake process group, which stands for the other ranks:
 flags are parsed and validated, ranks grouped, micro-batches counted, the model built on the meta
@@ -22,6 +25,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 CHECKOUT = sys.argv[1]
@@ -56,11 +60,12 @@ PARSER = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=F
 """It takes longer to build than all that a case needs."""
 arguments.add_megatron_arguments = lambda parser: PARSER
 
-Case = tuple[int, list[str], int]
 VOCABULARY = 128
 """Rows before padding."""
 RAMP_SAMPLES = 240
 """Batches have their final size from here on."""
+BATCHES = 5
+"""Global batches that samplers are asked for."""
 
 
 class FirstPassError(Exception):
@@ -245,14 +250,43 @@ def _first_pass(
         raise RuntimeError("the schedule ended without a forward pass")
 
 
+def batches(
+    kind: str, total: int, consumed: int, global_batch: int, micro: int, dp: int
+) -> list[list[int]]:
+    """Return the samples of the next global batches over all replicas."""
+    from megatron.training.datasets import data_samplers
+
+    count = global_batch // (micro * dp)
+    found: list[list[int]] = [[] for _ in range(BATCHES)]
+    for rank in range(dp):
+        given: dict[str, Any] = {
+            "total_samples": total, "consumed_samples": consumed, "micro_batch_size": micro,
+            "data_parallel_rank": rank, "data_parallel_size": dp,
+        }  # fmt: skip
+        if kind == "cyclic":
+            sampler = data_samplers.MegatronPretrainingRandomSampler(
+                list(range(total)), data_sharding=False, **given
+            )
+        else:
+            sampler = data_samplers.MegatronPretrainingSampler(**given)
+        mine = iter(sampler)
+        for batch in found:
+            for samples in islice(mine, count):
+                batch += samples
+    return [sorted(batch) for batch in found]
+
+
 def main() -> None:
-    cases: list[Case] = json.load(sys.stdin)
-    said: list[str | None] = [None] * len(cases)
-    for world in sorted({ranks for ranks, _, _ in cases}):
+    cases: list[Any] = json.load(sys.stdin)
+    said: list[Any] = [None] * len(cases)
+    for number, case in enumerate(cases):
+        if len(case) > 3:
+            said[number] = batches(*case)
+    for world in sorted({case[0] for case in cases if len(case) == 3}):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-        for number, (ranks, flags, rows) in enumerate(cases):
-            if ranks == world:
-                said[number] = judge(flags, world, rows)
+        for number, case in enumerate(cases):
+            if case[0] == world:
+                said[number] = judge(case[1], world, case[2])
         dist.destroy_process_group()
     print(json.dumps(said))
 

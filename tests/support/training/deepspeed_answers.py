@@ -1,10 +1,14 @@
-"""What DeepSpeed itself says of jobs: ``python -m support.training.judged_deepspeed`` reads a JSON
-list of [ranks, kind, tp, pp, layers, configuration] from standard input and prints, for each,
-[what stops it, null], or [null, [samples of a step, micro-batch, accumulation, data-parallel
-ranks]].
+"""What DeepSpeed itself says of jobs, and keeps of them: ``python -m
+support.training.deepspeed_answers`` reads a JSON list from standard input and prints, for each:
+
+* of [ranks, kind, tp, pp, layers, configuration] [what stops it, null], or [null, [samples of a
+  step, micro-batch, accumulation, data-parallel ranks]];
+* of [ranks, configuration, numbers of elements of the parameters] the bytes on a rank: of weights
+  and gradients after the first of two micro-batches, of the optimizer after the step.
 
 The engine is built by ``deepspeed.initialize`` itself, on a fake process group, which stands for
-the other ranks: of a pipeline at the first stage and at the last. No collective is run.
+the other ranks: of a pipeline at the first stage and at the last. No collective is run, and no
+value means anything.
 """
 
 # What DeepSpeed is to run on is said before it is imported.
@@ -19,6 +23,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -159,11 +164,78 @@ def prepare() -> None:
     gc.freeze()
 
 
-def main() -> None:
-    cases: list[Case] = json.load(sys.stdin)
-    prepare()
-    print(json.dumps([judge(case) for case in cases]))
+class Numbers(torch.nn.Module):
+    """Parameters of given sizes, all of which its sum depends on."""
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList(torch.zeros(size) for size in sizes)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([part.sum() for part in self.parts]).sum()
+
+
+def measure(world: int, config: dict[str, Any], sizes: list[int]) -> dict[str, int]:
+    """Return the bytes of weights, of their gradients and of the optimizer."""
+    join(world, 0)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+            model = Numbers(sizes)
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=list(model.parameters()), config=config
+            )
+            engine.backward(engine())
+            kept = gradients(engine)
+            engine.step()
+            engine.backward(engine())  # the second of two micro-batches
+            engine.step()
+        return {
+            "weights": size(getattr(p, "ds_tensor", p) for p in model.parameters()),
+            "gradients": kept, "optimizer": size(optimizer_state(engine)),
+        }  # fmt: skip
+    finally:
+        forget()
+
+
+def gradients(engine: Any) -> int:
+    """Return the bytes of what a backward pass leaves for the update."""
+    kept = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    for name in ("averaged_gradients", "all_grad_tensors", "fp32_groups_gradients_flat"):
+        found = getattr(engine.optimizer, name, None) or ()
+        kept += tensors(found.values() if isinstance(found, dict) else found)
+    return size(kept)
+
+
+def optimizer_state(engine: Any) -> Iterator[torch.Tensor]:
+    """Yield masters, and what the optimizer keeps of each."""
+    wrapper = engine.optimizer
+    base = getattr(wrapper, "optimizer", wrapper)
+    weights = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+    masters = getattr(wrapper, "fp32_partitioned_groups_flat", None) or [
+        p for group in base.param_groups for p in group["params"]
+    ]
+    yield from (p for p in masters if p.untyped_storage().data_ptr() not in weights)
+    for state in base.state.values():
+        yield from (value for value in tensors(state.values()) if value.ndim)
+
+
+def tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among values and lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors(value)
+
+
+def size(held: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of memory, each once."""
+    storages = (tensor.untyped_storage() for tensor in held)
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 if __name__ == "__main__":
-    main()
+    cases: list[Any] = json.load(sys.stdin)
+    prepare()
+    print(json.dumps([measure(*case) if len(case) == 3 else judge(case) for case in cases]))
