@@ -1,8 +1,9 @@
-"""Megatron's data sets through a mount: the same samples, and errors with a reason where a memory
-map would have its reader killed."""
+"""Megatron's indexed data sets by ``scalai://…`` and through a mount: the same samples, and errors
+with a reason where a memory map would have its reader killed."""
 
 import errno
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,7 @@ from scalai.vfs.filesystem import ScalaiFileSystem
 from support.data_files import write_tokens
 from support.stopping import stop
 
-pytestmark = pytest.mark.skipif(
+needs_fuse = pytest.mark.skipif(
     not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None,
     reason="no /dev/fuse here, or no fuse3",
 )
@@ -52,7 +54,7 @@ class Corpus:
         tokens = write_tokens(self.data / "corpus", LENGTHS)
         self.sequences = np.split(tokens, np.cumsum(LENGTHS)[:-1])
         self.raw = str(self.data / "corpus")
-        self.hooked = "scalai://job/dataset/corpus/source/corpus"
+        self.hooked = PREFIX
         self.mounted = str(self.point / "dataset" / "corpus" / "source" / "corpus")
         self.process, self.opened = -1, open(os.devnull, "rb")
 
@@ -71,17 +73,34 @@ class Corpus:
         os.posix_fadvise(self.opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+@contextmanager
+def hooked(data: Path) -> Iterator[Any]:
+    """Megatron's module with the hook; the data set is told as a job is told it."""
+    fresh = module.IndexedDataset.initialize, module.IndexedDataset.exists
+    indexed_source.hook(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "scalai", {"sources": {"corpus": str(data)}})
+        yield module
+    ScalaiFileSystem.clear_instance_cache()
+    module.IndexedDataset.initialize = fresh[0]
+    module.IndexedDataset.exists = staticmethod(fresh[1])
+
+
+PREFIX = "scalai://job/dataset/corpus/source/corpus"
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Iterator[Any]:
+    write_tokens(tmp_path / "data" / "corpus", [5, 3, 8])
+    with hooked(tmp_path / "data") as hooked_module:
+        yield hooked_module
+
+
 @pytest.fixture(scope="module")
 def unserved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
     made = Corpus(tmp_path_factory.mktemp("mounted"))
-    fresh = {"initialize": module.IndexedDataset.initialize, "exists": module.IndexedDataset.exists}
-    indexed_source.hook(module)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fsspec.config.conf, "scalai", {"sources": {"corpus": str(made.data)}})
+    with hooked(made.data):
         yield made
-    ScalaiFileSystem.clear_instance_cache()
-    module.IndexedDataset.initialize = fresh["initialize"]
-    module.IndexedDataset.exists = staticmethod(fresh["exists"])
     made.opened.close()
     if mounts.find_mount(made.point) is not None:
         mounts.unmount(made.point, is_lazy=True)
@@ -96,6 +115,41 @@ def corpus(unserved: Corpus) -> Corpus:
     return unserved
 
 
+def test_megatron_reads_a_data_set_without_a_mount(indexed: Any, tmp_path: Path) -> None:
+    local = indexed.IndexedDataset(str(tmp_path / "data" / "corpus"))
+    assert indexed.IndexedDataset.exists(PREFIX)
+    assert not indexed.IndexedDataset.exists(PREFIX + "x")
+    data = indexed.IndexedDataset(PREFIX)
+    for each in (data, pickle.loads(pickle.dumps(data))):
+        assert len(each) == len(local) == 3 and each.path_prefix == PREFIX
+        assert all(np.array_equal(each[n], local[n]) for n in range(3))
+        assert np.array_equal(each.get(2, offset=2, length=3), local[2][2:5])
+
+
+@pytest.mark.fault
+def test_megatron_reads_nothing_of_a_data_set_that_was_cut_or_changed(
+    indexed: Any, tmp_path: Path
+) -> None:
+    data = indexed.IndexedDataset(PREFIX)
+    path = tmp_path / "data" / "corpus.bin"
+    whole = path.read_bytes()
+    with pytest.raises(RefusedError, match="has 32 bytes, and its index wants 9 tokens"):
+        data.bin_reader.read(np.uint16, 9, 16)
+    path.write_bytes(bytes(len(whole)))
+    data.bin_reader._checked = 0.0
+    with pytest.raises(OSError, match="is not what was opened: its size or time changed"):
+        data[0]
+
+
+def test_data_beside_which_nothing_can_be_written_need_a_cache() -> None:
+    for flags in ({"data_path": ["1", PREFIX, "2", "/data/x"]}, {"train_data_path": [PREFIX]}):
+        with pytest.raises(RefusedError, match=f"beside {PREFIX}, .* Add --data-cache-path FOLDER"):
+            indexed_source.check_cache(flags)
+        indexed_source.check_cache({**flags, "data_cache_path": "/cache"})
+    for allowed in ({"data_path": ["/data/x"]}, {"mock_data": True}, {"data_args_path": "/none"}):
+        indexed_source.check_cache(allowed)
+
+
 def built(prefix: str, cache: Path) -> Any:
     tokenizer = SimpleNamespace(eod=0, pad=0, vocab_size=60000, unique_identifiers={})
     config = GPTDatasetConfig(
@@ -106,6 +160,7 @@ def built(prefix: str, cache: Path) -> Any:
     return BlendedMegatronDatasetBuilder(GPTDataset, [500, 8, 0], lambda: True, config).build()[0]
 
 
+@needs_fuse
 def test_megatron_draws_the_same_samples_in_all_three_ways_and_the_ledger_lets_it_change(
     corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -132,6 +187,7 @@ def test_megatron_draws_the_same_samples_in_all_three_ways_and_the_ledger_lets_i
     assert "samples" not in difference(facts[0], changed)
 
 
+@needs_fuse
 @pytest.mark.fault
 def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -157,6 +213,7 @@ def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
     assert f"path={prefix}.bin" in caplog.text and "kill -CONT" in caplog.text
 
 
+@needs_fuse
 @pytest.mark.fault
 def test_a_mount_that_ends_gives_an_error_with_the_reason_and_the_way_out(corpus: Corpus) -> None:
     data = module.IndexedDataset(corpus.mounted)
@@ -175,6 +232,7 @@ def test_a_mount_that_ends_gives_an_error_with_the_reason_and_the_way_out(corpus
     assert np.array_equal(module.IndexedDataset(corpus.mounted)[7], corpus.sequences[7])
 
 
+@needs_fuse
 def test_a_source_that_is_cut_gives_an_error_through_the_mount_and_no_other_bytes(
     corpus: Corpus,
 ) -> None:

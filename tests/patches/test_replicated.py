@@ -14,6 +14,8 @@ from scalai.core.job.function_proof import Numbers
 from scalai.core.messages.shared import JsonText
 from scalai.runtime.live import held_rows, piece_view, wanted_rows
 
+Optimizer = torch.optim.Optimizer
+
 
 def network() -> torch.nn.Sequential:
     torch.manual_seed(3)
@@ -22,7 +24,7 @@ def network() -> torch.nn.Sequential:
     )
 
 
-Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+Make = Callable[[torch.nn.Module], Optimizer]
 OPTIMIZERS: tuple[Make, ...] = (
     lambda model: torch.optim.AdamW(model.parameters(), 0.1, betas=(0.8, 0.9), amsgrad=True),
     lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
@@ -30,12 +32,21 @@ OPTIMIZERS: tuple[Make, ...] = (
 )
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(model: torch.nn.Module, optimizer: Optimizer, steps: int) -> None:
     random = torch.Generator().manual_seed(steps)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(5, 4, generator=random)).square().sum().backward()
         optimizer.step()
+
+
+def through_json(state: ReplicatedState) -> Any:
+    return JsonText.of(state.scalars()).value()
+
+
+def assert_alike(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
 
 
 # ------------------------------------------------------------------ what a step computes
@@ -117,69 +128,34 @@ def test_a_forward_pass_that_draws_random_numbers_is_told_of() -> None:
 # ------------------------------------------------------------------ what is refused
 
 
-def test_an_optimizer_whose_state_is_not_known_is_refused() -> None:
-    model = network()
-    with pytest.raises(RefusedError, match="what RMSprop keeps is not known"):
-        ReplicatedState(model, torch.optim.RMSprop(model.parameters()))
+def strided() -> torch.nn.Module:
+    return torch.nn.Conv3d(2, 2, 3).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload,no-any-return]
 
 
-def test_a_parameter_that_is_not_the_models_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"trains a tensor \[3, 4\] that is no parameter of"):
-        ReplicatedState(network(), torch.optim.Adam(network().parameters()))
-
-
-def test_memory_that_is_not_contiguous_is_refused() -> None:
-    model = torch.nn.Conv3d(2, 2, 3).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    with pytest.raises(RefusedError, match=r"param/weight .* has strides .* must be contiguous"):
-        ReplicatedState(model, torch.optim.SGD(model.parameters())).slots()
-
-
-def test_a_learning_rate_that_is_a_tensor_keeps_its_place_and_is_carried() -> None:
-    states, rates = [], []
-    for rate in (torch.tensor(0.1), torch.tensor(0.7)):
-        model = network()
-        states.append(ReplicatedState(model, torch.optim.Adam(model.parameters(), rate)))
-        rates.append(rate)
-    states[1].load_scalars(JsonText.of(states[0].scalars()).value())
-    assert rates[1] == rates[0]
-
-
-@pytest.mark.fault
-def test_groups_come_back_by_their_parameters_whatever_their_order_and_the_scheduler_says() -> None:
-    """A scheduler that sets the rates while it is loaded has not the last word."""
-    states, optimizers = [], []
-    for order in (1, -1):
-        model = network()
-        groups = [{"params": [p]} for p in model.parameters()][::order]
-        optimizer = torch.optim.AdamW(groups, 0.1)
-        states.append(ReplicatedState(model, optimizer, Anew(optimizer)))
-        optimizers.append(optimizer)
-    for number, group in enumerate(optimizers[0].param_groups):
-        group.update(lr=0.1 * number, betas=(0.5, 0.6), weight_decay=0.2)
-    states[1].load_scalars(JsonText.of(states[0].scalars()).value())
-    kept, back = (
-        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        for optimizer in optimizers
-    )
-    assert back[::-1] == kept
-
-
-class Anew(schedulers.StepLR):
-    """A scheduler that sets the rates anew while it is loaded."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer, 2)
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        super().load_state_dict(state)
-        for group in self.optimizer.param_groups:
-            group["lr"] = 9.0
+@pytest.mark.parametrize(
+    ("build", "make", "said"),
+    [
+        (network, torch.optim.RMSprop, "what RMSprop keeps is not known"),
+        (
+            network, lambda _: torch.optim.Adam(network().parameters()),
+            r"trains a tensor \[3, 4\] that is no parameter of",
+        ),
+        (strided, torch.optim.SGD, r"param/weight .* has strides .* must be contiguous"),
+    ],
+    ids=["an unknown optimizer", "foreign parameters", "strided memory"],
+)  # fmt: skip
+def test_an_optimizer_or_memory_that_cannot_be_carried_is_refused(
+    build: Callable[[], torch.nn.Module], make: Callable[[Any], Optimizer], said: str
+) -> None:
+    model = build()
+    with pytest.raises(RefusedError, match=said):
+        ReplicatedState(model, make(model.parameters())).slots()
 
 
 class Keeping(schedulers.StepLR):
     """A scheduler that keeps one more value."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kept: object) -> None:
+    def __init__(self, optimizer: Optimizer, kept: object) -> None:
         self.kept = kept
         super().__init__(optimizer, 2)
 
@@ -195,7 +171,45 @@ def test_a_scheduler_with_what_would_not_come_back_the_same_is_refused(kept: obj
 # ------------------------------------------------------------------ what is promised
 
 
-SCHEDULES: tuple[Callable[[torch.optim.Optimizer], schedulers.LRScheduler], ...] = (
+def test_a_learning_rate_that_is_a_tensor_keeps_its_place_and_is_carried() -> None:
+    states, rates = [], (torch.tensor(0.1), torch.tensor(0.7))
+    for rate in rates:
+        model = network()
+        states.append(ReplicatedState(model, torch.optim.Adam(model.parameters(), rate)))
+    states[1].load_scalars(through_json(states[0]))
+    assert rates[1] == rates[0]
+
+
+class Anew(schedulers.StepLR):
+    """A scheduler that sets the rates anew while it is loaded."""
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        super().load_state_dict(state)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 9.0
+
+
+@pytest.mark.fault
+def test_groups_come_back_by_their_parameters_whatever_their_order_and_the_scheduler_says() -> None:
+    """A scheduler that sets the rates while it is loaded has not the last word."""
+    states, optimizers = [], []
+    for order in (1, -1):
+        model = network()
+        groups = [{"params": [p]} for p in model.parameters()][::order]
+        optimizer = torch.optim.AdamW(groups, 0.1)
+        states.append(ReplicatedState(model, optimizer, Anew(optimizer, 2)))
+        optimizers.append(optimizer)
+    for number, group in enumerate(optimizers[0].param_groups):
+        group.update(lr=0.1 * number, betas=(0.5, 0.6), weight_decay=0.2)
+    states[1].load_scalars(through_json(states[0]))
+    kept, back = (
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    )
+    assert back[::-1] == kept
+
+
+SCHEDULES: tuple[Callable[[Optimizer], schedulers.LRScheduler], ...] = (
     lambda by: schedulers.MultiStepLR(by, [3, 6, 6]),
     lambda by: schedulers.SequentialLR(
         by, [schedulers.LinearLR(by), schedulers.MultiStepLR(by, [2, 4])], [2]
@@ -213,9 +227,9 @@ SCHEDULES: tuple[Callable[[torch.optim.Optimizer], schedulers.LRScheduler], ...]
 @pytest.mark.parametrize("make", SCHEDULES)
 @pytest.mark.parametrize("until", [0, 1, 4])
 def test_a_schedule_goes_on_over_a_change(
-    make: Callable[[torch.optim.Optimizer], schedulers.LRScheduler], until: int
+    make: Callable[[Optimizer], schedulers.LRScheduler], until: int
 ) -> None:
-    def begin() -> tuple[torch.optim.Optimizer, schedulers.LRScheduler, ReplicatedState]:
+    def begin() -> tuple[Optimizer, schedulers.LRScheduler, ReplicatedState]:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
         schedule = make(optimizer)
@@ -227,7 +241,7 @@ def test_a_schedule_goes_on_over_a_change(
         rates.append([])
         for step in range(9):
             if step == change:
-                saved = JsonText.of(state.scalars()).value()
+                saved = through_json(state)
                 optimizer, schedule, state = begin()
                 state.load_scalars(saved)
             optimizer.step()
@@ -238,38 +252,28 @@ def test_a_schedule_goes_on_over_a_change(
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_what_is_put_back_trains_on_as_if_nothing_had_happened(make: Make) -> None:
-    model, other = network(), network()
-    optimizer, of_other = make(model), make(other)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    of_schedule = torch.optim.lr_scheduler.StepLR(of_other, 2)
-    state = ReplicatedState(model, optimizer, schedule)
+    """And what is made before the first step changes nothing."""
+    plain, jobs = network(), list[tuple[Any, Any, Any, ReplicatedState]]()
+    for _ in range(2):
+        model = network()
+        optimizer = make(model)
+        schedule = schedulers.StepLR(optimizer, 2)
+        jobs.append((model, optimizer, schedule, ReplicatedState(model, optimizer, schedule)))
+    (model, optimizer, schedule, state), (other, of_other, _, target) = jobs
     train(model, optimizer, 3)
+    train(plain, make(plain), 3)
+    assert_alike(model, plain)
     schedule.step()
-    target = ReplicatedState(other, of_other, of_schedule)
     held, wanted = held_rows(state.slots()), wanted_rows(target.slots())
     assert [slot.tensor for slot, _ in held] == [slot.tensor for slot, _ in wanted]
     for one, two in zip(held, wanted, strict=True):
         piece_view(*two).copy_(piece_view(*one))
     target.load_scalars(state.scalars())
-    for trained, by, with_schedule in (
-        (model, optimizer, schedule), (other, of_other, of_schedule),
-    ):  # fmt: skip
+    for trained, by, with_schedule, _ in jobs:
         train(trained, by, 4)
         with_schedule.step()
     assert optimizer.param_groups[0]["lr"] == of_other.param_groups[0]["lr"] < 0.1
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-
-
-def test_what_is_made_before_the_first_step_changes_nothing() -> None:
-    for make in OPTIMIZERS:
-        model, plain = network(), network()
-        optimizer, by = make(model), make(plain)
-        ReplicatedState(model, optimizer)
-        train(model, optimizer, 3)
-        train(plain, by, 3)
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, plain.state_dict()[name]), name
+    assert_alike(model, other)
 
 
 def test_a_tied_weight_is_listed_once_and_what_is_frozen_is_too() -> None:

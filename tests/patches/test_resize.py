@@ -1,7 +1,10 @@
-"""A job that changes its layout goes on as if it had not."""
+"""A job that changes its layout goes on as if it had not. The cross of all layouts is long: for the
+campaign."""
 
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,3 +115,60 @@ def test_other_degrees_begin_new_random_streams_and_say_so(
     dropout = Job(world=2, tp=2, dropout=0.1)
     result = resize(pool, dropout, replace(dropout, world=1, tp=1), tmp_path)
     assert result.randomness.startswith("rng=reseeded seed=1234 step=3 degrees_before=tp2")
+
+
+# ------------------------------------------------------------------ every layout to every other
+
+LAYOUTS = {
+    "one": ONE, "dp2": DP2, "dp3": DP3, "tp2": TP2, "tp4": TP4, "pp2": PP2, "pp4": PP4,
+    "vpp2": VPP2, "tp2pp2": TP2PP2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "tied-whole": {},
+    "untied-split": {**UNTIED, **SPLIT},
+    "gated-buckets": {**GATED, **BUCKETS},
+}
+
+PAIRS = [
+    (before, after, [*MODELS][(here + there) % len(MODELS)])
+    for (here, before), (there, after) in permutations(enumerate(LAYOUTS), 2)
+]
+"""The models change, so that each leaves every layout, and goes on in every layout."""
+
+
+@pytest.mark.campaign
+@pytest.mark.turns
+@pytest.mark.parametrize(("before", "after", "model"), PAIRS)
+def test_every_layout_becomes_every_other(
+    pool: WorkerPool, tmp_path: Path, before: str, after: str, model: str
+) -> None:
+    shared = {**SIX, **MODELS[model]}
+    result = resize(
+        pool, Job(**{**shared, **LAYOUTS[before]}), Job(**{**shared, **LAYOUTS[after]}), tmp_path
+    )
+    check(result, FP32)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("before", "after"), list(permutations((DP2, EP2, PP2), 2)), ids=lambda layout: str(layout)
+)
+def test_experts_move_between_ranks(
+    pool: WorkerPool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    old, new = (Job(**{**MOE, **BUCKETS, **layout}) for layout in (before, after))
+    check(resize(pool, old, new, tmp_path), FP32)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("before", "after"), list(permutations((TP2DP2, PP2DP2, TP2PP2), 2)), ids=lambda x: str(x)
+)
+def test_state_is_exact_where_another_dp_forks_the_loss_scale(
+    pool: WorkerPool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    # Gradients are divided by the number of micro-batches before they are scaled, so with another
+    # DP they overflow at other steps. What is restored is exact: `resize` proves every tensor.
+    old, new = (Job(**{**OVERFLOWS, **SPLIT, **layout}) for layout in (before, after))
+    result = resize(pool, old, new, tmp_path)
+    print(f"largest relative difference of a loss: {result.largest_difference:.1e}")

@@ -1,10 +1,17 @@
-"""What a worker and its children do at signals that mean the agent."""
+"""What a worker and its children do at signals that mean the agent, and the fork server while it
+imports what workers will need."""
 
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
+
+from support.agents import worker_home
 
 pytestmark = pytest.mark.fault
 
@@ -18,36 +25,32 @@ keep_ending_children()
 """
 
 
-def run(script: str) -> str:
-    """Run a worker's script in a process of its own. Returns what it prints; it must end well."""
+def run(script: str, before: str = "") -> list[str]:
+    """Run a worker's script in a process of its own. Returns the words that it prints; it must end
+    well."""
     done = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + script],
+        [sys.executable, "-c", before + PROLOGUE + script],
         capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr, done.stderr
-    return done.stdout
+    return done.stdout.split()
 
 
 def test_a_worker_lives_on_and_a_handler_of_the_script_gets_the_signal() -> None:
-    logged = run("""
+    assert run("""
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     os.kill(os.getpid(), number)
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
 os.kill(os.getpid(), signal.SIGTERM)
 print("alive")
-""")
-    assert logged.split() == ["handled", "alive"]
+""") == ["handled", "alive"]
 
 
 def test_a_worker_lives_on_at_a_signal_that_torchruns_flag_names() -> None:
-    script = "os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
     named = 'import os; os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"\n'
-    done = subprocess.run(
-        [sys.executable, "-c", named + PROLOGUE + script],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout.split()) == (0, ["alive"]), done.stderr
+    script = "os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
+    assert run(script, named) == ["alive"]
 
 
 def test_a_script_prints_on_where_its_terminal_has_closed() -> None:
@@ -72,7 +75,7 @@ os._exit(7)
 
 
 def test_a_data_loader_lives_on_and_ends_with_its_iterator_or_its_worker() -> None:
-    logged = run("""
+    assert run("""
 loader = DataLoader(range(8), num_workers=2)
 samples = iter(loader)
 next(samples)
@@ -89,12 +92,11 @@ del ended
 assert not any(process.is_alive() for process in workers)
 forgotten = iter(DataLoader(range(10**9), num_workers=2, persistent_workers=True))
 next(forgotten)
-""")
-    assert logged.split() == ["7"]
+""") == ["7"]
 
 
 def test_children_of_the_script_are_ended_by_terminate() -> None:
-    logged = run("""
+    assert run("""
 def sleep():
     time.sleep(600)
 
@@ -121,5 +123,76 @@ child.terminate()
 child.wait(60)
 forgotten = multiprocessing.Process(target=sleep, daemon=True)
 forgotten.start()
-""")
-    assert logged.split() == ["by", "its", "handler"]
+""") == ["by", "its", "handler"]
+
+
+# ------------------------------------------------------------------ the fork server
+
+AGENT = """
+import os, subprocess, sys
+os.environ["SCALAI_AGENT_PID"] = str(os.getpid())
+subprocess.run([sys.executable, "-c", "import scalai.patches.preload"])
+"""
+ENDLESS = """
+import os, pathlib, time
+here = pathlib.Path(__file__).parent
+(here / "new").write_text(str(os.getpid()))
+(here / "new").rename(here / "pid")
+time.sleep(600)
+"""
+
+
+def wait_until(is_so: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.02)
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """Return that of a fork server which finds its torch in a folder."""
+    told = {"PYTHONPATH": str(folder), "SCALAI_PRELOAD": str(folder / "none")}
+    return {**os.environ, **told, **more}
+
+
+def test_who_only_inherits_what_a_fork_server_is_told_is_not_counted_as_a_worker() -> None:
+    """An agent that was started by one that has a fork server, and what it starts itself."""
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    inherited = {**os.environ, "SCALAI_PRELOAD": "/of/another/preload.json"}
+    command = [sys.executable, "-c", script]
+    parent = subprocess.Popen(command, env=inherited, stdin=subprocess.PIPE)
+    try:
+        started = psutil.Process(parent.pid)
+        wait_until(lambda: bool(started.children()), parent)
+        assert worker_home(started.children()[0]) is None
+    finally:
+        parent.communicate(b"\n", DEADLINE_S)
+
+
+def test_a_fork_server_whose_agent_has_ended_before_it_begins_imports_nothing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "torch.py").write_text("import os; os._exit(3)")
+    agent = subprocess.Popen([sys.executable, "-c", ""])
+    agent.wait(DEADLINE_S)
+    server = subprocess.run(
+        [sys.executable, "-c", "import scalai.patches.preload"], timeout=DEADLINE_S,
+        env=environment(tmp_path, SCALAI_AGENT_PID=str(agent.pid)),
+    )  # fmt: skip
+    assert server.returncode == 1
+
+
+def test_a_fork_server_that_still_imports_torch_ends_with_its_agent(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(ENDLESS)
+    agent = subprocess.Popen([sys.executable, "-c", AGENT], env=environment(tmp_path))
+    try:
+        wait_until((tmp_path / "pid").exists, agent)
+        server = psutil.Process(int((tmp_path / "pid").read_text()))
+    finally:
+        agent.kill()
+        agent.wait(DEADLINE_S)
+    try:
+        server.wait(DEADLINE_S)
+    except psutil.TimeoutExpired:
+        server.kill()
+        raise
