@@ -2,6 +2,7 @@
 other hosts."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,14 +41,42 @@ from scalai.store.manifest import HostManifest
 from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
 from scalai.store.parts import Extras, summary_bytes
 
+log = logging.getLogger(__name__)
+
+TELL_EVERY_S = 10.0
+"""Seconds between reports of arriving bytes."""
+
+
+class Moving:
+    """Bytes from other hosts for one round. Fetching threads call ``arrived``, the agent's own the
+    rest."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+        self._mutex = threading.Lock()
+        self._bytes = self._reported = 0
+        self._report_at = 0.0
+
+    def arrived(self, count: int) -> None:
+        """Count arrived bytes."""
+        with self._mutex:
+            self._bytes += count
+
+    def news(self) -> int | None:
+        """Return the bytes so far, if due for a report: at intervals, and only after a change."""
+        now = time.monotonic()
+        if self._bytes == self._reported or now < self._report_at:
+            return None
+        self._reported, self._report_at = self._bytes, now + TELL_EVERY_S
+        return self._reported
+
+
 FETCHED_AT_ONCE = 64
 """Largest number of hosts to fetch from in parallel."""
 CHECKED_BYTES_PER_S = 1e8
 """Lowest rate of a host's comparison of pieces with the committed ones."""
 NAMED = 5
 """Largest number of hosts, or pieces, in an error."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

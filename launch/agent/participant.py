@@ -21,10 +21,8 @@ from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import THREADS, Agent, Loop
 from scalai.launch.agent.performer import Hands, Performer
-from scalai.launch.agent.progress import ProgressWatch
-from scalai.launch.agent.replica_rate import ReplicaRate
-from scalai.launch.agent.replicas import Replicas
-from scalai.launch.agent.stacks import Stacks
+from scalai.launch.agent.progress import ProgressWatch, Stacks
+from scalai.launch.agent.replicas import ReplicaRate, Replicas
 from scalai.launch.agent.torch_elastic import WorkerSet
 from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.launch.agent.worker_group import WorkerGroups

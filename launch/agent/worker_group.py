@@ -1,11 +1,12 @@
-"""The worker processes of one round on this host: their start, the fork server for later rounds,
-and their control page shared with the agent."""
+"""The worker processes of one round on this host: their start, beside those of the present round or
+not, the fork server for later rounds, and their control page shared with the agent."""
 
+import contextlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from scalai.converters.megatron.arguments import derived_flags, is_megatron
@@ -25,6 +26,7 @@ from scalai.launch.agent.torch_elastic import (
 )
 from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.control import ControlPage, control_path
+from scalai.store.pool import available_memory
 from scalai.store.secure import Folder
 
 OWN_MODULES = ("scalai.launch.agent.torch_elastic", "scalai.patches.worker")
@@ -241,3 +243,59 @@ def worker_arguments(spec: JobSpec, wanted: Workers) -> list[str]:
     for note in notes:
         log.info("event=flags %s", note)
     return [*start, *flags]
+
+
+FIRST_TO_GO = "1000"
+"""Adjustment of the kernel's choice when memory runs out (proc(5))."""
+MEMORY_RESERVE = 1.25
+"""Private memory of a new worker, relative to the largest present one."""
+
+
+def obstacle(policy: str, workers: int, present: Iterable[int], *, on_devices: bool) -> str | None:
+    """Return the obstacle to building ``workers`` more now; None: there is none.
+
+    Args:
+        policy: ``[resize] standby``: ``auto``, ``always`` or ``never``.
+        workers: Number of workers to build on this host.
+        present: Process numbers of the training workers here.
+        on_devices: Whether their state is in device memory, seldom enough for two models.
+    """
+    if policy == "never":
+        return "[resize] standby is never"
+    used = max((private_bytes(pid) for pid in present), default=0)
+    if policy == "always" or not used:
+        return None
+    if on_devices:
+        return "device memory holds one model ([resize] standby = 'always' builds all the same)"
+    needed, free = int(workers * used * MEMORY_RESERVE), available_memory()
+    if needed > free:
+        return f"{workers} workers may take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+    return None
+
+
+def offer(processes: Iterable[int], *, is_standby: bool) -> None:
+    """Mark processes as the first to kill when memory runs out, or as equal to this one."""
+    adjustment = FIRST_TO_GO if is_standby else Path("/proc/self/oom_score_adj").read_text()
+    for pid in _with_offspring(processes):
+        with contextlib.suppress(OSError):  # it is gone
+            Path(f"/proc/{pid}/oom_score_adj").write_text(adjustment)
+
+
+def _with_offspring(workers: Iterable[int]) -> set[int]:
+    """Return these processes and their descendants, such as writers of saves: each worker has its
+    own session."""
+    sessions, found = set(workers), set(workers)
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(ValueError, ProcessLookupError):
+            if os.getsid(int(entry.name)) in sessions:
+                found.add(int(entry.name))
+    return found
+
+
+def private_bytes(pid: int) -> int:
+    """Return the private memory of a process, in bytes; 0: it is gone."""
+    try:
+        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

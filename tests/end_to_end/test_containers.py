@@ -125,7 +125,7 @@ def test_who_started_the_coordinator_that_took_over_stays_for_it_likewise(tmp_pa
 
 
 def test_where_another_program_began_the_namespace_nothing_is_said() -> None:
-    module = "scalai.launch.agent.containers"
+    module = "scalai.launch.agent.caretaker"
     asked = f"from {module} import all_end_with_this_process as ends; print(ends())"
     for before, expected in (([], "True"), ([sys.executable, "-c", STARTS], "False")):
         logged = subprocess.run(

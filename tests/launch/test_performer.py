@@ -19,11 +19,10 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
-from scalai.launch.agent.fetch import Restore
+from scalai.launch.agent.fetch import Moving, Restore
 from scalai.launch.agent.fitness import Commands, HealthCheck
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.loop import THREADS
-from scalai.launch.agent.moving import Moving
 from scalai.launch.agent.performer import Hands, Performer
 from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
@@ -238,7 +237,7 @@ def test_what_is_not_what_was_promised_fails_no_round(
 @pytest.mark.fault
 def test_bytes_that_come_are_told_of_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """While they do, the coordinator does not take the start for one that hangs."""
-    monkeypatch.setattr("scalai.launch.agent.moving.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("scalai.launch.agent.fetch.TELL_EVERY_S", 0.0)
     moving = Moving(7)
     assert moving.news() is None, "nothing has come"
     threads = [threading.Thread(target=moving.arrived, args=(1 << 20,)) for _ in range(8)]

@@ -31,7 +31,7 @@ from scalai.core.messages.worker_messages import (
     Welcome,
     WorkerRequest,
 )
-from scalai.launch.agent import awaited_ends, worker_group
+from scalai.launch.agent import torch_elastic, worker_group
 from scalai.launch.agent.extension_locks import (
     LOCK,
     PATIENCE_S,
@@ -41,10 +41,15 @@ from scalai.launch.agent.extension_locks import (
     find_locks,
 )
 from scalai.launch.agent.progress import KNOWN, Progress, ProgressWatch
-from scalai.launch.agent.standby import obstacle, offer, private_bytes
 from scalai.launch.agent.torch_elastic import Placement
 from scalai.launch.agent.worker_calls import WorkerCalls
-from scalai.launch.agent.worker_group import NCCL_ERRORS, WorkerGroups
+from scalai.launch.agent.worker_group import (
+    NCCL_ERRORS,
+    WorkerGroups,
+    obstacle,
+    offer,
+    private_bytes,
+)
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.agent_folder import call_agent
@@ -382,11 +387,11 @@ def test_a_killed_worker_whose_memory_the_kernel_still_holds_is_waited_for(
     ends_s: float, is_over: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where its device hangs; for ever it is not."""
-    monkeypatch.setattr(awaited_ends, "GONE_REPORT_S", 0.1)
-    monkeypatch.setattr(awaited_ends, "GONE_S", 30.0 if is_over else 1.5)
+    monkeypatch.setattr(torch_elastic, "GONE_REPORT_S", 0.1)
+    monkeypatch.setattr(torch_elastic, "GONE_S", 30.0 if is_over else 1.5)
     began = time.monotonic()
     with subprocess.Popen(["sleep", str(ends_s)]) as process:
-        with awaited_ends.awaited_ends([process.pid, 1 << 22], lambda: is_over):
+        with torch_elastic.awaited_ends([process.pid, 1 << 22], lambda: is_over):
             pass
         has_ended = process.poll() is not None
         process.kill()

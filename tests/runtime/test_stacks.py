@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch.agent.progress import Progress
-from scalai.launch.agent.stacks import Stacks, describe, main_thread
+from scalai.launch.agent.progress import Progress, Stacks, describe, main_thread
 
 pytestmark = pytest.mark.fault
 
