@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -123,7 +123,6 @@ class AsyncSnapshots:
         self._process = os.getpid()
         self._present: Writing | None = None
         self._has_updated = False
-        self._channel: Channel | None = None
 
     def watch(self) -> None:
         """Watch updates from now on. Call before an emergency's watch: an update waiting here has
@@ -155,7 +154,7 @@ class AsyncSnapshots:
         began: float,
         then: Callable[[], None] = lambda: None,
         seconds: Mapping[str, float] = MappingProxyType({}),
-    ) -> bool:
+    ) -> Writing | None:
         """Begin a snapshot of the present state; call it between two steps, with none under way.
 
         Args:
@@ -166,14 +165,14 @@ class AsyncSnapshots:
             seconds: Measurements to report with it.
 
         Returns:
-            False: no room for it, or for a thread.
+            None: no room for it, or for a thread.
         """
         try:
             copies = self._copies = self._copies or VolatileCopies(self._rows)
             copies.take()
         except (RuntimeError, MemoryError):  # of a device too
             self._copies = None
-            return False
+            return None
         writing = Writing(between, copies, mapped, time.monotonic() - began, seconds=seconds)
         self._present = writing
         thread = threading.Thread(
@@ -183,8 +182,7 @@ class AsyncSnapshots:
             thread.start()
         except RuntimeError:
             self._present = None
-            return False
-        return True
+        return self._present
 
     def begin_update(self, *_: Any) -> None:
         """Wait for the copy before the rows' memory changes."""
@@ -236,18 +234,14 @@ class AsyncSnapshots:
         try:
             _give_way()
             use_device_of(self._rings)
-            if self._channel is None:
-                self._channel = call_agent(self._directory)
-            self._copy(writing, self._channel)
-            self._copied(writing)
-            if writing.order is not None and not writing.is_given_up:
-                self._tell(writing, self._channel)
+            with closing(call_agent(self._directory)) as channel:
+                self._copy(writing, channel)
+                self._copied(writing)
+                if writing.order is not None and not writing.is_given_up:
+                    self._tell(writing, channel)
             reached("train")
         except FAILURES as error:
             writing.failure = str(error) or type(error).__name__
-            if isinstance(error, PeerError) and self._channel is not None:
-                self._channel.close()
-                self._channel = None
         finally:
             writing.copied.set()
             writing.ended.set()

@@ -152,7 +152,7 @@ class VolatileCopies:
         self._devices = {
             slot.buffer.device for slot, _ in rows if slot.buffer.device.type == "cuda"
         }
-        self._events: dict[torch.device, torch.cuda.Event] = {}
+        self.events: dict[torch.device, torch.cuda.Event] = {}
 
     @torch.no_grad()
     def take(self) -> None:
@@ -160,9 +160,9 @@ class VolatileCopies:
         for slot, copy in self._slots.values():
             copy.buffer.copy_(slot.buffer, non_blocking=True)
         for device in self._devices:
-            event = self._events.get(device)
+            event = self.events.get(device)
             if event is None:
-                event = self._events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event = self.events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
 
     def are_taken(self, within_s: float) -> bool:
@@ -176,7 +176,7 @@ class VolatileCopies:
             RuntimeError: A device has failed.
         """
         end = time.monotonic() + within_s
-        while not all(map(_has_ended, self._events.values())):
+        while not all(map(_has_ended, self.events.values())):
             if time.monotonic() > end:
                 return False
             time.sleep(QUERY_S)
@@ -188,7 +188,7 @@ class VolatileCopies:
         """
         stack = ExitStack()
         for device in self._devices:
-            rings[device].stream.wait_event(self._events[device])
+            rings[device].stream.wait_event(self.events[device])
             stack.enter_context(torch.cuda.stream(rings[device].stream))
         return stack
 
@@ -245,17 +245,13 @@ class EmergencyWriter:
     ) -> None:
         self._turn, self._on_freeze = turn or threading.Lock(), on_freeze
         self._rank, self._round, self._directory = rank, round, directory
-        self._rings, self._copies, self._gate, self._cost = (
-            rings,
-            VolatileCopies(rows),
-            Gate(),
-            CopyCost(),
-        )
-        self.is_on = self._copies.size_bytes <= COPIED_BYTES
+        self._rings, self._gate, self._cost = rings, Gate(), CopyCost()
+        self.copies = VolatileCopies(rows)
+        self.is_on = self.copies.size_bytes <= COPIED_BYTES
         """True if this worker writes after others' failures."""
         if not self.is_on:
             self._give_up(
-                f"buffers and registered tensors of {self._copies.size_bytes / 1e6:.0f} MB are too "
+                f"buffers and registered tensors of {self.copies.size_bytes / 1e6:.0f} MB are too "
                 f"large to be copied after each step (at most {COPIED_BYTES / 1e6:.0f})"
             )
 
@@ -285,7 +281,7 @@ class EmergencyWriter:
     def renew(self, rows: Sequence[Row]) -> None:
         """Take the same rows at other places."""
         self._gate.ended(None)
-        self._copies = VolatileCopies(rows)
+        self.copies = VolatileCopies(rows)
 
     def step_ended(self, refresh: Callable[[], None], capture: Callable[[], Between]) -> None:
         """Copy the state at the end of an update.
@@ -297,7 +293,7 @@ class EmergencyWriter:
         began, between = time.monotonic(), None
         try:
             refresh()
-            self._copies.take()
+            self.copies.take()
             between = capture()
         except ScalaiError as error:  # the next snapshot reports it, if it persists
             log.debug("event=not_captured %s", error)
@@ -340,7 +336,7 @@ class EmergencyWriter:
         end = time.monotonic() + FREEZE_S
         found = self._gate.freeze()
         try:
-            if isinstance(found, str) or self._copies.are_taken(end - time.monotonic()):
+            if isinstance(found, str) or self.copies.are_taken(end - time.monotonic()):
                 return found
         except RuntimeError as error:
             return f"its device fails: {error}"
@@ -350,11 +346,11 @@ class EmergencyWriter:
         began = time.monotonic()
         reached("emergency")
         mapped = MappedFile(order) if order.rows else None
-        with self._copies.beside(self._rings):
-            place_rows(self._copies.rows, order, self._rings, mapped)
+        with self.copies.beside(self._rings):
+            place_rows(self.copies.rows, order, self._rings, mapped)
         placed = time.monotonic()
         # From the file: arithmetic on a hanging device may wait for room, or for its turn.
-        fingerprints = file_fingerprints(self._copies.rows, order, mapped)
+        fingerprints = file_fingerprints(self.copies.rows, order, mapped)
         now = time.monotonic()
         seconds = {"snapshot": now - began, "snapshot_proof": now - placed}
         return between.written(self._rank, self._round, fingerprints, seconds)

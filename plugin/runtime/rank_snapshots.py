@@ -158,7 +158,8 @@ class Snapshots:
         self._registered.refresh()
         between = self._between_now or self._between(step, samples)
         mapped, self._mapped = self._mapped, None
-        return self._beside.begin(between, mapped, began, self.map_next, self._measured())
+        writing = self._beside.begin(between, mapped, began, self.map_next, self._measured())
+        return writing is not None
 
     def take(self, reason: str, step: int, samples: Samples) -> bool:
         """Write the agent's order. Returns False if the stop was withdrawn.

@@ -88,8 +88,6 @@ def training(tmp_path: Path) -> Iterator[Training]:
     made = Training(tmp_path)
     yield made
     torch.cuda.synchronize()
-    if made.snapshots._channel is not None:
-        made.snapshots._channel.close()
     made.agent.close()
 
 

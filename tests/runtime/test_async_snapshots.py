@@ -7,7 +7,7 @@ what it hears.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from scalai.core.messages.shared import JsonText
-from scalai.core.messages.worker_messages import RankUnwritten, RankWritten
+from scalai.core.messages.worker_messages import RankUnwritten
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, whole
 from scalai.runtime import async_snapshots
@@ -25,13 +25,10 @@ from scalai.runtime.emergency import Between
 from scalai.runtime.live import Slot
 from scalai.runtime.live_fingerprints import live_fingerprints
 from support.answering_agent import FIRST_BYTE, AnsweringAgent
+from support.steps import DEADLINE_S, Beside
 
-DEADLINE_S = 60.0
 NONE = JsonText.of(None)
-
-
-def between(step: int) -> Between:
-    return Between(step, 3 * step, "dp0", NONE, NONE)
+State = tuple[list[float], list[float]]
 
 
 def row(
@@ -53,7 +50,7 @@ class Training:
             row("buffer/mean", self.mean, (5,), (1,), is_volatile=True),
         ]
         self.agent, self.turn = AnsweringAgent(folder, self.rows), threading.Lock()
-        self.pauses = 0
+        self.waits, self.waited_for = threading.Event(), list[bool]()
         directory = str(self.agent.directory)
         self.snapshots = AsyncSnapshots(
             self.agent.channel, 0, 1, directory, self.rows, {}, self.turn, self.pause
@@ -62,16 +59,17 @@ class Training:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        self.pauses += 1
+        """An update waits, which is no part of its step."""
+        self.waits.set()
         yield
-        self.pauses -= 1
+        self.waited_for.append(self.writing.is_copied)
 
     def begin(self, step: int) -> bool:
-        return self.snapshots.begin(between(step), None, time.monotonic())
-
-    def under_way(self) -> Writing:
-        assert self.snapshots._present is not None
-        return self.snapshots._present
+        between = Between(step, 3 * step, "dp0", NONE, NONE)
+        found = self.snapshots.begin(between, None, time.monotonic())
+        if found is not None:
+            self.writing: Writing = found
+        return found is not None
 
     def forward(self) -> None:
         self.mean += 1.0
@@ -80,19 +78,27 @@ class Training:
         self.snapshots.begin_update()
         self.weights += 100.0
 
-    def told(self) -> list[RankWritten]:
-        return self.agent.told()
+    def go_through(self, step: int) -> None:
+        """Begin a snapshot, train on, and wait for its end."""
+        assert self.begin(step)
+        self.forward()
+        self.update()
+        self.snapshots.settle()
 
-    def unwritten(self) -> list[RankUnwritten]:
-        return [each for each in self.agent.heard if isinstance(each, RankUnwritten)]
+    def steps_told(self) -> list[int]:
+        return [told.step for told in self.agent.told()]
 
-    def file(self) -> tuple[list[float], list[float]]:
+    def unwritten(self) -> RankUnwritten:
+        (found,) = [each for each in self.agent.heard if isinstance(each, RankUnwritten)]
+        return found
+
+    def file(self) -> State:
         """Return what the file holds of both tensors."""
         content = bytearray(self.agent.path.read_bytes()[FIRST_BYTE:])
         found = torch.frombuffer(content, dtype=torch.float)
         return found[:24].tolist(), found[32:37].tolist()
 
-    def state(self) -> tuple[list[float], list[float]]:
+    def state(self) -> State:
         return self.weights.t().contiguous().view(-1).tolist(), self.mean.tolist()
 
 
@@ -100,27 +106,11 @@ class Training:
 def training(tmp_path: Path) -> Iterator[Training]:
     made = Training(tmp_path)
     yield made
-    if made.snapshots._channel is not None:
-        made.snapshots._channel.close()
     made.agent.close()
 
 
-def begun(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.01)
-
-
-def ends(thread: threading.Thread) -> bool:
-    thread.join(DEADLINE_S)
-    return not thread.is_alive()
+def full(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("can't start new thread, out of memory")
 
 
 @pytest.mark.fault
@@ -130,21 +120,17 @@ def test_what_is_written_is_the_state_of_its_step_though_the_training_goes_on(
     before, prints = training.state(), live_fingerprints(training.rows)
     with training.turn:  # the copy takes its time
         assert training.begin(7)
-        under_way = training.under_way()
-        stall_s = under_way.stall_s
+        stall_s = training.writing.stall_s
         training.forward()
-        update = begun(training.update)
-        wait_until(lambda: under_way.waits_since is not None)
-        update.join(0.3)
-        assert update.is_alive() and training.state()[0] == before[0], "the update waits"
-        assert training.pauses == 1, "that is no part of its step"
-    assert ends(update) and not training.pauses
+        update = Beside(training.update)
+        assert training.waits.wait(DEADLINE_S)
+        assert training.state()[0] == before[0], "the update waits"
+    assert not update.end().errors and training.waited_for == [True]
     training.snapshots.settle()
-    assert training.file() == before
-    (told,) = training.told()
+    assert training.file() == before != training.state()
+    (told,) = training.agent.told()
     assert told.step == 7 and told.consumed_samples == 21
     assert list(told.fingerprints) == [int(each) for each in prints]
-    assert training.state() != before
     assert told.seconds["stall"] > stall_s, "how long the update has waited is told"
 
 
@@ -152,19 +138,22 @@ def test_an_update_that_comes_later_does_not_wait(training: Training) -> None:
     assert training.begin(7)
     training.snapshots.settle()
     training.update()
-    (told,) = training.told()
+    (told,) = training.agent.told()
     assert told.seconds.keys() == {"snapshot", "snapshot_proof", "stall"}
+    assert not training.waits.is_set()
 
 
-def test_one_snapshot_after_another_is_of_its_own_step(training: Training) -> None:
-    for step in range(1, 9):
+@pytest.mark.parametrize("block_bytes", [8, async_snapshots.BLOCK_BYTES])
+def test_one_snapshot_after_another_is_of_its_own_step(
+    training: Training, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of pieces that are larger than a block."""
+    monkeypatch.setattr(async_snapshots, "BLOCK_BYTES", block_bytes)
+    for step in range(1, 6):
         before = training.state()
-        assert training.begin(step)
-        training.forward()
-        training.update()
-        training.snapshots.settle()
+        training.go_through(step)
         assert training.file() == before, step
-    assert [told.step for told in training.told()] == list(range(1, 9))
+    assert training.steps_told() == list(range(1, 6))
 
 
 def test_any_optimizer_of_torchs_waits(training: Training) -> None:
@@ -173,12 +162,13 @@ def test_any_optimizer_of_torchs_waits(training: Training) -> None:
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     with training.turn:
-        training.begin(7)
-        update = begun(lambda: optimizer.step())
-        update.join(0.3)
+        assert training.begin(7)
+        update = Beside(optimizer.step)
+        assert training.waits.wait(DEADLINE_S)
         assert parameter.tolist() == [1.0, 1.0]
-    assert ends(update) and parameter.tolist() != [1.0, 1.0]
+    assert not update.end().errors and parameter.tolist() != [1.0, 1.0]
     training.snapshots.settle()
+    assert training.waited_for == [True]
 
 
 @pytest.mark.fault
@@ -188,23 +178,19 @@ def test_what_the_thread_cannot_write_the_training_writes_before_it_updates(
     before = training.state()
     training.agent.path.unlink()
     assert training.begin(7)
-    assert training.under_way().ended.wait(DEADLINE_S)
+    assert training.writing.ended.wait(DEADLINE_S)
     training.agent.make_file()
     training.update()
     training.snapshots.settle()
-    assert training.file() == before
-    assert [told.step for told in training.told()] == [7]
+    assert training.file() == before and training.steps_told() == [7]
 
 
 @pytest.mark.fault
 def test_what_nobody_can_write_is_told_and_the_training_goes_on(training: Training) -> None:
     training.agent.path.unlink()
-    assert training.begin(7)
-    training.forward()
-    training.update()
-    training.snapshots.settle()
-    (told,) = training.unwritten()
-    assert told.step == 7 and "No such file" in told.reason and not training.told()
+    training.go_through(7)
+    told = training.unwritten()
+    assert told.step == 7 and "No such file" in told.reason and not training.agent.told()
     training.agent.make_file()
     assert training.begin(8)
     training.snapshots.settle()
@@ -215,14 +201,12 @@ def test_what_nobody_can_write_is_told_and_the_training_goes_on(training: Traini
 def test_memory_that_ends_in_the_proof_is_told_and_the_training_goes_on(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> Any:
+    def short(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(async_snapshots, "file_fingerprints", full)
-    assert training.begin(7)
-    training.update()
-    training.snapshots.settle()
-    (told,) = training.unwritten()
+    monkeypatch.setattr(async_snapshots, "file_fingerprints", short)
+    training.go_through(7)
+    told = training.unwritten()
     assert told.step == 7 and "MemoryError" in told.reason
 
 
@@ -230,47 +214,28 @@ def test_what_the_agent_has_not_heard_of_the_thread_it_hears_of_the_training(
     training: Training,
 ) -> None:
     before, training.agent.refused = training.state(), 1
-    assert training.begin(7)
-    training.update()
-    training.snapshots.settle()
-    assert len(training.told()) == 2 and training.file() == before
-    assert training.told()[0].fingerprints == training.told()[1].fingerprints
+    training.go_through(7)
+    first, second = training.agent.told()
+    assert training.file() == before and first.fingerprints == second.fingerprints
 
 
 def test_a_host_without_files_holds_up_no_update(training: Training) -> None:
     training.agent.has_files = False
-    assert training.begin(7)
-    training.update()
-    training.snapshots.settle()
-    assert not training.told()
+    training.go_through(7)
+    assert not training.agent.told()
 
 
 @pytest.mark.fault
-def test_where_no_thread_can_begin_the_snapshot_is_not_begun(
-    training: Training, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "name"), [(threading.Thread, "start"), (torch, "empty_like")])
+def test_where_there_is_no_room_for_a_thread_or_copies_the_snapshot_is_not_begun(
+    training: Training, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", full)
-    assert not training.begin(7)
-    training.update()
-
-
-@pytest.mark.fault
-def test_where_there_is_no_room_for_copies_the_snapshot_is_not_begun(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("out of memory")
-
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty_like", full)
+        patched.setattr(owner, name, full)
         assert not training.begin(7)
     training.update()
-    assert training.begin(8)
-    training.snapshots.settle()
-    assert [told.step for told in training.told()] == [8]
+    training.go_through(8)
+    assert training.steps_told() == [8]
 
 
 @pytest.mark.fault
@@ -278,11 +243,11 @@ def test_a_snapshot_is_given_up_when_workers_fail(training: Training) -> None:
     """What this worker holds may be written at once, into the same files."""
     with training.turn:
         assert training.begin(7)
-        update = begun(training.update)
+        update = Beside(training.update)
         training.snapshots.give_up()
-    assert ends(update), "nobody waits for what is not written"
+    assert not update.end().errors, "nobody waits for what is not written"
     training.snapshots.settle()
-    assert not training.told() and not any(training.file()[0])
+    assert not training.agent.told() and not any(training.file()[0])
 
 
 def test_who_shows_no_update_stands_still_for_its_snapshots(tmp_path: Path) -> None:
@@ -299,14 +264,3 @@ def test_too_much_to_copy_at_once_means_that_the_training_stands_still(
     assert not training.snapshots.obstacle()
     monkeypatch.setattr(async_snapshots, "COPIED_BYTES", 8)
     assert "too large to be copied at once" in training.snapshots.obstacle()
-
-
-def test_pieces_that_are_larger_than_a_block_are_copied_whole(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(async_snapshots, "BLOCK_BYTES", 8)
-    before = training.state()
-    assert training.begin(7)
-    training.update()
-    training.snapshots.settle()
-    assert training.file() == before

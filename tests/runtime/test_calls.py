@@ -21,6 +21,7 @@ from scalai.runtime import connections, framing
 from scalai.runtime.calls import Channel, Peer, Server
 from scalai.runtime.codec import encode
 from support.ports import free_port
+from support.steps import DEADLINE_S, Beside
 from support.wire_words import call_raw
 
 TOKEN = b"a secret of this job"
@@ -72,12 +73,13 @@ Requests = Say | Name | Refuse | Repeat | Fail | Wait
 class Echo:
     """A server that answers with what it is sent, and notes who has gone."""
 
-    def __init__(self, address: Any, token: bytes = TOKEN) -> None:
+    def __init__(self, address: Any) -> None:
         self.gone: queue.Queue[str | None] = queue.Queue()
-        self.release = threading.Event()
+        self.waits, self.release = threading.Event(), threading.Event()
         self.server = Server(
-            address, token, Requests, self.handle, lambda peer: self.gone.put(peer.name)
+            address, TOKEN, Requests, self.handle, lambda peer: self.gone.put(peer.name)
         )
+        self._channels = contextlib.ExitStack()
 
     def handle(self, peer: Peer, request: Requests) -> object:
         match request:
@@ -92,11 +94,22 @@ class Echo:
             case Fail():
                 raise KeyError("name")
             case Wait():
-                assert self.release.wait(30)
+                self.waits.set()
+                assert self.release.wait(DEADLINE_S)
         return None
 
+    def connect(self, token: bytes = TOKEN, **limits: float | None) -> Channel:
+        """Return a channel that is closed with the server."""
+        channel = Channel(self.server.address, token, **limits)  # type: ignore[arg-type]
+        return self._channels.enter_context(contextlib.closing(channel))
 
-def echoes(channel: Channel, number: int) -> bool:
+    def close(self) -> None:
+        self.release.set()
+        self._channels.close()
+        self.server.close()
+
+
+def echoes(channel: Channel, number: int = 1) -> bool:
     """Whether a server answers."""
     return channel.call(Say("", number)) == Said("", number)
 
@@ -105,57 +118,63 @@ def echoes(channel: Channel, number: int) -> bool:
 def echo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Echo]:
     echo = Echo(("127.0.0.1", 0) if request.param == "tcp" else str(tmp_path / "socket"))
     yield echo
-    echo.release.set()
-    echo.server.close()
+    echo.close()
 
 
-def test_a_call_is_answered(echo: Echo) -> None:
-    channel = Channel(echo.server.address, TOKEN)
+@pytest.fixture
+def tcp_echo() -> Iterator[tuple[Echo, tuple[str, int]]]:
+    echo = Echo(("127.0.0.1", 0))
+    assert isinstance(echo.server.address, tuple)
+    yield echo, echo.server.address
+    echo.close()
+
+
+@pytest.fixture
+def channel(echo: Echo) -> Channel:
+    return echo.connect()
+
+
+def test_a_call_is_answered(channel: Channel) -> None:
     assert channel.call(Say("ä" * 5_000_000, -(2**63))) == Said("ä" * 5_000_000, -(2**63))
     assert channel.call(Name("a")) is None
-    channel.close()
-
-
-def test_an_error_of_the_server_reaches_the_caller_who_may_go_on(echo: Echo) -> None:
-    channel = Channel(echo.server.address, TOKEN)
-    with pytest.raises(PeerError, match="Ask for something else"):
-        channel.call(Refuse())
-    assert echoes(channel, 1)
-
-
-def test_texts_that_are_no_utf_8_are_answered_and_refused_like_others(echo: Echo) -> None:
-    """Errors name files, whose names are bytes."""
-    channel = Channel(echo.server.address, TOKEN)
+    # Names of files are bytes.
     assert channel.call(Say("/caf\udce9", 1)) == Said("/caf\udce9", 1)
-    with pytest.raises(AnswerError, match="/caf\udce9 is full"):
-        channel.call(Refuse("/caf\udce9 is full"))
-    assert echoes(channel, 2)
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (Refuse(), "Ask for something else"),
+        (Refuse("/caf\udce9 is full"), "/caf\udce9 is full"),
+        (Fail(), r"KeyError.*The log of the process"),
+    ],
+    ids=["ours", "no UTF-8", "unforeseen"],
+)
+def test_an_error_of_the_server_reaches_the_caller_who_may_go_on(
+    channel: Channel, request_: Request[None], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(AnswerError, match=why):
+        channel.call(request_)
+    assert echoes(channel)
+    assert ("event=call_failed" in caplog.text) == isinstance(request_, Fail)
 
 
 def test_an_answer_that_is_too_long_is_an_error_that_says_so(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the caller would take the server for gone, and ask for it again and again."""
-    channel = Channel(echo.server.address, TOKEN)
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 300)
     with pytest.raises(AnswerError, match="too long"):
         channel.call(Repeat("a", 1000))
     with pytest.raises(MessageError, match="too long"):
         channel.call(Say("a" * 1000))
-    assert echoes(channel, 3)
+    assert echoes(channel)
 
 
 def test_a_wrong_token_is_refused_and_the_error_says_what_to_do(echo: Echo) -> None:
     with pytest.raises(PeerError, match="Give all agents of a job the same token"):
-        Channel(echo.server.address, b"another")
-    assert echoes(Channel(echo.server.address, TOKEN), 2)
-
-
-def test_a_server_that_does_not_know_the_token_is_refused(tmp_path: Path) -> None:
-    stranger = Echo(str(tmp_path / "stranger"), b"guessed")
-    with pytest.raises(PeerError):
-        Channel(stranger.server.address, TOKEN)
-    stranger.server.close()
+        echo.connect(b"another")
+    assert echoes(echo.connect())
 
 
 def test_nobody_there_is_an_error() -> None:
@@ -163,81 +182,44 @@ def test_nobody_there_is_an_error() -> None:
         Channel(("127.0.0.1", free_port("127.0.0.1")), TOKEN)
 
 
-def test_a_silent_client_and_noise_do_not_block_others(tmp_path: Path) -> None:
-    echo = Echo(("127.0.0.1", 0))
-    silent = [socket.create_connection(echo.server.address) for _ in range(5)]  # type: ignore[arg-type]  # TCP
-    with contextlib.suppress(OSError):
+def test_a_silent_client_and_noise_do_not_block_others(
+    tcp_echo: tuple[Echo, tuple[str, int]],
+) -> None:
+    echo, address = tcp_echo
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(5)]
         silent[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert echoes(Channel(echo.server.address, TOKEN), 3)
-    for connection in silent:
-        connection.close()
-    echo.server.close()
+        assert echoes(echo.connect())
 
 
-def test_a_call_that_takes_long_does_not_block_other_connections(echo: Echo) -> None:
-    slow, quick = Channel(echo.server.address, TOKEN), Channel(echo.server.address, TOKEN)
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append([slow.call(Wait())]), daemon=True)
-    thread.start()
-    assert echoes(quick, 4)
-    assert not answers
+def test_a_call_that_takes_long_does_not_block_other_connections(
+    echo: Echo, channel: Channel
+) -> None:
+    slow = Beside(lambda: channel.call(Wait()))
+    assert echo.waits.wait(DEADLINE_S)
+    assert echoes(echo.connect()) and slow.is_alive()
     echo.release.set()
-    thread.join(30)
-    assert answers
+    assert slow.end().result == [None]
 
 
-def test_threads_may_share_a_channel(echo: Echo) -> None:
-    channel = Channel(echo.server.address, TOKEN)
-    wrong: list[int] = []
-
-    def ask(n: int) -> None:
-        if not echoes(channel, n):
-            wrong.append(n)
-
-    threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not wrong
+def test_threads_may_share_a_channel(channel: Channel) -> None:
+    threads = [Beside(lambda n=n: echoes(channel, n)) for n in range(20)]  # type: ignore[misc]
+    assert [thread.end().result for thread in threads] == [[True]] * 20
 
 
-def test_a_peer_that_goes_away_is_noticed_by_its_name(echo: Echo) -> None:
-    channel = Channel(echo.server.address, TOKEN)
+def test_a_peer_that_goes_away_is_noticed_by_its_name(echo: Echo, channel: Channel) -> None:
     channel.call(Name("a"))
     channel.close()
-    assert echo.gone.get(timeout=30) == "a"
+    assert echo.gone.get(timeout=DEADLINE_S) == "a"
 
 
-def test_a_server_that_dies_during_a_call_is_an_error(tmp_path: Path) -> None:
+def test_a_server_that_goes_away_during_a_call_is_an_error(echo: Echo, channel: Channel) -> None:
     """The caller learns it at once, whatever it waits for."""
-    import multiprocessing
-
-    path = str(tmp_path / "socket")
-    process = multiprocessing.get_context("fork").Process(target=_serve_forever, args=(path,))
-    process.start()
-    end = time.monotonic() + 30
-    while True:
-        try:
-            channel = Channel(path, TOKEN)
-            break
-        except PeerError:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-    failed: list[str] = []
-
-    def wait() -> None:
-        try:
-            channel.call(Wait())
-        except PeerError as error:
-            failed.append(str(error))
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    process.kill()
-    process.join(30)
-    thread.join(30)
-    assert len(failed) == 1 and "went away during Wait" in failed[0]
+    waiting = Beside(lambda: channel.call(Wait()))
+    assert echo.waits.wait(DEADLINE_S)
+    echo.server.close()
+    (error,) = waiting.end().errors
+    assert isinstance(error, PeerError) and "went away during Wait" in str(error)
 
 
 @pytest.mark.fault
@@ -250,21 +232,22 @@ def test_a_silent_listener_is_an_error_in_time() -> None:
 
 @pytest.mark.fault
 def test_a_call_that_is_not_answered_in_time_is_an_error(echo: Echo) -> None:
-    channel = Channel(echo.server.address, TOKEN, call_s=0.3)
+    channel = echo.connect(call_s=0.3)
     with pytest.raises(SilentError, match=r"silent for 0\.3 s.*asked to Wait"):
         channel.call(Wait())
+    echo.release.set()
     with pytest.raises(PeerError):  # the late answer is not taken for that of another call
-        channel.call(Say())
+        channel.call(Name("a"))
 
 
 @pytest.mark.fault
-def test_a_client_that_proves_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_proves_nothing_is_cut_off(
+    tcp_echo: tuple[Echo, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "HANDSHAKE_S", 0.3)
-    echo = Echo(("127.0.0.1", 0))
-    with socket.create_connection(echo.server.address, timeout=30) as silent:  # type: ignore[arg-type]  # TCP
+    with socket.create_connection(tcp_echo[1], timeout=DEADLINE_S) as silent:
         while silent.recv(4096):
             pass  # nothing, and then the end
-    echo.server.close()
 
 
 NO_REQUESTS = {
@@ -281,22 +264,11 @@ NO_REQUESTS = {
 @pytest.mark.fault
 @pytest.mark.parametrize("sent", NO_REQUESTS.values(), ids=list(NO_REQUESTS))
 def test_what_is_no_request_is_refused(
-    echo: Echo, sent: bytes, caplog: pytest.LogCaptureFixture
+    echo: Echo, channel: Channel, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = Channel(echo.server.address, TOKEN)
     assert "Do the versions differ" in call_raw(echo.server.address, TOKEN, sent)
-    assert echoes(other, 1)
+    assert echoes(channel)
     assert all(record.exc_info is None for record in caplog.records)
-
-
-def test_an_exception_of_the_server_is_an_answer_and_a_line_in_its_log(
-    echo: Echo, caplog: pytest.LogCaptureFixture
-) -> None:
-    channel = Channel(echo.server.address, TOKEN)
-    with pytest.raises(AnswerError, match=r"KeyError.*The log of the process"):
-        channel.call(Fail())
-    assert echoes(channel, 1)
-    assert any("event=call_failed" in record.getMessage() for record in caplog.records)
 
 
 CROWDED = """
@@ -315,57 +287,48 @@ sys.stdin.read()
 @pytest.mark.fault
 def test_more_idle_connections_than_files_may_be_open_deafen_nobody() -> None:
     """Neither while they are there nor afterwards."""
-    token = "a secret of this job"
-    with subprocess.Popen(
-        [sys.executable, "-c", CROWDED, token], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            address = ("127.0.0.1", int(process.stdout.readline()))
-            friend = Channel(address, token.encode(), connect_s=60, call_s=60)
-            idle = [socket.create_connection(address, timeout=60) for _ in range(120)]
-            assert friend.call(Status()).value() == {}
-            assert Channel(address, token.encode(), connect_s=60).call(Status()).text == "{}"
-            for connection in idle:
-                connection.close()
-            assert Channel(address, token.encode(), connect_s=60).call(Status()).text == "{}"
-            log = process.communicate("", timeout=60)[1]
-            assert "Traceback" not in log and log.count("event=listener") <= 3, log
-        finally:
-            process.kill()
+    command = [sys.executable, "-c", CROWDED, TOKEN.decode()]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process, contextlib.ExitStack() as stack:  # type: ignore[call-overload]
+        stack.callback(process.kill)
+        address = ("127.0.0.1", int(process.stdout.readline()))
 
+        def answers() -> bool:
+            with contextlib.closing(Channel(address, TOKEN, connect_s=60)) as channel:
+                return channel.call(Status()).text == "{}"
 
-def _serve_forever(path: str) -> None:
-    Echo(path)
-    threading.Event().wait(120)
+        friend = Channel(address, TOKEN, connect_s=60, call_s=60)
+        stack.enter_context(contextlib.closing(friend))
+        idle = [socket.create_connection(address, timeout=60) for _ in range(120)]
+        assert friend.call(Status()).value() == {} and answers()
+        for connection in idle:
+            connection.close()
+        assert answers()
+        log = process.communicate("", timeout=60)[1]
+        assert "Traceback" not in log and log.count("event=listener") <= 3, log
 
 
 @pytest.mark.fault
 def test_a_path_that_no_socket_takes_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 120)
     with pytest.raises(UsageError, match=r"the kernel takes 107. Use a shorter --store-dir"):
-        Echo(str(long))
+        Echo(str(tmp_path / ("x" * 120)))
 
 
 def test_who_waits_for_this_process_is_not_silent_and_who_does_not_read_is() -> None:
     near, far = socket.socketpair()
     framed, other = framing.FramedSocket(near, "the peer", None), framing.FramedSocket(far, "", 30)
     peer = Peer(framed, 30.0)
-    with contextlib.closing(framed), contextlib.closing(other):
+    with framed, other:
         requests = peer.requests()
         other.send(b"one")
         assert peer.silence_s() == 0.0, "what it has sent lies there"
         assert next(requests) == b"one"
-        time.sleep(0.01)
         assert peer.silence_s() == 0.0, "it waits for its answer"
-        answering = threading.Thread(target=peer.answer, args=(bytes(64 << 20),))
-        answering.start()
+        answering = Beside(lambda: peer.answer(bytes(64 << 20)))
         end = time.monotonic() + 30.0
         while peer.silence_s() < 0.1:  # it reads nothing of it
             assert time.monotonic() < end
-            time.sleep(0.01)
         assert len(other.receive()) == 64 << 20
-        answering.join(30)
+        assert not answering.end().errors
         other.send(b"two")
         assert next(requests) == b"two" and peer.silence_s() == 0.0

@@ -1,14 +1,14 @@
 """The control page: a stop is seen by all workers or taken back."""
 
 import ctypes
-import errno
 import math
 import os
 import platform
 import tempfile
-import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +17,8 @@ from scalai.core.errors import StoreError
 from scalai.core.job.spacing import MOST_STEPS, Schedule
 from scalai.runtime import control
 from scalai.runtime.control import MAX_WORKERS, ControlPage
+from support.steps import Beside
+from support.store_states import full_disk
 
 
 @pytest.fixture
@@ -31,20 +33,21 @@ def worker(agent: ControlPage, tmp_path: Path) -> ControlPage:
     return ControlPage(tmp_path / "control")
 
 
-def test_nobody_has_made_a_step_and_there_is_no_stop(
-    agent: ControlPage, worker: ControlPage
-) -> None:
-    assert agent.newest_step(8) == -1
-    assert not worker.must_stop(0) and not worker.must_stop(10**9)
-
-
 def test_the_newest_step_is_that_of_the_furthest_worker_of_the_round(
     agent: ControlPage, worker: ControlPage
 ) -> None:
+    assert agent.newest_step(MAX_WORKERS) == -1
+    assert not worker.must_stop(0) and not worker.must_stop(10**9)
     for local_rank, step in enumerate([4, 7, 5, 99]):
         worker.report(local_rank, step)
-    assert agent.newest_step(3) == 7
-    assert agent.newest_step(0) == -1
+    assert agent.newest_step(3) == 7 and agent.newest_step(0) == -1
+    worker.report(MAX_WORKERS - 1, 101)  # the last possible one has a cell
+    worker.report_within(MAX_WORKERS - 1, is_within=True)
+    assert agent.newest_step(MAX_WORKERS) == 101
+    agent.prepare(5)
+    agent.agree(5)
+    agent.clear()  # a new round knows nothing of the old one
+    assert agent.newest_step(MAX_WORKERS) == -1 and not worker.must_stop(5)
 
 
 @pytest.mark.parametrize("has_kernels", [True, False], ids=["by the kernel", "by waiting"])
@@ -64,23 +67,21 @@ def test_what_the_agent_reads_is_ordered_behind_what_it_has_written(
 
 
 def test_the_word_of_an_earlier_stop_is_none_of_the_next_one(
-    agent: ControlPage, worker: ControlPage, monkeypatch: pytest.MonkeyPatch
+    agent: ControlPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever order the writes of the agent become visible in, between two barriers."""
     agent.prepare(5)
     agent.agree(5)
     agent.withdraw()
     seen: list[tuple[int, int]] = []
-    cells = agent._cells
-    monkeypatch.setattr(control, "order", lambda: seen.append((int(cells[0]), int(cells[1]))))
+
+    def look() -> None:
+        stop, agreed = np.fromfile(tmp_path / "control", np.int64, count=2).tolist()
+        seen.append((stop, agreed))
+
+    monkeypatch.setattr(control, "order", look)
     agent.prepare(5)
     assert seen == [(0, 0), (5, 0)], "the stop is written once the earlier word is gone for all"
-
-
-def test_the_last_possible_worker_has_a_cell(agent: ControlPage, worker: ControlPage) -> None:
-    worker.report(MAX_WORKERS - 1, 3)
-    worker.report_within(MAX_WORKERS - 1, is_within=True)
-    assert agent.newest_step(MAX_WORKERS) == 3
 
 
 @settings(max_examples=30)
@@ -113,85 +114,45 @@ def test_workers_are_within_steps_where_each_of_them_says_so(
     assert not agent.are_within_steps(2)
 
 
-def test_a_worker_below_the_stop_goes_on(agent: ControlPage, worker: ControlPage) -> None:
+@pytest.mark.parametrize(
+    ("then", "leaves"),
+    [
+        (lambda page: page.agree(5), True),
+        (lambda page: page.withdraw(), False),
+        (lambda page: (page.withdraw(), page.prepare(7)), False),
+    ],
+    ids=["agreed", "taken back", "later"],
+)
+def test_a_worker_waits_at_a_prepared_stop_and_leaves_at_the_word(
+    agent: ControlPage, worker: ControlPage, then: Callable[[ControlPage], object], leaves: bool
+) -> None:
+    agent.prepare(5)
+    waiting = Beside(lambda: worker.must_stop(5))
+    then(agent)
+    assert waiting.end().result == [leaves]
+
+
+def test_a_stop_counts_once_it_is_agreed_and_for_who_has_reached_it(
+    agent: ControlPage, worker: ControlPage
+) -> None:
     agent.prepare(5)
     assert not worker.must_stop(4)
-
-
-def test_a_worker_waits_at_a_prepared_stop_and_leaves_at_the_word(
-    agent: ControlPage, worker: ControlPage
-) -> None:
-    agent.prepare(5)
-    answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)), daemon=True)
-    waiting.start()
-    agent.agree(5)
-    waiting.join(30)
-    assert answers == [True]
-
-
-def test_a_stop_that_is_taken_back_lets_the_waiting_worker_go_on(
-    agent: ControlPage, worker: ControlPage
-) -> None:
-    agent.prepare(5)
-    answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)), daemon=True)
-    waiting.start()
-    agent.withdraw()
-    waiting.join(30)
-    assert answers == [False]
-
-
-def test_a_later_stop_takes_the_place_of_an_earlier_one(
-    agent: ControlPage, worker: ControlPage
-) -> None:
-    agent.prepare(5)
-    answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)), daemon=True)
-    waiting.start()
-    agent.withdraw()
-    agent.prepare(7)
-    waiting.join(30)
-    assert answers == [False], "step 5 is below the new stop"
-    agent.agree(7)
-    assert worker.must_stop(7)
-
-
-def test_the_word_of_an_earlier_stop_does_not_hold_for_a_later_one(
-    agent: ControlPage, worker: ControlPage
-) -> None:
-    agent.prepare(5)
-    agent.agree(5)
-    agent.prepare(9)
-    assert not worker.must_stop(8)
-    assert not agent.has_reached_stop(0)
-
-
-def test_who_has_reached_the_stop_is_known(agent: ControlPage, worker: ControlPage) -> None:
-    agent.prepare(5)
     worker.report(0, 5)
     assert not agent.has_reached_stop(0), "nobody has agreed on it yet"
     agent.agree(5)
     worker.report(1, 4)
     assert agent.has_reached_stop(0) and not agent.has_reached_stop(1)
-
-
-def test_a_new_round_knows_nothing_of_the_old_one(agent: ControlPage, worker: ControlPage) -> None:
-    agent.prepare(5)
-    agent.agree(5)
-    worker.report(0, 5)
-    agent.clear()
-    assert agent.newest_step(1) == -1 and not worker.must_stop(5)
+    agent.prepare(9)
+    assert not worker.must_stop(8) and not agent.has_reached_stop(0), "of an earlier stop"
+    agent.agree(9)
+    assert worker.must_stop(9)
 
 
 @pytest.mark.fault
 def test_a_page_that_there_is_no_room_for_is_refused_and_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
+    monkeypatch.setattr(os, "posix_fallocate", full_disk)
     with pytest.raises(StoreError, match="control-1 needs 8192 bytes, but No space left"):
         ControlPage(tmp_path / "control-1", create=True)
     assert os.listdir(tmp_path) == []

@@ -1,12 +1,16 @@
-"""The worker's side of an emergency: when its memory is the state of a step, and what of it is kept
-apart because the next forward pass changes it."""
+"""The worker's side of an emergency: when its memory is the state of a step, what of it is kept
+apart because the next forward pass changes it, and collectives that fail. What torch says of its
+groups is stood in for: NCCL needs devices (tests/cuda/test_cuda_partners.py)."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from scalai.core.job.endings import PEER_GONE, kind_of
 from scalai.core.messages.shared import JsonText
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, row_major, whole
@@ -21,6 +25,7 @@ from scalai.runtime.emergency import (
     VolatileCopies,
 )
 from scalai.runtime.live import Slot
+from support.steps import DEADLINE_S, Beside, SeenLock
 
 NONE = JsonText.of(None)
 
@@ -37,9 +42,11 @@ def slot(name: str, values: torch.Tensor, *, is_volatile: bool) -> tuple[Slot, P
 
 
 @pytest.fixture
-def gate() -> Gate:
-    """Give a gate behind one update, whose state is that of step 4."""
-    made = Gate()
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Give a gate behind one update, whose state is that of step 4; who waits at it is seen."""
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "RLock", SeenLock)
+        made = Gate()
     made.begin()
     made.ended(between(4))
     return made
@@ -57,44 +64,23 @@ def test_in_the_middle_of_an_update_it_is_of_no_step(
     assert gate.freeze() == "it is in the middle of an update"
 
 
-def test_an_update_that_ends_soon_is_waited_for(gate: Gate) -> None:
-    gate.begin()
-    ends = threading.Timer(0.05, lambda: gate.ended(between(5)))
-    ends.start()
-    assert gate.freeze() == between(5)
+@pytest.mark.parametrize("begin", [Gate.begin, Gate.ends], ids=["update", "copy"])
+def test_an_update_or_a_copy_that_ends_soon_is_waited_for(gate: Gate, begin: Any) -> None:
+    begin(gate)
+    freezing = Beside(gate.freeze).until_it_stands()
+    gate.ended(between(5))
+    assert freezing.end().result == [between(5)]
 
 
 def test_once_frozen_no_update_begins(gate: Gate) -> None:
     gate.freeze()
-    thread = threading.Thread(target=gate.begin, daemon=True)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
+    assert not Beside(gate.begin).until_it_stands().result
 
 
 def test_once_frozen_no_step_ends_that_made_no_update(gate: Gate) -> None:
     """As where a gradient is no number: what is copied at its end is of a later step."""
     assert gate.freeze() == between(4)
-    thread = threading.Thread(target=gate.ends, daemon=True)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-
-
-def test_what_is_being_copied_is_waited_for(gate: Gate) -> None:
-    gate.ends()
-    threading.Timer(0.05, lambda: gate.ended(between(5))).start()
-    assert gate.freeze() == between(5)
-
-
-def test_a_script_whose_state_cannot_be_copied_trains_on(caplog: pytest.LogCaptureFixture) -> None:
-    watched = EmergencyWriter(0, 1, "nowhere", [], {})
-
-    def broken() -> Between:
-        raise KeyError("the script's own")
-
-    watched.step_ended(lambda: None, broken)
-    assert not watched.is_on and "KeyError" in caplog.text
+    assert not Beside(gate.ends).until_it_stands().result
 
 
 def test_who_shows_no_update_is_not_believed() -> None:
@@ -103,11 +89,25 @@ def test_who_shows_no_update_is_not_believed() -> None:
     assert "no update was seen" in str(gate.freeze())
 
 
+def writer(*rows: tuple[Slot, Piece]) -> EmergencyWriter:
+    return EmergencyWriter(0, 1, "nowhere", rows, {})
+
+
+def test_a_script_whose_state_cannot_be_copied_trains_on(caplog: pytest.LogCaptureFixture) -> None:
+    watched = writer()
+
+    def broken() -> Between:
+        raise KeyError("the script's own")
+
+    watched.step_ended(lambda: None, broken)
+    assert not watched.is_on and "KeyError" in caplog.text
+
+
 def test_any_optimizer_of_torchs_begins_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
     monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
     monkeypatch.setattr(Gate, "begin", lambda self, *_: begun.append(self))
-    EmergencyWriter(0, 1, "nowhere", [], {}).begin()
+    writer().begin()
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     torch.optim.SGD([parameter], lr=0.1).step()
@@ -156,10 +156,10 @@ def test_the_memory_of_a_device_is_believed_once_it_has_made_the_update(
 ) -> None:
     """The thread of the training is ahead of it."""
     monkeypatch.setattr(emergency, "FREEZE_S", 0.2)
-    watched, update = EmergencyWriter(0, 1, "nowhere", [], {}), Update(ends)
+    watched, update = writer(), Update(ends)
     watched.begin_update()
     watched.step_ended(lambda: None, lambda: between(8))
-    monkeypatch.setattr(watched._copies, "_events", {torch.device("cuda"): update})
+    watched.copies.events[torch.device("cuda")] = update  # type: ignore[assignment]
     assert watched.freeze() == found and update.asked
 
 
@@ -167,13 +167,10 @@ def test_too_much_to_copy_means_no_emergency_snapshot(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(emergency, "COPIED_BYTES", 8)
-    watched = EmergencyWriter(
-        0, 1, "nowhere", [slot("user/x", torch.zeros(4), is_volatile=True)], {}
-    )
+    watched = writer(slot("user/x", torch.zeros(4), is_volatile=True))
     assert not watched.is_on and "event=no_emergency" in caplog.text
-    threads = threading.active_count()
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("it watches"))
     watched.begin()
-    assert threading.active_count() == threads
 
 
 def test_copies_that_slow_the_training_down_are_given_up() -> None:
@@ -189,3 +186,93 @@ def test_copies_that_slow_the_training_down_are_given_up() -> None:
 def test_copies_that_are_short_beside_a_step_go_on(copied_s: float, step_s: float) -> None:
     cost = CopyCost()
     assert not any(cost.is_too_high(copied_s, step_s * number) for number in range(9 * WINDOW))
+
+
+# ------------------------------------------------------------------ collectives
+
+
+class Group:
+    """A process group; ``error``: of its backend for devices. None: it is no NCCL's; empty: it is
+    being taken down."""
+
+    def __init__(self, error: str | None = None, *, has_device: bool = True) -> None:
+        self.has_device = has_device
+        self.backend: Any = object()
+        if error is not None:
+            self.backend = SimpleNamespace(get_error=lambda: self._said(error))
+
+    @staticmethod
+    def _said(error: str) -> Any:
+        if not error:
+            raise RuntimeError("it is being taken down")
+        return SimpleNamespace(name=error)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if not self.has_device:
+            raise RuntimeError("No backend type associated with device type cuda")
+        return self.backend
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> dict[Group, object]:
+    """Give the groups that torch has: of gloo, of NCCL and one that is taken down."""
+    made = dict.fromkeys([Group(has_device=False), Group(), Group(""), Group("SUCCESS")])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=made))
+    monkeypatch.setattr(emergency, "POLL_S", 0.01)
+    return made
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("error", ["COMM_ERROR", "TIMEOUT", "REMOTE_ERROR"])
+def test_a_collective_that_fails_is_told_of_once(groups: dict[Group, object], error: str) -> None:
+    told, has_told, looks = list[str](), threading.Event(), threading.Semaphore(0)
+
+    def tell(reason: str) -> None:
+        told.append(reason)
+        has_told.set()
+
+    def is_wanted() -> bool:
+        looks.release()
+        return True
+
+    assert emergency.collective_failure() == ""
+    emergency.watch_collectives(is_wanted, tell)
+    for _ in range(2):
+        assert looks.acquire(timeout=DEADLINE_S)
+    assert not told, "nothing has failed at the first look"
+    groups[Group(error)] = None
+    assert has_told.wait(DEADLINE_S)
+    for thread in [each for each in threading.enumerate() if each.name == "collectives"]:
+        thread.join(DEADLINE_S)
+    assert told == [f"a collective of NCCL's has failed ({error})"]
+    assert kind_of(f"rank 1: {told[0]}") == PEER_GONE
+
+
+@pytest.mark.fault
+def test_who_leaves_its_round_tells_of_nothing_nor_who_has_no_groups_or_thread(
+    groups: dict[Group, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups[Group("COMM_ERROR")] = None
+    told = list[str]()
+    emergency.watch_collectives(lambda: False, told.append)
+    for thread in [each for each in threading.enumerate() if each.name == "collectives"]:
+        thread.join(DEADLINE_S)
+    assert told == []
+
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    emergency.watch_collectives(lambda: True, told.append)
+    monkeypatch.undo()
+    assert emergency.collective_failure() == "" and told == []
+
+
+@pytest.mark.fault
+def test_torch_tells_of_errors_by_this_name() -> None:
+    """It is looked for by name."""
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    assert hasattr(torch._C._distributed_c10d.ProcessGroupNCCL, "get_error")
+    assert "SUCCESS" in torch._C._distributed_c10d.ErrorType.__members__
