@@ -448,7 +448,7 @@ class Session:
         # Before the first step: pinning memory is slow and may wait for the device.
         attached.rings = rings_for({slot.buffer.device for slot in slots})
         if attached.rings:
-            watch_collectives(lambda: not self._progress.is_stopped, self._end_by_collective)
+            watch_collectives(lambda: not self._progress.is_stopped, self.end_by_collective)
         reached("build" if self.is_standby else "relaunch")
         source = self._link.agent.call(
             Publish(
@@ -588,7 +588,7 @@ class Session:
         is_watched = snapshots is not None and snapshots.are_watched
         return is_watched and not self._progress.is_stopped and not is_fork
 
-    def _end_by_collective(self, reason: str) -> None:
+    def end_by_collective(self, reason: str) -> None:
         """End this process after a failed collective between devices, which raises nothing.
 
         If possible, the agent ends it once its state is written.

@@ -3,8 +3,9 @@
 import hashlib
 import hmac
 import socket
-import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -12,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from scalai.core.errors import PeerError, UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import accept, offer, service_key
+from support.steps import Beside
 
 pytestmark = pytest.mark.fault
 
@@ -22,23 +24,19 @@ Side = Callable[[FramedSocket], object]
 def meet(client: Side, server: Side) -> tuple[object, object]:
     """Return what each side returns, or raises."""
     ends = [FramedSocket(end, "the other", 5) for end in socket.socketpair()]
-    found: list[object] = [None, None]
 
-    def run(number: int, side: Side) -> None:
+    def run(side: Side, end: FramedSocket) -> object:
         try:
-            found[number] = side(ends[number])
+            return side(end)
         except PeerError as error:
-            found[number] = error
-            ends[number].close()
+            end.close()
+            return error
 
-    threads = [threading.Thread(target=run, args=each) for each in enumerate((client, server))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    sides = [Beside(partial(run, *each)) for each in zip((client, server), ends, strict=True)]
+    first, second = (side.end().result[0] for side in sides)
     for end in ends:
         end.close()
-    return found[0], found[1]
+    return first, second
 
 
 def test_both_speak_the_newest_version_that_both_know() -> None:
@@ -83,32 +81,21 @@ def test_a_version_that_somebody_on_the_way_has_lowered_is_no_version() -> None:
 
     def lower() -> None:
         client, server = FramedSocket(tap, "client", 5), FramedSocket(inlet, "server", 5)
-        hello = client.receive()
-        server.send(hello[:8] + (2).to_bytes(2, "big") + hello[10:])
-        try:
+        first = client.receive()
+        server.send(first[:8] + (2).to_bytes(2, "big") + first[10:])
+        with client, server, suppress(PeerError):
             for _ in range(2):
                 client.send(server.receive())
                 server.send(client.receive())
-        except PeerError:
-            client.close()
-            server.close()
-
-    threading.Thread(target=lower, daemon=True).start()
-    found: list[object] = []
 
     def serve() -> None:
         with FramedSocket(far, "client", 5) as framed:
-            try:
-                found.append(accept(framed, TOKEN, range(2, 4)))
-            except PeerError as error:
-                found.append(error)
+            accept(framed, TOKEN, range(2, 4))
 
-    server = threading.Thread(target=serve)
-    server.start()
+    between, server = Beside(lower), Beside(serve)
     with FramedSocket(near, "server", 5) as framed, pytest.raises(PeerError):
         offer(framed, TOKEN, range(2, 4))
-    server.join(30)
-    assert isinstance(found[0], UnprovenError)
+    assert isinstance(server.end().errors[0], UnprovenError) and not between.end().errors
 
 
 def hello(key: bytes) -> bytes:

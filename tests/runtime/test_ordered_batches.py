@@ -1,5 +1,7 @@
-"""The sampler for loops of one's own: one order at any degrees, from the consumed samples alone."""
+"""The samples of a worker: the sampler for loops of one's own, with one order at any degrees from
+the consumed samples alone, and the ledger: what it takes up, what it refuses, and the way out."""
 
+import json
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -10,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import scalai
 from scalai.core.dataset.drawn import Draw, Number
-from scalai.core.dataset.ledger import Ledger, judge
+from scalai.core.dataset.ledger import Ledger, Lost, judge
 from scalai.core.dataset.order import GlobalBatches
 from scalai.core.errors import RefusedError
 from scalai.runtime.consumption import LEDGER, Consumption
@@ -84,7 +86,8 @@ def test_an_evaluation_leaves_the_ledger_alone_and_begins_at_its_first_sample() 
     job.consumed_samples = 32
     assert next(iter(batches)) == [2, 3] and batches.now.global_batch_size == 4
     assert next(iter(trained)) == WIKI.samples_at(np.arange(36, 40)).tolist()
-    assert job._consumption.order == WIKI
+    with pytest.raises(RefusedError, match="from 'wiki' already"):
+        scalai.OrderedBatches(job, CODE, 8)
 
 
 def test_over_any_degrees_each_step_draws_its_places_of_the_order() -> None:
@@ -102,10 +105,10 @@ def test_workers_of_a_loader_read_ahead_and_change_nothing() -> None:
     assert step_of(2, 20, workers=2) == step_of(1, 20)
 
 
-def test_a_round_may_begin_at_any_sample() -> None:
-    for consumed in (1, 7, 49, 50, 51):
-        drawn, size = step_of(1, consumed)
-        assert drawn == BLEND.samples_at(np.arange(consumed, consumed + size)).tolist()
+@pytest.mark.parametrize("consumed", [0, 1, 7, 49, 50, 51])
+def test_a_round_may_begin_at_any_sample(consumed: int) -> None:
+    drawn, size = step_of(1, consumed)
+    assert drawn == BLEND.samples_at(np.arange(consumed, consumed + size)).tolist()
 
 
 @pytest.mark.parametrize(("given", "decided", "expected"), [(4, None, 4), (4, 2, 2), (None, 3, 3)])
@@ -171,12 +174,9 @@ def test_a_data_set_that_changed_between_rounds_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(RefusedError, match=f"another one than.*{what}.*scalai resume.*reshard"):
         goes_on(consuming(BLEND, [4, 4]), order)
-
-
-def test_it_is_refused_too_where_it_is_known_only_after_the_state() -> None:
     found = goes_on(consuming(BLEND, [4, 4]), BLEND)
     with pytest.raises(RefusedError, match="'wiki' is another one"):
-        found.know({"wiki": {"size": 3}})
+        found.know({"wiki": {"size": 3}})  # known only after the state
 
 
 def test_what_a_script_says_of_its_draws_goes_before_the_order() -> None:
@@ -185,11 +185,6 @@ def test_what_a_script_says_of_its_draws_goes_before_the_order() -> None:
     found.step_ended(1, 4)
     assert isinstance(found.ledger, Ledger)
     assert [each.data_set for each in found.ledger.passes] == ["mine"]
-
-
-def test_samples_are_those_of_one_run_without_scalai() -> None:
-    """Outside of a job a session is inert: the order is the same."""
-    assert step_of(1, 0) == (BLEND.samples_at(np.arange(4)).tolist(), 4)
 
 
 @pytest.mark.fault
@@ -230,3 +225,86 @@ def test_a_growing_batch_and_a_rank_without_a_loader_are_taken() -> None:
                 next(drawn)
             assert not each.boundary(samples=size)
     assert job.consumed_samples == idle.consumed_samples > 40
+
+
+# ------------------------------------------------------------------ the ledger
+
+
+def trained(steps: int = 4) -> Consumption:
+    found = Consumption("run-1", {"dp": 2})
+    found.begin(0, 0)
+    for step in range(1, steps + 1):
+        found.note([Draw("train", Number(0), 3 * step - 3, 3 * step)])
+        found.step_ended(step, 3 * step)
+    return found
+
+
+def saved(steps: int = 4) -> Any:
+    return json.loads(json.dumps(trained(steps).scalars()[LEDGER]))
+
+
+def test_the_next_round_goes_on_with_it_and_knows_what_was_lost() -> None:
+    found = Consumption("run-3", {"dp": 1})
+    found.restore(saved(), 4, 12, [Lost("run-2", 4, 6)])
+    assert found.ledger is not None and found.ledger.lost == (Lost("run-2", 4, 6),)
+    assert [each.round for each in found.ledger.stretches] == ["run-1", "run-3"]
+
+
+@pytest.mark.fault
+def test_a_state_without_one_begins_one_at_its_step() -> None:
+    found = Consumption("run-2", {})
+    found.restore(None, 7, 21)
+    assert found.ledger is not None and found.ledger.since == (7, 21)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("step", "samples"), [(5, 15), (3, 9), (4, 13), (4, None)])
+def test_a_state_at_another_place_than_its_ledger_is_refused_with_the_way_out(
+    step: int, samples: int | None
+) -> None:
+    found = Consumption("run-2", {})
+    with pytest.raises(RefusedError, match=r"ledger of samples at step 4 .*resume.*scalai reshard"):
+        found.restore(saved(), step, samples)
+
+
+@pytest.mark.fault
+def test_a_torn_ledger_is_refused() -> None:
+    torn = saved()
+    torn["passes"][0]["taken"] = [0, 9]
+    with pytest.raises(RefusedError, match="damaged: its digest"):
+        Consumption("run-2", {}).restore(torn, 4, 12)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("start", [9, 15])
+def test_a_step_that_would_break_the_order_is_refused(start: int) -> None:
+    draw = Draw("train", Number(0), start, start + 3)
+    found = trained()
+    found.note([draw])
+    with pytest.raises(RefusedError, match=r"step 5 would break .*scalai reshard"):
+        found.step_ended(5, 15)
+
+
+def test_a_rank_that_draws_nothing_leaves_it_to_others() -> None:
+    found = trained()
+    found.note(())
+    found.step_ended(5, 15)
+    assert found.scalars() == {}
+
+
+def test_counts_that_are_no_whole_numbers_are_not_counted() -> None:
+    found = Consumption("run-1", {})
+    found.begin(0, 0.5)
+    found.step_ended(1, 1.5)
+    assert found.ledger == Ledger.begun(0, None).with_round("run-1", {}).stepped(1, None)
+
+
+def test_a_checkpoint_that_does_not_say_how_far_it_is_is_no_break() -> None:
+    found = Consumption("run-1", {})
+    found.begin(100, 0)
+    value = json.loads(json.dumps(found.scalars()[LEDGER]))
+    found.restore(value, 100, 0)
+    found.note([Draw("train", Number(0), 400, 404, 800, 800)])
+    found.step_ended(101, 404)
+    assert found.ledger is not None and found.ledger.passes[0].unproven == 400
+    assert judge(found.ledger, 101, 404).is_kept

@@ -1,5 +1,6 @@
 """Outside of an elastic job a session is inert, and says what is wrong all the same."""
 
+import math
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from scalai.core.errors import UsageError
 from scalai.core.messages.worker_messages import RankFinished
@@ -77,6 +79,15 @@ def test_the_end_of_a_fork_is_not_that_of_the_training() -> None:
 
 def test_who_cannot_be_rescued_ends_by_a_collective_that_failed() -> None:
     """It would hang in it for good."""
-    text = "import scalai\nwith scalai.elastic() as job: job._end_by_collective('it has failed')"
+    text = "import scalai\nwith scalai.elastic() as job: job.end_by_collective('it has failed')"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (1, "scalai: it has failed\n")
+
+
+def test_numbers_that_are_there_are_told_with_their_step() -> None:
+    told: list[tuple[int, float, float]] = []
+    made = MadeSteps(lambda *step: told.append(step))
+    made.note(1, 5.0, torch.tensor(2.0))
+    made.note(2, torch.tensor([4.5]), None)
+    assert told[0] == (1, 5.0, 2.0)
+    assert told[1][:2] == (2, 4.5) and math.isnan(told[1][2])
