@@ -23,7 +23,7 @@ from scalai.core.errors import AnswerError, PeerError, StoreError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
-from scalai.core.host.state import HostState, Round, Settings, Want
+from scalai.core.host.state import HostSettings, HostState, Round, Want
 from scalai.core.job.function_proof import Made
 from scalai.core.messages import commands
 from scalai.core.messages.reports import Committed, Grown, Prepared, Replicated
@@ -309,7 +309,7 @@ class Host:
             place, spec.job, self.name, spec.config.resize.coordinator_timeout_s, self.later,
             self._lost, self._expelled,
         )  # fmt: skip
-        settings = Settings(self.name, spec.is_elastic, spec.config.resize.drain_timeout_s)
+        settings = HostSettings(self.name, spec.is_elastic, spec.config.resize.drain_timeout_s)
         self.agent = Agent(HostState(settings, SLOTS, time.monotonic()), Hands(self), loop)
         self.sources: SourceList | None = None
         self._group: Sequence[str] = ()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.host import actions, events
-from scalai.core.host.state import HostState, Settings
+from scalai.core.host.state import HostSettings, HostState
 from scalai.core.host.succession import underway
 from scalai.core.job.remembered import Underway
 from scalai.core.messages.shared import JsonText
@@ -246,7 +246,7 @@ def open_agent(
         directory = _agent_folder(store)
         data = DataPlaneServer(store, place.token, interface)
         opened.callback(data.close)
-        succession = Succession(spec, interface, lambda: agent.state.is_leaving)
+        succession = Succession(spec, interface, lambda: agent.state.leave.is_asked)
         link = _open_link(spec, host, place, succession, loop, lambda: member)
         lanes, stacks = Lanes(THREADS, loop.put), Stacks(directory)
         lanes.start()
@@ -322,7 +322,7 @@ def _check_slots(slots: int) -> None:
 
 
 def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> HostState:
-    settings = Settings(
+    settings = HostSettings(
         host,
         spec.is_elastic,
         spec.config.resize.drain_timeout_s,

@@ -15,7 +15,7 @@ from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.rounds import ENDED
-from scalai.core.host.state import HostState, Round, Settings
+from scalai.core.host.state import HostSettings, HostState, Round
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import Hello
 from scalai.core.tensors.collection import Collection
@@ -68,7 +68,7 @@ class Made:
 
     def __init__(self) -> None:
         self.hands, self.loop = NotingHands(), Loop()
-        state = HostState(Settings("a", True, 9.0), 2, time.monotonic())
+        state = HostState(HostSettings("a", True, 9.0), 2, time.monotonic())
         self.agent = Agent(state, self.hands, self.loop)
 
     def reported(self) -> list[reports.Report]:

@@ -222,6 +222,6 @@ class Histories(RuleBasedStateMachine):
     def _is_enough(self) -> bool:
         """Whether hosts are there that a job could run on."""
         return any(
-            host.is_in and host.agent.exit is None and host.agent.state.leaving_at is None
+            host.is_in and host.agent.exit is None and host.agent.state.leave.since is None
             for host in self.world.hosts.values()
         )

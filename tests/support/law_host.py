@@ -8,7 +8,7 @@ from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import GroupSeen
 from scalai.core.host.law import advance
-from scalai.core.host.state import HostState, Settings
+from scalai.core.host.state import HostSettings, HostState
 from scalai.core.messages import commands
 from scalai.core.messages.reports import Report, WorkersFailed
 from scalai.core.messages.shared import JsonText
@@ -49,7 +49,7 @@ class LawHost:
     def __init__(
         self, *, is_elastic: bool = True, drain_timeout_s: float = 9.0, hang_s: float = 0.0
     ) -> None:
-        settings = Settings("a", is_elastic, drain_timeout_s, hang_s=hang_s)
+        settings = HostSettings("a", is_elastic, drain_timeout_s, hang_s=hang_s)
         self.state = HostState(settings, 2, now=100.0)
         self.done: list[Action] = []
         self.ranks = range(2)

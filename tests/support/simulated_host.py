@@ -13,7 +13,7 @@ import numpy as np
 from scalai.core.errors import PeerError, ReplacedError, ScalaiError
 from scalai.core.host import actions, events
 from scalai.core.host.events import Event
-from scalai.core.host.state import HostState, Settings
+from scalai.core.host.state import HostSettings, HostState
 from scalai.core.host.succession import underway
 from scalai.core.job.deadlines import STALL_S
 from scalai.core.messages import commands
@@ -97,7 +97,7 @@ class SimulatedHost:
         self.term = 0
         """Of the coordinator that it has joined last."""
         self.hands = SimulatedHands(self)
-        state = HostState(Settings(self.name, True, 120.0), self.slots, self.clock_s)
+        state = HostState(HostSettings(self.name, True, 120.0), self.slots, self.clock_s)
         self.agent = Agent(state, self.hands, Loop())
 
     # ------------------------------------------------------------------ the store

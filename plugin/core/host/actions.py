@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from scalai.core.host.state import Call, Slot, Want
+from scalai.core.host.state import Call, SnapshotFiles, Want
 from scalai.core.jsonable import Json
 from scalai.core.messages.commands import Command, Exit, Start, Workers
 from scalai.core.messages.reports import Report
@@ -120,7 +120,7 @@ class WarmUp:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reserve:
-    """Make the files of the next snapshot. Result: its ``Slot``."""
+    """Make the files of the next snapshot. Result: its ``SnapshotFiles``."""
 
     round: int
     held: Mapping[int, Collection]
@@ -135,7 +135,7 @@ class StopReserving:
 class ReuseFiles:
     """Free a slot: the next snapshot may use its files."""
 
-    slot: Slot
+    slot: SnapshotFiles
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -143,7 +143,7 @@ class Seal:
     """Seal a snapshot. Result: its manifest, as bytes; a failure frees its room."""
 
     round: int
-    slot: Slot
+    slot: SnapshotFiles
     step: int
     about: Mapping[str, Json]
     parts: Mapping[int, RankSnapshot]

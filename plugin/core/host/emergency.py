@@ -9,7 +9,7 @@ from dataclasses import replace
 from scalai.core.host import actions, commits, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import GroupSeen
-from scalai.core.host.state import Call, Emergency, Snapshot
+from scalai.core.host.state import Call, Emergency, HostSnapshot, Raised
 from scalai.core.host.step import Step
 from scalai.core.job.deadlines import FREEZE_ALL_S
 from scalai.core.messages import reports
@@ -32,8 +32,9 @@ def failed(step: Step, request: RankFailed) -> None:
     """Record a script's exception. Its process waits to be ended, and may write meanwhile. For
     ``CAUSE_S`` a dead worker is sought first, and named instead as the likely cause."""
     current = step.present()
-    if not current.raised:
-        step.change_round(raised=f"rank {request.rank}: {request.reason}", raised_at=step.now)
+    if current.outcome is None:
+        raised = Raised(f"rank {request.rank}: {request.reason}", step.now)
+        step.change_round(outcome=raised)
         step.do(actions.PollGroup(current.number))
 
 
@@ -104,7 +105,7 @@ def write(step: Step, at: int) -> None:
     if current.emergency is None or not current.emergency.is_reported:
         step.tell(reports.Rescued(current.number, at))
         return
-    if current.emergency.step == at and current.sealed_step == at:  # a repeated command
+    if current.emergency.step == at and current.seals.step == at:  # a repeated command
         _done(step)
         return
     if current.emergency.has_sealed:  # of a step without a complete state
@@ -125,18 +126,17 @@ def go_on(step: Step, number: int) -> None:
     assert emergency is not None
     if emergency.step is None or emergency.is_done or (under_way and under_way.is_sealing):
         return
-    is_sealed = under_way is None and current.sealed_step == emergency.step
+    is_sealed = under_way is None and current.seals.step == emergency.step
     has_parts = under_way is not None and bool(under_way.parts)
     if is_sealed or not (has_parts or set(current.ranks) - current.absent):
         step.change_round(snapshot=None)
         _done(step)
-    elif current.reserved is not None:
+    elif current.files.slot is not None:
         if under_way is None:
             _order(step)
         snapshots.seal_if_complete(step)
-    elif not current.is_reserving:
-        step.change_round(is_reserving=True)
-        step.do(actions.Reserve(current.number, current.held()))
+    elif not current.files.is_making:
+        snapshots.make_files(step)
 
 
 def _order(step: Step) -> None:
@@ -147,7 +147,7 @@ def _order(step: Step) -> None:
     calls = {r: call for r, call in emergency.waiting.items() if r not in current.absent}
     left = {rank: call for rank, call in emergency.waiting.items() if rank not in calls}
     step.change_round(
-        snapshot=Snapshot("emergency", emergency.step, waiting=calls),
+        snapshot=HostSnapshot("emergency", emergency.step, waiting=calls),
         emergency=replace(emergency, waiting=left, has_sealed=True),
     )
     snapshots.give_orders(step)
@@ -159,10 +159,11 @@ def cannot(step: Step, reason: str) -> bool:
     current = step.round
     if current is None or current.emergency is None:
         return False
-    step.change_round(is_reserving=False)
+    files = replace(current.files, is_making=False)
+    step.change_round(files=files)
     if current.emergency.step is not None and not current.emergency.is_done:
         step.log(Level.ERROR, f"event=not_rescued {reason}")
-        step.change_round(snapshot=None, reserved=None)
+        step.change_round(snapshot=None, files=replace(files, slot=None))
         _done(step)
     return True
 
@@ -179,28 +180,15 @@ def _done(step: Step) -> None:
 def watch(step: Step, seen: GroupSeen | None) -> None:
     """Count out workers that end or hang meanwhile."""
     current = step.round
-    if current is not None and current.raised and step.now - current.raised_at >= CAUSE_S:
-        step.fail(current.raised)
+    raised = None if current is None else current.outcome
+    if isinstance(raised, Raised) and step.now - raised.at >= CAUSE_S:
+        step.fail(raised.reason)
     if current is None or current.emergency is None or not current.has_group:
         return
     ended = frozenset(seen.ended if seen is not None else ()) & set(current.ranks)
     if ended - current.lost:
         step.change_round(lost=current.lost | ended)
-    _give_up_who_hangs(step)
-    go_on(step, current.number)
-
-
-def _give_up_who_hangs(step: Step) -> None:
-    """Count out workers with an order and no write; each write restarts the clock."""
-    current = step.present()
-    hung = (current.snapshot.unwritten if current.snapshot else frozenset()) - current.absent
-    if not hung or hung != current.unwritten:
-        give_up_at = step.now + step.state.settings.drain_timeout_s if hung else None
-        step.change_round(unwritten=hung, give_up_at=give_up_at)
-    elif current.give_up_at is not None and step.now >= current.give_up_at:
-        step.log(
-            Level.ERROR,
-            f"event=gave_up ranks={sorted(hung)} hang in their snapshot: they are ended",
-        )
+    if hung := snapshots.overdue(step):
         step.do(actions.Kill(current.number, hung))  # or they might write on
-        step.change_round(lost=current.lost | hung, give_up_at=None)
+        step.change_round(lost=step.present().lost | hung)
+    go_on(step, current.number)

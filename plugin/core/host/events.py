@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.host.actions import Action
-from scalai.core.host.state import Call, Slot
+from scalai.core.host.state import Call, SnapshotFiles
 from scalai.core.messages.commands import Command, Commit
 from scalai.core.messages.reports import Report
 from scalai.core.messages.worker_messages import Source, WorkerRequest
@@ -75,7 +75,7 @@ class Gathered:
     bytes_remote: int
 
 
-Result = Gathered | Slot | bytes | int | None
+Result = Gathered | SnapshotFiles | bytes | int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from scalai.core.host import (
     succession,
 )
 from scalai.core.host.actions import Action, Level
-from scalai.core.host.state import Call, HostState, Slot
+from scalai.core.host.state import Call, HostState, SnapshotFiles
 from scalai.core.host.step import Step
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import (
@@ -95,7 +95,7 @@ def _done(step: Step, work: Action, result: events.Result) -> None:
             stops.agreed(step, work)
         case commands.Space(), int(newest):
             snapshots.spaced(step, work, newest)
-        case actions.Reserve(number), Slot():
+        case actions.Reserve(number), SnapshotFiles():
             snapshots.reserved(step, number, result)
             emergency.go_on(step, number)
         case actions.Seal(), bytes(manifest):
@@ -250,7 +250,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.GroupSeen | N
 def _exit(step: Step, command: commands.Exit) -> None:
     code, reason = command.code, command.reason
     step.log(Level.INFO, f"event=exit host={step.state.host} code={code} reason={reason!r}")
-    step.do(actions.LeaveState(command, step.state.last_step, step.state.last_ledger))
+    finish = step.state.finish
+    step.do(actions.LeaveState(command, finish.step, finish.ledger))
     step.change(exit=code)
 
 

@@ -2,6 +2,7 @@
 has a limit."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from scalai.core.host.actions import Level
 from scalai.core.host.events import GroupSeen, Noticed
@@ -16,14 +17,15 @@ SAME_S = 3.0
 
 def asked(step: Step) -> None:
     """Drain on a signal, within the drain timeout. A second signal changes nothing."""
-    if step.state.leaving_at is None:
-        step.change(leaving_at=step.now)
+    if step.state.leave.since is None:
+        step.change(leave=replace(step.state.leave, since=step.now))
         _tell(step, SIGNAL)
 
 
 def noticed(step: Step, event: Noticed) -> None:
     """Handle a source's notice of removal, perhaps a repeated one."""
-    notices, by = step.state.notices, _by(step, event.left_s)
+    leave, by = step.state.leave, _by(step, event.left_s)
+    notices = leave.notices
     if event.source in notices and _is_same(notices[event.source], by):
         return
     when = "at some time" if event.left_s is None else f"in {event.left_s:.0f} s"
@@ -32,20 +34,20 @@ def noticed(step: Step, event: Noticed) -> None:
         f"event=notice host={step.state.host} source={event.source!r}: this host will be taken "
         f"away {when}; it drains",
     )
-    before = _final(step.state.notices)
-    step.change(notices={**notices, event.source: by})
-    is_new = not notices and step.state.leaving_at is None
-    if is_new or _final(step.state.notices) != before:
+    now = {**notices, event.source: by}
+    step.change(leave=replace(leave, notices=now))
+    if not leave.is_asked or _final(now) != _final(notices):
         _tell(step, event.source)
 
 
 def withdrawn(step: Step, source: str) -> None:
     """Drop one source's notice; those of others hold."""
-    if source not in step.state.notices:
+    leave = step.state.leave
+    if source not in leave.notices:
         return
-    notices = {name: by for name, by in step.state.notices.items() if name != source}
-    step.change(notices=notices)
-    others = [*sorted(notices), *([SIGNAL] if step.state.leaving_at is not None else [])]
+    notices = {name: by for name, by in leave.notices.items() if name != source}
+    step.change(leave=replace(leave, notices=notices))
+    others = [*sorted(notices), *([SIGNAL] if leave.since is not None else [])]
     what = f"it leaves all the same, because of {', '.join(others)}" if others else "it stays"
     step.log(
         Level.WARNING,
@@ -59,10 +61,9 @@ def withdrawn(step: Step, source: str) -> None:
 
 def tell_again(step: Step) -> None:
     """Repeat the notice after a new join."""
-    if step.state.leaving_at is not None:
-        _tell(step, SIGNAL)
-    elif step.state.notices:
-        _tell(step, min(step.state.notices))
+    leave = step.state.leave
+    if leave.is_asked:
+        _tell(step, min(leave.notices) if leave.since is None else SIGNAL)
 
 
 def is_over(step: Step, seen: GroupSeen | None) -> bool:
@@ -71,7 +72,7 @@ def is_over(step: Step, seen: GroupSeen | None) -> bool:
     After a signal, a save in flight stops the clock as long as the workers look for its end. A
     removal notice allows no extra time.
     """
-    by = _final(step.state.notices)
+    by = _final(step.state.leave.notices)
     if by is not None and step.now > by:
         step.log(
             Level.ERROR,
@@ -84,15 +85,15 @@ def is_over(step: Step, seen: GroupSeen | None) -> bool:
 
 
 def _has_drained_too_long(step: Step, seen: GroupSeen | None) -> bool:
-    state, patience_s = step.state, step.state.settings.drain_timeout_s
-    if state.leaving_at is None:
+    leave, patience_s = step.state.leave, step.state.settings.drain_timeout_s
+    since = leave.since
+    if since is None:
         return False
     if seen is not None and seen.save is not None:
-        if seen.looks != state.save_looks:
-            step.change(leaving_at=step.now)
-        step.change(save_looks=seen.looks)
-    assert step.state.leaving_at is not None
-    if step.now - step.state.leaving_at <= patience_s:
+        if seen.looks != leave.save_looks:
+            since = step.now
+        step.change(leave=replace(leave, since=since, save_looks=seen.looks))
+    if step.now - since <= patience_s:
         return False
     step.log(
         Level.ERROR, f"event=drain_timeout after_s={patience_s:.0f}: leaving without a goodbye"
@@ -103,7 +104,7 @@ def _has_drained_too_long(step: Step, seen: GroupSeen | None) -> bool:
 
 def _tell(step: Step, source: str) -> None:
     state = step.state
-    final, soft = _final(state.notices), _soft(state)
+    final, soft = _final(state.leave.notices), _soft(state)
     is_final = final is not None and (soft is None or final <= soft)
     by = final if is_final else soft
     left_s = None if by is None else max(0.0, by - step.now)
@@ -127,4 +128,5 @@ def _final(notices: Mapping[str, float | None]) -> float | None:
 
 def _soft(state: HostState) -> float | None:
     """End of a signalled host's drain timeout."""
-    return None if state.leaving_at is None else state.leaving_at + state.settings.drain_timeout_s
+    since = state.leave.since
+    return None if since is None else since + state.settings.drain_timeout_s

@@ -1,6 +1,8 @@
 """A step behind the workers' stop, without its update: its numbers are reported, and nobody waits
 long. The state is sealed by then; no fate of these workers is a failure."""
 
+from dataclasses import replace
+
 from scalai.core.host import actions, snapshots
 from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import Round
@@ -13,15 +15,20 @@ from scalai.core.messages.worker_messages import RankStepped
 def told(step: Step, report: RankStepped) -> bool:
     """Record a worker's report of the step behind its stop; False: it is its first step."""
     current = step.of(report.round)
-    if current is None or not current.proves or not current.may_write:
+    if current is None or not _proves(current) or not current.may_write:
         return False
-    is_first = not current.proven_ranks
-    numbers = report.numbers if is_first else merged(current.numbers, report.numbers)
-    proven_ranks = current.proven_ranks | {report.rank}
-    step.change_of(report.round, numbers=numbers, proven_ranks=proven_ranks)
-    if current.is_complete(proven_ranks):
+    proof = current.proof
+    ranks, numbers = proof.ranks | {report.rank}, report.numbers
+    if proof.ranks:
+        numbers = merged(proof.numbers, numbers)
+    step.change_of(report.round, proof=replace(proof, ranks=ranks, numbers=numbers))
+    if current.is_complete(ranks):
         step.tell(reports.Stepped(report.round, numbers))
     return True
+
+
+def _proves(current: Round) -> bool:
+    return current.stop is not None and current.stop.proves
 
 
 def holds(step: Step) -> bool:
@@ -31,35 +38,37 @@ def holds(step: Step) -> bool:
     memory may be needed, and the next round waits for it.
     """
     current = step.present()
-    if not current.proves:
+    stop = current.stop
+    if stop is None or not stop.proves:
         return False
     if not current.has_group or _is_over(current, frozenset()):
         _told_no_more(step, current)
         return False
-    current = step.change_round(proof_until=step.now + PROOF_S)
-    if step.state.standby is None and not step.state.is_leaving:
+    proof = replace(current.proof, until=step.now + PROOF_S)
+    current = step.change_round(proof=proof)
+    if step.state.standby is None and not step.state.leave.is_asked:
         return True
     end(step)  # of an earlier change
     step.change(proving=current, round=None)
     snapshots.give_back(step, current)
-    step.tell(reports.Stopped(current.number, current.stop or 0))
+    step.tell(reports.Stopped(current.number, stop.step))
     return True
 
 
 def _is_over(current: Round, ended: frozenset[int]) -> bool:
-    return current.is_complete(current.proven_ranks | current.lost | ended)
+    return current.is_complete(current.proof.ranks | current.lost | ended)
 
 
 def watch(step: Step, seen: GroupSeen | None) -> None:
     """End a round after its step, or after too long."""
     current, aside = step.round, step.state.proving
-    if current is not None and current.proof_until and not current.is_ending:
+    if current is not None and current.proof.until and not current.is_ending:
         ended = frozenset(seen.ended if seen is not None else ())
-        if _is_over(current, ended) or step.now >= current.proof_until:
-            step.change_round(is_ending=True, proof_until=0.0)
+        if _is_over(current, ended) or step.now >= current.proof.until:
+            step.change_round(is_ending=True, proof=replace(current.proof, until=0.0))
             _told_no_more(step, current)
             step.end_group(current.number, _grace_s(step, current))
-    if aside is not None and step.now >= aside.proof_until:
+    if aside is not None and step.now >= aside.proof.until:
         end(step)
     elif aside is not None:
         step.do(actions.PollGroup(aside.number))
@@ -67,7 +76,7 @@ def watch(step: Step, seen: GroupSeen | None) -> None:
 
 def _grace_s(step: Step, current: Round) -> float:
     """Workers that have reported the step leave by themselves."""
-    return step.state.settings.exit_grace_s if current.is_complete(current.proven_ranks) else 0.0
+    return step.state.settings.exit_grace_s if current.is_complete(current.proof.ranks) else 0.0
 
 
 def end(step: Step) -> None:
@@ -80,6 +89,5 @@ def end(step: Step) -> None:
 
 def _told_no_more(step: Step, ended: Round) -> None:
     """Report that no more ranks will answer. One rank's numbers stand for all."""
-    if not ended.is_complete(ended.proven_ranks):
-        numbers = ended.numbers if ended.proven_ranks else None
-        step.tell(reports.Stepped(ended.number, numbers))
+    if not ended.is_complete(ended.proof.ranks):
+        step.tell(reports.Stepped(ended.number, ended.proof.numbers))

@@ -1,13 +1,15 @@
 """A round of the host's workers from start to end: on standby or begun, published, restored,
 proven, stepped, finished, failed, ended."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from scalai.core.errors import ProofError
 from scalai.core.host import actions, proof_step, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Gathered, GroupOver
-from scalai.core.host.state import Call, Published, Round, Want
+from scalai.core.host.state import Call, Finish, Group, RankModel, Round, Steps, Want
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import merged
 from scalai.core.messages import commands, reports
@@ -30,7 +32,7 @@ def build(step: Step, command: commands.Build) -> None:
     """Start the next round's workers beside the present ones."""
     give_up(step)
     _heard(step, command.workers)
-    step.change(standby=Round(command, is_due=True))
+    step.change(standby=Round(command, Group.DUE))
     _start_due(step)
 
 
@@ -52,12 +54,12 @@ def start(step: Step, command: commands.Start) -> None:
         step.change_round(command=command)
         step.do(actions.BeginGroup(number))
         group_started(step, number)
-        if standby.is_complete(standby.published):
+        if standby.is_complete(standby.models.published):
             _begin_restore(step)
         return
     give_up(step)
     proof_step.end(step)  # the next workers may need its memory
-    step.change(round=Round(command, is_due=not command.is_built))
+    step.change(round=Round(command, Group.NONE if command.is_built else Group.DUE))
     if command.is_built:
         step.fail("what was on standby is gone")
     _start_due(step)
@@ -68,12 +70,12 @@ def _start_due(step: Step) -> None:
     present, standby = step.round, step.state.standby
     if step.state.ending:
         return
-    if present is not None and present.is_due:
-        step.change_round(is_due=False, has_group=True)
+    if present is not None and present.group is Group.DUE:
+        step.change_round(group=Group.RUNNING)
         step.do(actions.StartGroup(present.workers, is_standby=False))
-    if standby is not None and standby.is_due:
-        step.change_of(standby.number, is_due=False, has_group=True)
-        on_devices = present is not None and present.uses_devices
+    if standby is not None and standby.group is Group.DUE:
+        step.change_of(standby.number, group=Group.RUNNING)
+        on_devices = present is not None and present.models.uses_devices
         step.do(actions.StartGroup(standby.workers, is_standby=True, on_devices=on_devices))
 
 
@@ -87,7 +89,7 @@ def group_not_started(step: Step, number: int, reason: str) -> None:
     """Handle workers that cannot start: the change is made without standby, or the round has
     failed."""
     if step.is_present(number):
-        step.change_round(has_group=False)
+        step.change_round(group=Group.NONE)
         step.fail(f"its workers cannot be started: {reason}")
     elif step.state.standby is not None and step.state.standby.number == number:
         step.change(standby=None)
@@ -151,7 +153,7 @@ def _gone(step: Step, ended: Round, newest: int) -> None:
 
 def dismiss(step: Step, ended: Round) -> None:
     """Answer the pending calls of ended workers with an error."""
-    waiters = {call for _, call in ended.slot_waiters}
+    waiters = {call for _, call in ended.files.waiters}
     for call in sorted(ended.calls):
         if call in waiters:
             step.do(actions.AnswerCall(call))
@@ -164,8 +166,9 @@ def poll(step: Step) -> None:
     current, standby = step.round, step.state.standby
     if standby is not None and standby.has_group:
         step.do(actions.PollGroup(standby.number))
-    is_left_alone = current is not None and (current.is_draining or current.emergency is not None)
-    if current is not None and current.has_group and not is_left_alone:
+    if current is None or current.stop is not None or current.emergency is not None:
+        return
+    if current.has_group:
         step.do(actions.PollGroup(current.number))
 
 
@@ -184,9 +187,10 @@ def group_over(step: Step, over: GroupOver) -> None:
         step.fail(
             "; ".join(over.failures), out_of_memory=over.out_of_memory, is_chance=over.is_chance
         )
-    elif current.failure is None and not current.has_finished:
-        step.change_round(has_finished=True)
-        step.tell(reports.Finished(over.round))
+    elif current.outcome is None:
+        finished = reports.Finished(over.round)
+        step.change_round(outcome=finished)
+        step.tell(finished)
 
 
 def refuse(step: Step, number: int, reason: str) -> None:
@@ -205,20 +209,21 @@ def publish(step: Step, call: Call, report: Publish) -> None:
     """Record a worker's held and wanted pieces, after the build of its model."""
     current = step.of(report.round)
     assert current is not None
-    if current.is_unhooked:  # its first steps were on the way to this
-        step.change_of(report.round, is_unhooked=False)
+    models = current.models
+    if models.is_unhooked:  # its first steps were on the way to this
         step.log(Level.INFO, f"event=hooked host={step.state.host} the script has connected itself")
         step.tell(reports.Hooked(report.round))
     want = Want(report.wanted, report.coordinate)
-    entry = Published(report.held, want, report.is_restoring, call)
-    published = {**current.published, report.rank: entry}
-    step.change_of(
-        report.round,
-        published=published,
-        facts={**current.facts, **report.facts.value()},
-        uses_devices=current.uses_devices or report.uses_devices,
+    model = RankModel(report.held, want, report.is_restoring, call)
+    models = replace(
+        models,
+        published={**models.published, report.rank: model},
+        facts={**models.facts, **report.facts.value()},
+        uses_devices=models.uses_devices or report.uses_devices,
+        is_unhooked=False,
     )
-    if not current.is_complete(published):
+    step.change_of(report.round, models=models)
+    if not current.is_complete(models.published):
         return
     if step.is_present(report.round):
         _begin_restore(step)
@@ -230,19 +235,20 @@ def _begin_restore(step: Step) -> None:
     """Plan and fetch once all workers have published; without a generation to restore they go on at
     once."""
     current = step.present()
-    tables = [entry.held.tensors for entry in current.published.values()]
+    models = current.models
+    tables = [model.held.tensors for model in models.published.values()]
     names = sorted({tensor.name for table in tables for tensor in table})
-    held = held_together(list(current.held().values()))
+    held = held_together(list(models.held().values()))
     step.do(actions.TellHeld(current.number, held))  # before the coordinator counts it
     step.tell(reports.Published(current.number, tuple(names)))
     if current.is_restoring:
         assert isinstance(current.command, commands.Start)
-        wants = {rank: entry.want for rank, entry in current.published.items()}
+        wants = {rank: model.want for rank, model in models.published.items()}
         step.do(actions.FetchWanted(current.command, wants))
         return
-    step.change_round(is_proven=True)
-    for entry in current.published.values():
-        step.answer(entry.call)
+    step.change_round(models=replace(models, is_proven=True))
+    for model in models.published.values():
+        step.answer(model.call)
     snapshots.reserve(step)
 
 
@@ -252,12 +258,15 @@ def fetched(step: Step, number: int, found: Gathered) -> None:
         return
     current = step.present()
     step.change_round(
-        seconds={**current.seconds, "plan": found.plan_s, "move": found.move_s},
-        bytes_local=found.bytes_local,
-        bytes_remote=found.bytes_remote,
+        restore=replace(
+            current.restore,
+            seconds={**current.restore.seconds, "plan": found.plan_s, "move": found.move_s},
+            bytes_local=found.bytes_local,
+            bytes_remote=found.bytes_remote,
+        )
     )
-    for rank, entry in current.published.items():
-        step.answer(entry.call, found.sources[rank])
+    for rank, model in current.models.published.items():
+        step.answer(model.call, found.sources[rank])
 
 
 def restored(step: Step, call: Call, report: RankRestored) -> None:
@@ -265,15 +274,17 @@ def restored(step: Step, call: Call, report: RankRestored) -> None:
     current = step.present()
     if report.rank == current.ranks.start:
         step.log(Level.INFO, f"round={current.number} {report.note}")
-    seconds = snapshots.longest(current.seconds, report.seconds)
-    current = step.change_round(
-        restored={**current.restored, report.rank: (report, call)}, seconds=seconds
+    restore = replace(
+        current.restore,
+        ranks={**current.restore.ranks, report.rank: (report, call)},
+        seconds=snapshots.longest(current.restore.seconds, report.seconds),
     )
-    if not current.is_complete(current.restored):
+    step.change_round(restore=restore)
+    if not current.is_complete(restore.ranks):
         return
-    ranks = sorted(current.restored)
-    wanted = concatenate([current.published[rank].wanted for rank in ranks])
-    prints = np.concatenate([current.restored[rank][0].fingerprints for rank in ranks])
+    ranks = sorted(restore.ranks)
+    wanted = concatenate([current.models.published[rank].want.pieces for rank in ranks])
+    prints = np.concatenate([restore.ranks[rank][0].fingerprints for rank in ranks])
     try:
         rows, fingerprints = distinct_pieces(wanted, prints)
     except ProofError as error:
@@ -284,16 +295,16 @@ def restored(step: Step, call: Call, report: RankRestored) -> None:
             round=current.number,
             rows=rows,
             fingerprints=fingerprints,
-            seconds=dict(seconds),
-            bytes_local=current.bytes_local,
-            bytes_remote=current.bytes_remote,
+            seconds=dict(restore.seconds),
+            bytes_local=restore.bytes_local,
+            bytes_remote=restore.bytes_remote,
         )
     )
 
 
 def expect(step: Step, tensors: int) -> None:
     """Give orders: all workers of the job have published."""
-    step.change_round(tensors=tensors)
+    step.change_round(models=replace(step.present().models, tensors=tensors))
     snapshots.give_orders(step)
 
 
@@ -303,9 +314,9 @@ def proceed(step: Step) -> None:
     current = step.present()
     generation = current.workers.generation
     assert generation is not None, "what was proven is of a generation"
-    step.change_round(is_proven=True)
+    step.change_round(models=replace(current.models, is_proven=True))
     step.do(actions.TrustFetched(generation))
-    for _, call in current.restored.values():
+    for _, call in current.restore.ranks.values():
         step.answer(call)
 
 
@@ -316,9 +327,10 @@ def stepped(step: Step, report: RankStepped) -> None:
     if proof_step.told(step, report) or not step.is_present(report.round):
         return
     current = step.present()
-    numbers = merged(current.numbers, report.numbers)
-    current = step.change_round(stepped=current.stepped | {report.rank}, numbers=numbers)
-    if current.is_complete(current.stepped):
+    numbers = merged(current.first.numbers, report.numbers)
+    first = Steps(current.first.ranks | {report.rank}, numbers)
+    step.change_round(first=first)
+    if current.is_complete(first.ranks):
         step.tell(reports.Stepped(current.number, numbers))
         snapshots.reserve(step)
 
@@ -328,17 +340,16 @@ def finished(step: Step, request: RankFinished) -> None:
     current = step.of(request.round)
     if current is not None:
         step.change_of(request.round, finished=current.finished | {request.rank})
-    step.change(
-        last_step=max(step.state.last_step, request.step),
-        last_ledger=request.ledger or step.state.last_ledger,
-    )
+    known = step.state.finish
+    finish = Finish(max(known.step, request.step), request.ledger or known.ledger)
+    step.change(finish=finish)
 
 
 def unhooked(step: Step, number: int, rank: int) -> None:
     """Report a script that trains without hooks."""
     current = step.of(number)
-    if current is None or current.is_unhooked:
+    if current is None or current.models.is_unhooked:
         return
-    step.change_of(number, is_unhooked=True)
+    step.change_of(number, models=replace(current.models, is_unhooked=True))
     step.log(Level.ERROR, f"event=unhooked rank={rank} {UNHOOKED}")
     step.tell(reports.Unhooked(number))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from scalai.core.host import actions
 from scalai.core.host.actions import Level
-from scalai.core.host.state import Call, Round, Slot, Snapshot
+from scalai.core.host.state import Call, HostSnapshot, Round, Seals, SnapshotFiles
 from scalai.core.host.step import Step
 from scalai.core.job.recovery import LINEAGE, lineage_from
 from scalai.core.job.remembered import ASKED
@@ -44,25 +44,32 @@ AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
 def reserve(step: Step) -> None:
     """Make the next snapshot's files beside the training, once the store has room for them."""
     current = step.round
-    if current is None or current.is_ending or not current.is_complete(current.published):
+    if current is None or current.is_ending or not current.is_complete(current.models.published):
         return
+    files = current.files
     is_first = not current.is_restoring and current.snapshot is None and not current.stepped
-    is_early = current.snapshot is None and step.now < current.reserve_at
-    has_stepped = current.is_complete(current.stepped)
-    is_full = not is_first and (not has_stepped or len(step.state.generations) > 1)
-    is_full |= len(current.uncommitted) > SEALED_KEPT
-    if current.reserved is not None or current.is_reserving or is_early or is_full:
-        return
-    step.change_round(is_reserving=True)
-    step.do(actions.Reserve(current.number, current.held()))
+    is_early = current.snapshot is None and step.now < files.again_at
+    is_full = len(current.seals.uncommitted) > SEALED_KEPT
+    if not is_first:
+        is_full |= not current.is_complete(current.stepped) or len(step.state.generations) > 1
+    if files.slot is None and not files.is_making and not is_early and not is_full:
+        make_files(step)
 
 
-def reserved(step: Step, number: int, slot: Slot) -> None:
+def make_files(step: Step) -> None:
+    """Make the next snapshot's files, whatever else there is."""
+    current = step.present()
+    step.change_round(files=replace(current.files, is_making=True))
+    step.do(actions.Reserve(current.number, current.models.held()))
+
+
+def reserved(step: Step, number: int, slot: SnapshotFiles) -> None:
     """Use the new files; return them if their round has ended."""
     if not step.is_present(number):
         step.do(actions.ReuseFiles(slot))
         return
-    current = step.change_round(reserved=slot, is_reserving=False, reserve_at=0.0)
+    files = replace(step.present().files, slot=slot, is_making=False, again_at=0.0)
+    current = step.change_round(files=files)
     if current.emergency is not None:
         return  # its own look gives orders
     _give_slots(step)
@@ -74,7 +81,8 @@ def no_room(step: Step, number: int, reason: str) -> None:
     """Retry with growing pauses: training needs no room. A snapshot that is due fails the round."""
     if not step.is_present(number):
         return
-    current = step.change_round(is_reserving=False)
+    files = replace(step.present().files, is_making=False)
+    current = step.change_round(files=files)
     is_on_the_way = current.snapshot is not None and current.snapshot.reason == "snapshot"
     is_wanted = current.snapshot is not None and not is_on_the_way
     if is_wanted or not current.is_complete(current.stepped):
@@ -82,8 +90,8 @@ def no_room(step: Step, number: int, reason: str) -> None:
         is_first = isinstance(current.command, Start) and not current.command.sources
         step.fail(reason, is_refusal=is_first and not is_wanted)
         return
-    wait_s = min(2 * current.reserve_wait_s or AGAIN_S, LONGEST_AGAIN_S)
-    step.change_round(reserve_wait_s=wait_s, reserve_at=step.now + wait_s)
+    wait_s = min(2 * files.wait_s or AGAIN_S, LONGEST_AGAIN_S)
+    step.change_round(files=replace(files, wait_s=wait_s, again_at=step.now + wait_s))
     step.log(
         Level.WARNING,
         f"event=no_room round={current.number}: {reason} Until there is room the training goes on, "
@@ -107,11 +115,11 @@ def watch(step: Step) -> None:
         return
     if under_way is None or under_way.reason != "snapshot":
         return
-    if current.reserved is not None or under_way.is_given_up:
+    if current.files.slot is not None or under_way.is_given_up:
         return
     waited = step.now - under_way.since
-    if current.is_draining:
-        _give_up(step, f"there are no files for it before the stop at step {current.stop}")
+    if current.stop is not None:
+        _give_up(step, f"there are no files for it before the stop at step {current.stop.step}")
     elif waited > _patience_s(step.state.settings.hang_s):
         _give_up(step, f"there have been no files for it for {waited:.0f} s")
 
@@ -135,7 +143,7 @@ def _give_up(step: Step, reason: str) -> None:
 
 
 def retry(step: Step) -> None:
-    if step.round is not None and step.round.reserve_at:
+    if step.round is not None and step.round.files.again_at:
         reserve(step)
 
 
@@ -143,8 +151,8 @@ def give_back(step: Step, ended: Round) -> None:
     """Reuse the next snapshot's files: the workers are gone."""
     step.do(actions.StopReserving())
     is_sealing = ended.snapshot is not None and ended.snapshot.is_sealing
-    if ended.reserved is not None and not is_sealing:
-        step.do(actions.ReuseFiles(ended.reserved))
+    if ended.files.slot is not None and not is_sealing:
+        step.do(actions.ReuseFiles(ended.files.slot))
 
 
 def await_slot(step: Step, call: Call, request: AwaitSlot) -> None:
@@ -153,19 +161,20 @@ def await_slot(step: Step, call: Call, request: AwaitSlot) -> None:
     if current is None or request.rank not in current.ranks:
         step.answer(call)
         return
-    waiters = (*current.slot_waiters, (request.rank, call))
-    step.change_of(request.round, slot_waiters=waiters)
+    waiters = (*current.files.waiters, (request.rank, call))
+    step.change_of(request.round, files=replace(current.files, waiters=waiters))
     if step.is_present(request.round):
         _give_slots(step)
 
 
 def _give_slots(step: Step) -> None:
     current = step.present()
-    if current.reserved is None or current.snapshot is not None:
+    files = current.files
+    if files.slot is None or current.snapshot is not None:
         return
-    step.change_round(slot_waiters=())
-    for rank, call in current.slot_waiters:
-        step.answer(call, current.reserved.orders[rank])
+    step.change_round(files=replace(files, waiters=()))
+    for rank, call in files.waiters:
+        step.answer(call, files.slot.orders[rank])
 
 
 def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
@@ -174,11 +183,11 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
     current = step.present()
     if current.emergency is not None:
         return  # it stands there until its round ends
-    if request.reason == "stop" and current.stop != request.step:
+    if request.reason == "stop" and (current.stop is None or current.stop.step != request.step):
         step.answer(call)
         return
     if current.snapshot is None:
-        under_way = Snapshot(request.reason, request.step, since=step.now)
+        under_way = HostSnapshot(request.reason, request.step, since=step.now)
         current = step.change_round(snapshot=under_way)
     elif request.step < current.snapshot.step:
         step.answer(call)  # the others have skipped it
@@ -205,7 +214,7 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
     give_orders(step)
 
 
-def _pass_over(step: Step, under_way: Snapshot, later: BeginSnapshot) -> None:
+def _pass_over(step: Step, under_way: HostSnapshot, later: BeginSnapshot) -> None:
     """Count a worker out of the snapshot on the way: it learned of the interval too late and is
     past it."""
     known = under_way.ordered | set(under_way.waiting) | under_way.unwritten_by
@@ -230,16 +239,16 @@ def tell_arrived(step: Step) -> None:
     """Report once that all living workers have ended the stop step: a later death leaves no rank
     waiting in a collective."""
     current = step.present()
-    under_way = current.snapshot
+    under_way, stop = current.snapshot, current.stop
     is_stop = under_way is None or under_way.reason == "stop"
-    if current.stop is None or current.has_arrived or not is_stop:
+    if stop is None or stop.has_arrived or not is_stop:
         return
     waiting = set(under_way.waiting) if under_way else set()
     if current.is_complete(waiting | current.lost):
         if found := _differing(step):
             _say_differing(step, found)
-        step.change_round(has_arrived=True)
-        step.tell(reports.Arrived(current.number, current.stop, found))
+        step.change_round(stop=replace(stop, has_arrived=True))
+        step.tell(reports.Arrived(current.number, stop.step, found))
 
 
 def _differing(step: Step) -> str:
@@ -248,7 +257,7 @@ def _differing(step: Step) -> str:
     under_way = current.snapshot
     if under_way is None or not under_way.prints:
         return ""
-    found = differing_replicas(current.held(), under_way.prints)
+    found = differing_replicas(current.models.held(), under_way.prints)
     step.change_round(snapshot=replace(under_way, prints={}))
     return found
 
@@ -274,14 +283,15 @@ def give_orders(step: Step) -> None:
     every host's workers have come."""
     current = step.present()
     under_way = current.snapshot
-    if under_way is None or current.reserved is None or current.tensors is None:
+    slot = current.files.slot
+    if under_way is None or slot is None or current.models.tensors is None:
         return
     if under_way.reason == "stop" and not current.may_write:
         return
     ordered = under_way.ordered | set(under_way.waiting)
     step.change_round(snapshot=replace(under_way, waiting={}, ordered=ordered))
     for rank, call in under_way.waiting.items():
-        step.answer(call, current.reserved.orders[rank])
+        step.answer(call, slot.orders[rank])
 
 
 def written(step: Step, call: Call, written: RankWritten) -> None:
@@ -292,7 +302,8 @@ def written(step: Step, call: Call, written: RankWritten) -> None:
         # It was sealed without this worker, or it was on the way and given up at a failure.
         step.answer(call)
         return
-    is_again = written.rank in under_way.parts and written.rank not in under_way.writing
+    is_again = written.rank in under_way.parts
+    is_again &= written.rank not in under_way.substitutes.writing
     if is_again or written.rank not in under_way.ordered:
         step.answer(call)  # in an emergency: its main thread was in the middle of a snapshot
         return
@@ -328,14 +339,15 @@ def _without(step: Step, rank: int) -> None:
     seal_if_complete(step)
 
 
-def _with_part(under_way: Snapshot, written: RankWritten) -> Snapshot:
+def _with_part(under_way: HostSnapshot, written: RankWritten) -> HostSnapshot:
     """Add a rank's own share first, later those taken over."""
-    order = under_way.writing.get(written.rank)
+    others = under_way.substitutes
+    writing = dict(others.writing)
+    order = writing.pop(written.rank, None)
     if order is None:
         return replace(under_way, parts={**under_way.parts, written.rank: written.part})
-    writing = {rank: each for rank, each in under_way.writing.items() if rank != written.rank}
-    taken_over = (*under_way.taken_over, (order, written.fingerprints))
-    return replace(under_way, writing=writing, taken_over=taken_over)
+    done = (*others.written, (order, written.fingerprints))
+    return replace(under_way, substitutes=replace(others, writing=writing, written=done))
 
 
 def seal_if_complete(step: Step) -> None:
@@ -343,7 +355,8 @@ def seal_if_complete(step: Step) -> None:
     current = step.present()
     under_way = current.snapshot
     is_emergency = current.emergency is not None
-    is_stop = current.is_draining and (under_way is None or under_way.reason == "stop")
+    is_draining = current.stop is not None
+    is_stop = is_draining and (under_way is None or under_way.reason == "stop")
     if is_stop and not is_emergency and not current.may_write:
         return
     written = set(under_way.parts) if under_way else set()
@@ -351,21 +364,19 @@ def seal_if_complete(step: Step) -> None:
     if not current.is_complete(written | current.absent | by):
         return
     is_on_the_way = under_way is not None and not under_way.is_last
-    if is_on_the_way and current.lost - written and not current.is_draining:
+    if is_on_the_way and current.lost - written and not is_draining:
         return  # the round has failed
     if under_way is not None and is_on_the_way and not written:
         _skip(step, current, under_way)
         return
-    if not written and current.is_draining and not is_emergency:
+    if not written and is_draining and not is_emergency:
         _tell_sealed(step, None)
     if not written or under_way is None or under_way.is_sealing:
         return
     if under_way.is_last:
-        _hand_over(step)
-    current = step.present()
-    assert current.snapshot is not None
-    if current.snapshot.is_handed_over:
-        _seal(step, current, current.snapshot)
+        under_way = _hand_over(step)
+    if not under_way.substitutes.queued and not under_way.substitutes.writing:
+        _seal(step, step.present(), under_way)
 
 
 def cannot(step: Step, reason: str) -> bool:
@@ -377,13 +388,13 @@ def cannot(step: Step, reason: str) -> bool:
         return False
     text = f"event=snapshot_skipped step={under_way.step} {reason} The training goes on."
     step.log(Level.WARNING, text)
-    step.change_round(reserved=None)  # it was given back
+    step.change_round(files=replace(current.files, slot=None))  # it was given back
     _skip(step, current, under_way)
     reserve(step)
     return True
 
 
-def _skip(step: Step, current: Round, under_way: Snapshot) -> None:
+def _skip(step: Step, current: Round, under_way: HostSnapshot) -> None:
     """Report no part of a snapshot on the way; other hosts may have the whole state."""
     name = _name(current, under_way.step)
     step.tell(reports.Skipped(current.number, name))
@@ -403,8 +414,9 @@ def _begin_postponed(step: Step) -> None:
         begin(step, call, request)
 
 
-def _seal(step: Step, current: Round, under_way: Snapshot) -> None:
-    assert current.reserved is not None, "who has written had an order"
+def _seal(step: Step, current: Round, under_way: HostSnapshot) -> None:
+    slot, facts = current.files.slot, dict(current.models.facts)
+    assert slot is not None, "who has written had an order"
     step.change_round(snapshot=replace(under_way, is_sealing=True, done={}))
     for call in under_way.done.values():
         step.answer(call)
@@ -413,19 +425,15 @@ def _seal(step: Step, current: Round, under_way: Snapshot) -> None:
         "consumed_samples": under_way.consumed_samples,
         "degrees": dict(current.workers.degrees),
         "world_size": current.workers.placement.world_size,
-        "tensors": current.tensors,
+        "tensors": current.models.tensors,
         "hosts": list(current.workers.placement.group),
-        "facts": dict(current.facts),
+        "facts": facts,
         LINEAGE: _lineage(current),
     }
     if (known := step.state.remembered) is not None:
-        about["facts"] = {**current.facts, ASKED: known.value.request.value()}
-    step.do(
-        actions.Seal(
-            current.number, current.reserved, under_way.step, about, under_way.parts,
-            under_way.taken_over,
-        )
-    )  # fmt: skip
+        facts[ASKED] = known.value.request.value()
+    taken_over = under_way.substitutes.written
+    step.do(actions.Seal(current.number, slot, under_way.step, about, under_way.parts, taken_over))
 
 
 def _lineage(current: Round) -> Json:
@@ -451,9 +459,9 @@ def sealed(step: Step, seal: actions.Seal, manifest: bytes) -> None:
     current = step.present()
     under_way = current.snapshot
     if under_way is not None:
-        uncommitted = (*current.uncommitted, _name(current, under_way.step))
-        step.change_round(sealed_step=under_way.step, uncommitted=uncommitted)
-    step.change_round(reserved=None, snapshot=None)
+        uncommitted = (*current.seals.uncommitted, _name(current, under_way.step))
+        step.change_round(seals=Seals(under_way.step, uncommitted))
+    step.change_round(files=replace(current.files, slot=None), snapshot=None)
     _begin_postponed(step)
 
 
@@ -461,13 +469,15 @@ def give_up_older(step: Step, newest: int) -> None:
     """Drop uncommitted sealed snapshots once the workers' ``newest`` step shows later ones on all
     hosts."""
     current = step.round
-    if current is None or len(current.uncommitted) <= SEALED_KEPT or current.sealed_step is None:
+    if current is None:
         return
-    every = current.workers.snapshot_every if current.every is None else current.every
-    if newest < current.sealed_step + min(PASSED_STEPS, max(1, every)):
+    sealed, uncommitted = current.seals.step, current.seals.uncommitted
+    if sealed is None or len(uncommitted) <= SEALED_KEPT:
         return
-    step.change_round(uncommitted=current.uncommitted[-SEALED_KEPT:])
-    for name in current.uncommitted[:-SEALED_KEPT]:
+    if newest < sealed + min(PASSED_STEPS, max(1, current.snapshot_every)):
+        return
+    step.change_round(seals=Seals(sealed, uncommitted[-SEALED_KEPT:]))
+    for name in uncommitted[:-SEALED_KEPT]:
         step.log(
             Level.WARNING,
             f"event=snapshot_given_up snapshot={name} nobody has committed it, and {SEALED_KEPT} "
@@ -480,41 +490,44 @@ def give_up_older(step: Step, newest: int) -> None:
 def settled(step: Step, name: str) -> None:
     """Forget a sealed snapshot after the coordinator's decision."""
     current = step.round
-    if current is not None and name in current.uncommitted:
-        left = tuple(each for each in current.uncommitted if each != name)
-        step.change_round(uncommitted=left)
+    if current is not None and name in current.seals.uncommitted:
+        left = tuple(each for each in current.seals.uncommitted if each != name)
+        step.change_round(seals=replace(current.seals, uncommitted=left))
 
 
 def was_given_up(step: Step, name: str) -> bool:
     """Whether this host dropped a snapshot because later ones were sealed."""
     current = step.round
-    if current is None or current.sealed_step is None:
+    newest = None if current is None else current.seals.step
+    if current is None or newest is None:
         return False
     its = name.removeprefix(_name(current, 0).removesuffix("0"))
-    return its.isdigit() and int(its) < current.sealed_step and name not in current.uncommitted
+    return its.isdigit() and int(its) < newest and name not in current.seals.uncommitted
 
 
 def _tell_sealed(step: Step, manifest: bytes | None) -> None:
     """Report a snapshot; None: nobody lived to write."""
     current = step.present()
-    if current.has_sealed:
+    stop = current.stop
+    if stop is not None and stop.has_sealed:
         return
-    under_way = current.snapshot or Snapshot("stop", current.stop or 0)
-    step.change_round(has_sealed=under_way.reason == "stop", give_up_at=None)
+    under_way = current.snapshot or HostSnapshot("stop", 0 if stop is None else stop.step)
+    if stop is not None and under_way.reason == "stop":
+        step.change_round(stop=replace(stop, has_sealed=True))
     name, seconds = _name(current, under_way.step), dict(under_way.seconds)
     step.tell(reports.Sealed(current.number, under_way.reason, name, manifest, seconds))
 
 
-def _hand_over(step: Step) -> None:
-    """Give the shares of dead workers to living replicas."""
+def _hand_over(step: Step) -> HostSnapshot:
+    """Give the shares of dead workers to living replicas. Returns the snapshot afterwards."""
     current = step.present()
-    under_way, slot, lost = current.snapshot, current.reserved, current.absent
+    under_way, slot, lost = current.snapshot, current.files.slot, current.absent
     assert under_way is not None and slot is not None
-    alive = set(under_way.parts) - lost
+    others, alive = under_way.substitutes, set(under_way.parts) - lost
     # A substitute's death leaves a gap here; other holders of the pieces still have them.
-    queued = {rank: each for rank, each in under_way.queued.items() if rank not in lost}
-    writing = {rank: each for rank, each in under_way.writing.items() if rank not in lost}
-    new = sorted(lost - set(under_way.parts) - under_way.replaced)
+    queued = {rank: each for rank, each in others.queued.items() if rank not in lost}
+    writing = {rank: each for rank, each in others.writing.items() if rank not in lost}
+    new = sorted(lost - set(under_way.parts) - others.replaced)
     for rank in new:
         for substitute, order in slot.take_over(rank, alive).items():
             queued[substitute] = (*queued.get(substitute, ()), order)
@@ -524,12 +537,32 @@ def _hand_over(step: Step) -> None:
         if rest:
             queued[rank] = tuple(rest)
         given.append((done.pop(rank), writing[rank]))
-    replaced = under_way.replaced | set(new)
-    step.change_round(
-        snapshot=replace(under_way, queued=queued, writing=writing, done=done, replaced=replaced)
-    )
+    replaced = others.replaced | set(new)
+    others = replace(others, replaced=replaced, queued=queued, writing=writing)
+    under_way = replace(under_way, substitutes=others, done=done)
+    step.change_round(snapshot=under_way)
     for call, order in given:
         step.answer(call, order)
+    return under_way
+
+
+def overdue(step: Step) -> frozenset[int]:
+    """Ranks with an order and nothing written for the drain timeout; each write restarts the
+    clock."""
+    current, patience_s = step.present(), step.state.settings.drain_timeout_s
+    under_way = current.snapshot
+    hung = frozenset[int]() if under_way is None else under_way.unwritten - current.absent
+    if under_way is None or not hung:
+        return frozenset()
+    is_over = hung == under_way.overdue and step.now >= under_way.give_up_at
+    if is_over or hung != under_way.overdue:
+        at = step.now + patience_s
+        step.change_round(snapshot=replace(under_way, overdue=hung, give_up_at=at))
+    if not is_over:
+        return frozenset()
+    text = f"event=gave_up ranks={sorted(hung)} hang in their snapshot: they are ended"
+    step.log(Level.ERROR, text)
+    return hung
 
 
 def longest(kept: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:

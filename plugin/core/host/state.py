@@ -5,13 +5,14 @@ It holds no process, socket or file. Pending worker calls are numbers; worker gr
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol, runtime_checkable
 
 from scalai.core.job.function_proof import Numbers
 from scalai.core.job.remembered import Remembered
 from scalai.core.jsonable import Json
 from scalai.core.messages.commands import Build, Commit, Start, Workers
-from scalai.core.messages.reports import WorkersFailed
+from scalai.core.messages.reports import Finished, WorkersFailed
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.messages.worker_messages import (
     BeginSnapshot,
@@ -27,7 +28,7 @@ Call = int
 
 
 @runtime_checkable
-class Slot(Protocol):
+class SnapshotFiles(Protocol):
     """Files reserved for a snapshot, with each rank's write order (``store.snapshot``)."""
 
     @property
@@ -47,7 +48,7 @@ class Want:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Published:
+class RankModel:
     """One worker's held and wanted pieces, and its pending call."""
 
     held: Collection
@@ -55,27 +56,124 @@ class Published:
     is_restoring: bool
     call: Call
 
-    @property
-    def wanted(self) -> Collection:
-        """Pieces to restore."""
-        return self.want.pieces
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Models:
+    """Models that the workers of a round have built.
+
+    Attributes:
+        published: By rank.
+        tensors: Number of tensors in the whole job, once every host has published.
+        uses_devices: Workers keep state in device memory.
+        is_unhooked: A worker trains without hooks.
+        is_proven: Workers may train: their initial state is proven.
+    """
+
+    published: Mapping[int, RankModel] = field(default_factory=dict)
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    tensors: int | None = None
+    uses_devices: bool = False
+    is_unhooked: bool = False
+    is_proven: bool = False
+
+    def held(self) -> dict[int, Collection]:
+        """Pieces of each worker at a snapshot."""
+        return {rank: model.held for rank, model in self.published.items()}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Snapshot:
+class RestoredRanks:
+    """A restore of a round: reports and pending calls of restored ``ranks``; times in seconds."""
+
+    ranks: Mapping[int, tuple[RankRestored, Call]] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes_local: int = 0
+    bytes_remote: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A step of the workers: ranks that have reported it, and their merged numbers. ``until``:
+    deadline of a step behind the stop, in seconds of the law's clock; 0: none."""
+
+    ranks: frozenset[int] = frozenset()
+    numbers: Numbers | None = None
+    until: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class NextFiles:
+    """Files of the next snapshot.
+
+    Attributes:
+        again_at: Time of the next try to make them, in seconds of the law's clock; 0: none.
+        wait_s: Pause before that try, in seconds.
+        waiters: Ranks and calls of workers that map them ahead of time.
+    """
+
+    slot: SnapshotFiles | None = None
+    is_making: bool = False
+    again_at: float = 0.0
+    wait_s: float = 0.0
+    waiters: tuple[tuple[int, Call], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Seals:
+    """Sealed snapshots of a round: step of the newest one, and names without the coordinator's
+    decision."""
+
+    step: int | None = None
+    uncommitted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedStop:
+    """An agreed stop.
+
+    Attributes:
+        proves: Its workers make one more step behind it.
+        has_arrived: Reported: every living worker stands there.
+        may_write: Workers of every host stand there; they write and leave.
+        has_sealed: Its snapshot was reported.
+    """
+
+    step: int
+    proves: bool = False
+    has_arrived: bool = False
+    may_write: bool = False
+    has_sealed: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Substitutes:
+    """Shares of dead ranks, written by others.
+
+    Attributes:
+        replaced: Dead ranks with substitute writers.
+        queued, writing: Orders of substitute writers: next, and in progress.
+        written: Orders done, with fingerprints.
+    """
+
+    replaced: frozenset[int] = frozenset()
+    queued: Mapping[int, tuple[WriteOrder, ...]] = field(default_factory=dict)
+    writing: Mapping[int, WriteOrder] = field(default_factory=dict)
+    written: tuple[tuple[WriteOrder, Sequence[int]], ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HostSnapshot:
     """A snapshot in progress.
 
     Attributes:
         waiting: Calls of ranks without an order.
         ordered: Ranks with an order.
         done: Calls of ranks done at a stop, kept for the share of a dead replica.
-        taken_over: Orders written for dead ranks, with fingerprints.
-        replaced: Dead ranks with substitute writers.
-        queued, writing: Orders of substitute writers: next, and in progress.
         unwritten_by: Training ranks without a valid share.
         since: Time of the first rank's request, in seconds of the law's clock.
         is_given_up: No files came; none are awaited.
         prints: Fingerprints of held pieces by rank, for the comparison of replicas.
+        overdue: Unwritten ranks at the last look; they count as hung at ``give_up_at``.
     """
 
     reason: str
@@ -84,10 +182,7 @@ class Snapshot:
     ordered: frozenset[int] = frozenset()
     parts: Mapping[int, RankSnapshot] = field(default_factory=dict)
     done: Mapping[int, Call] = field(default_factory=dict)
-    taken_over: tuple[tuple[WriteOrder, Sequence[int]], ...] = ()
-    replaced: frozenset[int] = frozenset()
-    queued: Mapping[int, tuple[WriteOrder, ...]] = field(default_factory=dict)
-    writing: Mapping[int, WriteOrder] = field(default_factory=dict)
+    substitutes: Substitutes = field(default_factory=Substitutes)
     seconds: Mapping[str, float] = field(default_factory=dict)
     consumed_samples: Samples = 0
     is_sealing: bool = False
@@ -95,6 +190,8 @@ class Snapshot:
     since: float = 0.0
     is_given_up: bool = False
     prints: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    overdue: frozenset[int] = frozenset()
+    give_up_at: float = 0.0
 
     @property
     def is_last(self) -> bool:
@@ -104,12 +201,7 @@ class Snapshot:
     @property
     def unwritten(self) -> frozenset[int]:
         """Ranks with an order and nothing written."""
-        return (self.ordered - set(self.parts) - self.unwritten_by) | set(self.writing)
-
-    @property
-    def is_handed_over(self) -> bool:
-        """Whether every substitute writer is done."""
-        return not self.queued and not self.writing
+        return (self.ordered - set(self.parts) - self.unwritten_by) | set(self.substitutes.writing)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -140,90 +232,62 @@ class Emergency:
         return frozenset(rank for rank, step in self.steps.items() if step == self.step)
 
 
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """First report of a worker's exception, at a time in seconds of the law's clock."""
+
+    reason: str
+    at: float
+
+
+class Group(Enum):
+    """Processes of a round's workers on this host."""
+
+    NONE = "not started, or ended"
+    DUE = "start once earlier rounds are gone, with their memory"
+    RUNNING = "started and not ended"
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Round:
     """One incarnation of the host's workers.
 
     Attributes:
         command: The coordinator's command; ``Build`` for a standby that has not begun.
-        has_group: Its processes were started and not ended.
-        is_due: It starts once earlier rounds are gone, with their memory.
+        is_ending: Its workers are being ended.
         calls: Pending calls of its workers.
+        first: Its first step.
+        finished: Ranks at the end of their script.
         lost: Ranks with a closed connection.
-        tensors: Number of tensors in the whole job, once every host has published.
-        reserve_at: Time of the next try to reserve room, in seconds of the law's clock; 0: none.
         postponed: Snapshot requests of ranks that are ahead of the snapshot in progress.
+        every: Snapshot interval in steps, as changed on the way; None: unchanged.
+        was_put_off: Workers came to a stop with a save in flight and wait for it at the next one.
+        proof: The step behind its stop.
         watching: Calls of the workers' freeze threads.
         emergency: State after a failure of some workers.
-        slot_waiters: Ranks that map the next snapshot's files ahead of time.
-        stop: Agreed stop step.
-        has_arrived: Reported: every living worker stands at the stop.
-        may_write: Workers of every host stand at the stop; they write and leave.
-        was_put_off: Workers came to a stop with a save in flight and wait for it at the next one.
-        has_sealed: The stop's snapshot was reported.
-        sealed_step: Step of the newest sealed snapshot.
-        uncommitted: Names of sealed snapshots without the coordinator's decision.
-        every: Snapshot interval in steps, as changed on the way; None: unchanged.
-        unwritten: Ranks with an order and nothing written, at the last look.
-        give_up_at: Time at which writing ranks count as hung.
-        raised: First report of a worker's exception.
-        raised_at: Its time, in seconds.
-        is_proven: Workers may train: their initial state is proven.
-        is_ending: Its workers are being ended.
-        failure: Reported failure.
-        is_unhooked: A worker trains without hooks.
-        uses_devices: Workers keep state in device memory.
-        proves: Its workers make one more step behind their stop.
-        numbers: Numbers of the first step or, once ``may_write``, of that further step.
-        proven_ranks: Ranks that reported the further step.
-        proof_until: Deadline of the further step, in seconds of the law's clock; 0: none.
+        outcome: Its end by itself: a reported one, or an exception of a worker before it.
     """
 
     command: Build | Start
-    has_group: bool = False
-    is_due: bool = False
+    group: Group = Group.NONE
+    is_ending: bool = False
     calls: frozenset[Call] = frozenset()
-    published: Mapping[int, Published] = field(default_factory=dict)
-    restored: Mapping[int, tuple[RankRestored, Call]] = field(default_factory=dict)
-    stepped: frozenset[int] = frozenset()
+    models: Models = field(default_factory=Models)
+    restore: RestoredRanks = field(default_factory=RestoredRanks)
+    first: Steps = field(default_factory=Steps)
     finished: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
-    facts: Mapping[str, Json] = field(default_factory=dict)
-    tensors: int | None = None
-    reserved: Slot | None = None
-    is_reserving: bool = False
-    reserve_at: float = 0.0
-    reserve_wait_s: float = 0.0
-    snapshot: Snapshot | None = None
+    files: NextFiles = field(default_factory=NextFiles)
+    snapshot: HostSnapshot | None = None
     postponed: tuple[tuple[Call, BeginSnapshot], ...] = ()
-    slot_waiters: tuple[tuple[int, Call], ...] = ()
+    seals: Seals = field(default_factory=Seals)
+    every: int | None = None
+    stop: AgreedStop | None = None
+    was_put_off: bool = False
+    proof: Steps = field(default_factory=Steps)
     watching: Mapping[int, Call] = field(default_factory=dict)
     emergency: Emergency | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    bytes_local: int = 0
-    bytes_remote: int = 0
-    stop: int | None = None
-    has_arrived: bool = False
-    may_write: bool = False
-    was_put_off: bool = False
-    has_sealed: bool = False
-    sealed_step: int | None = None
-    uncommitted: tuple[str, ...] = ()
-    every: int | None = None
-    unwritten: frozenset[int] = frozenset()
-    give_up_at: float | None = None
-    raised: str = ""
-    raised_at: float = 0.0
-    is_proven: bool = False
-    is_ending: bool = False
-    failure: WorkersFailed | None = None
-    has_finished: bool = False
-    is_unhooked: bool = False
-    uses_devices: bool = False
-    proves: bool = False
-    numbers: Numbers | None = None
-    proven_ranks: frozenset[int] = frozenset()
-    proof_until: float = 0.0
+    outcome: Raised | WorkersFailed | Finished | None = None
 
     @property
     def workers(self) -> Workers:
@@ -239,8 +303,31 @@ class Round:
         return self.workers.placement.ranks
 
     @property
+    def has_group(self) -> bool:
+        return self.group is Group.RUNNING
+
+    @property
     def is_draining(self) -> bool:
         return self.stop is not None
+
+    @property
+    def stepped(self) -> frozenset[int]:
+        """Ranks with a first step."""
+        return self.first.ranks
+
+    @property
+    def may_write(self) -> bool:
+        """Whether workers of every host stand at the stop."""
+        return self.stop is not None and self.stop.may_write
+
+    @property
+    def snapshot_every(self) -> int:
+        """Snapshot interval, in steps."""
+        return self.workers.snapshot_every if self.every is None else self.every
+
+    @property
+    def failure(self) -> WorkersFailed | None:
+        return self.outcome if isinstance(self.outcome, WorkersFailed) else None
 
     @property
     def absent(self) -> frozenset[int]:
@@ -252,16 +339,12 @@ class Round:
     @property
     def is_restoring(self) -> bool:
         """Whether workers take their state from a generation."""
-        is_requested = all(entry.is_restoring for entry in self.published.values())
+        is_requested = all(model.is_restoring for model in self.models.published.values())
         return isinstance(self.command, Start) and bool(self.command.sources) and is_requested
 
     def is_complete(self, ranks: Iterable[int]) -> bool:
         """Whether ``ranks`` covers this host's workers."""
         return set(ranks) >= set(self.ranks)
-
-    def held(self) -> dict[int, Collection]:
-        """Pieces of each worker at a snapshot."""
-        return {rank: entry.held for rank, entry in self.published.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +362,7 @@ class HeldStop:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class HostSettings:
     """Constants of the agent's life, in seconds.
 
     Attributes:
@@ -293,6 +376,34 @@ class Settings:
     drain_timeout_s: float
     exit_grace_s: float = 10.0
     hang_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A host's leave.
+
+    Attributes:
+        since: Time of the signal, in seconds of the law's clock; a save in flight moves it.
+        notices: Removal time by source of the notice; None: unknown.
+        save_looks: Workers' looks for a save at the last check.
+    """
+
+    since: float | None = None
+    notices: Mapping[str, float | None] = field(default_factory=dict)
+    save_looks: int = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal or a notice removes the host."""
+        return self.since is not None or bool(self.notices)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Last step of finished workers; ledger of samples at that end, None: none reported."""
+
+    step: int = 0
+    ledger: JsonText | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -310,18 +421,13 @@ class HostState:
         standing: Calls of workers at an agreed stop with a save in flight.
         late: Commits that found no room in the store, by generation; they are tried again.
         expelled: Rounds ended without this host; its next join may bring their sealed snapshots.
-        save_looks: Workers' looks for a save at a leaving host's last check.
-        leaving_at: Time of the signal to leave.
-        notices: Removal time by source of the notice; None: unknown.
         is_rejoining: The host joins again once its workers are gone.
-        last_step: Last step of finished workers.
-        last_ledger: Ledger of samples at that end; None: none reported.
         last_round: Highest known round number.
         remembered: The job's record for the next coordinator.
         exit: Exit code of the agent.
     """
 
-    settings: Settings
+    settings: HostSettings
     slots: int
     now: float = 0.0
     generations: frozenset[int] = frozenset()
@@ -333,12 +439,9 @@ class HostState:
     standing: tuple[Call, ...] = ()
     late: Mapping[int, Commit] = field(default_factory=dict)
     expelled: frozenset[int] = frozenset()
-    save_looks: int = 0
-    leaving_at: float | None = None
-    notices: Mapping[str, float | None] = field(default_factory=dict)
+    leave: Leave = field(default_factory=Leave)
     is_rejoining: bool = False
-    last_step: int = 0
-    last_ledger: JsonText | None = None
+    finish: Finish = field(default_factory=Finish)
     last_round: int = 0
     remembered: Shared[Remembered] | None = None
     exit: int | None = None
@@ -351,8 +454,3 @@ class HostState:
         """The last eight expelled rounds, with ``round``: their snapshots may be sealed just
         now."""
         return frozenset(sorted({*self.expelled, round})[-8:])
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether a signal or a notice removes the host."""
-        return self.leaving_at is not None or bool(self.notices)

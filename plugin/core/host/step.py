@@ -5,7 +5,7 @@ from typing import Any
 
 from scalai.core.host import actions
 from scalai.core.host.actions import Action, Level
-from scalai.core.host.state import Call, HostState, Round
+from scalai.core.host.state import Call, Group, HostState, Round
 from scalai.core.job.endings import kind_of
 from scalai.core.messages.reports import Report, WorkersFailed
 
@@ -66,7 +66,7 @@ class Step:
         """Begin the end of a round's workers. ``given_up``: the round, if the state no longer has
         it."""
         if number not in self.state.ending:
-            self.change_of(number, has_group=False)
+            self.change_of(number, group=Group.NONE)
             self.change(ending={**self.state.ending, number: given_up})
             self.do(actions.EndGroup(number, grace_s))
 
@@ -104,7 +104,7 @@ class Step:
         if current is None or current.failure is not None or current.is_ending:
             return
         failure = WorkersFailed(current.number, reason, out_of_memory, is_chance, is_refusal)
-        self.change_round(failure=failure)
+        self.change_round(outcome=failure)
         kind = kind_of(reason)
         self.log(Level.ERROR, f"event=failed round={current.number} kind={kind!r} {reason}")
         self.tell(failure)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from scalai.core.host import actions, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import GroupSeen
-from scalai.core.host.state import Call, HeldStop, Round
+from scalai.core.host.state import AgreedStop, Call, HeldStop, Round
 from scalai.core.host.step import Step
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import Stand
@@ -61,7 +61,8 @@ def stand(step: Step, call: Call, request: Stand) -> None:
     """Hold a worker at an agreed stop with a save that began on the way. It is answered at the
     stop's withdrawal: all ranks stand there alike."""
     current = step.round
-    if current is None or current.number != request.round or current.stop != request.step:
+    stop = None if current is None or current.number != request.round else current.stop
+    if current is None or stop is None or stop.step != request.step:
         step.answer(call)
         return
     step.change_round(was_put_off=True)
@@ -80,8 +81,8 @@ def withdraw(step: Step) -> None:
         return
     # First, so that no released worker comes to it again.
     step.do(actions.WantStop(current.number, 0), commands.Withdraw(current.number))
-    step.change_round(stop=None, has_arrived=False)
     snapshots.withdraw(step)
+    step.change_round(stop=None)
     standing = step.state.standing
     step.change(standing=())
     for call in standing:
@@ -92,21 +93,20 @@ def agree(step: Step, command: commands.Agree) -> None:
     """Let workers come to this stop: all workers of the job see it."""
     current = step.round
     if current is not None and current.has_group:
-        step.change_round(proves=command.proves)
         step.do(command)
 
 
 def agreed(step: Step, command: commands.Agree) -> None:
     """Record the stop once its word is written."""
     if step.is_present(command.round):
-        step.change_round(stop=command.stop)
+        step.change_round(stop=AgreedStop(command.stop, command.proves))
 
 
 def take_snapshot(step: Step) -> None:
     """Let workers write and leave: the workers of every host stand at the stop."""
     if step.round is None or step.round.stop is None:
         return
-    step.change_round(may_write=True)
+    step.change_round(stop=replace(step.round.stop, may_write=True))
     snapshots.give_orders(step)
     snapshots.seal_if_complete(step)
 
@@ -121,12 +121,16 @@ def watch(step: Step, seen: GroupSeen | None) -> None:
     if step.state.held is not None:
         _hold(step, seen)
     current = step.present()
-    if not current.is_draining or current.emergency is not None:
+    if current.stop is None or current.emergency is not None:
         return
-    if not current.may_write:
+    if not current.stop.may_write:
         _look_for_ends(step, current, seen)
-    elif not current.has_sealed:
-        _give_up_who_hangs(step, current, seen)
+    elif not current.stop.has_sealed and (hung := snapshots.overdue(step)):
+        # A fork of a dead worker may hold its connection.
+        dead = hung & seen.ended.keys()
+        step.do(actions.Kill(current.number, hung - dead))
+        if dead:
+            _go_on(step, dead)
 
 
 def worker_gone(step: Step, number: int, rank: int, seen: GroupSeen | None) -> None:
@@ -136,21 +140,24 @@ def worker_gone(step: Step, number: int, rank: int, seen: GroupSeen | None) -> N
         return
     if rank not in current.ranks:
         return
-    is_done = current.has_sealed
+    stop = current.stop
+    is_done = stop is not None and stop.has_sealed
     is_done |= current.snapshot is not None and rank in current.snapshot.parts
-    if current.is_draining and not current.may_write and current.emergency is None:
+    if stop is not None and not stop.may_write and current.emergency is None:
         if seen is None or rank not in seen.reached:
             return  # its exit decides: see watch
         step.log(Level.ERROR, f"event=worker_lost rank={rank} at the stop")
-    elif current.is_draining and not is_done and rank not in current.finished:
+    elif stop is not None and not is_done and rank not in current.finished:
         step.log(Level.ERROR, f"event=worker_lost rank={rank} while it snapshots")
-    step.change_round(lost=current.lost | {rank})
-    if current.is_draining and current.emergency is None:
-        _go_on(step)
+    if stop is not None and current.emergency is None:
+        _go_on(step, frozenset({rank}))
+    else:
+        step.change_round(lost=current.lost | {rank})
 
 
-def _go_on(step: Step) -> None:
+def _go_on(step: Step, lost: frozenset[int]) -> None:
     """Go on without lost workers."""
+    step.change_round(lost=step.present().lost | lost)
     snapshots.tell_arrived(step)
     snapshots.give_orders(step)
     snapshots.seal_if_complete(step)
@@ -159,34 +166,11 @@ def _go_on(step: Step) -> None:
 def _look_for_ends(step: Step, current: Round, seen: GroupSeen) -> None:
     """Handle ends before the stop: success or failure. A worker that died at the stop is lost, and
     its replicas may write for it: a poll would end those with it."""
-    died = {rank for rank, code in seen.ended.items() if code != 0}
+    died = frozenset(rank for rank, code in seen.ended.items() if code != 0)
     early = sorted(died - seen.reached)
     if early:
         step.fail(f"ranks {early} died on their way to the stop", is_chance=True)
     elif set(current.ranks) <= set(seen.ended) - died:
         step.do(actions.PollGroup(current.number))
     elif died - current.lost:
-        step.change_round(lost=current.lost | died)
-        _go_on(step)
-
-
-def _give_up_who_hangs(step: Step, current: Round, seen: GroupSeen) -> None:
-    """End workers with an order and no write; each write restarts the clock."""
-    patience_s = step.state.settings.drain_timeout_s
-    hung = (current.snapshot.unwritten if current.snapshot else frozenset()) - current.lost
-    if not hung or hung != current.unwritten:
-        give_up_at = step.now + patience_s if hung else None
-        step.change_round(unwritten=hung, give_up_at=give_up_at)
-        return
-    if current.give_up_at is None or step.now < current.give_up_at:
-        return
-    step.log(
-        Level.ERROR, f"event=gave_up ranks={sorted(hung)} hang in their snapshot: they are ended"
-    )
-    # A fork of a dead worker may hold its connection.
-    dead = hung & seen.ended.keys()
-    step.do(actions.Kill(current.number, hung - dead))
-    step.change_round(give_up_at=step.now + patience_s)
-    if dead:
-        step.change_round(lost=current.lost | dead)
-        _go_on(step)
+        _go_on(step, died)

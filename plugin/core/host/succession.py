@@ -30,7 +30,8 @@ def replaced(step: Step) -> None:
     if current.is_ending:
         step.change(is_rejoining=True, expelled=step.state.with_expelled(current.number))
         return
-    if not current.has_arrived and current.emergency is None:
+    has_arrived = current.stop is not None and current.stop.has_arrived
+    if not has_arrived and current.emergency is None:
         stops.withdraw(step)
     step.do(actions.Rejoin())
 
@@ -38,12 +39,9 @@ def replaced(step: Step) -> None:
 def tell_again(step: Step) -> None:
     """Repeat reports of the present round: the old coordinator may have missed them."""
     current = step.round
-    if current is None:
-        return
-    if current.failure is not None:
-        step.tell(current.failure)
-    if current.has_finished:
-        step.tell(reports.Finished(current.number))
+    outcome = None if current is None else current.outcome
+    if isinstance(outcome, reports.WorkersFailed | reports.Finished):
+        step.tell(outcome)
 
 
 def underway(state: HostState, seen: GroupSeen | None) -> Underway | None:
@@ -51,10 +49,11 @@ def underway(state: HostState, seen: GroupSeen | None) -> Underway | None:
     current = state.round
     if current is None or current.is_ending:
         return None
-    workers, is_trained = current.workers, current.has_group
-    if state.settings.is_elastic and not current.is_unhooked:
-        is_trained = current.is_complete(current.stepped)
-    has_begun = current.is_proven and current.tensors is not None
+    workers, models, stop = current.workers, current.models, current.stop
+    is_trained = current.has_group
+    if state.settings.is_elastic and not models.is_unhooked:
+        is_trained = current.is_complete(current.first.ranks)
+    has_begun = models.is_proven and models.tensors is not None
     return Underway(
         run=workers.run,
         round=current.number,
@@ -63,15 +62,15 @@ def underway(state: HostState, seen: GroupSeen | None) -> Underway | None:
         micro_batch_size=workers.micro_batch_size,
         generation=workers.generation,
         newest=seen.newest if seen is not None else 0,
-        is_proven=has_begun or not state.settings.is_elastic or current.is_unhooked,
+        is_proven=has_begun or not state.settings.is_elastic or models.is_unhooked,
         is_stepping=is_trained,
-        is_hooked=not current.is_unhooked,
-        stop=current.stop,
-        has_arrived=current.has_arrived,
+        is_hooked=not models.is_unhooked,
+        stop=None if stop is None else stop.step,
+        has_arrived=stop is not None and stop.has_arrived,
         is_writing=current.may_write,
-        is_sealed=current.has_sealed,
+        is_sealed=stop is not None and stop.has_sealed,
         is_failed=current.failure is not None or current.emergency is not None,
-        is_finished=current.has_finished,
-        every=workers.snapshot_every if current.every is None else current.every,
+        is_finished=isinstance(current.outcome, reports.Finished),
+        every=current.snapshot_every,
         recompute=workers.recompute,
     )

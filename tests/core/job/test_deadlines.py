@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.host.state import Settings
+from scalai.core.host.state import HostSettings
 from scalai.core.job import membership as m
 from scalai.core.job.deadlines import (
     ANSWER_S,
@@ -37,7 +37,7 @@ from support.laws import (
 
 pytestmark = pytest.mark.fault
 
-EXIT_GRACE_S = Settings("a", is_elastic=True, drain_timeout_s=120.0).exit_grace_s
+EXIT_GRACE_S = HostSettings("a", is_elastic=True, drain_timeout_s=120.0).exit_grace_s
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
