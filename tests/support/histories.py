@@ -126,7 +126,7 @@ class Histories(RuleBasedStateMachine):
         """A worker makes no steps, or makes them and does not come to the stop, or does nothing at
         all, or is in the middle of an update, or tells late what it has copied; or does again."""
         host = self.world.hosts.get(name)
-        for group in host.hands._groups.values() if host else ():
+        for group in host.hands.groups.values() if host else ():
             if rank in group.workers:
                 worker = group.workers[rank]
                 setattr(worker, what, not getattr(worker, what))
@@ -134,7 +134,7 @@ class Histories(RuleBasedStateMachine):
     @rule(which=st.integers(0, 5), nproc=st.sampled_from([1, 2, 3, 4]))
     def change_while_one_is_late(self, which: int, nproc: int) -> None:
         """A change is wanted, and a worker does not come to the stop in time."""
-        groups = [g for host in self.world.hosts.values() for g in host.hands._groups.values()]
+        groups = [g for host in self.world.hosts.values() for g in host.hands.groups.values()]
         workers = [worker for group in groups for worker in group.workers.values()]
         if workers:
             workers[which % len(workers)].is_late = True

@@ -38,11 +38,8 @@ MODULES = (
 
 def use_virtual_time() -> None:
     """Have the coordinator's modules read ``Clock``, until ``use_real_time``."""
-    _use(
-        types.SimpleNamespace(
-            monotonic=lambda: Clock.now, time=lambda: Clock.now, sleep=lambda seconds: None
-        )
-    )
+    now = lambda: Clock.now  # noqa: E731
+    _use(types.SimpleNamespace(monotonic=now, time=now, sleep=lambda seconds: None))
 
 
 def use_real_time() -> None:
@@ -151,3 +148,6 @@ class Group:
     proposed: int | None = None
     agreed: int | None = None
     spaced: Schedule | None = None
+
+    def newest(self) -> int:
+        return max((worker.step for worker in self.workers.values()), default=0)

@@ -23,8 +23,7 @@ from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Scale
 from support.laws import but
-from support.simulated_disk import SimulatedDisk
-from support.simulated_host import SimulatedHost
+from support.simulated_host import SimulatedDisk, SimulatedHost
 from support.simulated_workers import TENSORS, Clock, Group, SimulatedStores, Worker
 
 TICK_S = 5.0
@@ -204,7 +203,7 @@ class World:
         if state.phase is not Phase.RUNNING or not state.current:
             return False
         groups = [
-            self.hosts[name].hands._groups.get(state.round)
+            self.hosts[name].hands.groups.get(state.round)
             for name in state.current.active
             if name in self.hosts
         ]
@@ -335,7 +334,7 @@ class World:
 
     def kill_worker(self, name: str, rank: int) -> None:
         host = self.hosts.get(name)
-        for number, group in list(host.hands._groups.items()) if host else []:
+        for number, group in list(host.hands.groups.items()) if host else []:
             worker = group.workers.get(rank)
             if host is not None and worker is not None and worker.exit is None:
                 worker.exit = -9
@@ -360,7 +359,7 @@ class World:
             self._let_work(host)
 
     def _let_work(self, host: SimulatedHost) -> None:
-        for number, group in list(host.hands._groups.items()):
+        for number, group in list(host.hands.groups.items()):
             for worker in group.workers.values():
                 is_gone = worker.exit is not None or worker.is_stopped
                 if not is_gone and worker.thread_call is None and worker.thread not in ("", "end"):
@@ -429,7 +428,7 @@ class World:
         state, found = self.live.state, list[tuple[Group, Worker]]()
         for name in state.current.active if state.current else ():
             host = self.hosts.get(name)
-            group = host.hands._groups.get(state.round) if host else None
+            group = host.hands.groups.get(state.round) if host else None
             if group is None:
                 return []
             found += [(group, worker) for worker in group.workers.values()]
@@ -506,7 +505,7 @@ class World:
     def _ended(self, host: SimulatedHost) -> None:
         """An agent has exited: its workers die with it, and its connections end."""
         host.is_in = False
-        host.hands._groups.clear()
+        host.hands.groups.clear()
         self.desk.gone(host)  # type: ignore[arg-type]
 
     def go_on(self, seconds: float) -> None:
@@ -569,7 +568,7 @@ class World:
         for host in self.hosts.values():
             host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False
             host.is_sick = False
-            for group in host.hands._groups.values():
+            for group in host.hands.groups.values():
                 for worker in group.workers.values():
                     worker.is_hung = worker.is_late = False
                     worker.is_stopped = worker.is_torn = worker.is_copying = False

@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from scalai.core.host import events
 from scalai.core.job.membership import Phase
 from scalai.core.job.spacing import Pace
-from scalai.core.messages.worker_messages import RankFailed
 from support.simulated_workers import Worker
 from support.two_laws import Train, World
 
@@ -43,10 +41,9 @@ def trained(train: Train, hosts: str = "ab", **facts: object) -> tuple[World, in
 
 def fail(world: World, name: str) -> None:
     """The script of a host's first worker raises."""
-    host, worker = world.hosts[name], workers(world, name)[0]
-    (number,) = host.hands.groups
-    worker.is_hung = True
-    host.agent.feed(events.Called(0, RankFailed(worker.rank, number, "Connection closed by peer")))
+    number, _ = world.furthest()
+    worker = workers(world, name)[0]
+    world.hosts[name].hands.fail(number, worker, "Connection closed by peer")
 
 
 def stop_worker(world: World) -> None:
