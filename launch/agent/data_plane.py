@@ -233,7 +233,7 @@ class DataPlaneServer:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class DataPeer:
     """Another host's data plane: its address, the job's token, and its expected name."""
 
     address: Address

@@ -32,8 +32,8 @@ from scalai.core.tensors.collection import concatenate
 from scalai.core.tensors.holders import Holder, Pieces, SourceList
 from scalai.core.tensors.plan import Plan, plan
 from scalai.core.tensors.region import box_text
-from scalai.launch.agent.data_plane import DEFAULT_TIMEOUT_S, Peer
-from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
+from scalai.launch.agent.data_plane import DEFAULT_TIMEOUT_S, DataPeer
+from scalai.launch.agent.sources import KnownParts, ask_parts, ask_rank_states, first_part, own_part
 from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
 from scalai.store.host import HostStore
@@ -205,7 +205,7 @@ class Brought(NamedTuple):
     and hosts with damaged pieces, with the reason."""
 
     plan: Plan
-    parts: Parts
+    parts: KnownParts
     fetch: _Fetch
     began: float
     damaged: Mapping[str, str]
@@ -214,7 +214,7 @@ class Brought(NamedTuple):
 def bring(
     store: HostStore,
     listed: SourceList,
-    parts: Parts,
+    parts: KnownParts,
     targets: Sequence[Holder],
     hosts: Sequence[str],
     extras: Extras,
@@ -239,7 +239,7 @@ def bring(
     Raises: As ``prepare_restore``.
     """
 
-    def fetch(parts: Parts, lists: list[FetchList], gone: dict[str, ScalaiError]) -> _Fetch:
+    def fetch(parts: KnownParts, lists: list[FetchList], gone: dict[str, ScalaiError]) -> _Fetch:
         if is_replica:
             store.check_spare(sum(int(asked.pieces.size_bytes().sum()) for asked in lists))
         else:
@@ -262,10 +262,10 @@ def bring(
 
 def _plan_and_fetch(
     host: str,
-    parts: Parts,
+    parts: KnownParts,
     targets: Sequence[Holder],
     hosts: Sequence[str],
-    fetch: Callable[[Parts, list[FetchList], dict[str, ScalaiError]], _Fetch],
+    fetch: Callable[[KnownParts, list[FetchList], dict[str, ScalaiError]], _Fetch],
 ) -> Brought:
     """Plan and fetch; after a failure again without the failing hosts, since replicas may help."""
     damaged = dict[str, str]()
@@ -289,7 +289,7 @@ def _plan_and_fetch(
         parts = parts.without(reasons)
 
 
-def _plan(parts: Parts, targets: Sequence[Holder], hosts: Sequence[str]) -> Plan:
+def _plan(parts: KnownParts, targets: Sequence[Holder], hosts: Sequence[str]) -> Plan:
     """Plan from the known parts.
 
     Raises:
@@ -310,7 +310,7 @@ def _plan(parts: Parts, targets: Sequence[Holder], hosts: Sequence[str]) -> Plan
 def _fetch_all(
     store: HostStore,
     listed: SourceList,
-    parts: Parts,
+    parts: KnownParts,
     lists: list[FetchList],
     extras: Extras,
     token: bytes,
@@ -338,7 +338,7 @@ def _fetch_all(
     def fetch(entry: Fetched) -> None:
         asked = entry.asked
         most_s = _patience_s(asked, given[asked.host]) if is_replica else DEFAULT_TIMEOUT_S
-        peer = Peer(others[asked.host].address, token, asked.host, most_s)
+        peer = DataPeer(others[asked.host].address, token, asked.host, most_s)
         try:
             peer.fetch(
                 number, asked.row, asked.pieces, entry.path, entry.begin, arrived,
@@ -431,7 +431,7 @@ def check_arrived(
 ) -> None:
     """Compare fetched whole pieces with their hosts' fingerprints.
 
-    Parts of pieces have none of their own; the proof of the whole state covers them.
+    KnownParts of pieces have none of their own; the proof of the whole state covers them.
 
     Args:
         parts: Statements of the giving hosts.

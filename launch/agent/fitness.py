@@ -34,7 +34,7 @@ class NoAnswerError(Exception):
     """A command has no answer, with the reason."""
 
 
-class Commands:
+class CommandRunner:
     """Runs commands one after another, each with a deadline.
 
     A late command is killed with its process group. One that cannot be killed, because its driver
@@ -137,13 +137,13 @@ def _listen(process: "subprocess.Popen[bytes]", end: float) -> str:
 _NAMED = re.compile(r"^[ \t]*\d+[ \t]*,[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
 
 
-def driver_device(commands: Commands | None = None) -> str:
+def driver_device(commands: CommandRunner | None = None) -> str:
     """Return the driver's name of this host's first device. Blocks for 15 s at most.
 
     Raises:
         NoAnswerError: It names none.
     """
-    code, output = (commands or Commands(NAME_S)).query(["index", "name"])
+    code, output = (commands or CommandRunner(NAME_S)).query(["index", "name"])
     named = _NAMED.search(output)  # behind warnings of the linker
     if code or named is None:
         text = output.strip()[-LINE:]
@@ -168,7 +168,7 @@ class DeviceProbe:
         self,
         config: ProbeConfig,
         visible: Sequence[str] | None = None,
-        commands: Commands | None = None,
+        commands: CommandRunner | None = None,
     ) -> None:
         """Set the question.
 
@@ -180,7 +180,7 @@ class DeviceProbe:
         self._config = config
         self._visible = visible
         self._seen: set[str] = set()
-        self._commands = commands or Commands()
+        self._commands = commands or CommandRunner()
         self.problem: str | None = None
         """Reason for the last ``read``'s None; None: it gave a number."""
         self.narrowed: str | None = None
@@ -292,7 +292,7 @@ class HealthCheck:
     """
 
     def __init__(
-        self, command: str | None, variables: Mapping[str, str], commands: Commands
+        self, command: str | None, variables: Mapping[str, str], commands: CommandRunner
     ) -> None:
         self._words, self._variables = shlex.split(command or ""), variables
         self._commands = commands

@@ -129,7 +129,7 @@ class Health:
             return time.monotonic() - self._answered_at if self._is_silent else None
 
 
-class Line:
+class RenewedChannel:
     """A self-renewing connection to the coordinator, for one thread.
 
     Args:
@@ -229,8 +229,8 @@ class _Membership:
 
     incarnation: str
     is_over: threading.Event
-    calls: Line
-    polls: Line
+    calls: RenewedChannel
+    polls: RenewedChannel
     untold: "queue.Queue[Report | None]" = field(default_factory=queue.Queue)
     received: int = 0
     extra_s: float = 0.0
@@ -382,8 +382,8 @@ class CoordinatorLink:
     def _new_member(self) -> _Membership:
         is_over = threading.Event()
         waits, health = self._waits, self._health
-        calls = Line(self._place, waits.connect_s, waits.tell_s, health, is_over)
-        polls = Line(self._place, waits.connect_s, waits.poll_s, health, is_over)
+        calls = RenewedChannel(self._place, waits.connect_s, waits.tell_s, health, is_over)
+        polls = RenewedChannel(self._place, waits.connect_s, waits.poll_s, health, is_over)
         return _Membership(secrets.token_hex(8), is_over, calls, polls)
 
     @staticmethod
@@ -476,7 +476,9 @@ class CoordinatorLink:
         """Return the command of the job's end; None: the job goes on, or the coordinator is of a
         job without this host."""
         waits = self._waits
-        line = Line(self._place, waits.connect_s, waits.tell_s, self._health, member.is_over)
+        line = RenewedChannel(
+            self._place, waits.connect_s, waits.tell_s, self._health, member.is_over
+        )
         try:
             return line.call(Farewell(self._job, self._host, self._taken_in))
         finally:

@@ -16,7 +16,7 @@ from scalai.core.job.remembered import Underway
 from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer
-from scalai.launch.agent.fitness import Commands, HealthCheck
+from scalai.launch.agent.fitness import CommandRunner, HealthCheck
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import THREADS, Agent, Loop
@@ -333,7 +333,7 @@ def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> 
 
 def _health_check(spec: JobSpec, host: str) -> HealthCheck:
     probe, variables = spec.config.probe, {"SCALAI_HOST": host, "SCALAI_JOB": spec.job}
-    commands = Commands(constant("probe.health_timeout_s"))
+    commands = CommandRunner(constant("probe.health_timeout_s"))
     return HealthCheck(probe.health_check, variables, commands)
 
 

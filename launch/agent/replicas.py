@@ -33,9 +33,9 @@ from scalai.core.tensors.replica_pace import (
     take,
 )
 from scalai.core.tensors.replicas import to_keep
-from scalai.launch.agent.data_plane import Peer
+from scalai.launch.agent.data_plane import DataPeer
 from scalai.launch.agent.fetch import bring, suspected
-from scalai.launch.agent.sources import Parts, ask_parts, first_part, own_part
+from scalai.launch.agent.sources import KnownParts, ask_parts, first_part, own_part
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import Extras, summary_bytes
@@ -261,7 +261,7 @@ def _keep(
         if ward in listed.hosts:
             number = listed.hosts.index(ward)
             try:
-                peer = Peer(listed.addresses[number], token, ward)
+                peer = DataPeer(listed.addresses[number], token, ward)
                 held = peer.pieces(listed.generation, listed.reference(number))
                 wards[ward] = held.pieces.collection
             except (PeerError, StoreError) as error:
@@ -284,7 +284,7 @@ def _keep(
     return Kept(grown, size, "; ".join(failed), unchanged, wrong)
 
 
-def _alike(parts: Parts, hosts: tuple[str, ...], command: Replicate) -> dict[str, Collection]:
+def _alike(parts: KnownParts, hosts: tuple[str, ...], command: Replicate) -> dict[str, Collection]:
     """Return each host's known pieces; hosts equal to this one were not asked."""
     found = {part.host: part.collection for part in parts.all}
     listed, own = command.sources.value, parts.own
@@ -304,7 +304,7 @@ def _states(command: Replicate, host: str, wards: frozenset[str], token: bytes) 
         number = listed.hosts.index(ward)
         coordinates = [name for name, at in listed.rank_states.items() if at == number]
         if coordinates and ring.keeps(host, {ward}):
-            peer = Peer(listed.addresses[number], token, ward)
+            peer = DataPeer(listed.addresses[number], token, ward)
             found |= peer.rank_states(listed.generation, coordinates)
     return found
 

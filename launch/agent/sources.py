@@ -15,7 +15,7 @@ from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.fingerprint import Committed, unite_committed
 from scalai.core.tensors.holders import Holder, Pieces, SourceList
 from scalai.core.tensors.plan import plan
-from scalai.launch.agent.data_plane import Peer, PiecesHeld
+from scalai.launch.agent.data_plane import DataPeer, PiecesHeld
 from scalai.runtime.at_once import at_once
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
@@ -42,7 +42,7 @@ class GivenPart:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Parts:
+class KnownParts:
     """Known parts: this host's own, and others'.
 
     ``committed``: statements on the others' tensors. ``silent``: hosts with wanted pieces but
@@ -54,7 +54,7 @@ class Parts:
     committed: Committed | None
     silent: Mapping[str, str]
 
-    def without(self, gone: Mapping[str, str]) -> "Parts":
+    def without(self, gone: Mapping[str, str]) -> "KnownParts":
         """Return the parts without these hosts, given with reasons."""
         others = tuple(part for part in self.others if part.host not in gone)
         return replace(self, others=others, silent={**self.silent, **gone})
@@ -101,7 +101,7 @@ def ask_parts(
     targets: Sequence[Holder],
     token: bytes,
     position: int,
-) -> Parts:
+) -> KnownParts:
     """Return this host's part and, if it does not suffice, others'. Blocks.
 
     Args:
@@ -114,7 +114,7 @@ def ask_parts(
     """
     names = {tensor.name for target in targets for tensor in target.collection.tensors}
     if own is not None and _has_all(own, targets, names):
-        return Parts(own, (), None, {})
+        return KnownParts(own, (), None, {})
     is_listed = own is not None and host in listed.hosts
     mine = listed.reference(listed.hosts.index(host)).digest if is_listed else ""
     asked: dict[str, list[int]] = {}
@@ -130,7 +130,7 @@ def ask_parts(
         turn = position % len(numbers)
         for number in [*numbers[turn:], *numbers[:turn]]:
             name = listed.hosts[number]
-            peer = Peer(listed.addresses[number], token, name)
+            peer = DataPeer(listed.addresses[number], token, name)
             try:
                 given[digest] = peer.pieces(listed.generation, listed.reference(number))
                 return
@@ -147,7 +147,7 @@ def ask_parts(
         if listed.hosts[number] not in silent
     ]
     stated = unite_committed(held.committed for held in given.values())
-    return Parts(own, tuple(others), stated, silent)
+    return KnownParts(own, tuple(others), stated, silent)
 
 
 def _has_all(own: HostManifest, targets: Sequence[Holder], names: Set[str]) -> bool:
@@ -186,7 +186,7 @@ def ask_rank_states(
             asked.setdefault(listed.rank_states[coordinate], []).append(rank)
 
     def ask(number: int) -> None:
-        peer = Peer(listed.addresses[number], token, listed.hosts[number])
+        peer = DataPeer(listed.addresses[number], token, listed.hosts[number])
         states = peer.rank_states(listed.generation, [coordinates[r] for r in asked[number]])
         for rank in asked[number]:
             name = coordinates[rank]

@@ -160,7 +160,7 @@ def self_check() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class GroupPlacement:
     """Place of this host's workers in a round."""
 
     round: int
@@ -190,7 +190,7 @@ class _Assigned(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self.placement: Placement | None = None
+        self.placement: GroupPlacement | None = None
 
     @property
     def use_agent_store(self) -> bool:
@@ -275,7 +275,7 @@ class WorkerSet(LocalElasticAgent):
         super().__init__(spec, logs or DefaultLogsSpecs(), start_method="forkserver")
         self._is_up = False
 
-    def start(self, place: Placement, arguments: Sequence[str], *, warm: bool) -> None:
+    def start(self, place: GroupPlacement, arguments: Sequence[str], *, warm: bool) -> None:
         """Start the workers of ``place``; ``arguments``: the script and its arguments.
 
         ``warm``: fork them from the server of ``warm_up``; else a plain exec.

@@ -18,8 +18,8 @@ from scalai.core.messages.commands import Workers
 from scalai.core.messages.worker_messages import Imports
 from scalai.launch.agent.extension_locks import WorkersLocks, extensions_root
 from scalai.launch.agent.torch_elastic import (
+    GroupPlacement,
     Outcome,
-    Placement,
     WorkerSet,
     wait_until_warm,
     warm_up,
@@ -47,7 +47,7 @@ class WorkerGroup:
     """The workers of one round, from ``WorkerGroups.start``; ``end`` leaves nothing of them."""
 
     def __init__(
-        self, place: Placement, workers: WorkerSet, page: ControlPage, path: Path, *,
+        self, place: GroupPlacement, workers: WorkerSet, page: ControlPage, path: Path, *,
         builds: bool = True,
     ) -> None:  # fmt: skip
         self.page, self._builds = page, builds
@@ -139,7 +139,7 @@ class WorkerGroups:
         path = control_path(self._directory, wanted.round)
         page = ControlPage(path, create=True)
         page.clear()
-        place = Placement(
+        place = GroupPlacement(
             round=wanted.round,
             group_rank=wanted.placement.group_rank,
             group_world_size=wanted.placement.group_world_size,

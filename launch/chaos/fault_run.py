@@ -18,8 +18,15 @@ from scalai.core.errors import PeerError, UsageError
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.injectors import CLOCK_S, injector_of
 from scalai.launch.chaos.kinds import Effect, Fault, Wanted, most_steps_lost, schedule
-from scalai.launch.chaos.scene import Injected, Scene, Settings, Watch, least_hosts, settings_of
-from scalai.launch.chaos.verdicts import Outcome, Verdict, problems, step_to_pass, to_json
+from scalai.launch.chaos.scene import (
+    Injected,
+    Scene,
+    StartSettings,
+    Watch,
+    least_hosts,
+    settings_of,
+)
+from scalai.launch.chaos.verdicts import FaultOutcome, Verdict, problems, step_to_pass, to_json
 
 ENDS_S = 20.0
 """Seconds without progress before the injection is undone."""
@@ -29,7 +36,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FaultPlan:
     """The request.
 
     ``every``: steps between the recovery from a fault and the next one; ``bite_s``: time limit in
@@ -54,7 +61,7 @@ class Cast:
 
     hosts: tuple[str, ...]
     world: int
-    commands: dict[str, processes.Command]
+    commands: dict[str, processes.AgentCommand]
     started: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
 
@@ -89,10 +96,10 @@ class Chaos:
         say: Callback for a line of progress.
     """
 
-    def __init__(self, folder: Path, plan: Plan, say: Say) -> None:
+    def __init__(self, folder: Path, plan: FaultPlan, say: Say) -> None:
         self._folder, self._plan, self._say = folder, plan, say
         self._watch = Watch(folder, plan.logs)
-        self._settings = Settings(None, 1, None)
+        self._settings = StartSettings(None, 1, None)
         self._cast = Cast((), 0, {})
         self._whole_step = 0
         self._begun = time.monotonic()
@@ -123,7 +130,7 @@ class Chaos:
                 f"no workers of job {self._folder.name!r} run on this machine, but on "
                 f"{', '.join(status['workers']) or 'no host'}. Run this where they are."
             )
-        commands = {host: processes.Command.of(pid) for host, pid in here.items()}
+        commands = {host: processes.AgentCommand.of(pid) for host, pid in here.items()}
         self._cast = Cast(tuple(workers), status["world_size"], commands)
         self._settings = settings_of(self._folder)
         strangers = sorted(set(self._plan.hosts) - workers.keys())
@@ -146,7 +153,7 @@ class Chaos:
     def run(self, faults: Sequence[Fault]) -> Verdict:
         """Carry a schedule out. An interrupted run is undone, and judged as far as it came: see
         ``outcomes``."""
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[FaultOutcome] = []
         self._say(f"hosts {', '.join(self._cast.hosts)}; {len(faults)} faults")
         try:
             for fault in faults:
@@ -156,7 +163,9 @@ class Chaos:
                 if not self._is_alive():
                     self._say("the job has ended: no further fault can be injected")
                     left = faults[len(self.outcomes) :]
-                    self.outcomes += [Outcome(each, trouble="the job had ended") for each in left]
+                    self.outcomes += [
+                        FaultOutcome(each, trouble="the job had ended") for each in left
+                    ]
                     break
         finally:
             # Who is interrupted may have killed an agent and not started it again yet.
@@ -168,10 +177,10 @@ class Chaos:
     def _is_alive(self) -> bool:
         return self._watch.status is not None or bool(processes.agents(self._folder))
 
-    def _one(self, fault: Fault) -> Outcome:
+    def _one(self, fault: Fault) -> FaultOutcome:
         """Wait for the time of a fault, inject it, and observe the outcome."""
         if not self._await_time(fault):
-            return Outcome(fault, trouble="the job did not get to the time of this fault")
+            return FaultOutcome(fault, trouble="the job did not get to the time of this fault")
         with ExitStack() as undo:
             scene = Scene(
                 self._folder, self._watch, fault, self._settings, self._cast.commands,
@@ -182,10 +191,10 @@ class Chaos:
                 if fault.kind.name in CLOCK_S and not self._plan.is_restarting:
                     skipped = "its host has to be started again"
                 if skipped:
-                    return Outcome(fault, skipped=skipped)
+                    return FaultOutcome(fault, skipped=skipped)
                 return self._strike(fault, scene)
             except ProcessLookupError as error:
-                return Outcome(fault, trouble=f"its target is not there: {error}")
+                return FaultOutcome(fault, trouble=f"its target is not there: {error}")
 
     def _await_time(self, fault: Fault) -> bool:
         """Return True once the job is whole and a fault is due; False: it never was."""
@@ -213,13 +222,13 @@ class Chaos:
     def _is_whole(self) -> bool:
         return self._watch.is_whole(self._cast.hosts, self._cast.world)
 
-    def _strike(self, fault: Fault, scene: Scene) -> Outcome:
+    def _strike(self, fault: Fault, scene: Scene) -> FaultOutcome:
         watch, plan = self._watch, self._plan
         step, limit = watch.step or 0, self._limit(fault)
         self._say(f"step {step}: {fault}")
         from_here, wall, began = len(watch.log.text), time.time(), time.monotonic()
         injected = injector_of(fault).inject(scene)
-        outcome = Outcome(fault, step=step, limit=limit)
+        outcome = FaultOutcome(fault, step=step, limit=limit)
         sign = _Sign(fault, injected, watch, from_here, wall)
 
         def is_seen() -> bool:
@@ -299,7 +308,7 @@ class Chaos:
         self._cast.starts.pop(host, None)
         return self._watch.wait(lambda: self._is_back(0, {}), self._plan.bite_s)
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: FaultOutcome) -> None:
         """Add the outcome to ``events.jsonl`` and say it."""
         self._cast.starts.clear()
         found = to_json(outcome)

@@ -156,7 +156,7 @@ def end(pids: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class AgentCommand:
     """The start of an agent, for a restart: words, variables, directory, output file (None: none to
     open), and a descriptor of its network namespace, if not ours."""
 
@@ -167,7 +167,7 @@ class Command:
     network: int | None = None
 
     @classmethod
-    def of(cls, pid: int) -> "Command":
+    def of(cls, pid: int) -> "AgentCommand":
         """Read it from a live process."""
         is_other = namespace(pid, "net") not in ("", namespace("self", "net"))
         network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) if is_other else None
@@ -190,7 +190,7 @@ class Command:
                 start_new_session=True,
             )  # fmt: skip
 
-    def with_flag(self, name: str, value: str) -> "Command":
+    def with_flag(self, name: str, value: str) -> "AgentCommand":
         """Return it with another value of a flag of ``scalai-run``."""
         words = list(self.words)
         place = _place(words, name)

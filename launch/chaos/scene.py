@@ -12,7 +12,7 @@ from typing import Any
 from scalai.core.errors import PeerError, ScalaiError
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.kinds import Fault
-from scalai.launch.chaos.verdicts import Round
+from scalai.launch.chaos.verdicts import ReportedRound
 from scalai.launch.config.endpoint import read_card
 from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Channel
@@ -26,7 +26,7 @@ class JobEnded(PeerError):
     """The watched job has ended, or does not exist."""
 
 
-class Log:
+class JobLog:
     """The log files of this machine's agents, read on from their last position."""
 
     def __init__(self, given: Sequence[Path]) -> None:
@@ -72,12 +72,12 @@ class Watch:
 
     Args:
         folder: ``<store>/<job>`` on this machine.
-        logs: Log files of agents; those of this machine's agents are found.
+        logs: JobLog files of agents; those of this machine's agents are found.
     """
 
     def __init__(self, folder: Path, logs: Sequence[Path] = ()) -> None:
         self.folder = folder
-        self.log = Log(logs)
+        self.log = JobLog(logs)
         self.status: Mapping[str, Any] | None = None
         self.reports: list[Mapping[str, Any]] = []
         self._channel: Channel | None = None
@@ -154,10 +154,10 @@ class Watch:
                 return False
             time.sleep(LOOK_S)
 
-    def rounds_since(self, at: float) -> tuple[Round, ...]:
+    def rounds_since(self, at: float) -> tuple[ReportedRound, ...]:
         """Return the rounds begun after a time of the wall clock."""
         return tuple(
-            Round(
+            ReportedRound(
                 str(each["reason"]), each.get("step"), int(each.get("steps_lost", 0)),
                 max(0.0, round(each["at"] - each["total_s"] - at, 3)), float(each["total_s"]),
                 dict(each["seconds"]),
@@ -168,7 +168,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class StartSettings:
     """Settings of a job's start, by its command lines and logs: steps between snapshots, number of
     replicas on other hosts, durable directory."""
 
@@ -185,8 +185,8 @@ class Scene:
     folder: Path
     watch: Watch
     fault: Fault
-    settings: Settings
-    commands: Mapping[str, processes.Command]
+    settings: StartSettings
+    commands: Mapping[str, processes.AgentCommand]
     out: Path
     undo: ExitStack
     before: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -229,7 +229,7 @@ class Injected:
     struck_at: Callable[[], float | None] | None = None
 
 
-def settings_of(folder: Path) -> Settings:
+def settings_of(folder: Path) -> StartSettings:
     """Read the settings of a job's start."""
     found: dict[str, str] = {}
     for pid in processes.agents(folder).values():
@@ -242,7 +242,7 @@ def settings_of(folder: Path) -> Settings:
                 found[name] = given
     every, replicas = found.get("snapshot_every", "none"), found.get("replicas", "1")
     disk = found.get("durable_dir", "none")
-    return Settings(
+    return StartSettings(
         int(every) if every.isdecimal() and every != "0" else None,
         int(replicas) if replicas.isdecimal() else 1,
         None if disk == "none" else Path(disk),

@@ -11,7 +11,7 @@ from scalai.launch.chaos.kinds import Effect, Fault, Heard
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ReportedRound:
     """A round begun after a fault, by its report: first ``step``, lost steps, and ``seconds`` of
     each phase. ``noticed_at``: seconds since the injection."""
 
@@ -24,7 +24,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FaultOutcome:
     """Observations of one fault.
 
     ``step``: the job's newest step at the fault, None: it did not strike. ``sign``: the job's or
@@ -38,7 +38,7 @@ class Outcome:
     step: int | None = None
     sign: str = ""
     seen_s: float | None = None
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[ReportedRound, ...] = ()
     back_s: float | None = None
     limit: int | None = None
     skipped: str = ""
@@ -60,14 +60,14 @@ class Outcome:
         return self.step is not None and bool(self.sign)
 
 
-def step_to_pass(step: int, rounds: Sequence[Round]) -> int:
+def step_to_pass(step: int, rounds: Sequence[ReportedRound]) -> int:
     """Return the step to pass for a recovered job, with ``step`` at the fault: it may have gone
     back, and need not have repeated all lost steps."""
     begun = rounds[-1].step if rounds else None
     return step if begun is None else min(step, begun)
 
 
-def problems(outcome: Outcome) -> tuple[str, ...]:
+def problems(outcome: FaultOutcome) -> tuple[str, ...]:
     """Return the reasons of a failure; empty: as expected, or skipped."""
     if outcome.skipped:
         return ()
@@ -127,7 +127,7 @@ class Verdict:
     final fingerprints by tensor of this run and the uninterrupted one (None: likewise)."""
 
     seed: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FaultOutcome, ...]
     losses: Comparison | None = None
     fingerprints: tuple[Mapping[str, int], Mapping[str, int]] | None = None
 
@@ -143,11 +143,11 @@ class Verdict:
         return tuple(found)
 
     @property
-    def passed(self) -> tuple[Outcome, ...]:
+    def passed(self) -> tuple[FaultOutcome, ...]:
         return tuple(each for each in self.outcomes if not each.skipped and not problems(each))
 
     @property
-    def failed(self) -> tuple[Outcome, ...]:
+    def failed(self) -> tuple[FaultOutcome, ...]:
         return tuple(each for each in self.outcomes if problems(each))
 
     @property
@@ -204,7 +204,7 @@ class Verdict:
         }  # fmt: skip
 
 
-def to_json(outcome: Outcome) -> dict[str, Json]:
+def to_json(outcome: FaultOutcome) -> dict[str, Json]:
     """Return an outcome in the format of the verdict's file."""
     fault = outcome.fault
     return {

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from scalai.core.errors import UsageError
-from scalai.launch.chaos.fault_run import Chaos, Plan, alone
+from scalai.launch.chaos.fault_run import Chaos, FaultPlan, alone
 from scalai.launch.chaos.injectors import describe
 from scalai.launch.chaos.kinds import KINDS, parse
 from scalai.launch.chaos.verdicts import Verdict, compare, draw, table
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--every and --rounds are 1 or more, and --faults names a kind.")
     wanted = tuple(KINDS) if faults == ["all"] else tuple(faults)
     folder = (args.store_dir or default_store_dir()).resolve() / check_job(args.job)
-    plan = Plan(
+    plan = FaultPlan(
         args.seed, tuple(map(parse, wanted)), args.every, args.out, args.rounds, args.wait_s,
         not args.no_restart, tuple(args.log), tuple(filter(None, args.hosts.split(","))),
     )  # fmt: skip

@@ -35,10 +35,10 @@ from scalai.launch.chaos.kinds import (
     schedule,
     struck,
 )
-from scalai.launch.chaos.scene import Log
+from scalai.launch.chaos.scene import JobLog
 from scalai.launch.chaos.verdicts import (
-    Outcome,
-    Round,
+    FaultOutcome,
+    ReportedRound,
     Verdict,
     compare,
     draw,
@@ -216,7 +216,7 @@ def test_a_process_is_started_again_as_it_was(tmp_path: Path) -> None:
             stdout=file, stderr=file,
         )  # fmt: skip
     _until(lambda: told.exists() and told.read_text() != "")
-    command = processes.Command.of(first.pid)
+    command = processes.AgentCommand.of(first.pid)
     processes.end([first.pid])
     first.wait(DEADLINE_S)
     told.unlink()
@@ -232,7 +232,7 @@ def test_a_process_is_seen_with_its_flags_and_one_that_is_gone_is_no_error() -> 
         _until(lambda: processes.flag(process.pid, "--nnodes") == "1:3")
         assert processes.flag(process.pid, "--durable-dir") == "/d"
         assert processes.flag(process.pid, "--replicas") is None
-        command = processes.Command.of(process.pid).with_flag("--durable-dir", "/e")
+        command = processes.AgentCommand.of(process.pid).with_flag("--durable-dir", "/e")
         assert command.with_flag("--nnodes", "2").words[3:] == (
             "--durable-dir", "/e", "--nnodes", "2",
         )  # fmt: skip
@@ -246,7 +246,7 @@ def test_a_process_is_seen_with_its_flags_and_one_that_is_gone_is_no_error() -> 
 def test_half_a_line_of_a_log_is_left_until_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("before\n")
-    log = Log([path])
+    log = JobLog([path])
     with path.open("a") as file:
         print("event=lost ho", end="", file=file, flush=True)
         log.look()
@@ -311,17 +311,17 @@ def fault(name: str = "kill-worker") -> Fault:
     return Fault(KINDS[name], ("a",), 0, At(), 20)
 
 
-def begun(steps_lost: int = 3, noticed_s: float = 0.2) -> Round:
-    return Round("rank 0 was killed", 14, steps_lost, noticed_s, 1.5, {"relaunch": 1.0})
+def begun(steps_lost: int = 3, noticed_s: float = 0.2) -> ReportedRound:
+    return ReportedRound("rank 0 was killed", 14, steps_lost, noticed_s, 1.5, {"relaunch": 1.0})
 
 
-GOOD = Outcome(fault(), 40, "was killed by SIGKILL", 0.3, (begun(),), 4.0, 14)
-NOTED = Outcome(fault("full-disk"), 40, "event=not_archived", 0.3, (), 4.0, 0)
+GOOD = FaultOutcome(fault(), 40, "was killed by SIGKILL", 0.3, (begun(),), 4.0, 14)
+NOTED = FaultOutcome(fault("full-disk"), 40, "event=not_archived", 0.3, (), 4.0, 0)
 
 
 def test_a_job_that_has_gone_back_trains_again_before_it_has_made_up_for_what_was_lost() -> None:
     """Who loses 400 steps needs minutes for them, and trains all the same."""
-    begun = Round("a worker was killed", 288, 415, 0.1, 5.0, {})
+    begun = ReportedRound("a worker was killed", 288, 415, 0.1, 5.0, {})
     assert step_to_pass(703, []) == step_to_pass(703, [replace(begun, step=None)]) == 703
     assert step_to_pass(703, [replace(begun, step=100), begun]) == 288
     assert step_to_pass(703, [replace(begun, step=710)]) == 703
@@ -333,21 +333,23 @@ def test_a_job_that_has_gone_back_trains_again_before_it_has_made_up_for_what_wa
         (GOOD, ""),
         (NOTED, ""),
         (replace(GOOD, sign=""), "not seen"),
-        (Outcome(fault()), "did not strike"),
+        (FaultOutcome(fault()), "did not strike"),
         (replace(GOOD, back_s=None), "on all hosts"),
         (replace(GOOD, rounds=(begun(15),)), "15 steps"),
         (replace(GOOD, rounds=()), "no round"),
         (replace(NOTED, rounds=(begun(0),)), "cost a round"),
     ],
 )
-def test_what_was_seen_and_cost_no_more_than_stated_passed(outcome: Outcome, problem: str) -> None:
+def test_what_was_seen_and_cost_no_more_than_stated_passed(
+    outcome: FaultOutcome, problem: str
+) -> None:
     found = problems(outcome)
     assert any(problem in each for each in found) if problem else not found
     assert GOOD.detect_s == 0.2 and NOTED.detect_s == 0.3
 
 
 def test_a_fault_that_cannot_be_injected_neither_passes_nor_fails() -> None:
-    skipped = Outcome(fault("slow-link"), skipped="no link")
+    skipped = FaultOutcome(fault("slow-link"), skipped="no link")
     verdict = Verdict(0, (GOOD, skipped))
     assert verdict.holds and verdict.figures()["faults"] == 1
     assert verdict.figures()["skipped"] == {"slow-link": "no link"}

@@ -19,7 +19,7 @@ from scalai.core.messages.commands import Command, Drop, Exit
 from scalai.core.messages.reports import Moved
 from scalai.core.messages.shared import JsonText, Named
 from scalai.launch.agent.link import CoordinatorLink, Health, Waits
-from scalai.launch.agent.link import Line as CoordinatorLine
+from scalai.launch.agent.link import RenewedChannel as CoordinatorLine
 from scalai.launch.coordinator.calls import (
     Bye,
     Commands,

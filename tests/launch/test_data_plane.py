@@ -14,7 +14,7 @@ from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.holders import Reference
 from scalai.core.tensors.region import Box
 from scalai.launch.agent import data_plane
-from scalai.launch.agent.data_plane import DataPlaneServer, Peer
+from scalai.launch.agent.data_plane import DataPeer, DataPlaneServer
 from scalai.runtime.codec import encode
 from scalai.runtime.connections import connect
 from scalai.runtime.framing import FramedSocket
@@ -38,11 +38,11 @@ def server(store: HostStore) -> Iterator[DataPlaneServer]:
 
 
 @pytest.fixture
-def peer(server: DataPlaneServer, store: HostStore) -> Peer:
-    return Peer(server.address, TOKEN, store.host, timeout_s=5)
+def peer(server: DataPlaneServer, store: HostStore) -> DataPeer:
+    return DataPeer(server.address, TOKEN, store.host, timeout_s=5)
 
 
-def fetch_into(tmp_path: Path, peer: Peer, row: int, pieces: Collection) -> bytes:
+def fetch_into(tmp_path: Path, peer: DataPeer, row: int, pieces: Collection) -> bytes:
     """Fetch one part into a file of noise, at byte 100; return its bytes."""
     path = tmp_path / "fetched"
     path.write_bytes(b"\xaa" * 1000)
@@ -55,7 +55,11 @@ def fetch_into(tmp_path: Path, peer: Peer, row: int, pieces: Collection) -> byte
 
 @pytest.mark.parametrize("block", [None, 7], ids=["whole", "many blocks"])
 def test_all_pieces_arrive_and_what_they_are(
-    store: HostStore, peer: Peer, tmp_path: Path, block: int | None, monkeypatch: pytest.MonkeyPatch
+    store: HostStore,
+    peer: DataPeer,
+    tmp_path: Path,
+    block: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if block is not None:
         monkeypatch.setattr(data_plane, "BLOCK_BYTES", block)
@@ -68,7 +72,7 @@ def test_all_pieces_arrive_and_what_they_are(
 
 
 @pytest.mark.fault
-def test_bytes_are_told_of_as_they_arrive(store: HostStore, peer: Peer, tmp_path: Path) -> None:
+def test_bytes_are_told_of_as_they_arrive(store: HostStore, peer: DataPeer, tmp_path: Path) -> None:
     pieces = store.manifest(1).collection
     sizes, reported, path = pieces.size_bytes(), list[int](), tmp_path / "fetched"
     path.write_bytes(bytes(int(sizes.sum())))
@@ -77,7 +81,9 @@ def test_bytes_are_told_of_as_they_arrive(store: HostStore, peer: Peer, tmp_path
     assert sum(reported) == came == sizes.sum() and len(reported) >= (sizes > 0).sum()
 
 
-def test_the_server_cuts_parts_out_of_pieces(store: HostStore, peer: Peer, tmp_path: Path) -> None:
+def test_the_server_cuts_parts_out_of_pieces(
+    store: HostStore, peer: DataPeer, tmp_path: Path
+) -> None:
     collection = store.manifest(1).collection
     row = next(r for r in range(len(collection)) if collection.box(r)[0].name == "param/w")
     tensor, box = collection.box(row)
@@ -87,17 +93,17 @@ def test_the_server_cuts_parts_out_of_pieces(store: HostStore, peer: Peer, tmp_p
 
 
 def test_who_has_another_token_is_refused_on_either_side(
-    store: HostStore, server: DataPlaneServer, peer: Peer
+    store: HostStore, server: DataPlaneServer, peer: DataPeer
 ) -> None:
     with DataPlaneServer(store, b"another token") as other:
         for address, token in ((server.address, b"another token"), (other.address, TOKEN)):
             with pytest.raises(PeerError, match="does not have this job's token"):
-                Peer(address, token, store.host, timeout_s=5).pieces(1, ANY)
+                DataPeer(address, token, store.host, timeout_s=5).pieces(1, ANY)
     assert peer.rank_states(1, ["nobody"]) == {}
 
 
 def test_only_committed_generations_are_served(
-    store: HostStore, peer: Peer, tmp_path: Path
+    store: HostStore, peer: DataPeer, tmp_path: Path
 ) -> None:
     _, sealed = snapshot(store, step=2)
     first = sealed.collection.select(FIRST)
@@ -108,7 +114,9 @@ def test_only_committed_generations_are_served(
             peer.fetch(number, FIRST, first, tmp_path / "none", FIRST)
 
 
-def test_parts_outside_of_a_piece_are_refused(store: HostStore, peer: Peer, tmp_path: Path) -> None:
+def test_parts_outside_of_a_piece_are_refused(
+    store: HostStore, peer: DataPeer, tmp_path: Path
+) -> None:
     all_, one = store.manifest(1).collection, store.manifest(1).collection.select(FIRST)
     outside = Collection(all_.tensors, one.tensor, one.offset + 1, one.shape)
     for row, pieces, why in ((0, outside, "Ask for a part"), (99, one, "piece 99")):
@@ -120,7 +128,7 @@ def test_parts_outside_of_a_piece_are_refused(store: HostStore, peer: Peer, tmp_
 def test_another_host_than_is_meant_hands_out_nothing(server: DataPlaneServer) -> None:
     """Its port may be that of one which is gone."""
     with pytest.raises(UnprovenError, match="not the host that is meant"):
-        Peer(server.address, TOKEN, "gone", timeout_s=5).pieces(1, ANY)
+        DataPeer(server.address, TOKEN, "gone", timeout_s=5).pieces(1, ANY)
 
 
 COLUMNS = {"row": [(1,), bytes(8)], "offset": [(0,), b""], "shape": [(0,), b""]}
@@ -132,7 +140,7 @@ COLUMNS = {"row": [(1,), bytes(8)], "offset": [(0,), b""], "shape": [(0,), b""]}
     ids=["no message", "columns"],
 )
 def test_nonsense_ends_the_connection_alone(
-    server: DataPlaneServer, peer: Peer, nonsense: bytes
+    server: DataPlaneServer, peer: DataPeer, nonsense: bytes
 ) -> None:
     with connect(server.address, service_key(TOKEN, DATA_PLANE, peer.host), 5) as framed:
         framed.send(nonsense)
@@ -155,7 +163,7 @@ def test_a_peer_that_falls_silent_is_noticed(store: HostStore, tmp_path: Path) -
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=accept_and_say_nothing, daemon=True)
         thread.start()
-        silent = Peer(listener.getsockname()[:2], TOKEN, store.host, timeout_s=0.2)
+        silent = DataPeer(listener.getsockname()[:2], TOKEN, store.host, timeout_s=0.2)
         with pytest.raises(PeerError, match=r"silent for 0\.2 s"):
             fetch_into(tmp_path, silent, 0, store.manifest(1).collection.select(FIRST))
         thread.join(60)

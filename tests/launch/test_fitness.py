@@ -9,7 +9,7 @@ import pytest
 
 from scalai.core.errors import UsageError
 from scalai.launch.agent.fitness import (
-    Commands,
+    CommandRunner,
     DeviceProbe,
     HealthCheck,
     NoAnswerError,
@@ -49,11 +49,13 @@ def test_a_command_that_does_not_end_or_begin_has_no_answer(
     words: Sequence[str], problem: str
 ) -> None:
     with pytest.raises(NoAnswerError, match=problem):
-        Commands(0.3).run(words)
+        CommandRunner(0.3).run(words)
 
 
 def test_of_a_flood_the_end_is_kept() -> None:
-    code, output = Commands().run(["sh", "-c", "head -c 20000000 /dev/zero; echo full; exit 1"])
+    code, output = CommandRunner().run(
+        ["sh", "-c", "head -c 20000000 /dev/zero; echo full; exit 1"]
+    )
     assert code == 1 and output.endswith("full\n") and len(output) < 1 << 20
 
 
@@ -62,7 +64,7 @@ def test_what_a_command_has_left_behind_is_not_waited_for(tmp_path: Path) -> Non
     """It holds the output. The command ends only after that has left its group, which is killed."""
     left = tmp_path / "pid"
     leave = f'setsid sh -c "echo \\$\\$ > {left}; exec sleep 60" & until test -s {left}; do :; done'
-    assert Commands().run(["sh", "-c", leave]) == (0, "")
+    assert CommandRunner().run(["sh", "-c", leave]) == (0, "")
     os.kill(int(left.read_text()), signal.SIGKILL)  # it is there still
 
 
@@ -70,7 +72,7 @@ def test_what_a_command_has_left_behind_is_not_waited_for(tmp_path: Path) -> Non
 def test_beside_a_command_that_cannot_be_killed_no_other_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    commands = Commands(0.1, end_s=0.1)
+    commands = CommandRunner(0.1, end_s=0.1)
     with monkeypatch.context() as context:
         context.setattr(os, "killpg", lambda group, number: None)
         for problem in ("gave no answer", "was killed and has not ended"):
@@ -114,7 +116,7 @@ def test_a_driver_that_names_none_is_told_of(
     else:
         nvidia_smi(script)
     with pytest.raises(NoAnswerError, match=problem):
-        driver_device(Commands(0.2) if script == "exec sleep 60" else None)
+        driver_device(CommandRunner(0.2) if script == "exec sleep 60" else None)
 
 
 # ------------------------------------------------------------------ devices that work
@@ -221,7 +223,9 @@ def test_silence_is_not_zero(
     monkeypatch.chdir(tmp_path)
     Path("devices").write_text("3\n")
     Path("empty").touch()
-    asked = DeviceProbe(config, commands=Commands(2.0 if "sleep" in str(config.command) else 60.0))
+    asked = DeviceProbe(
+        config, commands=CommandRunner(2.0 if "sleep" in str(config.command) else 60.0)
+    )
     assert asked.read() == slots and (problem or "None") in str(asked.problem)
 
 
@@ -229,7 +233,7 @@ def test_silence_is_not_zero(
 
 
 def check(command: str | None) -> HealthCheck:
-    return HealthCheck(command, {"SCALAI_HOST": "a", "SCALAI_JOB": "j"}, Commands())
+    return HealthCheck(command, {"SCALAI_HOST": "a", "SCALAI_JOB": "j"}, CommandRunner())
 
 
 @pytest.mark.fault
@@ -253,7 +257,7 @@ def test_a_host_is_healthy_where_the_command_ends_with_0(
 
 
 def test_a_slip_of_ours_is_a_fault() -> None:
-    class Slip(Commands):
+    class Slip(CommandRunner):
         def run(self, *_: object) -> tuple[int, str]:
             raise KeyError("h7")
 

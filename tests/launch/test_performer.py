@@ -20,7 +20,7 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
 from scalai.launch.agent.fetch import Moving, Restore
-from scalai.launch.agent.fitness import Commands, HealthCheck
+from scalai.launch.agent.fitness import CommandRunner, HealthCheck
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.loop import THREADS
 from scalai.launch.agent.performer import Hands, Performer
@@ -99,7 +99,7 @@ class Set:
             Hands(
                 spec, "a", b"token", store, holdings, groups, stacks, lanes, self.told.put,
                 self.fed.put, lambda: self.rejoin(), lambda: False,
-                HealthCheck(None, {}, Commands()),
+                HealthCheck(None, {}, CommandRunner()),
             )
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from scalai.core.tensors.fingerprint import piece_fingerprint
 from scalai.core.tensors.region import Box, whole
 from scalai.core.tensors.replica_pace import FIRST_RATE
 from scalai.core.tensors.replicas import ring_of
-from scalai.launch.agent.data_plane import DataPlaneServer, Peer
+from scalai.launch.agent.data_plane import DataPeer, DataPlaneServer
 from scalai.launch.agent.replicas import Kept, ReplicaRate, Replicas
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
@@ -206,7 +206,7 @@ def test_parts_of_a_damaged_piece_are_refused_by_who_has_it(job: Job, tmp_path: 
     half, both = (Collection.of([(tensor, Box(box.offset, (rows, 4)))]) for rows in (1, 2))
     path, none, rows = tmp_path / "x", np.zeros(1, np.int64), np.array([row])
     path.write_bytes(bytes(64))
-    peer = Peer(job.servers["a"].address, TOKEN, "a")
+    peer = DataPeer(job.servers["a"].address, TOKEN, "a")
     assert peer.fetch(1, rows, half, path, none, is_checked=True) == 16
     change(job.stores["a"], 97)  # behind the half
     assert peer.fetch(1, rows, half, path, none) == 16, "a restore is proven as a whole"

@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from scalai.core.errors import UsageError
-from scalai.launch.agent.data_plane import Peer
+from scalai.launch.agent.data_plane import DataPeer
 from scalai.launch.config.endpoint import TOKEN_VARIABLE, take_token
 from scalai.launch.coordinator.discovery import Place
 from scalai.runtime.handshake import job_key
@@ -20,7 +20,7 @@ TOKEN = "0123456789abcdef"
 
 
 def test_a_token_is_in_no_text() -> None:
-    for held in (Place(("h", 1), TOKEN.encode()), Peer(("h", 1), TOKEN.encode(), "h")):
+    for held in (Place(("h", 1), TOKEN.encode()), DataPeer(("h", 1), TOKEN.encode(), "h")):
         assert TOKEN not in repr(held) and TOKEN not in str(held)
 
 

@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from scalai.core.errors import RefusedError
 from scalai.core.messages.worker_messages import Imports
 from scalai.launch.agent.torch_elastic import (
+    GroupPlacement,
     Outcome,
-    Placement,
     WorkerSet,
     self_check,
     wait_until_warm,
@@ -166,9 +166,9 @@ def test_a_server_whose_forks_cannot_use_devices_is_not_taken(
 
 def place(
     workers: int = 2, *, round: int = 1, first: int = 2, outlives_signals: bool = False
-) -> Placement:
+) -> GroupPlacement:
     """Return a placement as the second of two hosts."""
-    return Placement(
+    return GroupPlacement(
         round=round, group_rank=1, group_world_size=2, first_rank=first, local_world_size=workers,
         world_size=first + workers, master_addr="127.0.0.1", master_port=29876,
         environment={"MINE": "yes", "SCALAI_AGENT_PID": str(os.getpid())},
@@ -176,7 +176,7 @@ def place(
     )  # fmt: skip
 
 
-def elastic(warm: bool) -> Placement:
+def elastic(warm: bool) -> GroupPlacement:
     """Return a placement; only workers of elastic jobs are forked, and those outlive signals."""
     return place(outlives_signals=warm)
 

@@ -41,7 +41,7 @@ from scalai.launch.agent.extension_locks import (
     find_locks,
 )
 from scalai.launch.agent.progress import KNOWN, Progress, ProgressWatch
-from scalai.launch.agent.torch_elastic import Placement
+from scalai.launch.agent.torch_elastic import GroupPlacement
 from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.launch.agent.worker_group import (
     NCCL_ERRORS,
@@ -70,7 +70,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.warm: list[bool] = []
-        self.places: list[Placement] = []
+        self.places: list[GroupPlacement] = []
 
     def pids(self) -> dict[int, int]:
         return {}
@@ -78,7 +78,7 @@ class Workers:
     def poll(self) -> None:
         return None
 
-    def start(self, place: Placement, arguments: Any, *, warm: bool) -> None:
+    def start(self, place: GroupPlacement, arguments: Any, *, warm: bool) -> None:
         self.warm.append(warm)
         self.places.append(place)
 
