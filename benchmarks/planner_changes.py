@@ -14,10 +14,10 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.change import fill, in_order
 from scalai.core.planner.columns import NO_SHARDING, Layout, Workload
 from scalai.core.planner.devices import GB, device_named
-from scalai.core.planner.model import ModelShape
 from scalai.core.planner.overlaps import overlaps_of
 from scalai.core.planner.placement import place_by
 from scalai.core.planner.reconfiguration import Hosts, Rates, reconfiguration, spread
+from scalai.core.planner.shape import ModelShape
 from scalai.launch.config.script_facts import read_table_shape
 
 PER_HOST = 8

@@ -74,7 +74,7 @@ NO_TORCH = (
     "scalai.launch.commands.inspect",
     "scalai.launch.commands.clean",
     "scalai.launch.commands.job_commands",
-    "scalai.launch.commands.plan",
+    "scalai.launch.commands.plan_layout",
     "scalai.launch.commands.reshard",
     "scalai.launch.commands.verify",
     "scalai.launch.commands.chaos",

@@ -17,7 +17,7 @@ from scalai.converters.deepspeed.config import autotp_size, stage_of
 from scalai.converters.deepspeed.job import AUTO, enables_bf16, uses_bf16_optimizer, zero_config
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import GRADIENTS, NO_SHARDING, OPTIMIZER, WEIGHTS, Workload
-from scalai.core.planner.model import ModelShape
+from scalai.core.planner.shape import ModelShape
 
 DEFAULT_CLIPPING = 1.0
 """``GRADIENT_CLIPPING_DEFAULT`` of the releases with ``compute_grad_norm``."""

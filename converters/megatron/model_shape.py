@@ -12,8 +12,8 @@ from scalai.converters.megatron.rules import Given
 from scalai.core.degrees.passes import RECOMPUTES, Recompute
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Workload
-from scalai.core.planner.model import ModelShape
 from scalai.core.planner.search import Choices
+from scalai.core.planner.shape import ModelShape
 
 NEEDED: Mapping[str, str] = {
     "--num-layers": "the number of layers",

@@ -18,7 +18,7 @@ from scalai.converters.megatron.arguments import TOLD_FACT
 from scalai.converters.megatron.model_limits import check_model
 from scalai.converters.megatron.modules import EMBEDDING, OUTPUT, expert_of, is_trained, layer_of
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.planner.model import ModelShape
+from scalai.core.planner.shape import ModelShape
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Index
 

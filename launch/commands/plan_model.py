@@ -30,9 +30,9 @@ from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Workload
 from scalai.core.planner.devices import FIGURES, Device, custom_device, device_named
 from scalai.core.planner.fit import Calibration, uncalibrated
-from scalai.core.planner.model import ModelShape
 from scalai.core.planner.score import Row, calibrate_rows, limits_of, read_rows
 from scalai.core.planner.search import Choices
+from scalai.core.planner.shape import ModelShape
 from scalai.launch.config.script_facts import (
     AUTOTP_ALONE,
     DEEPSPEED_FIXED,

@@ -14,15 +14,20 @@ from scalai.core.planner.columns import Layout
 from scalai.core.planner.devices import GB
 from scalai.core.planner.reconfiguration import Rates
 from scalai.core.planner.trace import Trace, read_trace
-from scalai.core.planner.trace_menu import (
+from scalai.core.planner.trace_replay import (
+    CAUSES,
     CHECKPOINT_S,
     SNAPSHOT_S,
     STORAGE,
+    Account,
     Case,
+    Piece,
     Prices,
+    Terms,
+    account,
     build_case,
+    replay,
 )
-from scalai.core.planner.trace_replay import CAUSES, Account, Piece, Terms, account, replay
 from scalai.launch.commands.plan_model import Question
 
 MINUTE = 60.0

@@ -40,8 +40,8 @@ from scalai.core.errors import RefusedError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.planner.columns import OPTIMIZER, Workload
 from scalai.core.planner.devices import Device, device_named
-from scalai.core.planner.model import ModelShape
 from scalai.core.planner.preference import PlannerTerms, Preference
+from scalai.core.planner.shape import ModelShape
 from scalai.core.release import numbers_of
 from scalai.launch.config.elastic_config import DeepSpeedConfig, ElasticConfig, PlannerConfig
 from scalai.launch.config.options import Options

@@ -14,7 +14,7 @@ from scalai.converters.megatron.arguments import TOLD_FACT, read_arguments, told
 from scalai.converters.megatron.model_shape import choices_of, workload_of
 from scalai.converters.megatron.stored_model import read_model
 from scalai.core.errors import RefusedError
-from scalai.core.planner.model import ModelShape
+from scalai.core.planner.shape import ModelShape
 from scalai.store.generation import load_generation
 from scalai.store.manifest import write_manifest
 from scalai.store.places import find_generations

@@ -1,6 +1,6 @@
 """Shapes of GPTs and Llamas for the tests of the planner."""
 
-from scalai.core.planner.model import ModelShape
+from scalai.core.planner.shape import ModelShape
 
 
 def gpt(

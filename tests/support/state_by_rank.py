@@ -6,7 +6,7 @@ from math import lcm, prod
 
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.columns import Layout
-from scalai.core.planner.model import ModelShape
+from scalai.core.planner.shape import ModelShape
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.plan import Holder
 from scalai.core.tensors.region import Box, Piece, clip, row_major

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scalai.core import fields
-from scalai.core.dataset.drawn import COUNTED, Draw, Number, Pass, joined, maybe
-from scalai.core.dataset.intervals import Intervals
+from scalai.core.dataset.drawn import COUNTED, Draw, Intervals, Number, Pass, joined, maybe
 from scalai.core.jsonable import Json
 
 

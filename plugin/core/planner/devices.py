@@ -1,7 +1,7 @@
 """What devices and the links between them can do, by their vendors' figures.
 
 Peaks are those of dense matrices with fp32 sums, bandwidths those of one direction. What programs
-reach of them is in ``coefficients.py``, but for matrices: there it differs by device, and was
+reach of them is in ``step_time.py``, but for matrices: there it differs by device, and was
 measured by one program on most of them. Memory is what the driver's tool (``nvidia-smi``,
 ``rocm-smi``) shows.
 """

@@ -6,9 +6,8 @@ from typing import Self
 
 import numpy as np
 
-from scalai.core.planner.coefficients import Coefficients, from_logs, prior_logs
 from scalai.core.planner.columns import Cases, Floats
-from scalai.core.planner.step_time import step_time
+from scalai.core.planner.step_time import Coefficients, from_logs, prior_logs, step_time
 
 KINDS = ("recompute", "sharding", "is_sequence_parallel", "is_attention_fused")
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "hidden", "layers", "seq")

@@ -16,7 +16,7 @@ import numpy as np
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import NO_SHARDING, WEIGHTS, Layout, Workload
-from scalai.core.planner.model import ModelShape
+from scalai.core.planner.shape import ModelShape
 from scalai.core.tensors.boxes import Boxes, Index, expand, intersection
 from scalai.core.tensors.collection import MAX_NDIM, Columns
 

@@ -17,9 +17,9 @@ from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.job.membership import LOST, Assignment, Place
 from scalai.core.planner.columns import Layout, Workload
-from scalai.core.planner.model import ModelShape
 from scalai.core.planner.overlaps import Overlap, needed_and_held, overlaps_of
 from scalai.core.planner.reconfiguration import Hosts
+from scalai.core.planner.shape import ModelShape
 from scalai.core.tensors.collection import Columns
 
 EXACT_HOSTS = 128

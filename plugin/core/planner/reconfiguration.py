@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.errors import UsageError
-from scalai.core.planner.coefficients import DEFAULT, Coefficients
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import Device
 from scalai.core.planner.overlaps import Overlap, by_place, joined, overlaps_of, summed
+from scalai.core.planner.step_time import DEFAULT, Coefficients
 from scalai.core.tensors.boxes import expand
 from scalai.core.tensors.collection import Columns
 

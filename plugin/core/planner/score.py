@@ -13,7 +13,7 @@ from scalai.core.errors import RefusedError, ScalaiError
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import Device, device_named
 from scalai.core.planner.fit import Calibration, calibrate, uncalibrated
-from scalai.core.planner.model import ModelShape
+from scalai.core.planner.shape import ModelShape
 from scalai.core.planner.step_memory import fits, is_too_large
 from scalai.core.planner.step_time import step_time
 

@@ -5,8 +5,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, WEIGHTS, Cases, Floats
-from scalai.core.planner.stage import (
+from scalai.core.planner.columns import (
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    Cases,
+    Floats,
     dense_layer,
     expert_layer,
     experts,

@@ -8,7 +8,7 @@ from math import isfinite
 from statistics import median
 
 from scalai.core.errors import RefusedError
-from scalai.core.planner.model import LARGEST
+from scalai.core.planner.shape import LARGEST
 
 TIMES = {
     "time_s": 1.0, "time_min": 60.0, "time_h": 3600.0, "seconds": 1.0, "minutes": 60.0,

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalai.core.dataset import ledger as module
-from scalai.core.dataset.drawn import COUNTED, Draw, Number, split
-from scalai.core.dataset.intervals import Intervals
+from scalai.core.dataset.drawn import COUNTED, Draw, Intervals, Number, split
 from scalai.core.dataset.ledger import Ledger, Lost, judge
 from scalai.core.dataset.step_lines import (
     StepEntry,

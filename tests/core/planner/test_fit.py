@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from scalai.core.degrees.degrees import Degrees
-from scalai.core.planner.coefficients import DEFAULT, Coefficients
 from scalai.core.planner.columns import Cases, Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.fit import calibrate, uncalibrated
-from scalai.core.planner.step_time import step_time
+from scalai.core.planner.step_time import DEFAULT, Coefficients, step_time
 from support.model_shapes import gpt
 
 A100 = device_named("a100")

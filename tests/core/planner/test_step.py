@@ -10,13 +10,18 @@ from hypothesis import strategies as st
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.degrees.passes import Recompute
 from scalai.core.errors import UsageError
-from scalai.core.planner.coefficients import DEFAULT, NAMES, from_logs, prior_logs
-from scalai.core.planner.columns import Cases, Layout, Workload, columns_of
+from scalai.core.planner.columns import Cases, Layout, Workload, columns_of, first, parameters_of
 from scalai.core.planner.devices import Device, device_named
-from scalai.core.planner.model import ModelShape
-from scalai.core.planner.stage import first, parameters_of
+from scalai.core.planner.shape import ModelShape
 from scalai.core.planner.step_memory import fits, is_too_large, step_memory
-from scalai.core.planner.step_time import layer_time, step_time
+from scalai.core.planner.step_time import (
+    DEFAULT,
+    NAMES,
+    from_logs,
+    layer_time,
+    prior_logs,
+    step_time,
+)
 from support.model_shapes import gpt
 
 A100 = device_named("a100")

@@ -15,19 +15,21 @@ from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.reconfiguration import RELAUNCH_S
 from scalai.core.planner.trace import Event, Trace, read_trace
-from scalai.core.planner.trace_menu import STATE_BYTES, Prices, change_cost
 from scalai.core.planner.trace_replay import (
     CAUSES,
+    STATE_BYTES,
     Account,
     Cost,
     Menu,
     Moment,
     Piece,
     Policy,
+    Prices,
     Terms,
     account,
     by_table,
     by_work,
+    change_cost,
     fastest,
     replay,
     replicas_only,
