@@ -30,13 +30,13 @@ from resize import MEMORY_DISK, Gpt
 from trace_run import Calibrated, Run, run_trace
 
 from scalai.core.planner.columns import Layout
-from scalai.core.planner.trace import Event, Trace
+from scalai.core.planner.trace import Trace, TraceEvent
 from scalai.core.planner.trace_replay import (
     Account,
     Menu,
-    Piece,
     Policy,
     Terms,
+    TracePiece,
     account,
     by_table,
     replay,
@@ -55,10 +55,10 @@ LEAST_CHANGES = 4
 def trace_of(number: int, seconds: float) -> Trace:
     """Return the trace of a run."""
     pattern = PATTERNS[number % len(PATTERNS)]
-    return Trace(tuple(Event(at * seconds, gpus) for at, gpus in pattern), seconds)
+    return Trace(tuple(TraceEvent(at * seconds, gpus) for at, gpus in pattern), seconds)
 
 
-def simulated(trace: Trace, found: Calibrated) -> tuple[tuple[Piece, ...], Account]:
+def simulated(trace: Trace, found: Calibrated) -> tuple[tuple[TracePiece, ...], Account]:
     """Return what the job makes of a trace, by what was measured before it, at the fastest layout
     of all devices that are there: it changes with each event, whatever that gains."""
     menu = Menu(found.step_s)

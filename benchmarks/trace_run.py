@@ -19,7 +19,7 @@ from resize_runs import Running, Say, elastic_job, scale
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.columns import Layout
 from scalai.core.planner.trace import Trace
-from scalai.core.planner.trace_replay import Account, Piece
+from scalai.core.planner.trace_replay import Account, TracePiece
 
 TP2, DP2, PP2, ONE = (
     Layout(Degrees(*sizes), 1) for sizes in ((2, 1, 1), (1, 1, 2), (1, 2, 1), (1, 1, 1))
@@ -103,7 +103,7 @@ class Run:
     reports: Sequence[Mapping[str, Any]]
 
 
-Simulate = Callable[[Trace, Calibrated], tuple[tuple[Piece, ...], Account]]
+Simulate = Callable[[Trace, Calibrated], tuple[tuple[TracePiece, ...], Account]]
 
 
 class Driven:
@@ -183,14 +183,14 @@ def run_trace(
     return Run(found, its.steps, measured, [one for one in said if one is not None])
 
 
-def first_of(pieces: Sequence[Piece]) -> Layout:
+def first_of(pieces: Sequence[TracePiece]) -> Layout:
     layout = pieces[0].layout
     assert layout is not None, "the trace begins with devices"
     return layout
 
 
 def follow(
-    driven: Driven, pieces: Sequence[Piece], began: float, running: Running, say: Say
+    driven: Driven, pieces: Sequence[TracePiece], began: float, running: Running, say: Say
 ) -> None:
     """Have the job run the layouts of the pieces when they do, until the last one ends."""
     for piece in pieces:

@@ -26,7 +26,7 @@ _WIDEST_WORLD = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class WorldLine:
     """Worlds of the report with equal degrees. ``choice`` None: nothing is valid; ``reason``
     explains."""
 
@@ -100,7 +100,7 @@ def worlds_of(policy: DegreePolicy, most: int) -> tuple[int, ...]:
     return tuple(range(1, min(largest, _WIDEST_WORLD) + 1))
 
 
-def report(limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]) -> list[Line]:
+def report(limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]) -> list[WorldLine]:
     """Return a line for each world, as at the first start, then one for each change with a rule."""
     lines = [_line(str(world), world, limits, policy, None) for world in worlds]
     for rule in policy.rules:
@@ -114,24 +114,24 @@ def report(limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]) -> 
 
 def _line(
     name: str, world: int, limits: ModelLimits, policy: DegreePolicy, present: Degrees | None
-) -> Line:
+) -> WorldLine:
     try:
         choice = choose(world, limits, policy, present)
     except RefusedError as error:
-        return Line(name, None, str(error).partition(": ")[2], "all")
-    return Line(name, choice, choice.reason.partition(", ")[2], str(len(choice.idle_ranks)))
+        return WorldLine(name, None, str(error).partition(": ")[2], "all")
+    return WorldLine(name, choice, choice.reason.partition(", ")[2], str(len(choice.idle_ranks)))
 
 
-def folded(lines: Sequence[Line]) -> list[Line]:
+def folded(lines: Sequence[WorldLine]) -> list[WorldLine]:
     """Return the report with one line for consecutive worlds of equal degrees; the last one's
     reason includes idle ranks."""
 
-    def key(numbered: tuple[int, Line]) -> tuple[object, ...]:
+    def key(numbered: tuple[int, WorldLine]) -> tuple[object, ...]:
         place, line = numbered
         run = int(line.world) - place if line.world.isdigit() else line.world
         return run, line.choice and line.choice.key
 
-    found: list[Line] = []
+    found: list[WorldLine] = []
     for _, group in groupby(enumerate(lines), key):
         same = [line for _, line in group]
         first, last = same[0], same[-1]
@@ -219,7 +219,7 @@ def _stated(limits: ModelLimits) -> str:
     return ", ".join(stated) or "none are known"
 
 
-def _table(lines: Sequence[Line]) -> Iterator[str]:
+def _table(lines: Sequence[WorldLine]) -> Iterator[str]:
     rows = [("ranks", "degrees", "idle", "why")]
     for line in lines:
         if line.choice is None:

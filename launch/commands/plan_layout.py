@@ -20,7 +20,7 @@ from scalai.core.degrees.passes import RECOMPUTES
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.devices import FIGURES, GB
 from scalai.core.planner.score import figures, group_figures, predict_rows
-from scalai.core.planner.search import Estimate, Plan, search
+from scalai.core.planner.search import Estimate, LayoutPlan, search
 from scalai.launch.commands import plan_change, plan_trace
 from scalai.launch.commands.plan_model import Question, read_question, read_table
 
@@ -113,7 +113,7 @@ def _score(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(question: Question, gpus: int) -> Plan:
+def _plan(question: Question, gpus: int) -> LayoutPlan:
     return search(
         question.work, question.device, gpus, question.limits, question.choices,
         question.calibration,
@@ -166,7 +166,9 @@ def _table(question: Question, sizes: range, is_json: bool) -> int:
     return 0
 
 
-def _content(question: Question, gpus: int, plan: Plan, flags: tuple[str, ...]) -> dict[str, Any]:
+def _content(
+    question: Question, gpus: int, plan: LayoutPlan, flags: tuple[str, ...]
+) -> dict[str, Any]:
     return {
         "gpus": gpus,
         "device": question.device.name,
@@ -228,7 +230,7 @@ def _settings(question: Question, best: Estimate) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _trust(question: Question, plan: Plan) -> str:
+def _trust(question: Question, plan: LayoutPlan) -> str:
     rows = question.calibration.rows
     if not rows:
         return "never measured here: from the table of devices alone; --calibrate FIT.csv says more"

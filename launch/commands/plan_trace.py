@@ -20,10 +20,10 @@ from scalai.core.planner.trace_replay import (
     SNAPSHOT_S,
     STORAGE,
     Account,
-    Case,
-    Piece,
     Prices,
     Terms,
+    TraceCase,
+    TracePiece,
     account,
     build_case,
     replay,
@@ -39,7 +39,7 @@ class Replayed:
     """One policy's way through a trace."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TracePiece, ...]
     account: Account
 
 
@@ -116,7 +116,7 @@ def _given(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def replay_all(trace: Trace, case: Case, prices: Prices) -> tuple[Replayed, ...]:
+def replay_all(trace: Trace, case: TraceCase, prices: Prices) -> tuple[Replayed, ...]:
     """Return what each policy makes of the trace. Who can runs ``case.start`` when it begins."""
     terms = Terms(prices.residence_s, prices.checkpoint_every_s)
     is_there = case.start.degrees.world_size <= trace.events[0].gpus
@@ -149,7 +149,7 @@ def _table(entries: list[tuple[int, DegreeRequest]] | None) -> dict[int, DegreeR
     return found
 
 
-def _print(question: Question, trace: Trace, case: Case, found: tuple[Replayed, ...]) -> None:
+def _print(question: Question, trace: Trace, case: TraceCase, found: tuple[Replayed, ...]) -> None:
     sizes = trace.sizes
     some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
     print(
@@ -194,7 +194,7 @@ def _ran(one: Replayed) -> list[str]:
 
 
 def _content(
-    question: Question, trace: Trace, case: Case, prices: Prices, found: tuple[Replayed, ...]
+    question: Question, trace: Trace, case: TraceCase, prices: Prices, found: tuple[Replayed, ...]
 ) -> dict[str, Any]:
     return {
         "device": question.device.name,
@@ -218,7 +218,7 @@ def _content(
     }
 
 
-def _policy(one: Replayed, case: Case) -> dict[str, Any]:
+def _policy(one: Replayed, case: TraceCase) -> dict[str, Any]:
     its = one.account
     return {
         "steps": its.steps,

@@ -122,24 +122,24 @@ def _answers(address: tuple[str, int], token: bytes, answer_s: float, pause_s: f
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class CardHolder:
     """Owner of a card: the coordinator's number in the job, from 1, and its process."""
 
     term: int
     pid: int
 
 
-def read_holder(folder: Path) -> Holder | None:
+def read_holder(folder: Path) -> CardHolder | None:
     """Return the owner of the card in the job's folder, alive or dead; None: no card, so no
     coordinator died here. Raises ``StoreError`` as ``read_card``."""
     try:
         with open_below(folder.parent, folder.name) as job:
             card = json.loads(job.read(CARD))
-        return Holder(int(card["term"]), int(card["pid"]))
+        return CardHolder(int(card["term"]), int(card["pid"]))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):  # torn
-        return Holder(1, 0)
+        return CardHolder(1, 0)
 
 
 def write_card(folder: Path, address: tuple[str, int], token: bytes, term: int = 1) -> None:

@@ -15,7 +15,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.tensors.universal_hash import mix
 
 
-class Layout(Protocol):
+class SampleCut(Protocol):
     """A layout's cut of samples: micro-batch size and number of replicas."""
 
     @property
@@ -66,7 +66,7 @@ class Batches:
         return self._block(consumed_samples, dp_rank).reshape(shape)[:, dp_rank]
 
     def dealt_samples(
-        self, consumed_samples: int, dp_rank: int, first: "Layout | None" = None
+        self, consumed_samples: int, dp_rank: int, first: "SampleCut | None" = None
     ) -> npt.NDArray[np.int64]:
         """Return ``samples`` for a first layout that dealt blocks out sample by sample.
 

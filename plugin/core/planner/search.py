@@ -71,7 +71,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayoutPlan:
     """The best layout, others with reasons, and the numbers of valid and fitting ones."""
 
     best: Estimate
@@ -91,7 +91,7 @@ def search(
     limits: ModelLimits,
     choices: Choices | None = None,
     calibration: Calibration | None = None,
-) -> Plan:
+) -> LayoutPlan:
     """Return the fastest valid layout within memory.
 
     Args:
@@ -127,7 +127,7 @@ def search(
     best = found[0]
     others = [replace(one, reason=_why_not(one, best, device, devices)) for one in found[1:]]
     others.sort(key=lambda one: one.seconds)
-    return Plan(
+    return LayoutPlan(
         best, tuple(others), len(layouts), len(fitting),
         calibration.never_seen(x, numbers[0]) if calibration.rows else (), refused,
     )  # fmt: skip

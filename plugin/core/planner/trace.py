@@ -21,7 +21,7 @@ MOST_EVENTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TraceEvent:
     """From ``at_s`` on there are so many devices.
 
     ``is_failure``: the change was not announced, and took devices that were in use.
@@ -39,7 +39,7 @@ class Trace:
     ``is_end_assumed``: the table does not say when it ends.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     end_s: float
     is_end_assumed: bool = False
 
@@ -105,7 +105,7 @@ def _ended(read: list[tuple[float, int, str]], name: str, until_s: float | None)
     last_s, last_gpus, _ = read[-1]
     has_end = bool(ends) or (last_gpus == 0 and until_s is None and len(read) > 1)
     events = tuple(
-        Event(at_s, gpus, word == "failure")
+        TraceEvent(at_s, gpus, word == "failure")
         for at_s, gpus, word in (read[:-1] if has_end else read)
     )
     if not events or not any(event.gpus for event in events):

@@ -18,7 +18,7 @@ from scalai.core.planner.fit import Calibration
 from scalai.core.planner.reconfiguration import Rates, reconfiguration
 from scalai.core.planner.search import Choices, divisors, search
 from scalai.core.planner.step_memory import fits, step_memory
-from scalai.core.planner.trace import Event, Trace
+from scalai.core.planner.trace import Trace, TraceEvent
 from scalai.core.planner.weighing import RESIDENCE_S, is_worth_leaving, steps_within
 
 MOST_OPTIONS = 8
@@ -197,7 +197,7 @@ _NEWEST = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TracePiece:
     """A stretch of time without changes. ``redone``: a later failure lost its work."""
 
     begin_s: float
@@ -262,10 +262,12 @@ class _Job:
     ready_s: float
     anchor_s: float
     """Begin of the intervals of kept states."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TracePiece] = field(default_factory=list)
 
 
-def replay(trace: Trace, policy: Policy, start: Layout | None, terms: Terms) -> tuple[Piece, ...]:
+def replay(
+    trace: Trace, policy: Policy, start: Layout | None, terms: Terms
+) -> tuple[TracePiece, ...]:
     """Return the job's pieces over the whole trace, without gaps.
 
     The job begins with ``start`` (None: it waits, without state in memory). Announced changes lose
@@ -289,7 +291,7 @@ def replay(trace: Trace, policy: Policy, start: Layout | None, terms: Terms) -> 
     return tuple(job.pieces)
 
 
-def count_changes(pieces: Sequence[Piece]) -> int:
+def count_changes(pieces: Sequence[TracePiece]) -> int:
     """Return the number of starts of another layout, or of the same one anew."""
     return sum(
         after.layout is not None
@@ -302,7 +304,7 @@ def _begins(before: State, after: State) -> bool:
     return after == "reconfiguration" and before != "reconfiguration"
 
 
-def _fail(job: _Job, event: Event, gpus: int, policy: Policy, terms: Terms) -> None:
+def _fail(job: _Job, event: TraceEvent, gpus: int, policy: Policy, terms: Terms) -> None:
     """Mark the work since the last kept state as lost."""
     is_running = job.layout is not None and job.ready_s <= event.at_s
     if policy.is_in_memory and 2 * event.gpus < gpus:
@@ -321,7 +323,7 @@ def _last(since_s: float, at_s: float, every_s: float) -> float:
     return since_s + (at_s - since_s) // every_s * every_s
 
 
-def _lost_since(one: Piece, kept_s: float) -> tuple[Piece, ...]:
+def _lost_since(one: TracePiece, kept_s: float) -> tuple[TracePiece, ...]:
     if one.state != "run" or one.end_s <= kept_s:
         return (one,)
     if one.begin_s >= kept_s:
@@ -329,7 +331,7 @@ def _lost_since(one: Piece, kept_s: float) -> tuple[Piece, ...]:
     return (replace(one, end_s=kept_s), replace(one, begin_s=kept_s, state="redone"))
 
 
-def _change(job: _Job, event: Event, policy: Policy, residence: float) -> None:
+def _change(job: _Job, event: TraceEvent, policy: Policy, residence: float) -> None:
     at_s, is_running = event.at_s, job.layout is not None and job.ready_s <= event.at_s
     if is_running and not event.is_failure:
         job.held = job.layout
@@ -348,16 +350,16 @@ def _change(job: _Job, event: Event, policy: Policy, residence: float) -> None:
     job.layout = chosen
 
 
-def _pass(job: _Job, event: Event, end_s: float) -> None:
+def _pass(job: _Job, event: TraceEvent, end_s: float) -> None:
     begin, middle = event.at_s, end_s if job.layout is None else min(job.ready_s, end_s)
     state: State = "waiting" if job.layout is None else "reconfiguration"
     if middle > begin:
-        job.pieces.append(Piece(begin, middle, state, event.gpus, job.layout))
+        job.pieces.append(TracePiece(begin, middle, state, event.gpus, job.layout))
     if end_s > max(begin, middle):
-        job.pieces.append(Piece(max(begin, middle), end_s, "run", event.gpus, job.layout))
+        job.pieces.append(TracePiece(max(begin, middle), end_s, "run", event.gpus, job.layout))
 
 
-def account(pieces: Sequence[Piece], menu: Menu) -> Account:
+def account(pieces: Sequence[TracePiece], menu: Menu) -> Account:
     """Return the use of the pieces' time; ``menu`` has all layouts of all policies."""
     lost, steps, ideal, useful, idle = dict.fromkeys(CAUSES, 0.0), 0.0, 0.0, 0.0, 0.0
     bests: dict[int, tuple[float, int]] = {}
@@ -409,7 +411,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TraceCase:
     """Common input of the compared policies.
 
     Attributes:
@@ -461,7 +463,7 @@ def build_case(
     *,
     start: DegreeRequest | None = None,
     table: Mapping[int, DegreeRequest] | None = None,
-) -> Case:
+) -> TraceCase:
     """Return the policies of a trace: ours, data parallelism only, fixed degrees, restarts from
     checkpoints, and the user's table of degrees, if any.
 
@@ -496,7 +498,7 @@ def build_case(
         [one for gpus in trace.sizes for one in _with_replicas(model, begin, gpus)]
     )
     menu = model.menu(list(found))
-    return Case(menu, begin, _policies(model, menu, begin, rows, prices), refused)
+    return TraceCase(menu, begin, _policies(model, menu, begin, rows, prices), refused)
 
 
 def stored_s(work: Workload, prices: Prices) -> float:

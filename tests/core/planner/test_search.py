@@ -13,7 +13,7 @@ from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.fit import calibrate
 from scalai.core.planner.score import limits_of
-from scalai.core.planner.search import Choices, Plan, divisors, search
+from scalai.core.planner.search import Choices, LayoutPlan, divisors, search
 from scalai.core.planner.step_memory import USABLE, step_memory
 from scalai.core.planner.step_time import step_time
 from support.model_shapes import gpt
@@ -23,7 +23,7 @@ LLAMA = gpt(32, 4_096, 32, 128_256, 8_192, ffn=14_336, kv_groups=8, is_gated=Tru
 GPT3 = Workload(gpt(96, 12_288, 96, 51_200, 2_048), 1_536)
 
 
-def plan(work: Workload, devices: int, choices: Choices | None = None) -> Plan:
+def plan(work: Workload, devices: int, choices: Choices | None = None) -> LayoutPlan:
     return search(work, H100, devices, limits_of(work), choices)
 
 

@@ -14,7 +14,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.reconfiguration import RELAUNCH_S
-from scalai.core.planner.trace import Event, Trace, read_trace
+from scalai.core.planner.trace import Trace, TraceEvent, read_trace
 from scalai.core.planner.trace_replay import (
     CAUSES,
     STATE_BYTES,
@@ -22,10 +22,10 @@ from scalai.core.planner.trace_replay import (
     Cost,
     Menu,
     Moment,
-    Piece,
     Policy,
     Prices,
     Terms,
+    TracePiece,
     account,
     by_table,
     by_work,
@@ -85,20 +85,28 @@ def test_units_kinds_comments_and_blanks_are_read() -> None:
         "# source\n GPUs , time_min , kind\n\n16,0,\n8,35,Failure\n0,70,planned\n8,80,\n0,90,end\n"
     )
     assert read(text) == Trace(
-        (Event(0, 16), Event(2100, 8, is_failure=True), Event(4200, 0), Event(4800, 8)), 5400
+        (
+            TraceEvent(0, 16),
+            TraceEvent(2100, 8, is_failure=True),
+            TraceEvent(4200, 0),
+            TraceEvent(4800, 8),
+        ),
+        5400,
     )
-    assert read("seconds,devices\n0,2\n10,1\n", until_s=15).events[1] == Event(10, 1)
+    assert read("seconds,devices\n0,2\n10,1\n", until_s=15).events[1] == TraceEvent(10, 1)
 
 
 def test_a_last_line_without_devices_ends_the_trace() -> None:
-    assert read("time_s,gpus\n0,8\n9,0\n") == Trace((Event(0, 8),), 9)
+    assert read("time_s,gpus\n0,8\n9,0\n") == Trace((TraceEvent(0, 8),), 9)
     waits = read("time_s,gpus\n0,8\n9,0\n", until_s=12)
-    assert waits == Trace((Event(0, 8), Event(9, 0)), 12) and waits.sizes == (8,)
+    assert waits == Trace((TraceEvent(0, 8), TraceEvent(9, 0)), 12) and waits.sizes == (8,)
 
 
 def test_without_an_end_the_last_event_lasts_as_the_others_did_and_it_is_said() -> None:
     assert read("time_s,gpus\n0,8\n10,4\n30,8\n60,4\n") == Trace(
-        (Event(0, 8), Event(10, 4), Event(30, 8), Event(60, 4)), 80, is_end_assumed=True
+        (TraceEvent(0, 8), TraceEvent(10, 4), TraceEvent(30, 8), TraceEvent(60, 4)),
+        80,
+        is_end_assumed=True,
     )
 
 
@@ -129,7 +137,7 @@ def policy(name: str = "ours", cost_s: float = 60.0, **changes: Any) -> Policy:
 
 def trace(*gpus: int | tuple[int, bool], each_s: float = 1000.0) -> Trace:
     events = tuple(
-        Event(place * each_s, *(one if isinstance(one, tuple) else (one, False)))
+        TraceEvent(place * each_s, *(one if isinstance(one, tuple) else (one, False)))
         for place, one in enumerate(gpus)
     )
     return Trace(events, len(gpus) * each_s)
@@ -177,7 +185,7 @@ def test_a_change_that_is_cut_off_by_another_begins_from_where_the_state_is() ->
 
 
 def test_a_failure_loses_what_was_done_since_it_was_kept() -> None:
-    of = Trace((Event(0, 16), Event(950, 16, is_failure=True)), 2000)
+    of = Trace((TraceEvent(0, 16), TraceEvent(950, 16, is_failure=True)), 2000)
     found = run(of, policy("fixed", kept_every_s=100.0))
     assert found.lost_s["redone"] == pytest.approx(50) and found.changes == 1
     assert found.lost_s["reconfiguration"] == pytest.approx(60)
@@ -185,8 +193,8 @@ def test_a_failure_loses_what_was_done_since_it_was_kept() -> None:
 
 
 def test_a_failure_that_leaves_less_than_half_goes_back_to_the_checkpoint() -> None:
-    of = Trace((Event(0, 16), Event(3000, 8), Event(4000, 4, is_failure=True)), 5000)
-    some = Trace((*of.events[:2], Event(4000, 3, is_failure=True)), 5000)
+    of = Trace((TraceEvent(0, 16), TraceEvent(3000, 8), TraceEvent(4000, 4, is_failure=True)), 5000)
+    some = Trace((*of.events[:2], TraceEvent(4000, 3, is_failure=True)), 5000)
     terms = Terms(residence_s=1000.0, checkpoint_every_s=2500.0)
     by = policy("table", cost_s=0.0)
     assert run(of, by, terms=terms).lost_s["redone"] == pytest.approx(0)
@@ -195,7 +203,7 @@ def test_a_failure_that_leaves_less_than_half_goes_back_to_the_checkpoint() -> N
 
 
 def test_a_failure_while_a_change_is_under_way_loses_no_step_twice() -> None:
-    of = Trace((Event(0, 16), Event(1000, 8), Event(1100, 8, is_failure=True)), 3000)
+    of = Trace((TraceEvent(0, 16), TraceEvent(1000, 8), TraceEvent(1100, 8, is_failure=True)), 3000)
     found = run(of, policy("table", cost_s=500.0))
     assert found.lost_s["redone"] == 0
     assert found.lost_s["reconfiguration"] == pytest.approx(100 + 500)
@@ -245,9 +253,9 @@ EVENTS = st.lists(
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     at_s = 0.0
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for stay, gpus, is_failure in draw(EVENTS):
-        events.append(Event(at_s, gpus, is_failure and bool(events)))
+        events.append(TraceEvent(at_s, gpus, is_failure and bool(events)))
         at_s += stay
     return Trace(tuple(events), at_s)
 
@@ -269,7 +277,7 @@ def test_no_policy_makes_more_steps_than_the_ideal_and_all_time_is_accounted_for
     assert found.useful_s + sum(found.lost_s.values()) == pytest.approx(of.seconds)
 
 
-def _is_possible(one: Piece) -> bool:
+def _is_possible(one: TracePiece) -> bool:
     is_small = one.layout is None or one.layout.degrees.world_size <= one.gpus
     return is_small and one.seconds > 0 and (one.layout is None) == (one.state == "waiting")
 
