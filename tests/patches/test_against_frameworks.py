@@ -20,10 +20,9 @@ from scalai.converters.megatron.rules import release_beside
 from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 from scalai.core.degrees.passes import Recompute
 from scalai.core.errors import RefusedError
-from scalai.core.planner.columns import Cases, Layout, Workload, columns_of
+from scalai.core.planner.columns import Cases, Layout, Workload, columns_of, first, last
 from scalai.core.planner.devices import device_named
-from scalai.core.planner.model import ModelShape
-from scalai.core.planner.stage import first, last
+from scalai.core.planner.shape import ModelShape
 from scalai.core.planner.step_memory import StepMemory, kept_activations, stage_memory, step_memory
 from scalai.core.release import numbers_of
 from scalai.launch.config import script_facts as script
