@@ -54,12 +54,6 @@ def test_a_job_begins_trains_changes_and_ends_a_hosts_part(train: Train) -> None
 # ---------------------------------------------------------------------- snapshots
 
 
-def test_snapshots_are_made_on_the_way(train: Train) -> None:
-    world = train(snapshot_every=4)
-    world.go_on(60.0)
-    assert world.logged("event=snapshot committed=") and len(world.hosts["a"].store) == 1
-
-
 def test_what_is_copied_beside_the_training_may_be_told_late(train: Train) -> None:
     world = train(snapshot_every=4, is_async=True)
     world.go_on(60.0)

@@ -116,6 +116,8 @@ def test_a_next_round_without_workers_on_standby_has_the_memory_of_the_old_ones(
     host: LawHost,
 ) -> None:
     stop(host, is_built=True)
+    host.obey(commands.GiveUp(5))
+    assert not ends(host), "it is of no other round"
     host.obey(commands.GiveUp(2))
     host.obey(start(3, 3))
     assert ends(host) == [(2, 0.0), (1, 0.0)]

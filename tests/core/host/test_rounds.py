@@ -166,18 +166,6 @@ def test_workers_that_cannot_be_started_end_no_agent() -> None:
     assert host.reported()[-1] == "stopped" and not host.all(actions.EndGroup)
 
 
-def test_a_change_that_is_given_up_ends_what_was_built() -> None:
-    host = LawHost()
-    host.train()
-    host.build()
-    host.obey(commands.GiveUp(5))
-    assert not host.all(actions.EndGroup)
-    host.obey(commands.GiveUp(2))
-    assert host.all(actions.EndGroup) == [actions.EndGroup(2, 0.0)]
-    host.end(2)
-    assert host.state.standby is None and host.state.round is not None
-
-
 def test_workers_are_started_once_those_before_them_are_gone_with_their_memory() -> None:
     host = LawHost()
     host.train()
@@ -331,13 +319,16 @@ def test_a_host_that_the_job_goes_on_without_commits_nothing_late_by_itself() ->
 
 
 @pytest.mark.fault
-def test_nothing_to_commit_fails_the_round() -> None:
-    host = LawHost()
+@pytest.mark.parametrize("snapshot", ["another", "r-1-7"], ids=["never here", "not given up"])
+def test_nothing_to_commit_fails_the_round(snapshot: str) -> None:
+    host, command = LawHost(), commands.Commit(4, snapshot, None, {})
     host.train()
-    command = commands.Commit(4, "another", None, {})
+    host.snapshot(7)
+    host.sealed()
     host.obey(command)
-    host.feed(NothingToCommit(command, "sealed in /s, but ['r-1-7']"))
-    assert "snapshot 'another' is not sealed in /s" in str(host.failure()) and not host.state.late
+    host.feed(NothingToCommit(command, "sealed in /s, but []"))
+    assert f"snapshot {snapshot!r} is not sealed in /s" in str(host.failure())
+    assert not host.state.late
 
 
 # ---------------------------------------------------------------------- the host itself

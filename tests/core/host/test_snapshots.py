@@ -108,15 +108,6 @@ def test_while_nobody_commits_the_two_newest_snapshots_stay_and_older_ones_go(
     assert host.failure() is None
 
 
-def test_a_snapshot_that_is_missing_and_was_not_given_up_fails_its_round(host: LawHost) -> None:
-    host.snapshot()
-    host.sealed()
-    command = commands.Commit(3, "r-1-7", None, {})
-    host.obey(command)
-    host.feed(NothingToCommit(command, "sealed"))
-    assert host.failure() is not None
-
-
 @pytest.mark.fault
 @pytest.mark.parametrize("is_expelled", [False, True])
 def test_what_is_sealed_after_its_round_is_kept_where_the_host_joins_again(
@@ -400,8 +391,3 @@ def test_a_change_of_the_steps_with_snapshots_is_told_and_said(newest: int, leve
     (said,) = host.succeed(commands.Space, newest)
     assert isinstance(said, actions.Log) and said.level.name == level
     assert "event=spaced round=1 begin=20 every=5" in said.text
-
-
-def test_the_longest_time_of_each_phase_is_kept() -> None:
-    kept = snapshots.longest({"snapshot": 1.0}, {"snapshot": 0.5, "proof": 2.0})
-    assert kept == {"snapshot": 1.0, "proof": 2.0}

@@ -236,27 +236,23 @@ def test_workers_that_have_finished_on_the_way_to_a_stop_are_told_of_once(host: 
 
 
 @pytest.mark.fault
-def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again() -> None:
-    """A process that it has forked holds the connection."""
+@pytest.mark.parametrize(
+    ("written", "ended", "killed"),
+    [((), {}, AT_STOP), ((0,), {1: -9}, frozenset())],
+    ids=["hang", "dead, and a process that it has forked holds its connection"],
+)
+def test_who_hangs_in_a_snapshot_is_ended_and_who_is_dead_is_not_killed_again(
+    written: tuple[int, ...], ended: dict[int, int], killed: frozenset[int]
+) -> None:
     host = LawHost(drain_timeout_s=5.0)
     host.train()
     host.stand()
-    host.write(8, 0)
-    dead = GroupSeen(reached=AT_STOP, ended={1: -9})
-    host.tick(1.0, dead)
-    assert not host.all(actions.Kill)
-    host.tick(6.0, dead)
-    assert host.all(actions.Kill) == [actions.Kill(1, frozenset())]
-    host.write(8, 0)
-    assert len(host.all(actions.Seal)) == 1, "its share was written for it"
-
-
-def test_workers_that_hang_in_their_snapshot_are_ended() -> None:
-    host = LawHost(drain_timeout_s=5.0)
-    host.train()
-    host.stand()
+    if written:
+        host.write(8, *written)
     for seconds in (1.0, 4.0):
-        host.tick(seconds, GroupSeen(reached=AT_STOP))
+        host.tick(seconds, GroupSeen(reached=AT_STOP, ended=ended))
     assert not host.all(actions.Kill)
-    host.tick(2.0, GroupSeen(reached=AT_STOP))
-    assert host.all(actions.Kill) == [actions.Kill(1, AT_STOP)]
+    host.tick(2.0, GroupSeen(reached=AT_STOP, ended=ended))
+    assert host.all(actions.Kill) == [actions.Kill(1, killed)]
+    host.write(8, *written)
+    assert len(host.all(actions.Seal)) == 1, "the share of the dead was written for it"
