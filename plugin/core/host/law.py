@@ -65,6 +65,7 @@ def advance(state: HostState, event: events.Event) -> tuple[HostState, tuple[Act
 
 
 def _on(step: Step, event: events.Event) -> None:
+    """Apply the rule of an event; reports of the agent's own parts are passed on."""
     match event:
         case events.TimePassed(at, seen):
             _time_passed(step, at, seen)
@@ -81,8 +82,41 @@ def _on(step: Step, event: events.Event) -> None:
             _done(step, work, result)
         case events.Failed(work, reason):
             _failed(step, work, reason)
+        case events.NothingToCommit(command, found):
+            commits.nothing(step, command, found)
+        case events.Holds(generations):
+            commits.holds(step, generations)
+        case events.LeaveAsked():
+            leaving.asked(step)
+        case events.Noticed():
+            leaving.noticed(step, event)
+        case events.NoticeWithdrawn(source):
+            leaving.withdrawn(step, source)
+        case events.Expelled(reason):
+            _expelled(step, reason)
+        case events.CoordinatorReplaced():
+            succession.replaced(step)
+        case events.JobLost(reason):
+            _lost(step, reason)
+        case reports.Committed():
+            commits.done(step, event)
+        case reports.Slots(slots):
+            if slots != step.state.slots:
+                step.change(slots=slots)
+                step.tell(event)
+        case reports.Prepared() | reports.Moved() | reports.Unproven():
+            if step.is_present(event.round):
+                step.tell(event)
+        case (
+            reports.Grown()
+            | reports.Suspected()
+            | reports.Replicated()
+            | reports.HealthChecked()
+            | reports.Knocked()
+        ):
+            step.tell(event)
         case _:
-            _of_the_host(step, event)
+            raise AssertionError(f"nobody decides about {event!r}")
 
 
 def _done(step: Step, work: Action, result: events.Result) -> None:
@@ -134,46 +168,6 @@ def _failed(step: Step, work: Action, reason: str) -> None:
 def _lost(step: Step, reason: str) -> None:
     step.log(Level.ERROR, reason)
     step.change(exit=1)
-
-
-def _of_the_host(step: Step, event: events.Event) -> None:
-    """Handle events without a round, and pass on reports of the agent's own parts."""
-    match event:
-        case events.NothingToCommit(command, found):
-            commits.nothing(step, command, found)
-        case events.Holds(generations):
-            commits.holds(step, generations)
-        case events.LeaveAsked():
-            leaving.asked(step)
-        case events.Noticed():
-            leaving.noticed(step, event)
-        case events.NoticeWithdrawn(source):
-            leaving.withdrawn(step, source)
-        case events.Expelled(reason):
-            _expelled(step, reason)
-        case events.CoordinatorReplaced():
-            succession.replaced(step)
-        case events.JobLost(reason):
-            _lost(step, reason)
-        case reports.Committed():
-            commits.done(step, event)
-        case reports.Slots(slots):
-            if slots != step.state.slots:
-                step.change(slots=slots)
-                step.tell(event)
-        case reports.Prepared() | reports.Moved() | reports.Unproven():
-            if step.is_present(event.round):
-                step.tell(event)
-        case (
-            reports.Grown()
-            | reports.Suspected()
-            | reports.Replicated()
-            | reports.HealthChecked()
-            | reports.Knocked()
-        ):
-            step.tell(event)
-        case _:
-            raise AssertionError(f"nobody decides about {event!r}")
 
 
 # ---------------------------------------------------------------------- time

@@ -415,16 +415,6 @@ def test_a_host_that_is_killed_before_it_has_drained_has_given_what_it_held(trai
     assert world.started[-1][1] == newest
 
 
-@pytest.mark.fault
-def test_a_notice_that_is_withdrawn_leaves_the_host_in_the_job(train: Train) -> None:
-    world = train()
-    world.notice("a", 300.0)
-    world.take_back("a")
-    world.go_on(60.0)
-    assert world.is_training() and world.hosts["a"].agent.exit is None, world.log
-    assert set(world.live.state.current.active) == {"a", "b"}
-
-
 @pytest.mark.parametrize(
     "phase",
     [None, *(pytest.param(each, marks=pytest.mark.fault) for each in (

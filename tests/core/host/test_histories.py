@@ -324,39 +324,6 @@ def test_an_agent_that_was_paused_is_gone_with_its_machine(train: Train) -> None
     assert hosts(world) == {"b"}, world.log
 
 
-def test_a_save_that_is_in_flight_puts_a_change_off(train: Train) -> None:
-    world = train()
-    world.begin_save()
-    world.scale(2)
-    world.go_on(60.0)
-    assert world.phase is Phase.PREPARING and world.live.state.stop.held, world.log
-    world.end_save()
-    world.go_on(60.0)
-    assert workers(world) == 2, world.log
-
-
-def test_a_proof_that_fails_once_costs_no_restart(train: Train) -> None:
-    world = train()
-    left = world.live.state.budget.left
-    world.hosts["a"].is_spoilt = True
-    world.scale(2)
-    world.go_on(120.0)
-    assert world.logged("the restored state is not the written one"), world.log
-    assert world.is_training() and world.live.state.budget.left == left, world.log
-    assert world.started[-1][1] == world.started[-2][1] is not None
-
-
-def test_workers_that_cannot_be_on_standby_start_after_the_stop(train: Train) -> None:
-    world = train()
-    world.add("c")
-    world.hosts["c"].cannot_start = True
-    told = "the next workers are not built beside the present ones"
-    world.until(lambda: bool(world.logged(told)))
-    world.hosts["c"].cannot_start = False
-    world.go_on(120.0)
-    assert hosts(world) == set("abc"), world.log
-
-
 def test_workers_that_nobody_was_told_to_build_begin_with_their_round(train: Train) -> None:
     """A host leaves, and waits for no standby: the round begins before there was a store for it."""
     world = train()
