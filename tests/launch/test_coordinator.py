@@ -24,7 +24,7 @@ from scalai.store.manifest import HostManifest, manifest_bytes
 from scalai.store.parts import without_rows
 from support.committed_parts import half, part
 from support.coordinator_line import TOKEN, FakeAgent, Line, running
-from support.law_jobs import but
+from support.laws import but
 
 from .conftest import OpenLine
 

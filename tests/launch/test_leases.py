@@ -44,7 +44,7 @@ from support.certificates import Authority
 from support.coordinator_line import TOKEN, Line
 from support.kept_registers import KINDS, Kept
 from support.kubernetes_api import Api, kubernetes_api
-from support.law_jobs import but
+from support.laws import but
 from support.ports import free_port
 
 from .conftest import OpenLine

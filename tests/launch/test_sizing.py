@@ -22,7 +22,7 @@ from scalai.launch.coordinator import sizing as sizing_module
 from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.look_ahead import Calibrating
 from scalai.launch.coordinator.sizing import Sizing
-from support.membership_choice import ran
+from support.laws import ran
 
 FOUR, TWO, ONE = (("a", 2), ("b", 2)), (("a", 2),), (("a", 1),)
 Hosts = tuple[tuple[str, int], ...]

@@ -6,9 +6,11 @@ import tempfile
 from pathlib import Path
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from scalai.core.job.function_proof import Numbers
 from scalai.core.job.membership import Phase
+from scalai.core.messages.reports import Slots
 from support.simulated_workers import Clock, use_virtual_time
 from support.two_laws import TICK_S, World
 
@@ -151,6 +153,36 @@ class Histories(RuleBasedStateMachine):
         """Where the next workers are to meet cannot be opened yet, or can again."""
         self.world.delay_stores(is_late=is_late)
 
+    @rule()
+    def finish(self) -> None:
+        """The script comes to its end on all ranks, as they are at one step."""
+        workers = [worker for _, worker in self.world.workers()]
+        if len({worker.step for worker in workers}) == 1:
+            if all(w.doing == "train" and w.call is None and w.exit is None for w in workers):
+                for worker in workers:
+                    worker.doing = "finish"
+
+    @rule(name=NAMES, slots=st.integers(0, 3))
+    def probe(self, name: str, slots: int) -> None:
+        """Another number of a host's devices works."""
+        if name in self.world.job.hosts:
+            self.world.hear(name, Slots(slots))
+
+    @rule(world_size=st.sampled_from([1, 2, 4, 6]))
+    def break_a_world(self, world_size: int) -> None:
+        """With so many workers every script raises, or does not any more."""
+        self.world.cannot_run ^= {world_size}
+
+    @rule(world_size=st.sampled_from([1, 2, 4, 6]), norm=st.sampled_from([2.0, 3.0]))
+    def compute(self, world_size: int, norm: float) -> None:
+        """With so many workers a step is of this function."""
+        self.world.computes[world_size] = Numbers(5.0, norm, framework="simulated")
+
+    @rule(is_late=st.booleans())
+    def delay_proofs(self, is_late: bool) -> None:
+        """Old workers make their step behind the stop late."""
+        self.world.is_proof_late = is_late
+
     @rule(begins=st.booleans())
     def save(self, begins: bool) -> None:
         """A save of the training's own begins or ends."""
@@ -191,6 +223,13 @@ class Histories(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([2.0, 10.0]))
     def go_on(self, seconds: float) -> None:
         self.world.go_on(seconds)
+
+    @invariant()
+    def whose_phase_waits_for_somebody_or_something(self) -> None:
+        if hasattr(self, "world"):
+            job = self.world.job
+            is_at_rest = job.phase in (Phase.WAITING, Phase.RUNNING, Phase.ENDED)
+            assert is_at_rest or job.awaited, f"{job.phase} waits for nobody"
 
     @rule()
     def rest(self) -> None:

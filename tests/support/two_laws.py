@@ -397,7 +397,7 @@ class World:
         state = self.live.state
         if not state.current or not self.can_meet(state.round):
             return
-        workers = self._workers()
+        workers = self.workers()
         for group, worker in workers:
             stop = group.agreed if group.agreed is not None else group.proposed
             if worker.doing != "train" or worker.exit is not None or worker.is_hung:
@@ -420,10 +420,10 @@ class World:
 
     def furthest(self) -> tuple[int, int]:
         """Return the present round, and the step of the worker of it that is furthest."""
-        steps = [worker.step for _, worker in self._workers()]
+        steps = [worker.step for _, worker in self.workers()]
         return self.live.state.round, max(steps, default=0)
 
-    def _workers(self) -> list[tuple[Group, Worker]]:
+    def workers(self) -> list[tuple[Group, Worker]]:
         """Return all workers of the present round; none where a host lacks them."""
         state, found = self.live.state, list[tuple[Group, Worker]]()
         for name in state.current.active if state.current else ():
@@ -450,7 +450,7 @@ class World:
 
     def begin_save(self) -> None:
         """The training begins a save that goes on beside it, at one step of all ranks."""
-        workers = self._workers()
+        workers = self.workers()
         steps = {worker.step for _, worker in workers}
         is_free = all(
             worker.doing == "train" and (group.agreed is None or worker.step < group.agreed)

@@ -27,7 +27,7 @@ from scalai.core.degrees.passes import (
 from scalai.core.degrees.policy import DegreePolicy, Rule
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.job.membership import Assignment
-from support.membership_choice import ran
+from support.laws import ran
 
 GPT = ModelLimits(
     num_attention_heads=8, num_query_groups=4, num_layers=12, padded_vocab_size=50304,

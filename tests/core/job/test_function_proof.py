@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from scalai.core.job import membership as m
 from scalai.core.job import proof_rules
 from scalai.core.job.function_proof import (
     PROOF_S,
+    FunctionProof,
     Numbers,
     Remade,
     Spread,
@@ -16,14 +18,27 @@ from scalai.core.job.function_proof import (
     merged,
     remade,
 )
-from scalai.core.job.membership import active
+from scalai.core.job.membership import Phase, active
 from scalai.core.job.proof_rules import key_of
 from scalai.core.job.succession import recall, remember
 from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import JsonText
-from support.law_jobs import but
-from support.membership_jobs import rounds, two_hosts, until
-from support.membership_simulation import Simulation
+from support import laws
+from support.laws import (
+    advance_all,
+    answers,
+    but,
+    generations,
+    joined,
+    lines,
+    ordered,
+    published,
+    restored,
+    ticked,
+    told,
+    until,
+)
+from support.two_laws import World
 
 HERE = Numbers(5.202133, 2.061, framework="megatron-core 0.16.1")
 NAN = math.nan
@@ -102,162 +117,139 @@ def test_repeated_steps_of_half_precision_say_how_far_layouts_may_differ() -> No
     assert remade(known, 4, "tp2", "bfloat16", [(1, 5.0, 2.0)])[1]
 
 
+# ---------------------------------------------------------------------- steps that are made again
+
+KILLED = reports.WorkersFailed(1, "killed", is_chance=True)
+
+
+def training(proves: str = "auto", **facts: Any) -> m.Job:
+    """Return a job on a and b that knows the numbers of its steps."""
+    job = laws.training("ab", **{"max_hosts": 3, "proves": proves, **facts})
+    job = replace(job, function=FunctionProof(framework=HERE.framework))
+    assert job.current is not None
+    return replace(job, function=replace(job.function, known=(key_of(job, job.current),)))
+
+
 @pytest.mark.fault
 def test_the_coordinator_warns_of_steps_that_a_recovery_makes_otherwise() -> None:
-    simulation = training()
-    job, text = proof_rules.made(simulation.job, [(6, 5.0, 2.0), (7, 4.9, 2.0)])
-    simulation.job = job
+    job, text = proof_rules.made(training(), [(26, 5.0, 2.0), (27, 4.9, 2.0)])
     assert not text
-    simulation.feed(
-        events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
-    )
-    simulation.settle()
-    job, text = proof_rules.made(simulation.job, [(6, 5.0, 2.0)])
+    job = until(advance_all(job, *told("a", KILLED))[0], Phase.RUNNING)
+    job, text = proof_rules.made(job, [(26, 5.0, 2.0)])
     assert not text and job.function.remade.spread.steps == 1
-    assert "step 7 computes otherwise" in proof_rules.made(job, [(7, 4.8, 2.0)])[1]
+    assert "step 27 computes otherwise" in proof_rules.made(job, [(27, 4.8, 2.0)])[1]
 
 
 def test_with_dropout_steps_are_compared_with_those_of_the_same_layout_alone() -> None:
-    simulation = training()
-    random = replace(HERE, obstacle="dropout 0.1")
-    simulation.computed = {2: random, 4: random}
-    simulation.join("c", 2)  # so that there is a first step that tells of it
-    simulation.settle()
-    simulation.feed(events.HostLeaving("c", simulation.now))
-    simulation.settle()
-    before, _ = proof_rules.made(simulation.job, [(20, 5.0, 2.0), (21, 4.9, 2.0)])
-    simulation.job = before
-    simulation.lose("b")
-    simulation.settle()
-    assert active(simulation.job) == {"a"}
-    job, text = proof_rules.made(simulation.job, [(20, 5.01, 2.0)])
-    assert not text, "other degrees have other random streams"
-    simulation.job = job
-    simulation.feed(
-        events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
-    )
-    simulation.settle()
-    assert "step 20 computes otherwise" in proof_rules.made(simulation.job, [(20, 5.02, 2.0)])[1]
+    job = training()
+    job = replace(job, function=replace(job.function, is_random=True))
+    job, _ = proof_rules.made(job, [(30, 5.0, 2.0), (31, 4.9, 2.0)])
+    job, _ = advance_all(job, events.HostLost("b", generations("a", 2), job.now))
+    job, _ = made(job, replace(HERE, obstacle="dropout 0.1"))
+    job, text = proof_rules.made(job, [(30, 5.01, 2.0)])
+    assert active(job) == {"a"} and not text, "other degrees have other random streams"
+    job, _ = advance_all(job, *told("a", replace(KILLED, round=job.round)))
+    job, _ = made(job, replace(HERE, obstacle="dropout 0.1"))
+    assert "step 30 computes otherwise" in proof_rules.made(job, [(30, 5.02, 2.0)])[1]
 
 
-def training(policy: str = "auto", **settings: object) -> Simulation:
-    """Return a job on a and b with two workers each, that knows the numbers of its steps."""
-    simulation = two_hosts(max_hosts=3, proves=policy, **settings)
-    job = simulation.job
-    job = replace(job, function=replace(job.function, framework=HERE.framework))
-    assert job.current is not None
-    function = replace(job.function, known=(key_of(job, job.current),))
-    simulation.job = replace(job, function=function)
-    simulation.train(5)
-    return simulation
+# ---------------------------------------------------------------------- a change that is proven
+
+OFF = replace(HERE, norm=2.114)
+Due = list[actions.Action]
 
 
-def change(simulation: Simulation, before: Numbers | None, after: Numbers | None) -> None:
-    """Have c join, so that the job is to grow from 4 to 6 workers."""
-    simulation.computed = {4: HERE, 6: after} if after is not None else {4: HERE}
-    simulation.join("c", 2)
-    simulation.tick()
-    until(simulation, m.Phase.STOPPING)
+def stopping(job: m.Job, *due: events.Event) -> tuple[m.Job, Due]:
+    """Return the job once its workers leave for a change: c joins, if nothing else is said."""
+    done: Due = []
+    job, _ = advance_all(job, *(due or (joined(job, "c"),)))
+    return until(ticked(job)[0], Phase.STOPPING, done), done
+
+
+def made(job: m.Job, numbers: Numbers | None) -> tuple[m.Job, Due]:
+    """Return the job once the workers of its start have made their first step."""
+    job = until(job, Phase.STARTING)
+    hosts = "".join(sorted(active(job)))
+    ready = told(hosts, published(job.round), restored(job.round))
+    stepped = told(hosts, reports.Stepped(job.round, numbers))
+    return advance_all(job, *ready, events.Proven(job.round), *stepped)
+
+
+def change(job: m.Job, before: Numbers | None, after: Numbers | None) -> tuple[m.Job, Due]:
+    """Return the job that grows by c, and what comes of both sides' numbers."""
+    job, done = stopping(job)
     if before is not None:
-        for host in "ab":
-            simulation.feed(events.Reported(host, reports.Stepped(simulation.job.round, before)))
-    simulation.settle()
+        job, _ = advance_all(job, *told("ab", reports.Stepped(1, before)))
+    job, due = made(job, after)
+    return job, [*done, *due]
 
 
-def proves(simulation: Simulation) -> list[bool]:
-    return [each.proves for each in simulation.logged if isinstance(each, commands.Agree)]
+def proves(done: Due) -> list[bool]:
+    return [each.proves for each in map(ordered, done) if isinstance(each, commands.Agree)]
 
 
-def said(simulation: Simulation, word: str) -> list[str]:
-    lines = [each.text for each in simulation.logged if isinstance(each, actions.Say)]
-    return [line for line in lines if word in line]
+def amended(due: Due) -> list[str]:
+    found = [each for each in due if isinstance(each, actions.AmendReport)]
+    return [each.function.partition(":")[0] for each in found]
 
 
 def test_a_change_that_computes_the_same_stands_and_is_not_proven_again() -> None:
-    simulation = training()
-    change(simulation, HERE, HERE)
-    assert active(simulation.job) == {"a", "b", "c"} and len(said(simulation, "proven")) == 1
-    for present in ({"a", "b"}, {"a", "b", "c"}):  # and back, and forth
-        if len(present) == 2:
-            simulation.feed(events.HostLeaving("c", simulation.now))
-        else:
-            simulation.join("c", 2)
-        simulation.settle()
-        assert active(simulation.job) == present
-    assert proves(simulation) == [True, False, False]
-    assert [each.proves for each in rounds(simulation)] == [False, True, False, False]
+    job, done = change(training(), HERE, HERE)
+    assert active(job) == {"a", "b", "c"} and lines(done).count("event=function_proven") == 1
+    assert proves(done) == [True]
+    for what, hosts in ((events.HostLeaving("c", job.now), "ab"), (joined(job, "c"), "abc")):
+        job, done = stopping(job, what)  # and back, and forth
+        assert proves(done) == [False]
+        job, _ = made(job, HERE)
+        assert active(job) == set(hosts) and job.phase is Phase.RUNNING
+    assert change(training("never"), None, OFF)[0].phase is Phase.RUNNING
 
 
 @pytest.mark.fault
 def test_a_change_that_computes_otherwise_goes_back_to_what_ran_from_the_stop_and_stays_there(
 ) -> None:  # fmt: skip
-    simulation = training(left=0)
-    change(simulation, HERE, replace(HERE, norm=2.114))
-    (warning,) = said(simulation, "function_differs")
-    assert "2.061" in warning and "2.114" in warning
-    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b"}
-    tried, back = rounds(simulation)[-2:]
-    assert back.generation == tried.generation, "the state of the stop, which nobody has changed"
-    assert tried.proves and not back.proves
-    assert simulation.job.budget.left == 0
-    simulation.feed(events.Rescaled(simulation.job.settings.assign, simulation.now))
-    simulation.settle()
-    assert len(rounds(simulation)) == 3, "it is not tried again"
+    job, due = change(training(left=0), HERE, OFF)
+    assert "event=function_differs" in lines(due) and "2.061" in lines(due)
+    assert "2.114" in lines(due) and job.phase is Phase.STOPPING
+    done: Due = []
+    job = until(job, Phase.RUNNING, done)
+    (back,) = [each for each in done if isinstance(each, actions.StartRound)]
+    assert back.generation == 10, "the state of the stop, which nobody has changed"
+    assert not back.proves and active(job) == {"a", "b"} and job.budget.left == 0
+    job, due = advance_all(job, events.Rescaled(job.settings.assign, job.now))
+    assert job.phase is Phase.RUNNING, "it is not tried again"
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_where_what_ran_needs_a_host_that_is_gone_or_leaves_the_job_goes_on_and_it_is_said(
     *, is_lost: bool
 ) -> None:
-    simulation = training(left=0)
-    simulation.computed = {2: replace(HERE, norm=2.114)}
-    simulation.feed(events.HostLeaving("b", simulation.now))
-    simulation.tick()
-    until(simulation, m.Phase.STOPPING)
-    simulation.feed(events.Reported("a", reports.Stepped(simulation.job.round, HERE)))
-    until(simulation, m.Phase.STARTING)
+    job, _ = stopping(training(left=0), events.HostLeaving("b", 100.0))
+    job, _ = advance_all(job, *told("ab", reports.Stepped(1, HERE)))
+    job = until(job, Phase.STARTING)
     if is_lost:
-        simulation.lose("b")
-    simulation.settle()
-    assert len(said(simulation, "function_differs")) == 1
-    assert said(simulation, "nothing to go back to")
-    assert simulation.job.phase is m.Phase.RUNNING and simulation.job.hosts.keys() == {"a"}
-    assert len(rounds(simulation)) == 2 and simulation.job.budget.left == 0
+        job, _ = advance_all(job, events.HostLost("b", generations("a", 10), job.now))
+    job, due = made(job, OFF)
+    assert "event=function_differs" in lines(due) and "nothing to go back to" in lines(due)
+    assert job.phase is Phase.RUNNING and job.hosts.keys() == {"a"} and job.round == 2
 
 
 def test_a_round_that_goes_on_from_an_older_state_is_not_compared_with_the_step_behind_the_stop(
 ) -> None:  # fmt: skip
-    simulation = training(left=5)
-    older = simulation.job.states.generations
-    simulation.computed = {4: HERE, 6: replace(HERE, loss=5.3)}
-    simulation.join("c", 2)
-    simulation.tick()
-    until(simulation, m.Phase.STOPPING)
-    for host in "ab":
-        simulation.feed(events.Reported(host, reports.Stepped(simulation.job.round, HERE)))
-    until(simulation, m.Phase.STARTING)
-    simulation.known = {one.number: simulation.known[one.number] for one in older}
-    job = m.replace_generations(simulation.job, simulation.covered())
-    simulation.job = job
-    assert job.newest_generation is not None and job.newest_generation.step < job.stop.step
-    simulation.feed(
-        events.Reported("a", reports.WorkersFailed(job.round, "killed", is_chance=True))
-    )
-    simulation.settle()
-    assert rounds(simulation)[-1].generation == older[-1].number
-    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "b", "c"}
-    assert not said(simulation, "function_differs")
+    job, _ = stopping(training(left=5))
+    job, _ = advance_all(job, *told("ab", reports.Stepped(1, HERE)))
+    job = but(until(job, Phase.STARTING), generations=generations("ab", 2))
+    job, _ = advance_all(job, *told("a", replace(KILLED, round=2)))
+    job, due = made(job, OFF)
+    assert job.attempt.source == 2 and active(job) == {"a", "b", "c"}
+    assert job.phase is Phase.RUNNING and "function_differs" not in lines(due)
 
 
 def test_a_recovery_behind_a_proven_change_is_not_reported_as_proven() -> None:
-    simulation = training()
-    change(simulation, HERE, HERE)
-    assert simulation.job.function.found.startswith("proven")
-    simulation.feed(
-        events.Reported("a", reports.WorkersFailed(simulation.job.round, "killed", is_chance=True))
-    )
-    simulation.settle()
-    assert simulation.job.phase is m.Phase.RUNNING and not simulation.job.function.found
+    job, _ = change(training(), HERE, HERE)
+    assert job.function.found.startswith("proven")
+    job, _ = advance_all(job, *told("a", replace(KILLED, round=2)))
+    assert not until(job, Phase.RUNNING).function.found
 
 
 @pytest.mark.fault
@@ -265,196 +257,162 @@ def test_a_recovery_behind_a_proven_change_is_not_reported_as_proven() -> None:
 def test_a_change_whose_numbers_are_missing_stands_and_it_is_said_once(
     before: Numbers | None, after: Numbers | None
 ) -> None:
-    simulation = training("always")
-    change(simulation, before, after)
-    assert active(simulation.job) == {"a", "b", "c"}
-    assert len(said(simulation, "function_unproven")) == 1
+    job, _ = stopping(training("always"))
+    job, due = advance_all(job, *told("ab", reports.Stepped(1, before)))
+    job, more = made(job, after)
+    assert active(job) == {"a", "b", "c"} and job.phase is Phase.RUNNING
+    assert lines([*due, *more]).count("event=function_unproven") == 1
 
 
 def test_a_script_that_tells_nothing_of_its_steps_is_said_to_be_unproven_once() -> None:
-    simulation = two_hosts(max_hosts=3, proves="auto")
+    job, said = replace(training(), function=FunctionProof()), list[actions.Action]()
     for _ in range(2):
-        simulation.join("c", 2)
-        simulation.settle()
-        simulation.feed(events.HostLeaving("c", simulation.now))
-        simulation.settle()
-    assert len(said(simulation, "function_unproven")) == 1 and not any(proves(simulation))
+        for what in (joined(job, "c"), events.HostLeaving("c", job.now)):
+            job, done = stopping(job, what)
+            job, due = made(job, None)
+            said += [*done, *due]
+    assert lines(said).count("event=function_unproven") == 1 and not any(proves(said))
 
 
-def test_where_a_notice_leaves_no_time_nothing_is_proven() -> None:
-    simulation = training("always")
-    simulation.feed(events.HostLeaving("b", simulation.now, "aws", 1.0, is_final=True))
-    simulation.settle()
-    assert proves(simulation) == [False]
-
-
-def test_never_means_never() -> None:
-    simulation = training("never")
-    change(simulation, None, replace(HERE, norm=3.0))
-    assert proves(simulation) == [False] and not said(simulation, "function")
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [("always", events.HostLeaving("b", 100.0, "aws", 1.0, is_final=True)), ("never", None)],
+    ids=["a notice leaves no time", "never means never"],
+)
+def test_never_means_never(policy: str, what: events.Event | None) -> None:
+    job, done = stopping(training(policy), *((what,) if what else ()))
+    job, due = made(job, OFF)
+    assert proves(done) == [False] and job.phase is Phase.RUNNING
+    assert policy != "never" or "function" not in lines(due)
 
 
 def test_the_next_coordinator_knows_what_is_proven() -> None:
-    simulation = training()
-    change(simulation, HERE, HERE)
-    kept = remember(simulation.job, "run", 1, 1, JsonText.of({}))
-    job = recall(but(two_hosts().job, recalled=kept))
-    assert job.function.known == simulation.job.function.known
-    assert job.function.framework == HERE.framework
+    job, _ = change(training(), HERE, HERE)
+    kept = remember(job, "run", 1, 1, JsonText.of({}))
+    found = recall(but(laws.training("ab"), recalled=kept))
+    assert found.function.known == job.function.known
+    assert found.function.framework == HERE.framework
 
 
-OFF = replace(HERE, norm=2.114)
+# ---------------------------------------------------------------------- old workers that are late
 
 
-def grow(simulation: Simulation, after: Numbers) -> int:
-    """Have c join, and the new round make its first step before a and b tell of theirs. Return the
-    number of the old round."""
-    simulation.computed = {4: HERE, 6: after}
-    simulation.join("c", 2)
-    simulation.tick()
-    old = simulation.job.round
-    until(simulation, m.Phase.STOPPING)
-    until(simulation, m.Phase.RUNNING)
-    assert simulation.job.round != old and active(simulation.job) == {"a", "b", "c"}
-    assert not said(simulation, "function_proven") and not said(simulation, "function_unproven")
-    return old
+def grown(after: Numbers = HERE, **facts: Any) -> m.Job:
+    """Return the job that trains on a, b and c before a and b have told of their step."""
+    job, due = change(training(**facts), None, after)
+    assert job.phase is Phase.RUNNING and active(job) == {"a", "b", "c"}
+    assert "event=function" not in lines(due) and job.function.is_waiting
+    return job
 
 
-def tell(simulation: Simulation, old: int, *hosts: str, numbers: Numbers | None = HERE) -> None:
-    for host in hosts:
-        simulation.feed(events.Reported(host, reports.Stepped(old, numbers)))
+def tell(job: m.Job, *hosts: str, numbers: Numbers | None = HERE) -> tuple[m.Job, Due]:
+    return advance_all(job, *told("".join(hosts), reports.Stepped(1, numbers)))
 
 
-def amended(simulation: Simulation) -> list[str]:
-    found = [each for each in simulation.logged if isinstance(each, actions.AmendReport)]
-    return [each.function.partition(":")[0] for each in found]
+def sealed(job: m.Job) -> list[events.Event]:
+    snapshot = f"run-{job.round}-30"
+    return told("abc", reports.Sealed(job.round, "snapshot", snapshot, b""))
 
 
 def test_what_old_workers_tell_behind_the_first_step_of_the_new_ones_still_proves_it() -> None:
-    simulation = training()
-    old = grow(simulation, HERE)
-    simulation.train(3)
-    tell(simulation, old, "a")
-    assert not said(simulation, "function_proven"), "b may know the loss"
-    tell(simulation, old, "b")
-    assert amended(simulation) == ["proven"] and len(said(simulation, "function_proven")) == 1
-    assert simulation.job.change.ran == simulation.job.current
-    simulation.settle()
-    assert len(rounds(simulation)) == 2
+    """A snapshot of a round that is not proven yet is judged once it is."""
+    job, due = advance_all(grown(), *sealed(grown()))
+    assert not due
+    job, due = tell(job, "a")
+    assert not due, "b may know the loss"
+    job, due = tell(job, "b")
+    assert amended(due) == ["proven"] and lines(due).count("event=function_proven") == 1
+    assert any(isinstance(each, actions.JudgeSnapshot) for each in due)
+    assert job.change.ran == job.current and job.round == 2
 
 
 def test_what_they_tell_late_still_goes_back_to_the_state_of_the_stop() -> None:
     """Of what the new workers have made meanwhile nothing becomes a generation."""
-    simulation = training(left=0)
-    old = grow(simulation, OFF)
-    simulation.train(3)
-    before = len(simulation.logged)
-    simulation.snapshot()
-    tell(simulation, old, "a", "b")
-    assert amended(simulation) == ["differs"] and len(said(simulation, "function_differs")) == 1
-    simulation.settle()
-    tried, back = rounds(simulation)[-2:]
-    assert back.generation == tried.generation
-    assert back.steps_lost == 4, "the first one, and three more"
-    assert active(simulation.job) == {"a", "b"} and simulation.job.budget.left == 0
-    assert not any(isinstance(each, actions.JudgeSnapshot) for each in simulation.logged[before:])
-    simulation.feed(events.Rescaled(simulation.job.settings.assign, simulation.now))
-    simulation.settle()
-    assert len(rounds(simulation)) == 3, "it is not tried again"
+    job, done = but(grown(OFF, left=0), newest=30), list[actions.Action]()
+    job, _ = advance_all(job, *sealed(job))
+    job, due = tell(job, "a", "b")
+    assert amended(due) == ["differs"] and lines(due).count("event=function_differs") == 1
+    job = until(job, Phase.RUNNING, done)
+    (back,) = [each for each in done if isinstance(each, actions.StartRound)]
+    assert back.generation == 10 and back.steps_lost == 4
+    assert not any(isinstance(each, actions.JudgeSnapshot) for each in [*due, *done])
+    assert active(job) == {"a", "b"} and job.budget.left == 0
+    job, due = advance_all(job, events.Rescaled(job.settings.assign, job.now))
+    assert job.phase is Phase.RUNNING, "it is not tried again"
 
 
 def test_nobody_waits_for_old_workers_for_long() -> None:
-    simulation = training()
-    old = grow(simulation, OFF)
-    simulation.tick(PROOF_S - 1)
-    assert not said(simulation, "function_unproven")
-    simulation.tick(2)
-    assert len(said(simulation, "function_unproven")) == 1 and amended(simulation) == ["not proven"]
-    tell(simulation, old, "a", "b")
-    simulation.settle()
-    assert active(simulation.job) == {"a", "b", "c"} and len(rounds(simulation)) == 2
+    job, due = ticked(grown(OFF), PROOF_S - 2.0)
+    assert "function_unproven" not in lines(due)
+    job, due = ticked(job, 3.0)
+    assert lines(due).count("event=function_unproven") == 1 and amended(due) == ["not proven"]
+    assert tell(job, "a", "b")[0].phase is Phase.RUNNING
 
 
-def test_nobody_waits_for_old_workers_that_are_gone() -> None:
+@pytest.mark.parametrize("how", ["they do not tell", "it is lost", "it has left"])
+def test_nobody_waits_for_old_workers_that_are_gone(how: str) -> None:
     """Neither for those of whom their host says that they do not tell, nor for a host that left."""
-    simulation = training()
-    old = grow(simulation, HERE)
-    tell(simulation, old, "a")
-    tell(simulation, old, "b", numbers=None)
-    assert len(said(simulation, "function_proven")) == 1, "by what the others have told"
-    simulation.computed[2] = HERE
-    old = simulation.job.round
-    for host in "bc":
-        simulation.feed(events.HostLeaving(host, simulation.now))
-    simulation.tick()
-    until(simulation, m.Phase.STOPPING)
-    until(simulation, m.Phase.RUNNING)
-    assert simulation.job.hosts.keys() == {"a"} and simulation.job.function.is_waiting
-    tell(simulation, old, "a", numbers=None)
-    assert said(simulation, "the old workers have given no numbers")
+    job, due = grown(), list[actions.Action]()
+    if how == "they do not tell":
+        job, due = tell(tell(job, "a")[0], "b", numbers=None)
+        assert "event=function_proven" in lines(due), "by what the others have told"
+        return
+    job, _ = stopping(training(), events.HostLeaving("b", 100.0))
+    job, due = made(job, HERE)
+    assert job.hosts.keys() == {"a"} and job.function.is_waiting
+    _, due = tell(job, "a", numbers=None)
+    assert "the old workers have given no numbers" in lines(due)
 
 
 def test_a_further_change_waits_for_no_proof_and_what_was_sealed_meanwhile_counts() -> None:
-    simulation = training()
-    old = grow(simulation, OFF)
-    simulation.train(3)
-    simulation.snapshot()
-    simulation.feed(events.HostLeaving("c", simulation.now))
-    until(simulation, m.Phase.DRAINING)
-    assert len(said(simulation, "a further change has begun")) == 1
-    assert amended(simulation) == ["not proven"]
-    assert any(isinstance(each, actions.JudgeSnapshot) for each in simulation.logged)
-    tell(simulation, old, "a", "b")
-    simulation.settle()
-    assert active(simulation.job) == {"a", "b"} and not said(simulation, "function_differs")
+    job, done = grown(OFF), list[actions.Action]()
+    job, _ = advance_all(job, *sealed(job), events.HostLeaving("c", job.now))
+    job = until(job, Phase.DRAINING, done)
+    assert lines(done).count("a further change has begun") == 1
+    assert amended(done) == ["not proven"]
+    assert any(isinstance(each, actions.JudgeSnapshot) for each in done)
+    job, due = tell(job, "a", "b")
+    assert active(until(job, Phase.RUNNING)) == {"a", "b"} and "differs" not in lines(due)
 
 
-def test_workers_that_fail_meanwhile_go_on_as_they_ran() -> None:
-    simulation = training()
-    grow(simulation, OFF)
-    simulation.feed(
-        events.Reported("a", reports.WorkersFailed(simulation.job.round, "killed", is_chance=True))
-    )
-    simulation.settle()
-    assert len(said(simulation, "workers have failed before the old workers")) == 1
-    assert active(simulation.job) == {"a", "b", "c"} and simulation.job.phase is m.Phase.RUNNING
-
-
-def test_a_snapshot_of_a_round_that_is_not_proven_yet_is_judged_once_it_is() -> None:
-    simulation = training()
-    old = grow(simulation, HERE)
-    source = simulation.job.newest_generation
-    simulation.train(3)
-    simulation.snapshot()
-    simulation.deliver()
-    assert simulation.job.newest_generation == source
-    tell(simulation, old, "a", "b")
-    assert simulation.job.newest_generation is not None
-    assert simulation.job.newest_generation.step == simulation.hosts["a"].step
+@pytest.mark.parametrize(
+    ("what", "hosts", "why"),
+    [
+        (replace(KILLED, round=2), "a", "workers have failed before the old workers"),
+        (reports.Finished(2), "abc", "the script has finished before the old workers"),
+    ],
+    ids=["workers fail", "the script ends"],
+)
+def test_what_ends_a_round_whose_function_is_not_proven_yet_says_so(
+    what: reports.Report, hosts: str, why: str
+) -> None:
+    job, due = advance_all(grown(OFF), *told(hosts, what))
+    assert lines(due).count(why) == 1 and amended(due) == ["not proven"]
+    assert job.phase is Phase.ENDED or active(until(job, Phase.RUNNING)) == {"a", "b", "c"}
 
 
 def test_numbers_of_a_start_that_failed_are_not_those_of_the_next_one() -> None:
     """A host of it had made its first step when another one was lost."""
-    simulation = training(left=5)
-    simulation.computed = {4: HERE, 6: OFF}
-    simulation.join("c", 2)
-    simulation.tick()
-    old = simulation.job.round
-    until(simulation, m.Phase.STOPPING)
-    tell(simulation, old, "a", "b")
-    until(simulation, m.Phase.STARTING)
-    simulation.feed(events.Reported("a", reports.Stepped(simulation.job.round, OFF)))
-    simulation.computed = {4: HERE, 6: HERE, 2: HERE}
-    simulation.lose("b")
-    simulation.settle()
-    assert not said(simulation, "function_differs")
-    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == {"a", "c"}
+    job, _ = stopping(training(left=5))
+    job = until(tell(job, "a", "b")[0], Phase.STARTING)
+    job, _ = advance_all(job, *answers(job)[:-3], *told("a", reports.Stepped(2, OFF)))
+    job, _ = advance_all(job, events.HostLost("b", generations("ac", 10), job.now))
+    job, due = made(job, HERE)
+    assert "function_differs" not in lines(due) and active(job) == {"a", "c"}
+    assert job.phase is Phase.RUNNING
 
 
-def test_a_script_that_finishes_while_its_function_is_not_proven_yet_says_so() -> None:
-    simulation = training()
-    grow(simulation, OFF)
-    for host in "abc":
-        simulation.feed(events.Reported(host, reports.Finished(simulation.job.round)))
-    assert len(said(simulation, "the script has finished before the old workers")) == 1
-    assert amended(simulation) == ["not proven"]
+@pytest.mark.fault
+@pytest.mark.parametrize("is_late", [False, True])
+def test_both_laws_prove_a_change_and_take_back_another_function(begin: Any, is_late: bool) -> None:
+    world: World = begin(law={"proves": "always", "left": 0})
+    world.is_proof_late = is_late
+    world.computes = {6: Numbers(5.0, 3.0, framework="simulated")}
+    world.add("c")
+    world.until(lambda: len(world.rounds) == 2 and world.phase is Phase.RUNNING if is_late
+                else len(world.rounds) == 3)  # fmt: skip
+    world.is_proof_late = False
+    world.settle()
+    assert len(world.logged("event=function_differs")) == 1 and world.is_training()
+    assert len(world.rounds) == 3 and world.rounds[-1].assignment.degrees.world_size == 4
+    assert world.rounds[2].generation == world.rounds[1].generation
