@@ -1,5 +1,6 @@
 """Live memory into a store and back: whole, strided, replicated, in every width, and resharded."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -157,47 +158,40 @@ def test_several_ranks_on_a_host_snapshot_and_another_number_restores(open_store
         assert torch.equal(old.buffer, new.buffer)
 
 
+def check_device(slot: Slot, piece: Piece) -> None:
+    """Compare a piece's fingerprint by a device's arithmetic with the host's."""
+    found = device_fingerprint(piece_view(slot, piece), piece.box, slot.tensor.shape)
+    assert fingerprint_of(found) == int(live_fingerprints([(slot, piece)])[0])
+
+
 SHAPES = [(), (9,), (5, 300), (2, 3, 70), (3000, 1), (2500, 150)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_device_computes_the_same_fingerprint(dtype: str, shape: tuple[int, ...]) -> None:
-    slot = whole_tensor("param/w", shape, dtype)
-    [(slot, piece)] = held_rows([slot])
+    [(slot, piece)] = held_rows([whole_tensor("param/w", shape, dtype)])
     box = Box(tuple(n // 3 for n in shape), tuple(n - n // 3 for n in shape))
     for part in (piece, piece.sub(box)):
-        found = device_fingerprint(piece_view(slot, part), part.box, shape)
-        [expected] = live_fingerprints([(slot, part)])
-        assert fingerprint_of(found) == int(expected)
+        check_device(slot, part)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "I64", "BF16", "BOOL"])
-def test_a_device_computes_the_same_of_transposed_memory(dtype: str) -> None:
+def test_a_device_computes_the_same_of_transposed_memory_and_in_blocks(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slot = column_shard(whole_tensor("param/w", (70, 600), dtype), 1, 3, transposed=True)
-    [(slot, piece)] = held_rows([slot])
-    found = device_fingerprint(piece_view(slot, piece), piece.box, (70, 600))
-    assert fingerprint_of(found) == int(live_fingerprints([(slot, piece)])[0])
+    check_device(*held_rows([slot])[0])
+    monkeypatch.setattr("scalai.runtime.live_fingerprints.BLOCK", 64)
+    check_device(*held_rows([whole_tensor("param/w", (7, 140), dtype)])[0])
 
 
 @pytest.mark.parametrize("shape", [(300, 1), (1, 300), (1, 1), (300, 1, 1)])
 def test_a_device_computes_the_same_where_a_dimension_of_one_has_any_stride(
     shape: tuple[int, ...],
 ) -> None:
-    slot = whole_tensor("param/w", shape, "I64")
-    piece = Piece(whole(shape), 0, tuple(700 if n == 1 else 1 for n in shape))
-    found = device_fingerprint(piece_view(slot, piece), piece.box, shape)
-    [expected] = live_fingerprints([(slot, piece)])
-    assert fingerprint_of(found) == int(expected)
-
-
-def test_a_device_sums_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scalai.runtime.live_fingerprints.BLOCK", 64)
-    for dtype in ("F32", "I64", "BF16"):
-        [(slot, piece)] = held_rows([whole_tensor("param/w", (7, 140), dtype)])
-        found = device_fingerprint(piece_view(slot, piece), piece.box, (7, 140))
-        expected = live_fingerprints([(slot, piece)])
-        assert fingerprint_of(found) == int(expected[0])
+    stride = tuple(700 if n == 1 else 1 for n in shape)
+    check_device(whole_tensor("param/w", shape, "I64"), Piece(whole(shape), 0, stride))
 
 
 def test_a_mapping_is_known_by_its_file_not_by_its_name(store: HostStore) -> None:
@@ -234,6 +228,7 @@ def test_nothing_is_overwritten_by_a_restore_that_is_refused(store: HostStore) -
     bad: dict[str, tuple[dict[str, Any], type[Exception]]] = {
         "a row is not filled": ({"row": np.array([0, 0])}, LayoutError),
         "a row is not there": ({"row": np.array([0, 9])}, LayoutError),
+        "a row below the first": ({"row": np.array([0, -1])}, LayoutError),
         "outside of the piece": (
             {"source_offset": np.array([[0] * 6, [0, 0, 0, 0, 2, 0]])}, LayoutError,
         ),
@@ -251,8 +246,7 @@ def test_a_restore_from_a_truncated_file_is_refused(store: HostStore) -> None:
     slots = [whole_tensor("param/w", (4, 4), "F32")]
     manifest = committed(store, [slots])
     path = store.generation_directory(1) / manifest.files[0].name
-    with open(path, "r+b") as file:
-        file.truncate(path.stat().st_size - 4)
+    os.truncate(path, path.stat().st_size - 4)
     again = [emptied(slot) for slot in slots]
     with pytest.raises(StoreError, match=f"{path} is .* bytes long"):
         read_rows(wanted_rows(again), read_order(store, manifest))
@@ -263,12 +257,14 @@ def test_a_snapshot_that_does_not_fit_is_refused(store: HostStore, tmp_path: Pat
     rows = held_rows([whole_tensor("param/w", (4, 4), "F32")])
     slot = store.reserve({0: collection_of(rows)})
     order = slot.orders[0]
-    with pytest.raises(LayoutError, match="publish them again"):
-        write_rows(rows, replace(order, rows=(3,)))
-    with pytest.raises(StoreError, match="cannot be opened"):
-        write_rows(rows, replace(order, path=str(tmp_path / "none")))
-    with pytest.raises(StoreError, match="bytes long"):
-        write_rows(rows, replace(order, begins=(1 << 20,)))
+    for wrong, error, why in (
+        (replace(order, rows=(3,)), LayoutError, "row 3, .*publish them again"),
+        (replace(order, rows=(-1,)), LayoutError, "row -1, .*publish them again"),
+        (replace(order, path=str(tmp_path / "none")), StoreError, "cannot be opened"),
+        (replace(order, begins=(1 << 20,)), StoreError, "bytes long"),
+    ):
+        with pytest.raises(error, match=why):
+            write_rows(rows, wrong)
 
 
 def test_a_slot_whose_buffer_is_not_what_its_tensor_says_is_refused() -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 
 from scalai.core.errors import UsageError
 from scalai.store.host import HostStore
+from scalai.vfs import tree
 from scalai.vfs.filesystem import ScalaiFileSystem
+from scalai.vfs.pins import Pins
 from support.data_files import lines, write_tokens
 from support.odd_names import HUGE, check_slice, names
 from support.store_states import WEIGHT, generation, values_of
@@ -165,9 +168,9 @@ def test_what_is_no_table_is_refused(options: dict[str, Any]) -> None:
 def test_pins_expire_without_a_mount_too(
     files: Any, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tree, "Pins", partial(Pins, keep_s=0.0))
     file = files.open("job/model/w.npy")
     store.drop(1)
-    monkeypatch.setattr(files._trees["job"].pins, "keep_s", 0.0)
     for _ in range(2):
         files.exists("job")
     assert not list(store.directory.glob("pinned-*/generation-*"))

@@ -23,6 +23,7 @@ from scalai.core.errors import RoomError
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.region import Box, whole
 from scalai.runtime.consumption import LEDGER
+from scalai.store import directory as directory_module
 from scalai.store.host import HostStore
 from scalai.store.manifest import manifest_bytes, read_manifest, write_manifest
 from scalai.store.pinned import expire_dropped
@@ -267,8 +268,11 @@ def pinned(tree: Tree, store: HostStore) -> Iterator[Content]:
 def test_a_pin_takes_no_room_that_replicas_need(
     pinned: Content, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_budget_bytes", store._folders.room().in_use + 1)
-    store.check_spare(1)
+    def little(path: Path) -> int:
+        return 0 if list(store.directory.glob("pinned-*/generation-1")) else 1 << 12
+
+    monkeypatch.setattr(directory_module, "free_bytes", little)
+    store.check_spare(1 << 10)
     with pytest.raises(OSError, match="its pin has expired"):
         pinned.read(0, 1000)
     with pytest.raises(RoomError, match="replicas of"):
