@@ -21,7 +21,7 @@ from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Piece, row_major, whole
-from scalai.runtime.emergency import VolatileCopies
+from scalai.runtime.emergency_writer import VolatileCopies
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.live_fingerprints import live_fingerprints
 from scalai.runtime.restore import map_sources, read_rows

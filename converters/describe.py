@@ -21,7 +21,7 @@ from scalai.core.tensors.dtypes import bits_dtype
 from scalai.core.tensors.fingerprint import sure_fingerprints
 from scalai.core.tensors.region import Box, box_text
 from scalai.store.files import decode, slices
-from scalai.store.generation import Generation
+from scalai.store.generation import UnitedGeneration
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Json]:
@@ -100,7 +100,7 @@ _FRAMEWORKS = ("megatron", "deepspeed")
 """Names of live state's scalars."""
 
 
-def describe_parts(generation: Generation, numbers: Sequence[int]) -> dict[str, Json]:
+def describe_parts(generation: UnitedGeneration, numbers: Sequence[int]) -> dict[str, Json]:
     """Return a generation's facts beyond those of other layouts.
 
     Args:
@@ -131,7 +131,7 @@ def describe_parts(generation: Generation, numbers: Sequence[int]) -> dict[str, 
     }
 
 
-def _tensor_table(generation: Generation, rows: Collection) -> list[dict[str, Json]]:
+def _tensor_table(generation: UnitedGeneration, rows: Collection) -> list[dict[str, Json]]:
     values = np.concatenate([part.fingerprint for part in generation.hosts])
     prints = sure_fingerprints(rows, values)
     table: dict[str, dict[str, Json]] = {

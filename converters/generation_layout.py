@@ -31,7 +31,7 @@ from scalai.core.tensors.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.tensors.dtypes import FROM_TORCH, NUMPY_DTYPES, TORCH_NAMES
 from scalai.core.tensors.region import whole
 from scalai.store.files import FileLayout, lay_out
-from scalai.store.generation import Generation, load_generation
+from scalai.store.generation import UnitedGeneration, load_generation
 from scalai.store.manifest import HostManifest, StoredFile, write_manifest
 from scalai.store.places import find_generations, generation_name
 
@@ -52,7 +52,7 @@ PARTS = "generation"
 class StoredGeneration:
     """A generation by its manifests, and the numbers of all generations beside it."""
 
-    generation: Generation
+    generation: UnitedGeneration
     numbers: tuple[int, ...]
 
 
@@ -140,7 +140,7 @@ class GenerationLayout:
         return CheckpointTarget(self.name, placed, fixed, finish, tuple(notes))
 
 
-def _check_tensors(generation: Generation) -> None:
+def _check_tensors(generation: UnitedGeneration) -> None:
     """Refuse a generation without some tensor."""
     hosts = generation.hosts
     names = {tensor.name for part in hosts for tensor in part.collection.tensors}
@@ -203,7 +203,7 @@ def _about(source: Checkpoint, degrees: Mapping[str, int], tensors: int) -> dict
     }
 
 
-def _values(generation: Generation, numbers: tuple[int, ...]) -> Values:
+def _values(generation: UnitedGeneration, numbers: tuple[int, ...]) -> Values:
     about, scalars = generation.about, generation.scalars
     megatron = scalars.get("megatron", {})
     offline = scalars.get("offline", {})

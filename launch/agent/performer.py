@@ -43,7 +43,7 @@ from scalai.runtime.failpoints import here, reached
 from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name, summary_bytes
-from scalai.store.snapshot import Snapshot
+from scalai.store.snapshot import SnapshotSlot
 
 LEVELS = {
     Level.INFO: logging.INFO, Level.WARNING: logging.WARNING, Level.ERROR: logging.ERROR,
@@ -476,11 +476,11 @@ class Performer:
         reached("committed")
         return [reports.Committed(generation)]
 
-    def _sealed(self) -> dict[str, Snapshot]:
+    def _sealed(self) -> dict[str, SnapshotSlot]:
         return {snapshot_name(manifest): sealed for sealed, manifest in self._store.sealed()}
 
 
-def _files(slot: object) -> Snapshot:
+def _files(slot: object) -> SnapshotSlot:
     """Return the store's own slot; the law knows only its writers."""
-    assert isinstance(slot, Snapshot)
+    assert isinstance(slot, SnapshotSlot)
     return slot

@@ -38,7 +38,7 @@ NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 """Torch's reaction to a failed NCCL collective (torch 2.11, ProcessGroupNCCL.cpp); the second name
 is of older releases. By default the watchdog ends the process a minute later, after a failed link
 all at about once, and the state is lost. With 0 workers wait, report it
-(``scalai.runtime.emergency``), and are ended after their state is written."""
+(``scalai.runtime.emergency_writer``), and are ended after their state is written."""
 
 log = logging.getLogger(__name__)
 

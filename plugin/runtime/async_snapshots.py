@@ -29,7 +29,7 @@ from scalai.core.messages.worker_messages import (
 from scalai.core.tensors.region import Piece
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.calls import Channel
-from scalai.runtime.emergency import COPIED_BYTES, Between, VolatileCopies
+from scalai.runtime.emergency_writer import COPIED_BYTES, Between, VolatileCopies
 from scalai.runtime.failpoints import reached
 from scalai.runtime.live import Slot, host_bits
 from scalai.runtime.staging import StagingRing, use_device_of

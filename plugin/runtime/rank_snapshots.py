@@ -26,7 +26,7 @@ from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import Consumption
-from scalai.runtime.emergency import Between, EmergencyWriter
+from scalai.runtime.emergency_writer import Between, EmergencyWriter
 from scalai.runtime.failpoints import reached
 from scalai.runtime.live import LiveState, Registered, Slot
 from scalai.runtime.live_fingerprints import live_fingerprints

@@ -52,7 +52,7 @@ from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_numbe
 from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import LEDGER, Consumption, Contradiction
 from scalai.runtime.control import ControlPage, control_path
-from scalai.runtime.emergency import watch_collectives
+from scalai.runtime.emergency_writer import watch_collectives
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.live import (
     Get,

@@ -25,7 +25,7 @@ def unite(parts: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Generation:
+class UnitedGeneration:
     """A generation with all available parts, ordered by their lowest rank.
 
     ``directories`` [hosts] is each part's directory, None for a part on another machine.
@@ -61,7 +61,7 @@ class Generation:
 
 def unite_hosts(
     manifests: Sequence[HostManifest], directories: Sequence[Path | None] | None = None
-) -> Generation:
+) -> UnitedGeneration:
     """Unite the parts of one generation.
 
     Raises:
@@ -98,7 +98,7 @@ def unite_hosts(
                     f"and {other.dtype}{list(other.shape)} on another. They are not parts of one "
                     "state."
                 )
-    return Generation(
+    return UnitedGeneration(
         first.generation,
         first.step,
         tuple(part for part, _ in parts),
@@ -106,7 +106,7 @@ def unite_hosts(
     )
 
 
-def load_generation(directories: Sequence[Path], number: int | None = None) -> Generation:
+def load_generation(directories: Sequence[Path], number: int | None = None) -> UnitedGeneration:
     """Read the parts of one generation, one directory a host; ``number``: of this one.
 
     Raises:

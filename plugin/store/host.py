@@ -32,7 +32,7 @@ from scalai.store.manifest import (
 )
 from scalai.store.parts import Staged, attached_hosts, unchanged
 from scalai.store.places import MANIFEST, default_store_dir, generation_name
-from scalai.store.snapshot import Snapshot, share_out
+from scalai.store.snapshot import SnapshotSlot, share_out
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +75,15 @@ class HostStore(HeldGenerations):
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def sealed(self) -> list[tuple[Snapshot, HostManifest]]:
+    def sealed(self) -> list[tuple[SnapshotSlot, HostManifest]]:
         """Return the sealed, uncommitted snapshots, lowest step first."""
         with self._mutex:
             found = sorted(self._sealed.items(), key=lambda item: (item[1].step, item[0].name))
-        return [(Snapshot.sealed(directory, manifest), manifest) for directory, manifest in found]
+        return [
+            (SnapshotSlot.sealed(directory, manifest), manifest) for directory, manifest in found
+        ]
 
-    def reserve(self, held: Mapping[int, Collection]) -> Snapshot:
+    def reserve(self, held: Mapping[int, Collection]) -> SnapshotSlot:
         """Make the files for the next snapshot: distinct pieces once, replicas share the work,
         pages faulted in.
 
@@ -102,7 +104,7 @@ class HostStore(HeldGenerations):
                 self._folders.make_room(needed, self._budget_bytes, self._is_giving_back)
                 directory = self._folders.new("snapshot")
                 self._unsealed.add(directory)
-            snapshot = Snapshot.reserved(directory, held, shares)
+            snapshot = SnapshotSlot.reserved(directory, held, shares)
             try:
                 reserve_manifests(directory, snapshot.manifest_bytes)
                 for share in shares:
@@ -234,7 +236,7 @@ class HostStore(HeldGenerations):
 
     def seal(
         self,
-        snapshot: Snapshot,
+        snapshot: SnapshotSlot,
         *,
         step: int,
         about: Mapping[str, Json],
@@ -250,7 +252,7 @@ class HostStore(HeldGenerations):
             about: consumed_samples, degrees, world_size, framework, versions, time.
             parts: Reports of completely written ranks, by global rank. The rows of other ranks are
                 left out.
-            taken_over: Completed orders of ``Snapshot.take_over`` with their fingerprints.
+            taken_over: Completed orders of ``SnapshotSlot.take_over`` with their fingerprints.
 
         Returns:
             The manifest, ``UNNUMBERED`` until the commit.
@@ -273,7 +275,7 @@ class HostStore(HeldGenerations):
         return manifest
 
     def commit(
-        self, snapshot: Snapshot, generation: int, committed: Committed | None = None
+        self, snapshot: SnapshotSlot, generation: int, committed: Committed | None = None
     ) -> HostManifest:
         """Make a sealed snapshot the generation of this number; one rename decides.
 
@@ -315,7 +317,7 @@ class HostStore(HeldGenerations):
         )  # fmt: skip
         return manifest
 
-    def discard(self, snapshot: Snapshot) -> None:
+    def discard(self, snapshot: SnapshotSlot) -> None:
         """Give up a reserved or sealed snapshot; its files are reused."""
         with self._mutex:
             self._sealed.pop(snapshot.directory, None)

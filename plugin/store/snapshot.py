@@ -61,7 +61,7 @@ def share_out(held: Mapping[int, Collection]) -> tuple[RankShare, ...]:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Snapshot:
+class SnapshotSlot:
     """A reserved slot: a directory of files to be written, and the order of each rank.
 
     ``held`` has the collections by rank. ``collection`` [rows] are the distinct pieces, ``file``
@@ -91,7 +91,7 @@ class Snapshot:
     @classmethod
     def reserved(
         cls, directory: Path, held: Mapping[int, Collection], shares: Sequence[RankShare]
-    ) -> "Snapshot":
+    ) -> "SnapshotSlot":
         """Return the slot in ``directory``, with files for these shares of ``held``."""
         orders = {rank: WriteOrder(rank, "", (), ()) for rank in sorted(held)}
         for share in shares:
@@ -116,7 +116,7 @@ class Snapshot:
         )
 
     @classmethod
-    def sealed(cls, directory: Path, manifest: HostManifest) -> "Snapshot":
+    def sealed(cls, directory: Path, manifest: HostManifest) -> "SnapshotSlot":
         """Return an earlier owner's sealed snapshot: nobody writes to it any more."""
         return cls(
             directory, {}, {}, manifest.collection, manifest.file, manifest.begin, manifest.files

@@ -21,7 +21,7 @@ from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.dtypes import ITEM_BYTES, NUMPY_DTYPES
 from scalai.core.tensors.region import Box, box_text, flat_range, row_major, whole
 from scalai.store.files import header_of, slices
-from scalai.store.generation import Generation
+from scalai.store.generation import UnitedGeneration
 from scalai.vfs.nodes import Content, File, Node, missing
 from scalai.vfs.pins import Pin
 
@@ -98,7 +98,7 @@ class StoredPiece:
     begin: int
 
 
-def pieces_of(generation: Generation, name: str) -> list[StoredPiece]:
+def pieces_of(generation: UnitedGeneration, name: str) -> list[StoredPiece]:
     """Pieces of a tensor in the parts at hand, each box once."""
     found: dict[Box, StoredPiece] = {}
     for number, part in enumerate(generation.hosts):

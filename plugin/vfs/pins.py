@@ -19,7 +19,7 @@ from pathlib import Path
 
 from scalai.core.errors import StoreError
 from scalai.store.files import read_at
-from scalai.store.generation import Generation
+from scalai.store.generation import UnitedGeneration
 from scalai.store.lock import LOCK
 from scalai.store.pinned import PinFolder, is_same_file
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class Pin:
     """A generation with kept files. Made by ``Pins.acquire``; each holder releases it once."""
 
-    def __init__(self, pins: "Pins", generation: Generation) -> None:
+    def __init__(self, pins: "Pins", generation: UnitedGeneration) -> None:
         self._pins, self.generation = pins, generation
         self._descriptors: dict[tuple[int, int], int] = {}
         self._links: dict[tuple[int, int], Path] = {}
@@ -143,7 +143,7 @@ class Pins:
                 self._folders[key] = PinFolder(host_directory)
             return self._folders[key]
 
-    def acquire(self, generation: Generation) -> Pin:
+    def acquire(self, generation: UnitedGeneration) -> Pin:
         """Pin of a generation, with one holder more.
 
         Raises:

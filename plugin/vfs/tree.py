@@ -23,14 +23,14 @@ from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Box
 from scalai.runtime.codec import convert
 from scalai.runtime.consumption import LEDGER
-from scalai.store.generation import Generation, load_generation
+from scalai.store.generation import UnitedGeneration, load_generation
 from scalai.store.places import MANIFEST, check_job, default_store_dir, find_generations
 from scalai.vfs.dataset import DatasetFolder, DatasetSpec, ViewedJob
 from scalai.vfs.model_files import TensorElements, model_folder, pieces_of
 from scalai.vfs.nodes import ListedFolder, Node, TreeLink, in_memory, listed, missing
 from scalai.vfs.pins import Pins
 
-_Known = tuple[tuple[tuple[Path, int, int], ...], Generation, ListedFolder]
+_Known = tuple[tuple[tuple[Path, int, int], ...], UnitedGeneration, ListedFolder]
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 log = logging.getLogger(__name__)
 KEPT = 4
@@ -66,7 +66,7 @@ class GenerationsFolder:
             raise missing(name, "generations have numbers")
         return self._load(int(name))[2]
 
-    def newest(self) -> Generation | None:
+    def newest(self) -> UnitedGeneration | None:
         """Newest generation; None: there is none. Raises ``OSError``: it cannot be read."""
         numbers = self.numbers()
         return self._load(numbers[-1])[1] if numbers else None
@@ -94,7 +94,7 @@ class GenerationsFolder:
                 del self._known[next(iter(self._known))]
         return known
 
-    def _check_same(self, generation: Generation) -> None:
+    def _check_same(self, generation: UnitedGeneration) -> None:
         """Refuse a number with another state than before: the kernel's cache, and readers of the
         first one, would mix both."""
         state = (generation.about.get("snapshot"), generation.step)
@@ -105,7 +105,7 @@ class GenerationsFolder:
                 "begun anew under the same name. Mount it again.",
             )
 
-    def _folder(self, generation: Generation, mtime: float) -> ListedFolder:
+    def _folder(self, generation: UnitedGeneration, mtime: float) -> ListedFolder:
         tensors = {tensor.name: tensor for part in generation.hosts
                    for tensor in part.collection.tensors}  # fmt: skip
         model = model_folder(tensors.values(), mtime, self._opener(generation))
@@ -116,7 +116,7 @@ class GenerationsFolder:
             children["ledger.json"] = lambda: in_memory(text, mtime)
         return ListedFolder(children, mtime)
 
-    def _opener(self, generation: Generation) -> Callable[[Tensor, Box], TensorElements]:
+    def _opener(self, generation: UnitedGeneration) -> Callable[[Tensor, Box], TensorElements]:
         def opened(tensor: Tensor, box: Box) -> TensorElements:
             pin = self._pins.acquire(generation)
             try:
@@ -190,7 +190,7 @@ class Tree:
             raise missing(name)
         return TreeLink(f"generations/{numbers[-1]}/model", 0.0)
 
-    def _newest(self) -> Generation | None:
+    def _newest(self) -> UnitedGeneration | None:
         """Newest generation; None also where it cannot be read: the data sets can."""
         try:
             return self.generations.newest()
@@ -219,7 +219,7 @@ def read_table(values: Json) -> DatasetTable:
         raise UsageError(f"data sets cannot be named so: {error.__cause__}") from error
 
 
-def _told_by(newest: Generation | None) -> DatasetTable:
+def _told_by(newest: UnitedGeneration | None) -> DatasetTable:
     """Table of a job's data sets; empty where this release cannot read it."""
     try:
         return read_table({} if newest is None else newest.about.get(DATASET, {})).checked()

@@ -12,9 +12,9 @@ import torch
 from scalai.core.messages.shared import JsonText
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, row_major, whole
-from scalai.runtime import emergency
+from scalai.runtime import emergency_writer as emergency
 from scalai.runtime.async_snapshots import AsyncSnapshots
-from scalai.runtime.emergency import Between, EmergencyWriter, VolatileCopies
+from scalai.runtime.emergency_writer import Between, EmergencyWriter, VolatileCopies
 from scalai.runtime.live import Slot
 from scalai.runtime.live_fingerprints import live_fingerprints
 from scalai.runtime.staging import rings_for

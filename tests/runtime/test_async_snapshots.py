@@ -21,7 +21,7 @@ from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, whole
 from scalai.runtime import async_snapshots
 from scalai.runtime.async_snapshots import AsyncSnapshots, Writing
-from scalai.runtime.emergency import Between
+from scalai.runtime.emergency_writer import Between
 from scalai.runtime.live import Slot
 from scalai.runtime.live_fingerprints import live_fingerprints
 from support.answering_agent import FIRST_BYTE, AnsweringAgent

@@ -14,8 +14,8 @@ from scalai.core.job.endings import PEER_GONE, kind_of
 from scalai.core.messages.shared import JsonText
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, row_major, whole
-from scalai.runtime import emergency
-from scalai.runtime.emergency import (
+from scalai.runtime import emergency_writer as emergency
+from scalai.runtime.emergency_writer import (
     WINDOW,
     WINDOWS,
     Between,

@@ -17,7 +17,7 @@ from scalai.core.tensors.region import Box, whole
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
-from scalai.store.snapshot import Snapshot
+from scalai.store.snapshot import SnapshotSlot
 from support.wire import travelled
 
 Opener = Callable[..., HostStore]
@@ -94,7 +94,7 @@ def report(rank: int, fingerprints: tuple[int, ...]) -> RankSnapshot:
 
 def snapshot(
     store: HostStore, step: int, held: Mapping[int, Collection] | None = None, **more: Json
-) -> tuple[Snapshot, HostManifest]:
+) -> tuple[SnapshotSlot, HostManifest]:
     """Reserve, write and seal a state; its salt is the step. ``more``: of its ``about``."""
     held = two_ranks() if held is None else held
     slot = store.reserve(held)
