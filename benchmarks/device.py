@@ -23,10 +23,15 @@ from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Piece, row_major, whole
 from scalai.runtime.emergency_writer import VolatileCopies
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
+from scalai.runtime.live_files import (
+    MappedFile,
+    map_sources,
+    ordered_fingerprints,
+    place_rows,
+    read_rows,
+)
 from scalai.runtime.live_fingerprints import live_fingerprints
-from scalai.runtime.restore import map_sources, read_rows
 from scalai.runtime.staging import rings_for
-from scalai.runtime.writing import MappedFile, ordered_fingerprints, place_rows
 from scalai.store.host import HostStore
 from scalai.store.moves import holders_of, read_orders
 

@@ -34,8 +34,8 @@ from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.calls import Channel
 from scalai.runtime.failpoints import reached
 from scalai.runtime.live import Slot
+from scalai.runtime.live_files import MappedFile, file_fingerprints, place_rows
 from scalai.runtime.staging import StagingRing, use_device_of
-from scalai.runtime.writing import MappedFile, file_fingerprints, place_rows
 
 Row = tuple[Slot, Piece]
 

@@ -64,9 +64,9 @@ from scalai.runtime.live import (
     held_rows,
     wanted_rows,
 )
+from scalai.runtime.live_files import fill_state
 from scalai.runtime.processes import imported
 from scalai.runtime.rank_snapshots import Snapshots
-from scalai.runtime.restore import fill_state
 from scalai.runtime.staging import StagingRing, rings_for
 
 

@@ -13,10 +13,9 @@ from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Box, Piece, row_major, whole
 from scalai.runtime.live import Slot, collection_of, held_rows, piece_view, wanted_rows
+from scalai.runtime.live_files import MappedFile, read_rows
 from scalai.runtime.live_fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
-from scalai.runtime.restore import read_rows
 from scalai.runtime.staging import RING_BYTES
-from scalai.runtime.writing import MappedFile
 from scalai.store.host import HostStore
 from scalai.store.moves import holders_of, read_orders
 from support.written_rows import write_rows

@@ -13,12 +13,12 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, row_major, whole
 from scalai.runtime import emergency_writer as emergency
-from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.emergency_writer import Between, EmergencyWriter, VolatileCopies
 from scalai.runtime.live import Slot
+from scalai.runtime.live_files import ordered_fingerprints, place_rows
 from scalai.runtime.live_fingerprints import live_fingerprints
+from scalai.runtime.rank_snapshots import AsyncSnapshots
 from scalai.runtime.staging import rings_for
-from scalai.runtime.writing import ordered_fingerprints, place_rows
 from support.answering_agent import FIRST_BYTE, AnsweringAgent
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

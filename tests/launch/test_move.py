@@ -19,7 +19,7 @@ from scalai.core.tensors.region import Box, Piece, row_major, whole
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.fetch import Restore, prepare_restore
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
-from scalai.runtime.restore import read_rows
+from scalai.runtime.live_files import read_rows
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from support.listed import listed

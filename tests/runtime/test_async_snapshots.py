@@ -19,11 +19,11 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import RankUnwritten
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Piece, whole
-from scalai.runtime import async_snapshots
-from scalai.runtime.async_snapshots import AsyncSnapshots, Writing
+from scalai.runtime import rank_snapshots
 from scalai.runtime.emergency_writer import Between
 from scalai.runtime.live import Slot
 from scalai.runtime.live_fingerprints import live_fingerprints
+from scalai.runtime.rank_snapshots import AsyncSnapshots, Writing
 from support.answering_agent import FIRST_BYTE, AnsweringAgent
 from support.steps import DEADLINE_S, Beside
 
@@ -143,12 +143,12 @@ def test_an_update_that_comes_later_does_not_wait(training: Training) -> None:
     assert not training.waits.is_set()
 
 
-@pytest.mark.parametrize("block_bytes", [8, async_snapshots.BLOCK_BYTES])
+@pytest.mark.parametrize("block_bytes", [8, rank_snapshots.BLOCK_BYTES])
 def test_one_snapshot_after_another_is_of_its_own_step(
     training: Training, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of pieces that are larger than a block."""
-    monkeypatch.setattr(async_snapshots, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(rank_snapshots, "BLOCK_BYTES", block_bytes)
     for step in range(1, 6):
         before = training.state()
         training.go_through(step)
@@ -204,7 +204,7 @@ def test_memory_that_ends_in_the_proof_is_told_and_the_training_goes_on(
     def short(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(async_snapshots, "file_fingerprints", short)
+    monkeypatch.setattr(rank_snapshots, "file_fingerprints", short)
     training.go_through(7)
     told = training.unwritten()
     assert told.step == 7 and "MemoryError" in told.reason
@@ -262,5 +262,5 @@ def test_too_much_to_copy_at_once_means_that_the_training_stands_still(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not training.snapshots.obstacle()
-    monkeypatch.setattr(async_snapshots, "COPIED_BYTES", 8)
+    monkeypatch.setattr(rank_snapshots, "COPIED_BYTES", 8)
     assert "too large to be copied at once" in training.snapshots.obstacle()

@@ -17,9 +17,8 @@ from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Box, Piece, row_major, whole
 from scalai.runtime.live import Slot, collection_of, held_rows, piece_view, wanted_rows
+from scalai.runtime.live_files import MappedFile, Row, read_rows
 from scalai.runtime.live_fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
-from scalai.runtime.restore import read_rows
-from scalai.runtime.writing import MappedFile, Row
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import holders_of, read_orders
@@ -291,7 +290,7 @@ def test_a_device_without_room_for_a_proof_has_its_file_proven(
         return live_fingerprints(asked)
 
     slot = store.reserve({0: collection_of(rows)})
-    monkeypatch.setattr("scalai.runtime.writing.live_fingerprints", no_room)
+    monkeypatch.setattr("scalai.runtime.live_files.live_fingerprints", no_room)
     found = write_rows(rows, slot.orders[0])
     assert found == tuple(map(int, live_fingerprints(rows))) and "has no room" in caplog.text
     store.discard(slot)

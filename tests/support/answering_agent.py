@@ -18,7 +18,7 @@ from scalai.core.tensors.region import Piece
 from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.live import Slot
-from scalai.runtime.writing import ordered_views
+from scalai.runtime.live_files import ordered_views
 
 FIRST_BYTE, STEP_BYTES = 64, 64
 """Where the first row lies in the file, and of what the places of the others are multiples."""

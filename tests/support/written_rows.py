@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from scalai.core.messages.worker_messages import WriteOrder
-from scalai.runtime.writing import MappedFile, Row, ordered_fingerprints, place_rows
+from scalai.runtime.live_files import MappedFile, Row, ordered_fingerprints, place_rows
 
 
 def write_rows(

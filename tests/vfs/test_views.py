@@ -15,11 +15,18 @@ from scalai.core.dataset.order import GlobalBatches, Places
 from scalai.core.degrees.batches import BatchRamp
 from scalai.core.errors import RefusedError
 from scalai.runtime.session import Session
-from scalai.vfs.dataset import DatasetFolder, DatasetSpec, ViewedJob
+from scalai.vfs.dataset import (
+    DatasetFolder,
+    DatasetSpec,
+    ReplicaShare,
+    SampleOrder,
+    Sequential,
+    ViewedJob,
+    sequences,
+)
 from scalai.vfs.nodes import File, walk
 from scalai.vfs.sample_sources import LocalSource
 from scalai.vfs.token_index import TokenIndex, read_index
-from scalai.vfs.views import ReplicaShare, SampleOrder, Sequential, sequences
 from support.data_files import lines, write_tokens
 
 

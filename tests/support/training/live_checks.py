@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from scalai.core.messages.shared import JsonText
-from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.emergency_writer import Between
 from scalai.runtime.live import held_rows
 from scalai.runtime.live_fingerprints import live_fingerprints
+from scalai.runtime.rank_snapshots import AsyncSnapshots
 from support.answering_agent import AnsweringAgent
 from support.training.jobs import BEFORE, SEED
 

@@ -11,8 +11,8 @@ from scalai.core.messages.worker_messages import RankSnapshot, ReadOrder, WriteO
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.region import Piece
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
+from scalai.runtime.live_files import read_rows
 from scalai.runtime.live_fingerprints import live_fingerprints
-from scalai.runtime.restore import read_rows
 from support.training.jobs import AFTER, BEFORE
 from support.wire import travelled
 from support.written_rows import write_rows
