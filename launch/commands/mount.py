@@ -79,7 +79,7 @@ def _unmount(args: argparse.Namespace) -> int:
 def _mount(args: argparse.Namespace) -> int:
     point = absolute(args.point)
     prepare(point)
-    tree = _tree(args)
+    tree = shown_tree(args)
     serve = fuse_server()
     if args.foreground:
         configure("mount")
@@ -88,11 +88,11 @@ def _mount(args: argparse.Namespace) -> int:
         return 0
     tree.close()
     _start(args, point)
-    print("\n".join(_said(tree)))
+    print("\n".join(said_of(tree)))
     return 0
 
 
-def _said(tree: "Tree") -> Iterator[str]:
+def said_of(tree: "Tree") -> Iterator[str]:
     """Yield the data sets and the global batch in words, with their origin."""
     for name, url in tree.table.sources.items():
         if name in tree.left_out:
@@ -108,7 +108,7 @@ def _said(tree: "Tree") -> Iterator[str]:
         yield "no views of replicas: the job does not say its global batch; --global-batch-size N"
 
 
-def _tree(args: argparse.Namespace) -> "Tree":
+def shown_tree(args: argparse.Namespace) -> "Tree":
     """Tree of these flags. Raises ``ScalaiError``."""
     from scalai.vfs.tree import Tree, find_job
 

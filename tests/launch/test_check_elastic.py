@@ -1,12 +1,16 @@
-"""The report before training starts: every world, and nothing that surprises later."""
+"""Reports before training starts: every world of a job, and what this host lacks."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
 from scalai.core.errors import RefusedError
+from scalai.launch.cli import main
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.elastic_config import ElasticConfig, load_config
 from scalai.launch.config.flags import parse_options
@@ -47,6 +51,7 @@ def test_every_world_is_reported_with_degrees_idle_ranks_and_the_reason() -> Non
 
 def test_only_allowed_worlds_are_reported() -> None:
     assert list(rows(check(f"--allowed-sizes 2,4 --nnodes 1:2 {GPT}"))) == ["2", "4"]
+    assert list(rows(check(f"--nnodes 1 --allowed-sizes 4,7 {GPT}"))) == ["4", "7"]
 
 
 def test_rules_for_a_change_have_lines_of_their_own() -> None:
@@ -62,28 +67,34 @@ def test_rules_for_a_change_have_lines_of_their_own() -> None:
 
 def test_the_configuration_and_the_limits_are_printed() -> None:
     report = check(GPT)
-    assert "resize.settle_s = 2.0  (default)" in report
-    assert "num_attention_heads=4" in report
-    assert "--padded-vocab-size" in report
+    for words in (
+        "resize.settle_s = 2.0  (default)",
+        "num_attention_heads=4",
+        "--padded-vocab-size",
+    ):
+        assert words in report
 
 
-def test_an_entry_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "slots", "words"),
+    [
+        (f"--elastic {{}} {GPT}", 4, r'\[degrees\] "3" cannot be used .*tp=3'),
+        (f"{GPT} --micro-batch-size 5", 4, r"flags ask for TP2·PP1·MBS5.*5.1 does not divide"),
+        (f"{GPT} --tensor-model-parallel-size 4", 2, "no world has valid degrees"),
+        (f"{GPT} --inprocess-restart", 4, "--inprocess-restart"),
+        (f"--nnodes 1 --allowed-sizes 5,7 {GPT}", 4, "1 hosts of 4 workers are 4 at most"),
+        (f"--nnodes 1:2 --replicas 5 {GPT}", 4, r"--replicas 5: .*Use 1\."),
+    ],
+    ids=["an entry that cannot be used", "no valid micro-batch", "no valid world",
+         "not elastic", "worlds that the hosts never make", "more replicas than other hosts"],
+)  # fmt: skip
+def test_what_would_surprise_later_is_refused(
+    flags: str, slots: int, words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "elastic.toml"
     path.write_text('[degrees]\n3 = "tp3"\n')
-    with pytest.raises(RefusedError, match=r'\[degrees\] "3" cannot be used .*tp=3'):
-        check(f"--elastic {path} {GPT}")
-
-
-def test_a_job_without_any_valid_world_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"flags ask for TP2·PP1·MBS5.*5.1 does not divide"):
-        check(f"{GPT} --micro-batch-size 5")
-    with pytest.raises(RefusedError, match="no world has valid degrees"):
-        check(f"{GPT} --tensor-model-parallel-size 4", slots=2)
-
-
-def test_a_script_that_is_not_elastic_is_refused() -> None:
-    with pytest.raises(RefusedError, match="--inprocess-restart"):
-        check(f"{GPT} --inprocess-restart")
+    with pytest.raises(RefusedError, match=words):
+        check(flags.format(path), slots=slots)
 
 
 def test_what_may_change_and_what_stays_is_said_with_the_reason() -> None:
@@ -93,12 +104,8 @@ def test_what_may_change_and_what_stays_is_said_with_the_reason() -> None:
     report = check(f"{GPT} --tensor-model-parallel-size 1 --optimizer muon")
     assert "may change: pp 1, 2, 4; dp 1, 2, 3, 4" in report
     assert "stays: tp 1 (--muon-tp-mode blockwise" in report
-
-
-def test_a_job_that_cannot_change_is_told_so() -> None:
     one = GPT.replace("--num-layers 4", "--num-layers 1").replace("size 12", "size 1")
-    report = check(one, slots=2)
-    assert "may change: nothing, on these worlds" in report
+    assert "may change: nothing, on these worlds" in check(one, slots=2)
 
 
 def test_an_evaluation_without_a_stated_batch_is_named() -> None:
@@ -165,13 +172,98 @@ def test_it_is_said_who_chooses_degrees(tmp_path: Path) -> None:
     assert int(rows(cost)["1"][1]) == 0, "what fits in memory is computed, not what ran"
 
 
-def test_worlds_that_the_hosts_never_make_are_refused() -> None:
-    with pytest.raises(RefusedError, match="1 hosts of 4 workers are 4 at most"):
-        check(f"--nnodes 1 --allowed-sizes 5,7 {GPT}")
-    assert list(rows(check(f"--nnodes 1 --allowed-sizes 4,7 {GPT}"))) == ["4", "7"]
+# ------------------------------------------------------------------ scalai doctor
 
 
-def test_more_replicas_than_other_hosts_are_refused() -> None:
-    with pytest.raises(RefusedError, match=r"--replicas 5: .*Use 1\."):
-        check(f"--nnodes 1:2 --replicas 5 {GPT}")
-    check(f"--nnodes 1:2 --replicas 1 {GPT}")
+def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *argv])
+    return ended.value.code, capsys.readouterr().out
+
+
+@pytest.mark.fault
+def test_a_host_that_can_run_a_job_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": 12, "scalai": {}}))
+    flags = ["--nproc-per-node", "4", "train.py", "--deepspeed_config", str(config)]
+    code, report = doctor(capsys, "--store-dir", str(tmp_path), "--", *flags)
+    assert code == 0, report
+    assert f"free in {tmp_path}" in report
+    assert "deepspeed" in report and ", hooked: tried" in report
+    assert "4  TP1·PP1·DP4" in report
+    assert "mount  " in report
+
+
+@pytest.mark.fault
+def test_what_is_in_the_way_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, report = doctor(capsys, "--", "train.py", "--deepspeed")
+    assert code == 3
+    assert "no  job            not elastic: no --elastic, and no DeepSpeed configuration" in report
+    packages = tmp_path / "deepspeed-0.9.0.dist-info"
+    packages.mkdir()
+    (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.9.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, report = doctor(capsys)
+    assert code == 3
+    assert "no  deepspeed      0.9.0, not hooked: deepspeed 0.9.0 was never tried" in report
+
+
+@pytest.mark.fault
+def test_a_lock_that_a_killed_build_left_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build that was killed, one that runs, and one that may: torch's own locks."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    batons = {}
+    for name in ("killed", "running", "young"):
+        (tmp_path / name).mkdir()
+        batons[name] = FileBaton(str(tmp_path / name / "lock"))
+        assert batons[name].try_acquire()
+    for name in ("killed", "young"):
+        descriptor = batons[name].fd
+        assert descriptor is not None
+        os.close(descriptor)
+    for name in ("killed", "running"):
+        os.utime(tmp_path / name / "lock", (0, 0))
+    code, report = doctor(capsys)
+    assert code == 3
+    lines = [line for line in report.splitlines() if " extensions " in line]
+    assert [line.split()[0] for line in lines] == ["no", "ok", "ok"]
+    assert f"{tmp_path}/killed/lock" in lines[0] and "remove it" in lines[0]
+    assert f"process {os.getpid()} builds" in lines[1]
+    (tmp_path / "killed" / "lock").unlink()
+    batons["running"].release()
+    assert doctor(capsys)[0] == 0
+
+
+@pytest.mark.fault
+def test_a_store_that_cannot_be_written_or_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, report = doctor(capsys, "--store-dir", str(tmp_path / "store"))
+    assert f"free in {tmp_path} ({tmp_path}/store is not there yet, and will be made)" in report
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    code, report = doctor(capsys, "--store-dir", str(tmp_path / "store"))
+    assert code == 3
+    assert f"no  shared memory  {tmp_path} may not be written by this user" in report
+
+
+@pytest.mark.fault
+def test_a_store_that_is_not_ones_own_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    store.chmod(0o777)
+    code, report = doctor(capsys, "--store-dir", str(store))
+    assert code == 3 and "no  shared memory" in report
+    assert f"{store} may be written to by other users" in report
+    store.chmod(0o1777)
+    assert "may take the store away" not in doctor(capsys, "--store-dir", str(store))[1]
+    tmp_path.chmod(0o777)
+    assert "may take the store away" in doctor(capsys, "--store-dir", str(store))[1]

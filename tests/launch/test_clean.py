@@ -35,6 +35,8 @@ def test_dead_jobs_are_removed_and_live_ones_left(
     dead = leave(open_store, "dead", "a", "b")
     alive = leave(open_store, "alive", "a")
     open_store("alive", "b")
+    (dead / "coordinator.json").write_text("torn")
+    (dead / "coordinator.lock").touch()
     run(dead.parent, "--force")
     text = capsys.readouterr().out
     assert not dead.exists() and (alive / "a" / "generation-1").exists()
@@ -43,17 +45,12 @@ def test_dead_jobs_are_removed_and_live_ones_left(
 
 def test_a_named_job_that_lives_is_refused(open_store: Opener) -> None:
     store = open_store("alive", "a")
+    other = leave(open_store, "other", "a")
     with pytest.raises(StoreError, match=r"'alive' is alive: host a is in use by process \d+"):
-        run(store.directory.parent.parent, "--job", "alive")
+        run(other.parent, "--job", "alive")
     store.close()
-    run(store.directory.parent.parent, "--job", "alive", "--force")
-    assert not store.directory.parent.exists()
-
-
-def test_one_job_is_removed_and_no_other(open_store: Opener) -> None:
-    one, two = leave(open_store, "one", "a"), leave(open_store, "two", "a")
-    run(one.parent, "--job", "one", "--force")
-    assert not one.exists() and two.exists()
+    run(other.parent, "--job", "alive", "--force")
+    assert not store.directory.parent.exists() and other.exists()
 
 
 def test_a_dry_run_removes_nothing(open_store: Opener, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,14 +82,6 @@ def test_a_directory_that_is_no_store_is_refused(tmp_path: Path, stranger: str) 
     assert path.exists()
 
 
-def test_a_coordinators_files_go_with_the_job(open_store: Opener) -> None:
-    job = leave(open_store, "dead", "a")
-    (job / "coordinator.json").write_text("torn")
-    (job / "coordinator.lock").touch()
-    run(job.parent, "--force")
-    assert not job.exists()
-
-
 @pytest.mark.fault
 def test_what_could_be_resumed_is_named_and_left_without_force(
     open_store: Opener, capsys: pytest.CaptureFixture[str]
@@ -110,17 +99,10 @@ def test_what_could_be_resumed_is_named_and_left_without_force(
     lost = r"could be resumed .*\n.*step 20.*\n.*step 25.*\n.*--force"
     with pytest.raises(StoreError, match=lost):
         run(job.parent, "--job", "dead")
-    assert job.exists()
-    run(job.parent, "--job", "dead", "--force")
-    assert not job.exists()
-
-
-@pytest.mark.fault
-def test_a_damaged_generation_is_not_removed_without_force(open_store: Opener) -> None:
-    job = leave(open_store, "dead", "a")
-    (job / "a" / "generation-1" / "manifest.json").write_text("{}")
+    (job / "a" / "generation-2" / "manifest.json").write_text("{}")
     with pytest.raises(StoreError, match="damaged: "):
         run(job.parent, "--job", "dead")
+    assert job.exists()
     run(job.parent, "--job", "dead", "--force")
     assert not job.exists()
 
@@ -170,6 +152,7 @@ def test_what_a_living_run_has_saved_is_left(
     durable = tmp_path / "durable"
     job = save(open_store, durable, keep=False)
     lease = leases.Lease(FolderRegister(durable, "dead"), LeaseEntry(1, "127.0.0.1", 1))
+    lease.start()
     arguments = ["--job", "dead", "--durable-dir", str(durable), "--force"]
     with pytest.raises(RefusedError, match="is in use by run"):
         run(job.parent, *arguments)

@@ -279,7 +279,7 @@ class Ledger:
         }  # fmt: skip
         if self.sources:
             content["sources"] = [each.to_json() for each in self.sources]
-        return {**content, "digest": _digest(content)}
+        return {**content, "digest": digest_of(content)}
 
     @classmethod
     def from_json(cls, value: Json) -> "Ledger":
@@ -289,7 +289,7 @@ class Ledger:
         content = {name: each for name, each in table.items() if name != "digest"}
         if (found := table.get("version")) != VERSION:
             raise ValueError(f"it is of version {found!r}, this release reads {VERSION}")
-        if table.get("digest") != _digest(content):
+        if table.get("digest") != digest_of(content):
             raise ValueError("its digest is not that of its content")
         try:
             return cls(
@@ -329,7 +329,7 @@ def _mark(value: Json, name: str) -> tuple[int, int | None]:
     return fields.whole_number(step, name), maybe(samples, name)
 
 
-def _digest(content: Mapping[str, Json]) -> str:
+def digest_of(content: Mapping[str, Json]) -> str:
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 

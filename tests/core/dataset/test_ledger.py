@@ -230,7 +230,7 @@ def damages() -> list[Any]:
     def sealed(change: dict[str, Any]) -> Any:
         content = {name: value for name, value in {**example(), **change}.items()
                    if name != "digest" and value is not None}  # fmt: skip
-        return {**content, "digest": module._digest(content)}
+        return {**content, "digest": module.digest_of(content)}
 
     torn = {**example(), "at": [7, 28]}
     run = {**example()["passes"][0], "pass": [0, 0, 1, 0], "taken": [2, 9]}
