@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 CONFTEST = """
@@ -60,3 +62,41 @@ def test_a_test_that_no_signal_reaches_has_failed_and_the_run_goes_on(tmp_path: 
             assert len(re.findall(crash, done.stdout, re.MULTILINE)) == 1, done.stdout
     assert "6 failed, 12 passed" in done.stdout, done.stdout
     assert "in test_deaf" in done.stderr, "the stacks say where it stood"
+
+
+STUCK = """
+import os, sys, types
+from support.training.worker_pool import WorkerPool
+
+def forever(rank, store, folder):
+    open(f"{folder}/{os.getpid()}", "w").close()
+    while True:
+        pass
+
+stuck = types.ModuleType("support.training.stuck")
+stuck.forever = forever
+sys.modules[stuck.__name__] = stuck  # in the workers, too, which import this file
+if __name__ == "__main__":
+    WorkerPool(2, trainer="stuck").run("stuck:forever", [(sys.argv[1],)] * 2)
+"""
+
+
+def test_workers_of_a_pool_end_with_a_killed_session_though_they_are_within_a_call(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "session.py").write_text(STUCK)
+    (folder := tmp_path / "workers").mkdir()
+    session = subprocess.Popen([sys.executable, str(tmp_path / "session.py"), str(folder)])
+    try:
+        _until(lambda: len(list(folder.iterdir())) == 2)
+    finally:
+        session.kill()
+        session.wait(60)
+    _until(lambda: not any(Path("/proc", path.name).exists() for path in folder.iterdir()))
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)

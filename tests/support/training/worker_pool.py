@@ -15,13 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from scalai.runtime.processes import end_with
+
 TIMEOUT_S = 270
 """Less than a test may take (pyproject.toml): frameworks are imported in it, also on a busy
 machine."""
 AFTER_A_FAILURE_S = 2
 END_S = 10
-LIFE_S = 7200
-"""No test session is longer: its workers end, though what was to end them is gone."""
 MANY_THREADS = 150
 """A job of four ranks has about 110. Those of a process group stay where something still refers to
 the group, as Megatron's gradient hooks do, and each wakes up a hundred times a second."""
@@ -108,7 +108,8 @@ class WorkerPool:
         context.set_forkserver_preload([f"{__package__}.{self.trainer}"])
         for rank in range(self._size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, there), daemon=True)
+            given = (rank, port, os.getpid(), there)
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -118,7 +119,7 @@ class WorkerPool:
         pipes = [context.Pipe() for _ in range(self._size)]
         theirs = [there for _, there in pipes]
         parent = context.Process(
-            target=_fork_workers, args=(theirs, port, self._release, self.trainer)
+            target=_fork_workers, args=(theirs, port, os.getpid(), self._release, self.trainer)
         )
         parent.start()
         for here, there in pipes:
@@ -147,7 +148,7 @@ class WorkerPool:
 
 
 def _fork_workers(
-    pipes: Sequence[Connection], port: int, release: Path | None, trainer: str
+    pipes: Sequence[Connection], port: int, session: int, release: Path | None, trainer: str
 ) -> None:
     """Import a framework and fork workers of it; end when they do, or end them when terminated."""
     if release is not None:
@@ -155,7 +156,7 @@ def _fork_workers(
     importlib.import_module(f"{__package__}.{trainer}")
     context = multiprocessing.get_context("fork")
     workers = [
-        context.Process(target=_serve, args=(rank, port, pipes[rank], pipes), daemon=True)
+        context.Process(target=_serve, args=(rank, port, session, pipes[rank], pipes), daemon=True)
         for rank in range(len(pipes))
     ]
     for worker in workers:
@@ -164,10 +165,14 @@ def _fork_workers(
         pipe.close()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which terminates daemons
     for worker in workers:
-        worker.join(LIFE_S)
+        worker.join()
 
 
-def _serve(rank: int, port: int, pipe: Connection, pipes: Sequence[Connection] = ()) -> None:
+def _serve(
+    rank: int, port: int, session: int, pipe: Connection, pipes: Sequence[Connection] = ()
+) -> None:
+    """Answer calls until the process ``session`` closes the pipe; end with it, even within one."""
+    end_with(session)
     for other in pipes:
         if other is not pipe:
             other.close()  # else nobody would see that its worker died
