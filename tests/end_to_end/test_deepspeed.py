@@ -1,7 +1,12 @@
-"""A DeepSpeed script that knows nothing of Scalai changes its ranks: same samples, same losses."""
+"""A DeepSpeed script that knows nothing of Scalai changes its ranks, and workers die on the way:
+same samples, same losses. Common jobs run with a release of every minor version that is known.
+"""
 
+import contextlib
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ from support.accelerator import ACCELERATOR
 from support.agents import Agents
 from support.deepspeed_elastic import (
     STEPS,
+    STEPS_PER_EPOCH,
     arguments,
     check,
     compare,
@@ -19,6 +25,7 @@ from support.deepspeed_elastic import (
     run_alone,
     train_through,
 )
+from support.deepspeed_releases import installed
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -172,3 +179,107 @@ def test_stages_between_which_fp16_would_fork_are_refused_at_the_start(
         agents.start("a")
         assert agents.exit_code("a") != 0
         assert "fp16 with ZeRO stages 0, 1 in one job" in agents.text()
+
+
+EPOCHS = 60
+THREE_TO_ONE = (3, 2, 1)
+STAGES = {"0.16.9": (2, 3, 1), "0.17.6": (1, 3, 0), "0.18.9": (2, 3, 1)}
+"""Stage 2 of 0.17.6 loses gradients, and is refused."""
+PLACES = ("drain", "write", "written", "commit", "relaunch", "plan", "move", "restore", "leave")
+"""Where a worker may die in a change."""
+
+
+@contextlib.contextmanager
+def training(folder: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
+    """Give a job that may lose anybody. Then it trains to its end, and each of its steps, however
+    often it was made, must be that of the uninterrupted run."""
+    monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
+    given = config(stage, store={"snapshot_every": 5})
+    flags = ("--loader-workers", "0", "--epochs", str(EPOCHS))
+    alone = run_alone(folder / "alone", given, *flags)
+    elastic = folder / "elastic"
+    elastic.mkdir()
+    (elastic / "ds.json").write_text(json.dumps(given))
+    script = arguments(elastic, "--step-s", "0.6", *flags)
+    restarts = ("--max-restarts", "100")
+    again = {"resize.quarantine_s": 0.0}  # the same hosts die again and again
+    with Agents(elastic, None, script, nodes="1", flags=restarts, constants=again) as agents:
+        agents.start("a")
+        yield agents
+        (elastic / "hurry").touch()
+        assert agents.exit_code("a") == 0, agents.logs()
+    assert alone.wait(60) == 0
+    made = agents.lines()
+    assert {line["step"] for line in made} == set(range(1, STEPS_PER_EPOCH * EPOCHS + 1))
+    compare(made, lines_of(folder / "alone"))
+
+
+@pytest.mark.campaign
+@pytest.mark.turns
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_worker_may_die_at_every_place_of_a_change(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a stage the other ranks have all that the dead one had, and no step is lost. Where
+    state is in shards, what dies before it is written is gone, and the newest snapshot counts."""
+    with training(tmp_path, stage, monkeypatch) as agents:
+        world = 2
+        for number, place in enumerate(PLACES):
+            agents.wait_for_all(world)
+            changes, world = len(agents.resizes()), 1 + number % 2
+            agents.arm(place, "0")
+            agents.scale(nproc=world)
+            agents.wait_for_death()
+            agents.wait_until(lambda: len(agents.resizes()) > changes, f"steps after {place}")  # noqa: B023
+            agents.wait_for_world(world)
+            lost = agents.resizes()[-1].get("steps_lost", 0)
+            may_lose = place in PLACES[:3] and (stage > 0 or world == 2)
+            assert lost == 0 or may_lose, f"{place}: {lost}\n{agents.logs()}"
+
+
+@pytest.mark.campaign
+@pytest.mark.fault
+@pytest.mark.turns
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_failure_in_training_costs_no_step_where_the_state_lives_on(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank raises, and what it holds is written by its own process; without a stage it may as
+    well be killed."""
+    with training(tmp_path, stage, monkeypatch) as agents:
+        agents.wait_for_step(3, world=2)
+        for number in range(2):
+            agents.wait_for_all(2)
+            changes, step = len(agents.resizes()), agents.lines()[-1]["step"]
+            agents.wait_until(lambda: agents.lines()[-1]["step"] > step, "a step of this round")  # noqa: B023
+            if stage == 0 and number:
+                agents.kill_worker(1)
+            else:
+                (tmp_path / "elastic" / f"raise-{number}").touch()
+            agents.wait_until(lambda: len(agents.resizes()) > changes, "steps after the failure")  # noqa: B023
+            lost = [report.get("steps_lost", 0) for report in agents.resizes()[changes:]]
+            assert not any(lost), f"failure {number}: {lost}\n{agents.logs()}"
+
+
+@pytest.fixture(params=STAGES)
+def release(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Put a release before the installed one, for processes to come."""
+    folder = installed(request.param, tmp_path / "release")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    return str(request.param)
+
+
+@pytest.mark.campaign
+def test_other_versions_go_through_other_dps_and_stages(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = dict(zip(map(str, THREE_TO_ONE), STAGES[release], strict=True))
+    given, flags = config(0, deepspeed={"zero_stage": stages}), ("--loader-workers", "0")
+    alone = run_alone(tmp_path / "alone", given, *flags)
+    agents = train_through(tmp_path / "elastic", given, THREE_TO_ONE, monkeypatch, *flags)
+    assert alone.wait(60) == 0
+    reference = lines_of(tmp_path / "alone")
+    assert {line["version"] for line in (*reference, *agents.lines())} == {release}
+    check(agents, reference, THREE_TO_ONE)
+    seen = {(str(line["world"]), line["stage"]) for line in agents.lines()}
+    assert seen == set(stages.items())

@@ -1,9 +1,13 @@
 """Megatron-LM's own pretrain_gpt.py, unmodified, changes its layout as if nothing had happened:
-while it trains, and by checkpoints that are resharded offline."""
+while it trains, and by checkpoints that are resharded offline. Jobs of many kinds and other scripts
+change their degrees likewise; evaluations included."""
 
+import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ import pytest
 from scalai.converters.checkpoint import parameters_of
 from scalai.converters.layouts import open_checkpoint
 from support import megatron_lm_job
-from support.megatron_lm_job import Job, make_dataset
+from support.megatron_lm_job import CHECKOUT, MODEL, Job, check_same_steps, make_dataset
 
 STEPS, BEFORE = 120, 4
 """Steps of a job, and the steps that it has done at least before it is changed. It trains on while
@@ -28,17 +32,21 @@ Start = Callable[..., Job]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start jobs that end with the test."""
-    jobs: list[Job] = []
+def jobs() -> Iterator[list[Job]]:
+    """Give the list of jobs that end with the test."""
+    found: list[Job] = []
+    yield found
+    for job in found:
+        job.stop()
 
+
+@pytest.fixture
+def start(tmp_path: Path, jobs: list[Job]) -> Start:
     def start_job(name: str, nproc: int, degrees: dict[int, str], flags: Sequence[str]) -> Job:
         jobs.append(Job(tmp_path / name, nproc, degrees, ["--train-iters", str(STEPS), *flags]))
         return jobs[-1]
 
-    yield start_job
-    for job in jobs:
-        job.stop()
+    return start_job
 
 
 def mock_data(folder: Path) -> list[str]:
@@ -128,11 +136,7 @@ def check_as_uninterrupted(alone: Job, changed: Job) -> None:
     expected, found = alone.ledger(), changed.ledger()
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     assert len({entry.round for entry in found.values()}) == 2, changed.log
-    for step, entry in found.items():
-        assert entry.loss == pytest.approx(expected[step].loss, rel=1e-6), step
-        assert entry.samples_hash == expected[step].samples_hash, step
-        assert entry.lr == expected[step].lr, step
-        assert entry.consumed_samples == expected[step].consumed_samples, step
+    check_same_steps(found, expected)
     assert changed.verified() == {"is_kept": True, "breaks": [], "notes": []}
 
 
@@ -163,7 +167,182 @@ def test_a_resharded_checkpoint_goes_on_as_the_job_that_never_stopped(
     resumed.finish()
     expected, found = alone.ledger(), resumed.ledger()
     assert list(found) == list(range(9, 17)), resumed.log
-    for step, entry in found.items():
-        assert entry.loss == pytest.approx(expected[step].loss, rel=1e-6), step
-        assert entry.samples_hash == expected[step].samples_hash, step
-        assert entry.lr == expected[step].lr, step
+    check_same_steps(found, expected)
+
+
+# ------------------------------------------------------------------ kinds of jobs
+
+KIND_STEPS = 14
+FP32, BF16, MUON = 1e-6, 2e-4, 1e-4
+"""Relative difference of a loss: another order of additions, of roundings to 16 bits, and of
+Newton-Schulz steps in bf16."""
+PADDED_AT_TP2 = "--make-vocab-size-divisible-by 8"
+"""At TP2 the embedding has as many rows as MODEL's at TP1; further ones would be new, and change
+every loss."""
+EVALUATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
+
+
+WITHOUT_BATCH = MODEL.replace("--global-batch-size 12", "")
+BY_SAMPLES = MODEL.replace("--lr-decay-iters 100", "--lr-decay-samples 1200")
+T5 = """
+  --encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 64 --num-attention-heads 4
+  --kv-channels 16 --ffn-hidden-size 128 --encoder-seq-length 32 --decoder-seq-length 16
+  --max-position-embeddings 32 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local
+  --attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion
+  --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
+  --no-bias-dropout-fusion --no-rope-fusion --distributed-backend gloo --seed 1234
+  --micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+  --lr-decay-iters 100 --log-interval 1 --eval-iters 1 --eval-interval 6 --num-workers 0
+  --legacy-tokenizer --tokenizer-type BertWordPieceCase --vocab-extra-ids 100
+  --make-vocab-size-divisible-by 16
+"""
+
+
+def masked_text(folder: Path) -> list[str]:
+    """Bytes under a vocabulary of words: what T5 masks is as good as any text."""
+    make_dataset(folder / "text")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(300))]
+    (folder / "words.txt").write_text("\n".join(words))
+    return [
+        "--data-path", str(folder / "text"), "--split", "90,5,5",
+        "--vocab-file", str(folder / "words.txt"), "--data-cache-path", str(folder / "cache"),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of job, the degrees that it begins with and those that it changes to."""
+
+    name: str
+    ranks: int
+    first: str
+    then: str
+    flags: str = ""
+    model: str = MODEL
+    script: tuple[str, ...] = ("pretrain_gpt.py",)
+    """Where it may lie in a checkout."""
+    data: Callable[[Path], list[str]] = mock_data
+    ends: str = f"--train-iters {KIND_STEPS}"
+    tolerance: float = FP32
+    needs: str = ""
+    """A word in the checkout's arguments without which it has no such kind."""
+    package: str = ""
+    """What the checkout imports for this kind alone."""
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear "
+    "--use-distributed-optimizer"
+)
+KINDS = [
+    Kind("virtual stages", 2, "tp1 pp2 vpp2", "tp2 pp1",
+         "--num-virtual-stages-per-pipeline-rank 2"),
+    Kind("experts", 4, "tp1 pp1 ep2", "tp1 pp2 ep2", EXPERTS),
+    Kind("experts under TP", 4, "tp1 pp1 ep2", "tp2 pp1 ep2", EXPERTS + " --sequence-parallel"),
+    Kind("further tokens", 2, "tp2 pp1", "tp1 pp1",
+         "--mtp-num-layers 1 --position-embedding-type rope"),
+    Kind("a growing batch", 2, "tp1 pp1", "tp1 pp2", "--rampup-batch-size 4 4 40",
+         model=BY_SAMPLES, ends="--train-samples 300"),
+    Kind("T5", 2, "tp1 pp1", "tp2 pp1", model=T5, data=masked_text,
+         script=("pretrain_t5.py", "examples/t5/pretrain_t5.py"), needs="legacy_tokenizer"),
+    Kind("several optimizer instances", 4, "tp1 pp1", "tp2 pp1",
+         "--use-distributed-optimizer --num-distributed-optimizer-instances 2 "
+         "--overlap-grad-reduce"),
+    Kind("precision-aware and offloaded", 2, "tp1 pp1", "tp2 pp1",
+         "--use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload "
+         "--use-torch-optimizer-for-cpu-offload --optimizer-offload-fraction 0.5 --bf16",
+         tolerance=BF16),
+    *(
+        Kind(f"Muon, {mode}", 2, "tp1 pp1", "tp2 pp1", f"--optimizer muon --muon-tp-mode {mode}",
+             tolerance=MUON, package="emerging_optimizers", needs="muon-tp-mode")
+        for mode in ("duplicated", "distributed")
+    ),
+    Kind("evaluations without a stated batch", 2, "tp1 pp1", "tp1 pp2",
+         "--step-batch-size-schedule 0:12", model=WITHOUT_BATCH.replace("--lr-decay-iters 100",
+         "--lr-decay-samples 1200"), ends=f"--train-samples {12 * KIND_STEPS}",
+         needs="step_batch_size_schedule"),
+]  # fmt: skip
+
+StartKind = Callable[[str, Kind, list[str]], Job]
+
+
+@pytest.fixture
+def start_kind(tmp_path: Path, jobs: list[Job]) -> StartKind:
+    def start_job(name: str, kind: Kind, data: list[str]) -> Job:
+        assert CHECKOUT is not None
+        scripts = [path for path in kind.script if Path(CHECKOUT, path).is_file()]
+        flags = [*kind.ends.split(), *kind.flags.split(), *data, "--eval-interval", "6"]
+        jobs.append(
+            Job(tmp_path / name, kind.ranks, {kind.ranks: kind.first}, flags, script=scripts[0],
+                model=kind.model, settings="standby = 'never'")
+        )  # fmt: skip
+        return jobs[-1]
+
+    return start_job
+
+
+def evaluations(job: Job) -> dict[str, float]:
+    """The losses that Megatron-LM itself prints, by iteration."""
+    return {step: float(loss) for step, loss in EVALUATION.findall(job.log)}
+
+
+def compare(changed: Job, alone: Job, tolerance: float, *, rounds: int = 2, since: int = 1) -> None:
+    """Everything that was consumed and learned is the same, step by step."""
+    expected, found = alone.ledger(), changed.ledger()
+    assert list(found) == [step for step in expected if step >= since]
+    assert len({entry.round for entry in found.values()}) == rounds, changed.log
+    pairs = [(found[step].loss, expected[step].loss) for step in found]
+    differences = [abs(ours / theirs - 1) for ours, theirs in pairs if ours and theirs]
+    print(f"largest relative difference of a loss: {max(differences):.1e}")
+    check_same_steps(found, expected, tolerance)
+    assert evaluations(changed)
+    for iteration, loss in evaluations(changed).items():
+        assert loss == pytest.approx(evaluations(alone)[iteration], rel=tolerance), iteration
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_a_job_of_each_kind_changes_as_if_it_had_not(
+    kind: Kind, tmp_path: Path, start_kind: StartKind
+) -> None:
+    assert CHECKOUT is not None
+    arguments = Path(CHECKOUT, "megatron", "training")
+    known = "".join(path.read_text() for path in arguments.rglob("*.py") if kind.needs)
+    if kind.needs not in known:
+        pytest.skip(f"this Megatron-LM has no {kind.needs}")
+    if kind.package and importlib.util.find_spec(kind.package) is None:
+        pytest.skip(f"{kind.package} is not installed")
+    data = kind.data(tmp_path)
+    alone = start_kind("alone", kind, data)
+    alone.finish()
+    changed = start_kind("changed", kind, data)
+    changed.wait_for_step(BEFORE)
+    changed.scale(kind.ranks, kind.then)
+    changed.finish()
+    compare(changed, alone, kind.tolerance)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+def test_what_megatron_saves_beside_a_change_is_resumed_at_other_degrees(
+    tmp_path: Path, start_kind: StartKind
+) -> None:
+    saving = "--save-interval 5 --ckpt-format torch_dist --save"
+    kind = Kind("saves", 2, "tp1 pp1", "tp1 pp2", f"{saving} {tmp_path / 'saved'}")
+    data = mock_data(tmp_path)
+    alone = start_kind("alone", replace(kind, flags=f"{saving} {tmp_path / 'other'}"), data)
+    alone.finish()
+    changed = start_kind("changed", kind, data)
+    changed.wait_for_step(BEFORE)
+    changed.scale(kind.ranks, kind.then)
+    changed.finish()
+    compare(changed, alone, kind.tolerance)
+    tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
+    assert int(tracker.read_text()) == KIND_STEPS
+    tracker.write_text("10")
+    loading = f"--load {tmp_path / 'saved'} --ckpt-format torch_dist {PADDED_AT_TP2}"
+    resumed = start_kind("resumed", replace(kind, first="tp2 pp1", flags=loading), data)
+    resumed.finish()
+    compare(resumed, alone, kind.tolerance, rounds=1, since=11)

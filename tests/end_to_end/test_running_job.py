@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -318,3 +319,112 @@ def test_a_job_that_grew_and_was_killed_goes_on_at_the_committed_step(
     assert check_steps(agents.lines())[made] == committed + 1, agents.logs()
     assert "not the written one" not in agents.text()
     shared_job.close()  # steps were made twice here
+
+
+# ------------------------------------------------------------------ those who outlive a failure
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
+    """Give one host with two workers that hold a shard each and make a snapshot every seven steps.
+    Each test leaves them training."""
+    settings = {"store": "snapshot_every = 7"}
+    folder = tmp_path_factory.mktemp("shards")
+    with tiny_agents(folder, '2 = "tp2"', nodes="1", settings=settings, flags=FLAGS) as agents:
+        agents.start("a")
+        yield agents
+
+
+def train(agents: Agents, steps: int = 16) -> int:
+    """Wait until so many steps more are made since every rank has stepped. Returns the number of
+    changes so far."""
+    agents.wait_until(lambda: bool(agents.resizes()), "every rank has stepped")
+    agents.wait_for_step(max(agents.lines()[-1]["step"], agents.resizes()[-1]["step"]) + steps)
+    return len(agents.resizes())
+
+
+def went_on(agents: Agents, changes: int) -> dict[str, Any]:
+    """Wait until the job goes on behind a failure. Returns the report."""
+    agents.wait_until(lambda: len(agents.resizes()) > changes, "the job goes on")
+    report = agents.resizes()[-1]
+    agents.wait_for_step(report["step"] + 3)
+    check_steps(agents.lines())
+    return report
+
+
+def went_on_without_loss(agents: Agents, changes: int, made: int) -> dict[str, Any]:
+    """Likewise, from the step at which it failed: of ``made`` lines on each step is there once."""
+    report = went_on(agents, changes)
+    assert report.get("steps_lost", 0) == 0, f"{report}\n{agents.logs()}"
+    assert report["is_emergency"] and report["seconds"]["snapshot"] > 0, report
+    steps = check_steps(agents.lines())[made - 1 :]
+    assert steps == list(range(steps[0], steps[-1] + 1)), agents.logs()
+    return report
+
+
+@pytest.mark.fault
+def test_a_script_that_raises_costs_no_step_though_nobody_else_has_its_state(
+    shards: Agents,
+) -> None:
+    changes, made = train(shards), len(shards.lines())
+    (shards.folder / "raise-1").touch()
+    report = went_on_without_loss(shards, changes, made)
+    assert "rank 1: RuntimeError: raise-1 was wanted" in report["reason"], report
+    assert report["failure"]["kind"] == "the script raised RuntimeError", report
+    assert "kind='the script raised RuntimeError'" in shards.text()
+    assert "Traceback" in shards.text(), "the script's own words are in the log"
+
+
+@pytest.mark.fault
+@pytest.mark.campaign
+def test_shards_of_two_steps_are_no_state(shards: Agents) -> None:
+    """A rank fails between the last collective and its own update, which the other has made."""
+    changes, unrescued = train(shards), shards.text().count("event=not_rescued step=")
+    (shards.folder / "raise-late-1").touch()
+    report = went_on(shards, changes)
+    assert report["step"] % 7 == 0 and 1 <= report["steps_lost"] <= 8, report
+    assert shards.text().count("event=not_rescued step=") == unrescued + 2, shards.logs()
+    passed_over = report["recovery"]["others"]
+    assert [each["origin"] for each in passed_over[:2]] == ["survivors"] * 2, report
+    assert passed_over[0]["step"] == passed_over[1]["step"] + 1, report
+    assert all(each["why"] for each in passed_over), report
+
+
+@pytest.mark.fault
+def test_a_worker_in_the_middle_of_an_update_is_not_believed(shards: Agents) -> None:
+    changes, torn = train(shards), shards.text().count("event=torn rank=0")
+    (shards.folder / "tear-0").touch()
+    shards.wait_until(lambda: (shards.folder / "tear-0.held").exists(), "it stands in its update")
+    os.kill(shards.workers()[1], signal.SIGKILL)
+    shards.wait_until(lambda: shards.text().count("event=torn rank=0") > torn, "it says so")
+    (shards.folder / "tear-0").unlink()
+    report = went_on(shards, changes)
+    assert report["step"] % 7 == 0 and report["steps_lost"] >= 1, report
+
+
+@pytest.mark.fault
+@pytest.mark.campaign
+@pytest.mark.turns
+def test_a_state_that_nobody_holds_is_lost_since_the_newest_generation(shards: Agents) -> None:
+    changes = train(shards)
+    os.kill(shards.workers()[1], signal.SIGKILL)
+    report = went_on(shards, changes)
+    assert report["step"] % 7 == 0 and 1 <= report["steps_lost"] <= 14, report
+    assert "event=not_rescued" in shards.text(), shards.logs()
+
+
+@pytest.mark.fault
+def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path) -> None:
+    """A worker stands still, and the other waits for it in a collective."""
+    settings, constants = {"resize": "hang_s = 3"}, {"resize.stall_s": 1.0}
+    with tiny_agents(
+        tmp_path, '2 = "tp1"', nodes="1", settings=settings, constants=constants, flags=FLAGS
+    ) as agents:
+        agents.start("a")
+        train(agents)
+        changes, made = len(agents.resizes()), len(agents.lines())
+        os.kill(agents.workers()[1], signal.SIGSTOP)
+        report = went_on_without_loss(agents, changes, made)
+        assert "hangs: no worker has made a step for" in report["reason"], report
+        assert "behind are a: rank 1 (does not answer: state='T" in report["reason"], report
+        assert "event=stack rank=0" in agents.text(), "it is said where they stand"

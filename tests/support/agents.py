@@ -138,6 +138,17 @@ class Agents:
         channel.call(Scale(nproc, nnodes, degrees, dry_run=False))
         channel.close()
 
+    def command(self, *words: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+        """Run ``scalai`` about this job. ``code``: the exit code that is expected; None: any."""
+        name, *more = words
+        done = subprocess.run(
+            [sys.executable, "-m", "scalai.launch.cli", name, "--job", self.job,
+             "--store-dir", str(self.store), *more],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert code in (None, done.returncode), done.stdout + done.stderr + self.logs()
+        return done
+
     def let_end(self) -> None:
         """Have the tiny job make its last step."""
         (self.folder / "enough").touch()
@@ -261,6 +272,13 @@ class Agents:
             return []
         text = self.metrics.read_text()
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def check_each_once(self) -> None:
+        """Check that the tiny job has made each step once, as an uninterrupted run makes it."""
+        from support.tiny_job import check_steps
+
+        steps = check_steps(self.lines())
+        assert steps == list(range(1, len(steps) + 1)), self.logs()
 
     def resizes(self) -> list[dict[str, Any]]:
         """Return the reports of the resizes that have ended, in order."""

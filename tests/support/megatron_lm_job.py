@@ -175,6 +175,17 @@ class Job:
             self._process.wait(20)
 
 
+def check_same_steps(
+    found: Mapping[int, StepEntry], expected: Mapping[int, StepEntry], rel: float = 1e-6
+) -> None:
+    """Compare everything that steps have consumed and learned; losses by a relative difference."""
+    for step, entry in found.items():
+        same = expected[step]
+        assert entry.loss == pytest.approx(same.loss, rel=rel), step
+        assert entry.samples_hash == same.samples_hash, step
+        assert (entry.lr, entry.consumed_samples) == (same.lr, same.consumed_samples), step
+
+
 def make_dataset(prefix: Path) -> None:
     """Write Python's own documentation as an indexed dataset of bytes (.bin, .idx)."""
     subprocess.run([sys.executable, __file__, str(prefix)], check=True, timeout=120)

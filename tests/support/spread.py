@@ -8,10 +8,7 @@ from xdist.workermanage import WorkerController
 
 ALONE = ("tests/end_to_end",)
 """Folders whose tests mostly wait for jobs of their own: each goes wherever there is room."""
-TOGETHER = (
-    "tests/patches", "tests/examples", "tests/end_to_end/test_running_job.py",
-    "tests/end_to_end/test_survivors.py",
-)  # fmt: skip
+TOGETHER = ("tests/patches", "tests/examples", "tests/end_to_end/test_running_job.py")
 """Folders and files whose tests share what is made once a process (pools of workers, a job), or
 look for what others leave."""
 
