@@ -116,7 +116,8 @@ class Admission:
         """Whether a part counts. After a loss of all hosts a person may go back to a dropped
         one."""
         live = self._live
-        return live.generations.add(part) or (live.lost_all and live.generations.offer(part))
+        may_go_back = live.state.states.has_lost_all
+        return live.generations.add(part) or (may_go_back and live.generations.offer(part))
 
     def _count_term(self, join: Join) -> None:
         """Raise the term above any other known to the host. A new host may know another coordinator

@@ -95,8 +95,6 @@ class LiveJob:
         self.has_crashed = False
         """A fault of the coordinator itself has ended the job."""
         self._lost_at: float | None = None
-        self.lost_all = False
-        """No host of the last round is left: new ones may not have its state."""
         self._interface = interface
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
@@ -189,7 +187,8 @@ class LiveJob:
         """Remove a lost agent and its states."""
         self.note_loss()
         self.members.remove(host)
-        self.lost_all |= not self.members.hosts()
+        if not self.members.hosts():
+            self.state = m.lost_all(self.state)
         self.generations.forget(host)
         self.timeline.begin(f"host {host} is lost")
 
@@ -287,7 +286,7 @@ class LiveJob:
             self.generations.survey(),
             self.members.hosts(),
             Course(
-                self._job, self.state.round > 0, self.lost_all, self.is_successor,
+                self._job, self.state.round > 0, self.state.states.has_lost_all, self.is_successor,
                 self.state.copies.archived,
             ),
         )  # fmt: skip
@@ -390,7 +389,6 @@ class LiveJob:
             if (number := self.recover()) is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.STARTING:
-            self.lost_all = False
             self.timeline.note(recovery=self._explain())
 
     def _explain(self) -> Json:

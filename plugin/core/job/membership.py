@@ -378,6 +378,7 @@ class States:
         is_held_back: While it waits, the job must not go back behind that state by itself.
         loss: Obstacle to all known states: damage that absent hosts cannot repair.
         looking: Hosts that have yet to report their durable directories.
+        has_lost_all: No host of the last round is left: new ones may not have its state.
     """
 
     generations: tuple[Generation, ...] = ()
@@ -390,6 +391,7 @@ class States:
     is_held_back: bool = False
     loss: str = ""
     looking: frozenset[str] = frozenset()
+    has_lost_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +457,11 @@ def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
     """The job with these whole generations, oldest first."""
     has_state = job.states.has_state or bool(covered)
     return replace(job, states=replace(job.states, generations=covered, has_state=has_state))
+
+
+def lost_all(job: Job) -> Job:
+    """The job after the loss of its last host."""
+    return replace(job, states=replace(job.states, has_lost_all=True))
 
 
 def replace_known(job: Job, known: tuple[str, ...]) -> Job:

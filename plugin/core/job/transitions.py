@@ -279,6 +279,7 @@ def _start_round(job: Job) -> Result:
             job.states,
             uncommitted=frozenset(),
             sealed={},
+            has_lost_all=False,
             lost=(*job.states.lost, *lost)[-MOST_LOST:],
         ),
     )
