@@ -46,7 +46,7 @@ class Judge:
             return events.Judged(False, reason=reason)
         return events.Judged(True, step, number, parts)
 
-    def rescue(self, snapshot: str) -> events.RescueJudged:
+    def rescue(self, snapshot: str) -> events.Judged:
         """Unite parts of workers that outlived a failure at one step."""
         step = step_of(snapshot)
         try:
@@ -54,9 +54,9 @@ class Judge:
         except (LayoutError, ProofError) as error:
             self._generations.note_failed(step, str(error))
             self._log(f"event=not_rescued step={step} {error}")
-            return events.RescueJudged(step, None)
+            return events.Judged(False, step)
         self._log(f"event=rescued committed={number} step={step}")
-        return events.RescueJudged(step, number, parts)
+        return events.Judged(True, step, number, parts)
 
     def snapshot(
         self, reason: str, snapshot: str, seconds: Mapping[str, float]

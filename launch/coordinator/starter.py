@@ -121,7 +121,7 @@ class Starter:
                 elif isinstance(action, actions.BuildRound):  # nothing depends on it
                     standby = action.standby
                     host = standby.assignment.active[0]
-                    not_built = reports.NotBuilt(standby.round, str(port))
+                    not_built = reports.Built(standby.round, str(port))
                     self._run.feed(events.Reported(host, not_built))
                 else:
                     raise port

@@ -16,7 +16,7 @@ from scalai.store.parts import snapshot_name
 
 
 def word_of(kind: type) -> str:
-    """Return the word for a kind of message: ``not_built`` for ``NotBuilt``."""
+    """Return the word for a kind of message: ``workers_failed`` for ``WorkersFailed``."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 

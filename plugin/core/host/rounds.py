@@ -93,7 +93,7 @@ def group_not_started(step: Step, number: int, reason: str) -> None:
         step.fail(f"its workers cannot be started: {reason}")
     elif step.state.standby is not None and step.state.standby.number == number:
         step.change(standby=None)
-        step.tell(reports.NotBuilt(number, reason))
+        step.tell(reports.Built(number, reason))
 
 
 def give_up(step: Step, number: int | None = None) -> None:
@@ -180,7 +180,7 @@ def group_over(step: Step, over: GroupOver) -> None:
     elif standby is not None and standby.number == over.round:
         give_up(step)
         reason = "; ".join(over.failures) or "the script has ended"
-        step.tell(reports.NotBuilt(over.round, reason))
+        step.tell(reports.Built(over.round, reason))
     elif current is None or current.number != over.round:
         return
     elif over.failures:
@@ -199,7 +199,7 @@ def refuse(step: Step, number: int, reason: str) -> None:
         step.fail(reason, is_refusal=True)
     else:
         give_up(step, number)
-        step.tell(reports.NotBuilt(number, reason))
+        step.tell(reports.Built(number, reason))
 
 
 # ---------------------------------------------------------------------- what workers say
@@ -352,4 +352,4 @@ def unhooked(step: Step, number: int, rank: int) -> None:
         return
     step.change_of(number, models=replace(current.models, is_unhooked=True))
     step.log(Level.ERROR, f"event=unhooked rank={rank} {UNHOOKED}")
-    step.tell(reports.Unhooked(number))
+    step.tell(reports.Hooked(number, is_hooked=False))

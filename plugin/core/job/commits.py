@@ -13,8 +13,14 @@ from scalai.core.messages.actions import CommitParts
 
 
 def judged(event: events.Judged, job: Job) -> Result:
-    if job.phase is not Phase.SNAPSHOTTING:
+    """Commit the united parts of a stop, or of survivors of a failure."""
+    emergency, is_rescue = job.emergency, job.phase is Phase.RESCUING
+    if is_rescue and (emergency is None or event.step != emergency.step):
         return job, ()
+    if not is_rescue and job.phase is not Phase.SNAPSHOTTING:
+        return job, ()
+    if not event.is_covered and is_rescue:
+        return rescue(job)  # of an earlier step, if workers stand at one
     if not event.is_covered:
         is_loss = job.current is not None and set(job.current.active) > active(job)
         return fail(job, event.reason, is_loss=is_loss)
@@ -29,23 +35,6 @@ def judged(event: events.Judged, job: Job) -> Result:
     )
     job = _with_generation(job, generation)
     return job, (CommitParts(tuple(sorted(hosts)), generation.number),)
-
-
-def rescue_judged(event: events.RescueJudged, job: Job) -> Result:
-    emergency = job.emergency
-    if job.phase is not Phase.RESCUING or emergency is None or event.step != emergency.step:
-        return job, ()
-    if event.number is None:
-        return rescue(job)  # of an earlier step, if workers stand at one
-    hosts = event.hosts & frozenset(job.hosts)
-    job = replace(
-        job,
-        phase=Phase.COMMITTING,
-        awaited=hosts,
-        states=replace(job.states, uncommitted=frozenset(), sealed={}),
-    )
-    job = _with_generation(job, Generation(event.number, event.step, event.hosts))
-    return job, (CommitParts(tuple(sorted(hosts)), event.number),)
 
 
 def sealed(report: reports.Sealed, host: str, job: Job) -> Result:

@@ -322,20 +322,13 @@ def _refill(job: Job, newest: int) -> Job:
 
 @_heard.register
 def _built(report: reports.Built, host: str, job: Job) -> Result:
-    if (
-        job.phase is not Phase.BUILDING
-        or job.change.standby is None
-        or report.round != job.change.standby.round
-    ):
-        return job, ()
-    return next_phase(answered(job, host))
-
-
-@_heard.register
-def _not_built(report: reports.NotBuilt, host: str, job: Job) -> Result:
     if job.change.standby is None or report.round != job.change.standby.round:
         return job, ()
-    return stop_unbuilt(job, f"host {host}: {report.reason}")
+    if report.reason:
+        return stop_unbuilt(job, f"host {host}: {report.reason}")
+    if job.phase is not Phase.BUILDING:
+        return job, ()
+    return next_phase(answered(job, host))
 
 
 @_heard.register
@@ -412,9 +405,14 @@ def _failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> 
 
 
 @_heard.register
-def _unhooked(report: reports.Unhooked, host: str, job: Job) -> Result:
-    """Run the job as it is: no steps are reported, and no change begins."""
-    if report.round != job.round or not job.attempt.is_hooked or job.phase is not Phase.STARTING:
+def _hooked(report: reports.Hooked, host: str, job: Job) -> Result:
+    """Run an unhooked job as it is: no steps are reported, and no change begins."""
+    if report.round != job.round or report.is_hooked is job.attempt.is_hooked:
+        return job, ()
+    if report.is_hooked:  # changes in between were refused
+        attempt = replace(job.attempt, is_hooked=True)
+        return replace(job, attempt=attempt, change=replace(job.change, at=job.now)), ()
+    if job.phase is not Phase.STARTING:
         return job, ()
     job = replace(
         job,
@@ -427,18 +425,7 @@ def _unhooked(report: reports.Unhooked, host: str, job: Job) -> Result:
     return job, (Say(text),)
 
 
-@_heard.register
-def _hooked(report: reports.Hooked, host: str, job: Job) -> Result:
-    if job.attempt.is_hooked or report.round != job.round:
-        return job, ()
-    # Changes in between were refused.
-    return replace(
-        job, attempt=replace(job.attempt, is_hooked=True), change=replace(job.change, at=job.now)
-    ), ()
-
-
-for _rule in (commits.judged, commits.rescue_judged, commits.snapshot_judged, starting.proven,
-              starting.proof_failed):  # fmt: skip
+for _rule in (commits.judged, commits.snapshot_judged, starting.proven, starting.proof_failed):
     _on.register(_rule)
 for _told in (commits.sealed, commits.skipped, commits.committed, replicating.replicated,
               archiving.archived, failures.frozen, failures.rescued, health.checked,

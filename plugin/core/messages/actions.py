@@ -84,7 +84,7 @@ class JudgeStop:
 
 @dataclass(frozen=True, slots=True)
 class JudgeRescue:
-    """Unite survivors' parts of this step. Answer: ``RescueJudged``."""
+    """Unite survivors' parts of this step. Answer: ``Judged``."""
 
     step: int
 

@@ -99,24 +99,14 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Answer to ``JudgeStop``: the united snapshots are a state (``is_covered``) with its step,
-    number and hosts, or not, with the ``reason``."""
+    """Answer to ``JudgeStop`` and ``JudgeRescue``: the united snapshots are a state
+    (``is_covered``) with its step, number and hosts, or not, with the ``reason``."""
 
     is_covered: bool
     step: int = 0
     number: int = 0
     hosts: frozenset[str] = frozenset()
     reason: str = NOT_COVERED
-
-
-@dataclass(frozen=True, slots=True)
-class RescueJudged:
-    """Answer to ``JudgeRescue``: number and hosts of the state of this step; None: not a whole
-    state."""
-
-    step: int
-    number: int | None
-    hosts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,5 +144,5 @@ class ProofFailed:
 
 Event = (
     Reported | HostJoined | HostLeaving | HostLost | Rescaled | Resumed | Ticked | Judged
-    | RescueJudged | SnapshotJudged | Proven | ProofFailed
+    | SnapshotJudged | Proven | ProofFailed
 )  # fmt: skip

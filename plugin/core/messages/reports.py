@@ -15,17 +15,11 @@ from scalai.core.tensors.collection import Collection
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """All workers of the host have built their standby models."""
+    """All workers of the host have built their standby models; or the host cannot build a round
+    beside the present one, or failed to, for a ``reason``."""
 
     round: int
-
-
-@dataclass(frozen=True, slots=True)
-class NotBuilt:
-    """The host cannot build a round beside the present one, or failed to."""
-
-    round: int
-    reason: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -93,17 +87,12 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Unhooked:
-    """The script of the host's workers trains without hooks on its steps."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
 class Hooked:
-    """The script has connected itself after all."""
+    """The script of the host's workers trains without hooks on its steps (``is_hooked`` false), or
+    has connected itself after all."""
 
     round: int
+    is_hooked: bool = True
 
 
 # ---------------------------------------------------------------------- a stop
@@ -363,8 +352,8 @@ class Knocked:
 
 
 Report = (
-    Built | NotBuilt | Holding | Published | Moved | Unproven | Restored | Stepped | Unhooked
-    | Hooked | Prepared | Held | Arrived | Stopped | Finished | WorkersFailed | Frozen | Rescued
-    | Sealed | Skipped | Committed | Grown | Replicated | Suspected | Doubted | Examined | Attached
-    | Saved | Archived | Leaving | Staying | Slots | HealthChecked | Knocked
+    Built | Holding | Published | Moved | Unproven | Restored | Stepped | Hooked | Prepared | Held
+    | Arrived | Stopped | Finished | WorkersFailed | Frozen | Rescued | Sealed | Skipped
+    | Committed | Grown | Replicated | Suspected | Doubted | Examined | Attached | Saved | Archived
+    | Leaving | Staying | Slots | HealthChecked | Knocked
 )  # fmt: skip

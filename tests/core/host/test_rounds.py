@@ -129,7 +129,7 @@ def test_workers_that_were_on_standby_begin_when_the_round_does() -> None:
     host.ask(Hello(0, 2))
     assert host.all(actions.AnswerHello)[-1].is_standby
     calls = host.publish(2, held=HELD)
-    assert host.reported()[-1] == "built" and not set(calls) & set(host.answers())
+    assert host.reports()[-1] == reports.Built(2) and not set(calls) & set(host.answers())
     host.obey(commands.Stop(1, True))
     host.end()
     host.obey(start(2, 0, 2, is_built=True))
@@ -143,7 +143,10 @@ def test_what_was_on_standby_and_is_gone_fails_the_round_that_counts_on_it() -> 
     host.build()
     call, _ = host.publish(2)
     host.over(2, "rank 0 exited with 1")
-    assert host.reported()[-1] == "not_built" and call not in host.refused()
+    assert (
+        host.reports()[-1] == reports.Built(2, "rank 0 exited with 1")
+        and call not in host.refused()
+    )
     assert actions.EndGroup(2, 0.0) in host.done
     host.obey(start(2, 0, 2, is_built=True))
     assert "what was on standby is gone" in str(host.failure())
@@ -158,7 +161,7 @@ def test_workers_that_cannot_be_started_end_no_agent() -> None:
     host = LawHost()
     host.obey(commands.Build(workers(3)))
     host.fail(actions.StartGroup, "no page")
-    assert host.reports() == [reports.NotBuilt(3, "no page")]
+    assert host.reports() == [reports.Built(3, "no page")]
     host.obey(start(3))
     host.fail(actions.StartGroup, "no page")
     assert "no page" in str(host.failure())
@@ -256,7 +259,8 @@ def test_a_worker_that_refuses_the_job_ends_the_round_and_not_a_training_beside_
     host.train()
     host.build()
     host.ask(RankRefused(0, 2, "TP 3 does not divide 4 heads"))
-    assert host.reported()[-1] == "not_built" and host.state.standby is None
+    assert host.reports()[-1] == reports.Built(2, "TP 3 does not divide 4 heads")
+    assert host.state.standby is None
     host.ask(RankRefused(0, 1, "not this one either"))
     assert (failed := host.failure()) is not None and failed.is_refusal
 
@@ -266,9 +270,12 @@ def test_a_script_that_nothing_connects_is_told_of_once_and_may_connect_itself()
     host.begin()
     for _ in range(2):
         host.ask(RankUnhooked(0, 1))
-    assert host.reported() == ["unhooked"] and "NOTHING CONNECTS IT" in host.log()
+    assert (
+        host.reports() == [reports.Hooked(1, is_hooked=False)]
+        and "NOTHING CONNECTS IT" in host.log()
+    )
     host.publish()
-    assert host.reported()[1] == "hooked"
+    assert host.reports()[1] == reports.Hooked(1)
 
 
 def test_imports_of_a_first_step_warm_the_fork_server() -> None:

@@ -187,7 +187,7 @@ def test_a_script_that_nothing_hooks_is_never_stopped_for_a_change() -> None:
     job, _ = advance_all(job, joined(job, "a", 2), events.Ticked(1.0, 0))
     job, due = advance_all(
         job,
-        *told("a", reports.Unhooked(job.round)),
+        *told("a", reports.Hooked(job.round, is_hooked=False)),
         joined(job, "b"),
         events.HostLeaving("b", 1.0),
         joined(job, "c"),

@@ -368,7 +368,7 @@ def test_a_host_that_leaves_is_not_kept_by_what_is_built() -> None:
 def test_where_a_host_cannot_build_the_workers_start_after_the_stop() -> None:
     job, done = building(), list[actions.Action]()
     assert job.change.standby is not None
-    job, due = advance_all(job, *told("b", reports.NotBuilt(job.change.standby.round, "no room")))
+    job, due = advance_all(job, *told("b", reports.Built(job.change.standby.round, "no room")))
     assert kinds(due) == [commands.GiveUp, commands.Prepare] and "no room" in lines(due)
     until(job, Phase.STARTING, done)
     (start,) = [each for each in done if isinstance(each, actions.StartRound)]

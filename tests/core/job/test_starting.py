@@ -90,7 +90,7 @@ def test_a_host_that_is_lost_in_a_start_ends_its_round_and_its_word_does_not_cou
 
 
 def test_a_script_that_nothing_hooked_at_first_may_publish_while_the_job_runs() -> None:
-    late = told("a", reports.Unhooked(2), reports.Hooked(2), published(2))
+    late = told("a", reports.Hooked(2, is_hooked=False), reports.Hooked(2), published(2))
     job, done = advance_all(starting(), *late, *told("b", published(2)))
     assert job.phase is Phase.RUNNING and done[-1] == actions.CountTensors(("a", "b"))
 
