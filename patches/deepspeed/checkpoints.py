@@ -26,11 +26,11 @@ from scalai.patches.deepspeed import loading
 from scalai.patches.deepspeed.beside_engine import Auxiliary
 from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
 from scalai.patches.deepspeed.checkpoint.model_file import (
+    LoadRequest,
     client_state_of,
     plain_client_state,
     saved_step,
 )
-from scalai.patches.deepspeed.checkpoint.native import LoadRequest
 from scalai.patches.deepspeed.record import LOADS
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.hooking import given_to

@@ -27,9 +27,8 @@ from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of
 from scalai.patches.data.loaders import Feed, FirstBatches
-from scalai.patches.deepspeed import micro_batches, unsupported
+from scalai.patches.deepspeed import micro_batches, small_state, unsupported
 from scalai.patches.deepspeed.beside_engine import Auxiliary
-from scalai.patches.deepspeed.engine import rng_streams
 from scalai.patches.deepspeed.micro_batches import Accumulation, tell
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
@@ -336,7 +335,7 @@ class EngineHooks:
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
             self.auxiliary.restored(session.step)
-            self.rng_state = rng_streams.state(engine)
+            self.rng_state = small_state.rng_state(engine)
             micro_batches.draw_anew(engine)
         checkpoints.install()
         tell(engine, self.feed)
@@ -417,7 +416,7 @@ class EngineHooks:
         a loader draws a number at its begin."""
         rng_state, self.rng_state = self.rng_state, None
         if rng_state is not None:
-            rng_streams.restore(self.engine, rng_state, 0, self.engine.global_steps)
+            small_state.restore_rng(self.engine, rng_state, 0, self.engine.global_steps)
 
     def _counting_steps(self, method: Call) -> Call:
         @functools.wraps(method)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed import parallel_ranks
 from scalai.patches.deepspeed.checkpoint.agreement import EngineRanks, ranks_of
 from scalai.patches.deepspeed.checkpoint.filling import (
     check_proofs,
@@ -28,12 +29,15 @@ from scalai.patches.deepspeed.checkpoint.filling import (
     touched,
 )
 from scalai.patches.deepspeed.checkpoint.load_plan import LoadPlan
-from scalai.patches.deepspeed.checkpoint.model_file import client_state
-from scalai.patches.deepspeed.checkpoint.native import LoadRequest, is_out_of_scope, loads_itself
+from scalai.patches.deepspeed.checkpoint.model_file import (
+    LoadRequest,
+    client_state,
+    is_out_of_scope,
+    loads_itself,
+)
 from scalai.patches.deepspeed.checkpoint.saved_checkpoint import SavedCheckpoint, read_saved
 from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
-from scalai.patches.deepspeed.engine import parallel_ranks
-from scalai.patches.deepspeed.engine.masters import order_here, order_of
+from scalai.patches.deepspeed.masters import order_here, order_of
 
 log = logging.getLogger(__name__)
 

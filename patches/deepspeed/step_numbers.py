@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from scalai.core.job.function_proof import Numbers
-from scalai.patches.deepspeed.engine import rng_streams
+from scalai.patches.deepspeed import small_state
 from scalai.patches.hooking import Args, Call, Kwargs
 from scalai.patches.step_proof import (
     RandomDraws,
@@ -130,9 +130,9 @@ class BareBatch:
         engine = self._engine
         if is_first and self._batches is not None:
             self._batches.prime()
-        streams = lambda: rng_streams.state(engine)  # noqa: E731
+        streams = lambda: small_state.rng_state(engine)  # noqa: E731
         with _undone(engine):
-            with bare_pass([engine.module], streams, rng_streams.go_on, []) as drawn:
+            with bare_pass([engine.module], streams, small_state.continue_rng, []) as drawn:
                 told = numbers.take(self._call(is_copying=True), tp=tp)
         return replace(told, obstacle=drawn.found, is_random=True)
 

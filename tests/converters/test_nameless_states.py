@@ -14,7 +14,7 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.converters.source_files import SourceFiles
 from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.checkpoint.saved_checkpoint import read_saved
-from scalai.patches.deepspeed.engine.masters import order_of
+from scalai.patches.deepspeed.masters import order_of
 from support.checkpoints import carry
 from support.command import logged, run
 

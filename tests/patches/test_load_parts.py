@@ -44,8 +44,8 @@ from scalai.patches.deepspeed.checkpoint.model_file import (
     read_values,
     saved_step,
 )
-from scalai.patches.deepspeed.engine.fragments import cut_pieces, offset_in, partitioned
-from scalai.patches.deepspeed.engine.parallel_ranks import TensorParallel
+from scalai.patches.deepspeed.masters import cut_pieces, offset_in, partitioned
+from scalai.patches.deepspeed.parallel_ranks import TensorParallel
 from scalai.runtime.live import Slot, held_rows, host_bits
 from scalai.runtime.live_fingerprints import live_fingerprints
 

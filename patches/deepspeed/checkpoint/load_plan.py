@@ -23,11 +23,10 @@ from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Collection, Tensor, split_name
 from scalai.core.tensors.dtypes import HALF
 from scalai.patches.deepspeed.checkpoint.filling import Row, work_into
-from scalai.patches.deepspeed.checkpoint.model_file import own_file, read_values
-from scalai.patches.deepspeed.checkpoint.native import LoadRequest
+from scalai.patches.deepspeed.checkpoint.model_file import LoadRequest, own_file, read_values
 from scalai.patches.deepspeed.checkpoint.saved_checkpoint import SavedCheckpoint
-from scalai.patches.deepspeed.engine.masters import Master, groups_of, masters_of
-from scalai.patches.deepspeed.engine.small_state import STEP, put_loss_scale, put_steps
+from scalai.patches.deepspeed.masters import Master, groups_of, masters_of
+from scalai.patches.deepspeed.small_state import STEP, put_loss_scale, put_steps
 from scalai.patches.optimizers import put_groups
 from scalai.runtime.live import Slot, collection_of, wanted_rows
 

@@ -1,1 +1,0 @@
-"""State of an engine: its tensors' elements, and its small state."""
