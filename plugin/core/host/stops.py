@@ -98,8 +98,12 @@ def agree(step: Step, command: commands.Agree) -> None:
 
 def agreed(step: Step, command: commands.Agree) -> None:
     """Record the stop once its word is written."""
-    if step.is_present(command.round):
-        step.change_round(stop=AgreedStop(command.stop, command.proves))
+    if not step.is_present(command.round):
+        return
+    stop = step.present().stop
+    if stop is None or stop.step != command.stop:  # or another coordinator repeats it
+        stop = AgreedStop(command.stop)
+    step.change_round(stop=replace(stop, proves=command.proves))
 
 
 def take_snapshot(step: Step) -> None:

@@ -51,22 +51,16 @@ def test_workers_are_asked_at_once_and_written_when_it_is_wanted() -> None:
 
 
 @pytest.mark.fault
-def test_another_rank_writes_what_a_torn_one_should_have_written() -> None:
-    host = frozen_host({0: 9, 1: None}, rescued=9)
+@pytest.mark.parametrize("is_late", [False, True], ids=["torn", "cannot write"])
+def test_another_rank_writes_what_a_torn_one_should_have_written(is_late: bool) -> None:
+    host = frozen_host({0: 9, 1: 9 if is_late else None}, rescued=9)
     host.write(9, 0)
-    assert host.orders() == [0, 0], "its own share, then that of the other"
+    if is_late:
+        host.ask(RankFrozen(1, 1, None, "cannot write: out of memory"))
+    assert host.orders() == ([0, 1, 0] if is_late else [0, 0]), "its own share, then the other's"
     host.write(9, 0)
-    seal = host.all(actions.Seal)[-1]
+    (seal,) = host.all(actions.Seal)
     assert set(seal.parts) == {0} and len(seal.taken_over) == 1
-
-
-def test_who_cannot_write_is_done_without_at_once() -> None:
-    host = frozen_host({0: 9, 1: 9}, rescued=9)
-    host.write(9, 0)
-    host.ask(RankFrozen(1, 1, None, "cannot write: out of memory"))
-    assert host.orders() == [0, 1, 0], "the other one writes what it should have written"
-    host.write(9, 0)
-    assert len(host.all(actions.Seal)) == 1
 
 
 @pytest.mark.fault

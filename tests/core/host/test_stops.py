@@ -5,6 +5,7 @@ import pytest
 
 from scalai.core.host import actions, stops
 from scalai.core.host.events import Done, GroupSeen, LeaveAsked
+from scalai.core.host.succession import underway
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import BeginSnapshot, Stand
 from scalai.core.tensors.collection import Collection, Tensor
@@ -124,6 +125,18 @@ def test_an_agreed_stop_is_not_the_stop_of_workers_that_have_ended(host: LawHost
     host.feed(Done(commands.Agree(2, 8)))
     assert host.state.round is not None and not host.state.round.is_draining
     assert host.reported()[-1] == "finished"
+
+
+def test_a_stop_that_another_coordinator_repeats_is_the_one_that_was_agreed(
+    host: LawHost,
+) -> None:
+    host.stand()
+    host.agree(8)
+    kept = underway(host.state, None)
+    assert kept is not None and kept.has_arrived and kept.is_writing
+    host.agree(9)
+    moved = underway(host.state, None)
+    assert moved is not None and moved.stop == 9 and not moved.has_arrived
 
 
 def test_a_stop_that_is_taken_back_sends_on_whoever_waits_at_it(host: LawHost) -> None:
