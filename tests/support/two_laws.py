@@ -549,6 +549,12 @@ class World:
         """Let the job come to rest."""
         self.go_on(seconds)
 
+    def trains(self, seconds: float) -> str:
+        """Let everything happen for so long: every worker trains then. Returns the hosts."""
+        self.go_on(seconds)
+        assert self.is_training(), self.log[-30:]
+        return self.active
+
     def hang(self, name: str, **how: bool) -> None:
         """The workers of a host hang, or do what else is named."""
         for group in self.hosts[name].hands.groups.values():

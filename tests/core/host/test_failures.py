@@ -75,11 +75,11 @@ def test_who_does_not_answer_costs_no_step_where_others_hold_the_state(
 
 def test_a_host_that_is_lost_costs_no_step_where_others_hold_the_state(train: Train) -> None:
     world, step = trained(train)
-    left = world.live.state.budget.left
+    left = world.job.budget.left
     world.kill("b", is_disk_lost=True)
     world.go_on(120.0)
     assert begun_at(world) == step and world.logged(f"event=rescued committed=2 step={step}")
-    assert world.live.state.budget.left == left and not world.logged("event=went_back")
+    assert world.job.budget.left == left and not world.logged("event=went_back")
 
 
 def test_what_nobody_else_held_is_lost_with_its_host(train: Train) -> None:
@@ -135,12 +135,12 @@ def test_a_failure_on_the_way_to_a_stop_costs_no_step(train: Train) -> None:
 @pytest.mark.fault
 def test_the_loss_that_was_the_failure_costs_no_restart(train: Train) -> None:
     world, step = trained(train)
-    left = world.live.state.budget.left
+    left = world.job.budget.left
     world.hosts["b"].is_silent = True
     fail(world, "a")
     world.go_on(180.0)
     assert begun_at(world) == step and world.logged("which was the failure"), world.log
-    assert world.live.state.budget.left == left
+    assert world.job.budget.left == left
 
 
 def test_a_job_without_restarts_ends_with_what_lives(train: Train) -> None:
@@ -181,19 +181,19 @@ def test_a_damaged_part_is_fetched_anew_from_who_has_it_at_no_further_restart(
     """All hold all of it, or the other one keeps a replica."""
     world = train(is_replicated=is_replicated)
     world.go_on(30.0)
-    newest, left = world.newest_whole(), world.live.state.budget.left
+    newest, left = world.newest_whole(), world.job.budget.left
     world.hosts["a"].damage(what, 4)
     assert newest is not None and world.newest_whole() == newest
     tear(world)
-    world.go_on(300.0)
-    assert world.is_training() and world.logged("event=damage generation="), world.log[-30:]
-    assert world.live.state.budget.left == left - 1, "the worker that died"
+    world.trains(300.0)
+    assert world.logged("event=damage generation="), world.log[-30:]
+    assert world.job.budget.left == left - 1, "the worker that died"
     assert {generation for _, generation in world.started[1:]} == {newest}
     # It has come whole again: no other coordinator hears of it.
     world.log.clear()
     world.replace_coordinator()
-    world.go_on(60.0)
-    assert world.is_training() and (world.newest_whole() or 0) >= newest
+    world.trains(60.0)
+    assert (world.newest_whole() or 0) >= newest
     assert not world.logged("event=damage "), world.log
 
 
@@ -223,12 +223,12 @@ def test_what_is_damaged_before_it_is_replicated_is_passed_over(train: Train, wh
     world = train(is_replicated=False, snapshot_every=4)
     commit_unreplicated(world)
     world.hosts["a"].damage(what, 4)
-    world.go_on(120.0)
-    assert world.is_training() and world.logged("event=suspected by=b hosts=a"), world.log[-30:]
+    world.trains(120.0)
+    assert world.logged("event=suspected by=b hosts=a"), world.log[-30:]
     assert world.logged("event=damage generation=")
     tear(world)
-    world.go_on(300.0)
-    assert world.is_training() and world.live.exit_code == 0, world.log[-30:]
+    world.trains(300.0)
+    assert world.live.exit_code == 0, world.log[-30:]
 
 
 def examine_unheard(world: World, number: int) -> None:
@@ -236,8 +236,8 @@ def examine_unheard(world: World, number: int) -> None:
     world.hosts["a"].examine(number)
     world.hosts["a"].unsent.clear()
     world.replace_coordinator()
-    world.go_on(60.0)
-    assert world.is_training() and world.logged("event=adopted"), world.log[-30:]
+    world.trains(60.0)
+    assert world.logged("event=adopted"), world.log[-30:]
 
 
 @pytest.mark.fault
@@ -264,8 +264,7 @@ def test_whenever_the_coordinator_dies_behind_its_examination_an_older_state_is_
     world.until(lambda: bool(world.logged("event=damage generation=")))
     world.go_step_by_step(6 * later)
     world.replace_coordinator()
-    world.go_on(300.0)
-    assert world.is_training(), "\n".join(world.log[-30:])
+    world.trains(300.0)
     assert all(newest not in host.store for host in world.hosts.values())
 
 
@@ -309,8 +308,8 @@ def test_a_job_that_loses_more_than_it_can_replace_goes_back_to_the_disk_unasked
     if lost == "abc":
         world.restart()
         world.add("d")
-    world.go_on(120.0)
-    assert world.is_training() and world.started[-1][1] == archived, world.log
+    world.trains(120.0)
+    assert world.started[-1][1] == archived, world.log
     assert lost == "abc" or world.logged("from='a durable directory'"), world.log
     _, step = world.furthest()
     world.go_on(120.0)
@@ -324,7 +323,7 @@ def test_what_not_all_have_written_is_not_shown(train: Train) -> None:
     world.until(
         lambda: bool(world.disk.hidden),
         may=lambda name, what: (
-            (name, what) != ("c", "work") or world.live.state.copies.archiving is None
+            (name, what) != ("c", "work") or world.job.copies.archiving is None
         ),  # else it would write its part
     )
     lose(world, "c")
@@ -363,8 +362,8 @@ def test_a_host_that_joins_brings_nothing_back_that_the_disk_has(train: Train) -
     world.go_on(300.0)
     _, step = world.furthest()
     world.add("c")
-    world.go_on(120.0)
-    assert world.is_training() and len(world.live.state.current.active) == 3, world.log
+    world.trains(120.0)
+    assert len(world.active) == 3, world.log
     assert world.furthest()[1] > step
     assert max(len(host.store) for host in world.hosts.values()) <= 2
 
@@ -379,8 +378,8 @@ def test_what_an_earlier_run_left_on_the_disk_is_gone_back_to_by_a_person_only(
     world.restart()
     for host in "abc":
         world.add(host)
-    world.go_on(60.0)
-    assert world.is_training() and not world.live.state.copies.archived, world.log
+    world.trains(60.0)
+    assert not world.job.copies.archived, world.log
     lose(world, "ab")
     world.go_on(60.0)
     assert world.phase is Phase.WAITING, world.log
@@ -393,15 +392,15 @@ def test_what_an_earlier_run_left_on_the_disk_is_gone_back_to_by_a_person_only(
 def test_a_notice_with_enough_time_is_a_drain_that_loses_no_step(train: Train) -> None:
     world = train(is_replicated=False)
     world.notice("a", 300.0)
-    world.go_on(60.0)
-    assert world.is_training() and world.hosts["a"].agent.exit == 0, world.log
+    world.trains(60.0)
+    assert world.hosts["a"].agent.exit == 0, world.log
     assert world.logged("event=notice host=a") and not world.logged("event=went_back")
 
 
 @pytest.mark.fault
 def test_a_host_that_is_killed_before_it_has_drained_has_given_what_it_held(train: Train) -> None:
     world = train(is_replicated=False, flags=("--nnodes", "1:4", "--replicas", "0"))
-    newest, change = world.newest_whole(), world.live.state.change
+    newest, change = world.newest_whole(), world.job.change
     slow = replace(change, pace=Pace(step_s=60.0, write_s=1.0, start_s=1.0))
     world.live.state = replace(world.live.state, change=slow)
     for worker in workers(world, "a"):
@@ -410,8 +409,8 @@ def test_a_host_that_is_killed_before_it_has_drained_has_given_what_it_held(trai
     world.go_on(5.0)
     assert world.logged("event=evacuated"), world.log
     world.kill("a", is_disk_lost=True)
-    world.go_on(120.0)
-    assert world.is_training() and newest is not None, world.log
+    world.trains(120.0)
+    assert newest is not None, world.log
     assert world.started[-1][1] == newest
 
 
@@ -433,6 +432,5 @@ def test_who_fails_its_health_check_is_not_used_until_it_passes_by_another_coord
         world.replace_coordinator()
     for is_sick, used in ((True, {"a", "c"}), (False, {"a", "b", "c"})):
         world.hosts["b"].is_sick = is_sick
-        world.go_on(400.0)
-        assert world.is_training(), world.log[-8:]
-        assert set(world.live.state.current.active) == used, world.log[-8:]
+        world.trains(400.0)
+        assert set(world.active) == used, world.log[-8:]

@@ -34,21 +34,13 @@ def workers(world: World) -> int:
     return int(world.live.state.current.degrees.world_size)
 
 
-def hosts(world: World) -> set[str]:
-    """Return the hosts that train."""
-    assert world.is_training(), world.log[-30:]
-    return set(world.live.state.current.active)
-
-
 def test_a_job_begins_trains_changes_and_ends_a_hosts_part(train: Train) -> None:
     world = train()
     world.add("c")
-    world.go_on(120.0)
-    assert hosts(world) == set("abc")
+    assert world.trains(120.0) == "abc"
     assert world.started[-1][1] is not None, "from what was written"
     world.leave("a")
-    world.go_on(120.0)
-    assert hosts(world) == set("bc") and world.hosts["a"].agent.exit == 0, world.log
+    assert world.trains(120.0) == "bc" and world.hosts["a"].agent.exit == 0, world.log
 
 
 # ---------------------------------------------------------------------- snapshots
@@ -85,8 +77,8 @@ def test_a_job_chooses_how_often_by_the_slowest_host_and_all_workers_agree(train
     assert len(told) == 1 and {each.every for each in told} == {720}
     assert not any("may leave out" in line for host in world.hosts.values() for line in host.log)
     world.kill_worker("a", 0)
-    world.go_on(120.0)
-    assert world.is_training() and world.furthest()[0] > number, world.log
+    world.trains(120.0)
+    assert world.furthest()[0] > number, world.log
     assert world.logged("event=snapshot_every k=34 cost_s=4.000 step_s=5 mtbf_s=36"), world.log
     groups = [host.hands.groups[world.furthest()[0]] for host in world.hosts.values()]
     every = {worker.schedule.every for group in groups for worker in group.workers.values()}
@@ -142,8 +134,8 @@ def test_while_the_coordinator_is_silent_memory_stays_bounded_and_one_snapshot_i
             assert set.intersection(*held), "else nothing is left of them if all die now"
     step = world.furthest()[1]
     assert step > began + 20, "the training goes on meanwhile"
-    world.go_on(120.0)
-    assert world.is_training() and world.furthest()[1] > step, world.log
+    world.trains(120.0)
+    assert world.furthest()[1] > step, world.log
     assert not world.logged("event=lost") and world.logged("event=snapshot committed="), world.log
     assert all(len(host.sealed) < 2 for host in world.hosts.values())
 
@@ -159,8 +151,8 @@ def test_after_a_silent_coordinator_and_the_death_of_all_the_newest_common_snaps
     world.restart()
     for name in "ab":
         world.add(name)
-    world.go_on(60.0)
-    assert world.is_training() and world.started[-1][1] is not None, world.log
+    world.trains(60.0)
+    assert world.started[-1][1] is not None, world.log
     assert world.logged(f"step={newest} "), world.log
 
 
@@ -172,9 +164,8 @@ def test_a_commit_that_found_no_room_in_time_takes_none_for_ever(train: Train) -
     world.hosts["b"].is_full = True
     world.go_on(120.0)
     world.heal()
-    world.go_on(300.0)
-    assert world.is_training(), world.log[-30:]
-    newest = world.live.state.newest_generation
+    world.trains(300.0)
+    newest = world.job.newest_generation
     assert newest is not None
     for host in world.hosts.values():
         assert min(host.store, default=newest.number) >= newest.number - 1, sorted(host.store)
@@ -203,13 +194,12 @@ def test_two_hosts_that_do_not_hear_each_other_do_not_stop_the_others(train: Tra
     world.go_on(120.0)
     before = world.furthest()
     world.broken.add(frozenset("bc"))
-    world.go_on(900.0)
+    world.trains(900.0)
     assert world.logged("event=unheard b and c do not hear each other"), world.log
-    assert len(hosts(world)) == 2 and world.furthest() > before, world.log
-    assert world.live.state.budget.left >= 8, world.log
+    assert len(world.active) == 2 and world.furthest() > before, world.log
+    assert world.job.budget.left >= 8, world.log
     world.broken.clear()
-    world.go_on(900.0)
-    assert len(hosts(world)) == 3, world.log
+    assert len(world.trains(900.0)) == 3, world.log
 
 
 # ---------------------------------------------------------------------- replicas
@@ -219,8 +209,7 @@ def shards(train: Train, **facts: Any) -> World:
     """Return a job that trains on hosts a, b and c, each of which alone has written some of it."""
     world = train(is_replicated=False, **facts)
     world.add("c")
-    world.go_on(120.0)
-    assert hosts(world) == set("abc"), world.log
+    assert world.trains(120.0) == "abc"
     return world
 
 
@@ -237,8 +226,7 @@ def test_a_host_whose_shards_nobody_else_has_written_may_be_lost_with_its_store(
     for gone in (lost, min(left - {lost})):
         left.remove(gone)
         world.kill(gone, is_disk_lost=True)
-        world.go_on(120.0)
-        assert hosts(world) == left and world.started[-1][1] is not None, world.log
+        assert set(world.trains(120.0)) == left and world.started[-1][1] is not None, world.log
 
 
 @pytest.mark.fault
@@ -246,8 +234,7 @@ def test_two_may_be_lost_at_once_where_there_are_two_replicas(train: Train) -> N
     world = shards(train, flags=replicas(2))
     world.kill("a", is_disk_lost=True)
     world.kill("b", is_disk_lost=True)
-    world.go_on(120.0)
-    assert hosts(world) == {"c"}, world.log
+    assert world.trains(120.0) == "c"
 
 
 def test_without_replicas_such_a_job_waits_for_its_host(train: Train) -> None:
@@ -270,8 +257,8 @@ def test_an_older_generation_stays_until_the_newer_one_has_replicas(train: Train
         world.tick(0.5)
         assert all(len(world.hosts[name].store) == 2 for name in "abc"), world.log
     world.kill("b", is_disk_lost=True)
-    world.go_on(120.0)
-    assert world.is_training() and world.started[-1][1] is not None, world.log
+    world.trains(120.0)
+    assert world.started[-1][1] is not None, world.log
 
 
 AT_ANY_TIME = [*range(4), *(pytest.param(n, marks=pytest.mark.campaign) for n in range(4, 60))]
@@ -298,8 +285,7 @@ def test_a_host_may_be_lost_with_its_store_at_any_time(train: Train, seed: int) 
             name = chance.choice("".join(sorted({*"abc"} - {lost})))
             world.act(name, chance.choice(["net", "work", "workers"]))
     world.kill(lost, is_disk_lost=True)
-    world.go_on(300.0)
-    assert lost not in hosts(world) and world.started[-1][1] is not None, world.log[-60:]
+    assert lost not in world.trains(300.0) and world.started[-1][1] is not None, world.log[-60:]
 
 
 # ---------------------------------------------------------------------- agents and changes
@@ -311,8 +297,7 @@ def test_a_host_that_comes_at_once_without_its_disk_is_another_agent(train: Trai
         world.kill(name, is_disk_lost=True)
         world.add(name)
         world.act(name, "net")
-        world.go_on(120.0)
-        assert hosts(world) == set("ab"), world.log
+        assert world.trains(120.0) == "ab"
 
 
 def test_an_agent_that_was_paused_is_gone_with_its_machine(train: Train) -> None:
@@ -320,8 +305,7 @@ def test_an_agent_that_was_paused_is_gone_with_its_machine(train: Train) -> None
     world.replace("a")
     world.wake_ghosts()
     world.kill("a", is_disk_lost=True)
-    world.go_on(120.0)
-    assert hosts(world) == {"b"}, world.log
+    assert world.trains(120.0) == "b"
 
 
 def test_workers_that_nobody_was_told_to_build_begin_with_their_round(train: Train) -> None:
@@ -333,8 +317,8 @@ def test_workers_that_nobody_was_told_to_build_begin_with_their_round(train: Tra
     world.go_on(60.0)
     assert world.phase is Phase.STARTING, world.log
     world.delay_stores(is_late=False)
-    world.go_on(60.0)
-    assert world.is_training() and world.furthest()[0] == number + 1, world.log
+    world.trains(60.0)
+    assert world.furthest()[0] == number + 1, world.log
 
 
 @pytest.mark.parametrize("loses_hosts", [False, True])
@@ -352,8 +336,8 @@ def test_a_coordinator_that_fails_leaves_the_state_for_the_same_job(
         assert {host.agent.exit for host in world.hosts.values()} == {1}
     assert (world.newest_whole(of_all=True) or 0) >= newest
     world.restart()
-    world.go_on(60.0)
-    assert world.is_training() and (world.started[-1][1] or 0) >= newest, world.log
+    world.trains(60.0)
+    assert (world.started[-1][1] or 0) >= newest, world.log
 
 
 # ---------------------------------------------------------------------- random histories

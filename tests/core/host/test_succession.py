@@ -39,7 +39,7 @@ def test_the_workers_train_on_under_the_new_coordinator(train: Train) -> None:
     world = train()
     (number, step), started = world.furthest(), list(world.started)
     replaced(world, 10.0)
-    assert world.phase is Phase.RUNNING and world.live.state.round == number
+    assert world.phase is Phase.RUNNING and world.job.round == number
     world.go_on(30.0)
     assert world.started == started, "nothing was started anew"
     assert world.furthest()[1] > step and world.logged("event=adopted")
@@ -54,8 +54,8 @@ def test_a_round_is_adopted_however_late_its_hosts_come(train: Train, late: str)
     replaced(world, 12.0)
     for name in late:
         world.hosts[name].is_silent = False
-    world.go_on(30.0)
-    assert world.is_training() and world.started == started, world.log[-6:]
+    world.trains(30.0)
+    assert world.started == started, world.log[-6:]
 
 
 def spaced(world: World) -> set[Any]:
@@ -67,7 +67,7 @@ def test_snapshots_stay_as_far_apart_as_the_workers_know(train: Train) -> None:
     world = train(**SPACED)
     world.space(7, 20)
     replaced(world, 30.0, after_s=60.0)
-    assert world.phase is Phase.RUNNING and world.live.state.spacing.every == 7
+    assert world.phase is Phase.RUNNING and world.job.spacing.every == 7
     before = spaced(world)
     world.go_on(30.0)
     assert before == spaced(world) and len(before) == 1, "nobody is told what all know"
@@ -119,8 +119,7 @@ def test_a_job_that_waits_goes_on_waiting(tmp_path: Path) -> None:
     replaced(world, 60.0, after_s=10.0)
     assert world.phase is Phase.WAITING
     world.add("b")
-    world.go_on(60.0)
-    assert world.is_training()
+    world.trains(60.0)
 
 
 @pytest.mark.parametrize("acts", range(0, 60, 6))
@@ -207,8 +206,8 @@ def test_a_job_that_had_begun_anew_keeps_what_it_has_made_since(train: Train) ->
     assert world.phase is Phase.RUNNING and (world.newest_whole() or 0) >= newest
     assert not world.logged("gives up"), world.log
     world.kill("a", is_disk_lost=False)
-    world.go_on(60.0)
-    assert world.is_training() and world.started[-1][1] is not None
+    world.trains(60.0)
+    assert world.started[-1][1] is not None
 
 
 # ---------------------------------------------------------------------- requests
@@ -226,10 +225,10 @@ def test_a_request_that_workers_are_built_for_is_not_forgotten(train: Train) -> 
     world.scale(2)
     world.go_step_by_step(6)
     assert world.phase in (Phase.BUILDING, Phase.PREPARING)
-    built = world.live.state.change.last_round
+    built = world.job.change.last_round
     replaced(world, 120.0)
     assert workers(world) == 2
-    assert world.live.state.round > built, "no number of a round is used twice"
+    assert world.job.round > built, "no number of a round is used twice"
 
 
 def hear(world: World, hosts: str = "abc") -> None:
@@ -293,10 +292,10 @@ def test_a_crash_loop_gets_no_restarts_from_new_coordinators(train: Train) -> No
     world = train(flags=("--nnodes", "2", "--max-restarts", "2"))
     for left in (1, 0):
         world.kill_worker("a", 0)
-        world.go_on(120.0)
-        assert world.is_training() and world.live.state.budget.left == left, world.log[-8:]
+        world.trains(120.0)
+        assert world.job.budget.left == left, world.log[-8:]
         replaced(world, 30.0)
-        assert world.is_training() and world.live.state.budget.left == left, world.log[-8:]
+        assert world.is_training() and world.job.budget.left == left, world.log[-8:]
     world.kill_worker("a", 0)
     world.go_on(120.0)
     assert world.phase is Phase.ENDED and world.live.exit_code == 1, world.log[-8:]
@@ -308,12 +307,12 @@ def test_a_failure_counts_once_though_two_coordinators_hear_of_it(
     train: Train, phase: Phase
 ) -> None:
     world = train()
-    left = world.live.state.budget.left
+    left = world.job.budget.left
     world.kill_worker("a", 0)
     world.until(lambda: world.phase is phase)
     hear(world)
     replaced(world, 150.0)
-    assert world.is_training() and world.live.state.budget.left == left - 1, world.log
+    assert world.is_training() and world.job.budget.left == left - 1, world.log
 
 
 def failed_change(train: Train) -> World:
@@ -321,8 +320,8 @@ def failed_change(train: Train) -> World:
     world = train()
     world.add("c")
     world.hosts["c"].cannot_start = True
-    world.go_on(200.0)
-    assert world.is_training() and world.live.state.change.failed, world.log
+    world.trains(200.0)
+    assert world.job.change.failed, world.log
     return world
 
 
@@ -337,8 +336,8 @@ def test_a_change_that_has_failed_is_not_tried_again_under_a_new_coordinator(
     for _ in range(2):
         replaced(world, 20.0 if is_late else 120.0)
     world.hosts["c"].is_silent = False
-    world.go_on(120.0)
-    assert world.is_training() and world.live.state.change.failed, world.log[-8:]
+    world.trains(120.0)
+    assert world.job.change.failed, world.log[-8:]
     assert world.started == started, world.log[-8:]
 
 
@@ -356,20 +355,20 @@ def test_it_is_tried_again_where_the_agent_of_its_host_is_a_new_one(
     else:
         world.hosts["c"].cannot_start = False
     replaced(world, 200.0)
-    assert world.is_training() and len(world.live.state.current.active) == 3, world.log[-8:]
+    assert world.is_training() and len(world.active) == 3, world.log[-8:]
 
 
 def test_a_change_that_fails_under_a_new_coordinator_goes_back_to_what_ran(train: Train) -> None:
     world = train()
-    left = world.live.state.budget.left
+    left = world.job.budget.left
     world.add("c")
     world.hosts["c"].cannot_start = True
     world.go_on(2.0)
     world.until(lambda: world.phase is Phase.STARTING)
     hear(world)
     replaced(world, 300.0)
-    assert world.is_training() and world.live.state.budget.left == left, world.log
-    assert set(world.live.state.current.active) == {"a", "b"} and world.live.state.change.failed
+    assert world.is_training() and world.job.budget.left == left, world.log
+    assert world.active == "ab" and world.job.change.failed
 
 
 def test_what_the_job_has_brought_to_the_disk_is_known_to_the_next_coordinator(
@@ -377,10 +376,10 @@ def test_what_the_job_has_brought_to_the_disk_is_known_to_the_next_coordinator(
 ) -> None:
     world = train(snapshot_every=7, archive_every_s=30.0)
     world.go_on(120.0)
-    archived = world.live.state.copies.archived
+    archived = world.job.copies.archived
     assert archived, world.log
     replaced(world, 12.0)
-    assert world.live.state.copies.archived[: len(archived)] == archived, world.log
+    assert world.job.copies.archived[: len(archived)] == archived, world.log
 
 
 def test_steps_that_were_lost_are_told_to_workers_of_later_coordinators_rounds(
@@ -391,12 +390,12 @@ def test_steps_that_were_lost_are_told_to_workers_of_later_coordinators_rounds(
     for name in "ab":
         world.kill(name, is_disk_lost=False)
     world.go_on(120.0)
-    lost = [(f"{world.live.run}-{it.round}", it.until) for it in world.live.state.states.lost]
+    lost = [(f"{world.live.run}-{it.round}", it.until) for it in world.job.states.lost]
     assert world.is_training() and lost, world.log[-8:]
     for _ in range(2):
         replaced(world, 30.0)
         assert world.is_training(), world.log[-8:]
-        assert [(it.round, it.until) for it in world.live.state.states.lost] == lost
+        assert [(it.round, it.until) for it in world.job.states.lost] == lost
     world.scale(2)
     world.go_on(60.0)
     rounds = [host.agent.state.round for host in world.hosts.values()]
