@@ -54,6 +54,8 @@ LOCK = "coordinator.lock"
 LOCK_TIMEOUT_S = 2 * JOIN_TIMEOUT_S
 """Longer than the lock's holder waits for a new coordinator, in seconds."""
 LOCK_QUIET_S = 5.0
+ENDED_S = 5.0
+"""Time for a killed coordinator to be gone, in seconds."""
 LOOK_S = 0.5
 WAITING_S = 2.0
 """Wait for a coordinator before it is logged, in seconds."""
@@ -364,6 +366,10 @@ def start_coordinator(
             raise kinds.get(process.returncode, PeerError)(why or ended)
         time.sleep(0.02)
     process.kill()  # it may hang at a register, and must not begin later
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ENDED_S)
+    assert process.stdout is not None
+    process.stdout.close()
     raise PeerError(
         f"the coordinator does not answer at {host}:{port} after {JOIN_TIMEOUT_S:.0f} s. Name "
         "another --coordinator HOST:PORT."

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ class RendezvousStores:
         linger_s: Life of the process without coordinator and clients, in seconds: workers may be
             about to connect.
         open_s: Time for a ready process to open a store, in seconds; then another process is asked.
+
+    Attributes:
+        process: Serves the stores at present.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class RendezvousStores:
     def _begin(self) -> None:
         module = "scalai.launch.coordinator.rendezvous_store"
         with host_signals.blocked():
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", module, self._interface, str(self._linger_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -96,7 +100,7 @@ class RendezvousStores:
         self._ready = threading.Event()
         self._answers: queue.Queue[Json] = queue.Queue()
         threading.Thread(
-            target=_read, args=(self._process, self._ready, self._answers), daemon=True
+            target=_read, args=(self.process, self._ready, self._answers), daemon=True
         ).start()
 
     def _serve(self) -> None:
@@ -116,17 +120,19 @@ class RendezvousStores:
             return self._refused(repr(error))
 
     def _port(self) -> int:
-        answer = self._ask({"do": "open"}) if self._process.poll() is None else {}
-        if "port" not in answer and self._process.poll() is not None:
-            self._say(f"event=store_restarted: {answer.get('error', 'its process had ended')}")
-            assert self._process.stdin is not None
+        answer = {"gone": "its process had ended"}
+        if self.process.poll() is None:
+            answer = self._ask({"do": "open"})
+        if "gone" in answer:
+            self._say(f"event=store_restarted: {answer['gone']}")
+            assert self.process.stdin is not None
             with contextlib.suppress(OSError):  # its last requests are lost
-                self._process.stdin.close()
+                self.process.stdin.close()
             self._begin()
             answer = self._ask({"do": "open"})
         if "port" in answer:
             return int(answer["port"])
-        raise self._refused(answer["error"])
+        raise self._refused(answer.get("error") or answer["gone"])
 
     def _refused(self, why: str) -> PeerError:
         return PeerError(
@@ -134,17 +140,17 @@ class RendezvousStores:
         )
 
     def _tell(self, request: Json) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
         except (OSError, ValueError):
             pass  # it has died, or was closed: ``open`` begins another
 
     def _ask(self, request: Json) -> Json:
         if not self._ready.wait(SAID_S):
             self._say(
-                f"event=waiting for process {self._process.pid}, the workers' rendezvous store: it "
+                f"event=waiting for process {self.process.pid}, the workers' rendezvous store: it "
                 "imports torch. The next workers start once it has"
             )
             self._ready.wait(STORE_READY_S)
@@ -152,10 +158,10 @@ class RendezvousStores:
         try:
             return self._answers.get(timeout=self._open_s)
         except queue.Empty:
-            self._process.kill()
+            self.process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(ENDED_S)
-            return {"error": f"its process did not answer for {self._open_s:.0f} s"}
+                self.process.wait(ENDED_S)
+            return {"gone": f"its process did not answer for {self._open_s:.0f} s"}
 
 
 def _read(
@@ -172,19 +178,23 @@ def _read(
                 ready.set()
     code = process.wait()
     ready.set()
-    answers.put({"error": f"its process has ended with exit code {code}"})
+    answers.put({"gone": f"its process has ended with exit code {code}"})
 
 
 # ---------------------------------------------------------------------- the process
 
 
-class _Stores:
-    """The open stores by port, and a spare one for the next round."""
+class OpenStores:
+    """The open stores by port, and a spare one for the next round.
 
-    def __init__(self, interface: str) -> None:
-        self._interface = interface
+    Args:
+        make: Makes a store, with a port.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
         self._open: dict[int, Any] = {}
-        self._spare = self._make()
+        self._spare = make()
 
     def open(self) -> int:
         store, self._spare = self._spare, None
@@ -206,19 +216,20 @@ class _Stores:
         # Each store has one of this process's own.
         return max(0, connections(self._open) - len(self._open))
 
-    def _make(self) -> Any:
-        from torch.distributed import TCPStore  # not in its __all__
 
-        family = socket.getaddrinfo(self._interface, 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((self._interface, 0), family=family, backlog=2048)
-        return TCPStore(
-            self._interface,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(minutes=10),
-            master_listen_fd=listener.detach(),
-        )
+def _make(interface: str) -> Any:
+    from torch.distributed import TCPStore  # not in its __all__
+
+    family = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((interface, 0), family=family, backlog=2048)
+    return TCPStore(
+        interface,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(minutes=10),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def connections(ports: Iterable[int]) -> int:
@@ -238,7 +249,7 @@ def main() -> None:
     coordinator and clients."""
     host_signals.ignore()
     with without_collections():
-        stores = _Stores(sys.argv[1])  # imports torch
+        stores = OpenStores(partial(_make, sys.argv[1]))  # imports torch
     _say(READY)
     for line in sys.stdin:
         request = json.loads(line)
@@ -263,7 +274,7 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _linger(stores: _Stores, linger_s: float) -> None:
+def _linger(stores: OpenStores, linger_s: float) -> None:
     """Stay while workers are connected, or may soon be."""
     began = quiet_since = time.monotonic()
     while time.monotonic() - quiet_since < linger_s and time.monotonic() - began < LINGER_MOST_S:

@@ -1,12 +1,14 @@
 """Where workers meet: on one interface, and for as long as they need it."""
 
+import array
+import fcntl
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
-import time
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from scalai.core.errors import PeerError
-from scalai.launch.coordinator.rendezvous_store import RendezvousStores, _Stores, connections
+from scalai.launch.coordinator.rendezvous_store import OpenStores, RendezvousStores, connections
+from support.coordinator_line import wait_until
 from support.stopping import stop
 
 pytestmark = pytest.mark.fault
@@ -23,6 +26,7 @@ DEADLINE_S = 120.0
 LINGER_S = 1.0
 STOPPED_S = 5.0
 """Many times what a ready process needs to open a store."""
+Answers = queue.SimpleQueue[int | PeerError]
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +34,12 @@ def stores() -> Iterator[RendezvousStores]:
     stores = RendezvousStores("127.0.0.1", print, LINGER_S)
     yield stores
     stores.end()
-    assert stores._process.wait(DEADLINE_S) == 0
+    assert stores.process.wait(DEADLINE_S) == 0
 
 
 def opened(stores: RendezvousStores) -> int:
     """Open a store and return its port."""
-    answers = queue.SimpleQueue[int | PeerError]()
+    answers = Answers()
     stores.open(answers.put)
     answer = answers.get(timeout=DEADLINE_S)
     assert isinstance(answer, int), answer
@@ -50,11 +54,15 @@ def is_open(host: str, port: int) -> bool:
         return False
 
 
-def test_a_store_listens_on_one_interface_alone(stores: RendezvousStores) -> None:
+def test_a_store_listens_on_one_interface_alone_until_it_is_closed(
+    stores: RendezvousStores,
+) -> None:
     ports = {opened(stores) for _ in range(3)}
     assert len(ports) == 3
     for port in ports:
         assert is_open("127.0.0.1", port) and not is_open("127.0.0.2", port)
+        stores.close(port)
+        wait_until(lambda: not is_open("127.0.0.1", port), "it is closed")  # noqa: B023
 
 
 def test_workers_meet_there(stores: RendezvousStores) -> None:
@@ -64,20 +72,8 @@ def test_workers_meet_there(stores: RendezvousStores) -> None:
     first, second = (TCPStore("127.0.0.1", port, is_master=False) for _ in range(2))
     first.set("key", "value")
     assert second.get("key") == b"value"
-    end = time.monotonic() + DEADLINE_S
     # One is the store's own. On a busy machine a client tries twice.
-    while connections([port]) != 3:
-        assert time.monotonic() < end, connections([port])
-        time.sleep(0.02)
-
-
-def test_a_store_that_is_not_needed_any_more_is_closed(stores: RendezvousStores) -> None:
-    port = opened(stores)
-    stores.close(port)
-    end = time.monotonic() + DEADLINE_S
-    while is_open("127.0.0.1", port):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: connections([port]) == 3, "they are counted")
 
 
 def test_it_outlives_its_coordinator_while_workers_are_connected_and_no_longer(
@@ -85,47 +81,58 @@ def test_it_outlives_its_coordinator_while_workers_are_connected_and_no_longer(
 ) -> None:
     port = opened(stores)
     with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S):
-        process = stores._process
+        process = stores.process
         assert process.stdin is not None
         process.stdin.close()  # as when the coordinator is killed
-        time.sleep(2 * LINGER_S)
-        assert process.poll() is None and is_open("127.0.0.1", port)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2 * LINGER_S)
+        assert is_open("127.0.0.1", port)
     assert process.wait(DEADLINE_S) == 0
-    # Whoever still opens one gets it, from another process.
-    assert is_open("127.0.0.1", opened(stores))
+    assert is_open("127.0.0.1", opened(stores)), "who still opens one gets it of another process"
 
 
-def test_where_its_process_is_stopped_another_one_opens_the_store() -> None:
+@pytest.mark.parametrize("is_deaf", [False, True], ids=["", "no signal ends it in time"])
+def test_where_its_process_is_stopped_another_one_opens_the_store(
+    is_deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job would end by it."""
     stores = RendezvousStores("127.0.0.1", print, LINGER_S, open_s=STOPPED_S)
     try:
         stores.wait_ready()
-        stopped, answers = stores._process, queue.SimpleQueue[int | PeerError]()
+        stopped, answers = stores.process, Answers()
         stop(stopped.pid)
+        if is_deaf:
+            monkeypatch.setattr(stopped, "kill", lambda: None)
         stores.open(answers.put)
         stores.close(1)
         assert answers.empty(), "nobody has waited for it"
         port = answers.get(timeout=DEADLINE_S)
         assert isinstance(port, int) and is_open("127.0.0.1", port)
+        if is_deaf:
+            os.kill(stopped.pid, signal.SIGKILL)
         assert stopped.wait(DEADLINE_S) == -signal.SIGKILL
     finally:
         stores.end()
 
 
 def test_where_its_process_dies_of_the_question_another_one_opens_the_store(
-    stores: RendezvousStores, monkeypatch: pytest.MonkeyPatch
+    stores: RendezvousStores,
 ) -> None:
     """It may be killed for memory at any time, also just after it was seen alive."""
-    dies, tell = stores._process, stores._tell
+    opened(stores)
+    dies, answers, unread = stores.process, Answers(), array.array("i", [0])
 
-    def killed(request: object) -> None:
-        if stores._process is dies:
-            dies.kill()
-        tell(request)
+    def is_asked() -> bool:
+        assert dies.stdin is not None
+        fcntl.ioctl(dies.stdin, termios.FIONREAD, unread)
+        return unread[0] > 0
 
-    monkeypatch.setattr(stores, "_tell", killed)
-    assert is_open("127.0.0.1", opened(stores))
-    assert stores._process is not dies
+    stop(dies.pid)
+    stores.open(answers.put)
+    wait_until(is_asked, "it is asked")
+    dies.kill()
+    port = answers.get(timeout=DEADLINE_S)
+    assert isinstance(port, int) and is_open("127.0.0.1", port) and stores.process is not dies
 
 
 def test_where_no_process_can_begin_that_is_the_answer_and_the_next_try_may_succeed(
@@ -136,9 +143,9 @@ def test_where_no_process_can_begin_that_is_the_answer_and_the_next_try_may_succ
     def refuse(*given: object, **how: object) -> None:
         raise BlockingIOError("Resource temporarily unavailable")
 
-    answers = queue.SimpleQueue[int | PeerError]()
-    stores._process.kill()
-    stores._process.wait(DEADLINE_S)
+    answers = Answers()
+    stores.process.kill()
+    stores.process.wait(DEADLINE_S)
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", refuse)
         stores.open(answers.put)
@@ -159,22 +166,19 @@ def test_what_others_write_to_its_output_is_no_answer(
         assert is_open("127.0.0.1", opened(stores))
     finally:
         stores.end()
-        assert stores._process.wait(DEADLINE_S) == 0
+        assert stores.process.wait(DEADLINE_S) == 0
 
 
-def test_a_next_store_that_cannot_be_made_ends_none_that_is_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_next_store_that_cannot_be_made_ends_none_that_is_open() -> None:
     """Workers are connected to it."""
     ports, is_full = iter((1, 2)), list[bool]()
 
-    def make(stores: _Stores) -> SimpleNamespace:
+    def make() -> SimpleNamespace:
         if is_full:
             raise OSError("Too many open files")
         return SimpleNamespace(port=next(ports))
 
-    monkeypatch.setattr(_Stores, "_make", make)
-    stores = _Stores("127.0.0.1")
+    stores = OpenStores(make)
     assert stores.open() == 1
     is_full.append(True)
     stores.prepare()
@@ -193,5 +197,6 @@ def test_one_whose_coordinator_has_gone_before_it_was_ready_ends_without_a_word(
     assert process.stdin and process.stdout and process.stderr
     process.stdin.close()
     process.stdout.close()
-    assert process.wait(DEADLINE_S) == 0
-    assert b"Traceback" not in process.stderr.read()
+    with process.stderr:
+        assert process.wait(DEADLINE_S) == 0
+        assert b"Traceback" not in process.stderr.read()

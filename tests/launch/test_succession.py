@@ -1,10 +1,15 @@
-"""How an agent finds the coordinator that takes the place of one that is gone."""
+"""How an agent finds the first coordinator, and one that takes the place of another."""
 
 import json
+import os
+import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +25,14 @@ from scalai.launch.coordinator.next_coordinator import OverError, Succession
 from scalai.launch.coordinator.process import serve
 from scalai.launch.coordinator.registers import FolderRegister, LeaseEntry
 from scalai.runtime.calls import Server
-from support.coordinator_line import wait_until
+from support.coordinator_line import address_of, wait_until
 from support.ports import free_port
 from support.stranger import HTTP, Stranger, other_release
 
 TOKEN = b"a token of the job"
+ELSEWHERE = Place(("192.0.2.1", 29400), TOKEN)
+"""A coordinator of another machine, which answers nobody."""
+SCALAI = Path(sys.executable).with_name("scalai")
 
 
 def spec_of(folder: Path, *flags: str) -> JobSpec:
@@ -32,28 +40,82 @@ def spec_of(folder: Path, *flags: str) -> JobSpec:
     return JobSpec.read(parse_options([*given, "script.py"]))
 
 
-def gone() -> Place:
-    return Place(("127.0.0.1", free_port("127.0.0.1")), TOKEN, is_here=True)
+def leased(folder: Path, at: str = "192.0.2.1:29400") -> tuple[JobSpec, FolderRegister]:
+    """A job with a register of its own."""
+    root = folder / "leases"
+    flags = ("--coordinator", at, "--coordinator-lease", f"file:{root}")
+    return spec_of(folder, *flags), FolderRegister(root, "j")
+
+
+def durable(folder: Path, *flags: str) -> tuple[JobSpec, FolderRegister]:
+    """A job whose durable directory is its register."""
+    config = folder / "elastic.toml"
+    config.write_text("[model]\nglobal_batch_size = 12\n[resize]\ncoordinator_timeout_s = 2.0\n")
+    at = "--coordinator", "192.0.2.1:29400", "--durable-dir", str(folder / "disk")
+    spec = spec_of(folder, "--elastic", str(config), *at, *flags)
+    return spec, FolderRegister(folder / "disk", "j")
+
+
+def gone(*, is_here: bool = True) -> Place:
+    return Place(("127.0.0.1", free_port("127.0.0.1")), TOKEN, is_here=is_here)
+
+
+def find(spec: JobSpec, place: Place, term: int = 1) -> Place:
+    return Succession(spec, "127.0.0.1").find(place, term, threading.Event())
+
+
+def newest_of(register: FolderRegister) -> LeaseEntry:
+    found = register.newest()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def address() -> Iterator[tuple[str, int]]:
+    """The address of a coordinator that answers."""
+    handle: Any = lambda peer, request: None  # noqa: E731
+    with closing(Server(("127.0.0.1", 0), TOKEN, object, handle)) as server:
+        yield address_of(server)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Shorten waits of the search by name."""
+
+    def shorten(**seconds: float) -> None:
+        for name, value in seconds.items():
+            monkeypatch.setattr(succession, name, value)
+
+    return shorten
+
+
+def end(place: Place) -> None:
+    """End a coordinator that was started."""
+    assert place.started is not None
+    place.started.kill()
+    place.started.wait(30)
+
+
+# ---------------------------------------------------------------------- on one machine
 
 
 @pytest.mark.fault
 def test_where_the_job_has_ended_nobody_follows(tmp_path: Path) -> None:
-    """A coordinator that has ended with its job has taken its card away."""
-    found = Succession(spec_of(tmp_path), "127.0.0.1")
+    """A coordinator that has ended with its job has taken its card away, or its lease says so."""
     with pytest.raises(OverError, match="the job is over"):
-        found.find(gone(), 1, threading.Event())
+        find(spec_of(tmp_path), gone())
+    spec, register = leased(tmp_path)
+    register.claim(LeaseEntry(7, "127.0.0.1", 1, is_over=True))
+    with pytest.raises(OverError, match="the job is over"):
+        find(spec, ELSEWHERE, 6)
 
 
-def test_who_has_taken_over_on_this_machine_is_followed(tmp_path: Path) -> None:
+def test_who_has_taken_over_on_this_machine_is_followed(
+    tmp_path: Path, address: tuple[str, int]
+) -> None:
     spec = spec_of(tmp_path)
-    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
-    try:
-        address = ("127.0.0.1", int(server.address[1]))
-        write_card(job_directory(spec), address, TOKEN, 2)
-        place = Succession(spec, "127.0.0.1").find(gone(), 1, threading.Event())
-        assert place.address == address
-    finally:
-        server.close()
+    write_card(job_directory(spec), address, TOKEN, 2)
+    assert find(spec, gone()).address == address
 
 
 @pytest.mark.fault
@@ -68,175 +130,141 @@ def test_a_stranger_on_the_port_of_a_dead_coordinator_holds_up_nobody_of_this_ma
         monkeypatch.setattr("scalai.launch.config.endpoint.os.getpid", lambda: dead.pid)
         write_card(job_directory(spec), stranger.address, TOKEN, 1)
         monkeypatch.undo()
-        gone = Place(stranger.address, TOKEN, is_here=True)
-        place = Succession(spec, "127.0.0.1").find(gone, 1, threading.Event())
-        assert place.started is not None and place.address[1] != stranger.address[1]
-        place.started.kill()
-        place.started.wait(30)
+        place = find(spec, Place(stranger.address, TOKEN, is_here=True))
+        assert place.address[1] != stranger.address[1]
+        end(place)
 
 
 def test_what_a_stranger_says_does_not_end_the_search_for_a_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, waits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(succession, "SEARCH_S", 1.0)
+    waits(SEARCH_S=1.0)
     with Stranger(other_release()) as stranger:
         place = Place(stranger.address, TOKEN, is_here=False)
         with pytest.raises(PeerError, match=r"nobody takes its place within 1 s.*versions up to 9"):
-            Succession(spec_of(tmp_path), "127.0.0.1").find(place, 1, threading.Event())
+            find(spec_of(tmp_path), place)
 
 
 def test_who_waits_for_another_hosts_coordinator_starts_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, waits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(succession, "SEARCH_S", 1.0)
-    found = Succession(spec_of(tmp_path), "127.0.0.1")
-    place = Place(("127.0.0.1", free_port("127.0.0.1")), TOKEN, is_here=False)
-    with pytest.raises(PeerError, match="nobody takes its place within 1 s"):
-        found.find(place, 1, threading.Event())
-    assert read_holder(job_directory(spec_of(tmp_path))) is None
-
-
-def test_who_ends_meanwhile_waits_no_longer(tmp_path: Path) -> None:
-    place = Place(("127.0.0.1", free_port("127.0.0.1")), TOKEN, is_here=False)
-    is_over = threading.Event()
+    spec, is_over = spec_of(tmp_path), threading.Event()
     is_over.set()
+    with pytest.raises(PeerError):  # who ends meanwhile waits no longer
+        Succession(spec, "127.0.0.1").find(gone(is_here=False), 1, is_over)
+    waits(SEARCH_S=1.0)
+    with pytest.raises(PeerError, match="nobody takes its place within 1 s"):
+        find(spec, gone(is_here=False))
+    assert read_holder(job_directory(spec)) is None
+
+
+def test_who_succeeds_in_a_job_that_had_begun_anew_says_so(
+    tmp_path: Path, waits: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next coordinator would give up what the job has made since."""
+    heard = tmp_path / "order.json"
+    text = f"import sys; open({str(heard)!r}, 'w').write(sys.stdin.read()); sys.exit(2)"
+    monkeypatch.setattr(discovery, "COORDINATOR", ["-c", text])
+    waits(SEARCH_S=1.0)
+    spec = spec_of(tmp_path, "--fresh")
+    write_card(job_directory(spec), gone().address, TOKEN, 4)
     with pytest.raises(PeerError):
-        Succession(spec_of(tmp_path), "127.0.0.1").find(place, 1, is_over)
+        find(spec, gone(), 4)
+    order = json.loads(heard.read_text())
+    assert order["is_successor"] is True and order["term"] == 5
 
 
-def leased(folder: Path) -> tuple[JobSpec, FolderRegister]:
-    root = folder / "leases"
-    flags = ("--coordinator", "192.0.2.1:29400", "--coordinator-lease", f"file:{root}")
-    return spec_of(folder, *flags), FolderRegister(root, "j")
-
-
-def test_who_holds_the_lease_on_another_host_is_followed(tmp_path: Path) -> None:
-    spec, register = leased(tmp_path)
-    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
-    try:
-        register.claim(LeaseEntry(7, "127.0.0.1", int(server.address[1])))
-        place = Place(("192.0.2.1", 29400), TOKEN, is_here=False)
-        found = Succession(spec, "127.0.0.1").find(place, 6, threading.Event())
-        assert found.address == server.address
-    finally:
-        server.close()
+# ---------------------------------------------------------------------- by a register
 
 
 @pytest.mark.fault
-def test_a_holder_that_answers_is_followed_though_its_register_stands_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("term", [6, 7], ids=["a later one", "whose register stands still"])
+def test_who_holds_the_lease_on_another_host_and_answers_is_followed(
+    tmp_path: Path, waits: Callable[..., None], address: tuple[str, int], term: int
 ) -> None:
-    """Its disk hangs, and no more than that: nobody takes its place."""
-    monkeypatch.setattr(succession, "CLAIM_S", 0.2)
+    """Where a disk hangs, and no more than that, nobody takes its place."""
+    waits(CLAIM_S=0.2)
     spec, register = leased(tmp_path)
-    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
-    try:
-        assert register.claim(LeaseEntry(7, "127.0.0.1", int(server.address[1])))
-        place = Place(("192.0.2.1", 29400), TOKEN, is_here=False)
-        found = Succession(spec, "127.0.0.1").find(place, 7, threading.Event())
-        assert found.address == server.address
-        newest = register.newest()
-        assert newest is not None and newest.term == 7
-    finally:
-        server.close()
-
-
-def dead(
-    folder: Path, term: int, address: tuple[str, int] = ("192.0.2.1", 29400)
-) -> FolderRegister:
-    """Return the register of a durable directory, with the entry of a coordinator of another
-    machine that has died."""
-    register = FolderRegister(folder / "disk", "j")
-    assert register.claim(LeaseEntry(term, "192.0.2.1", 29400))
-    return register
-
-
-def durable(folder: Path, *flags: str) -> JobSpec:
-    config = folder / "elastic.toml"
-    config.write_text("[model]\nglobal_batch_size = 12\n[resize]\ncoordinator_timeout_s = 2.0\n")
-    at = "--coordinator", "192.0.2.1:29400", "--durable-dir", str(folder / "disk")
-    return spec_of(folder, "--elastic", str(config), *at, *flags)
+    assert register.claim(LeaseEntry(7, *address))
+    assert find(spec, ELSEWHERE, term).address == address
+    assert newest_of(register).term == 7
 
 
 def test_where_its_machine_is_gone_a_host_that_has_seen_its_entry_renewed_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, waits: Callable[..., None]
 ) -> None:
     """The folder of the durable directory says it, without a flag."""
-    for module, name, seconds in (
-        (succession, "CLAIM_S", 1.0), (succession, "JITTER_S", 0.0), (succession, "RENEW_S", 0.2),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, seconds)
-    spec, register = durable(tmp_path), dead(tmp_path, 7)
-    place = Place(("192.0.2.1", 29400), TOKEN)
+    waits(CLAIM_S=1.0, JITTER_S=0.0, RENEW_S=0.2)
+    (spec, register), entry = durable(tmp_path), LeaseEntry(7, *ELSEWHERE.address)
+    assert register.claim(entry)
     found = Succession(spec, "127.0.0.1")
     found.watch_while(lambda: False)
-    wait_until(lambda: _renewed(register, 7) and found.has_lease, "it knows whose register it is")
-    begun = found.find(place, 7, threading.Event())
-    assert begun.started is not None
-    try:
-        newest = register.newest()
-        assert newest is not None and (newest.term, newest.address) == (8, begun.address)
-    finally:
-        begun.started.kill()
-        begun.started.wait(30)
 
+    def has_lease() -> bool:
+        register.renew(entry)
+        return found.has_lease
 
-def _renewed(register: FolderRegister, term: int) -> bool:
-    register.renew(LeaseEntry(term, "192.0.2.1", 29400))
-    return True
+    wait_until(has_lease, "it knows whose register it is")
+    begun = found.find(ELSEWHERE, 7, threading.Event())
+    newest = newest_of(register)
+    end(begun)
+    assert (newest.term, newest.address) == (8, begun.address)
 
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_durable_directory_of_ones_own_says_nothing_of_another_hosts_coordinator(
-    tmp_path: Path,
-    is_over: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, is_over: bool, waits: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """What an earlier run has left there is neither claimed nor believed."""
-    for name, seconds in (("CLAIM_S", 0.2), ("SEARCH_S", 2.0), ("SEEN_S", 0.1), ("RENEW_S", 0.2)):
-        monkeypatch.setattr(succession, name, seconds)
-    spec, register = durable(tmp_path), dead(tmp_path, 7)
-    register.renew(LeaseEntry(7, "192.0.2.1", 29400, is_over=is_over))
-    found = Succession(spec, "127.0.0.1")
+    waits(CLAIM_S=0.2, SEARCH_S=2.0, SEEN_S=0.1, RENEW_S=0.2)
+    spec, register = durable(tmp_path)
+    assert register.claim(LeaseEntry(7, *ELSEWHERE.address, is_over=is_over))
     with pytest.raises(PeerError, match="nobody takes its place"):
-        found.find(Place(("127.0.0.1", 1), TOKEN), 1, threading.Event())
-    newest = register.newest()
-    assert newest is not None and newest.term == 7
+        find(spec, Place(("127.0.0.1", 1), TOKEN))
+    assert newest_of(register).term == 7
     assert "is not seen there" in caplog.text
 
 
 def test_a_host_that_leaves_leaves_it_to_others_to_have_the_next_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    waits: Callable[..., None],
+    address: tuple[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It would go with that host."""
-    for name, seconds in (("CLAIM_S", 0.2), ("JITTER_S", 0.0), ("LEAVING_S", 600.0)):
-        monkeypatch.setattr(succession, name, seconds)
+    started = list[object]()
+    monkeypatch.setattr(succession, "start_coordinator", lambda *given, **how: started.append(1))
+    waits(CLAIM_S=0.2, JITTER_S=0.0, LEAVING_S=600.0)
     spec, register = leased(tmp_path)
-    assert register.claim(LeaseEntry(7, "192.0.2.1", 29400))
-    place = Place(("192.0.2.1", 29400), TOKEN)
-    found = list[Place]()
-    one = Succession(spec, "127.0.0.1", lambda: True)
-    search = threading.Thread(
-        target=lambda: found.append(one.find(place, 7, threading.Event())), daemon=True
-    )
-    search.start()
-    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
-    try:
-        assert register.claim(LeaseEntry(8, "127.0.0.1", int(server.address[1])))
-        search.join(60.0)
-        assert [each.address for each in found] == [server.address]
-    finally:
-        server.close()
+    assert register.claim(LeaseEntry(7, *ELSEWHERE.address))
+    found, asked = list[Place](), threading.Event()
+
+    def is_leaving() -> bool:
+        asked.set()
+        return True
+
+    def search() -> None:
+        one = Succession(spec, "127.0.0.1", is_leaving)
+        found.append(one.find(ELSEWHERE, 7, threading.Event()))
+
+    thread = threading.Thread(target=search, daemon=True)
+    thread.start()
+    assert asked.wait(60.0), "it could claim the lease"
+    assert register.claim(LeaseEntry(8, *address))
+    thread.join(60.0)
+    assert [each.address for each in found] == [address] and not started
 
 
 def test_a_silent_coordinator_is_watched_also_behind_a_first_one_that_was_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    address: tuple[str, int],
+    waits: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that nobody has to wait anew for what was seen while it was silent."""
-    monkeypatch.setattr(succession, "RENEW_S", 0.05)
+    waits(RENEW_S=0.05)
     spec, register = leased(tmp_path)
-    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
+    assert register.claim(LeaseEntry(7, *address))
     looks, newest = list[int](), FolderRegister.newest
 
     def look(self: FolderRegister) -> LeaseEntry | None:
@@ -244,168 +272,89 @@ def test_a_silent_coordinator_is_watched_also_behind_a_first_one_that_was_gone(
         return newest(self)
 
     monkeypatch.setattr(FolderRegister, "newest", look)
-    try:
-        assert register.claim(LeaseEntry(7, "127.0.0.1", int(server.address[1])))
-        found = Succession(spec, "127.0.0.1")
-        found.watch_while(lambda: True)
-        found.find(Place(("192.0.2.1", 29400), TOKEN), 6, threading.Event())
-        before = len(looks)
-        wait_until(lambda: len(looks) > before + 3, "it looks on")
-    finally:
-        server.close()
+    found = Succession(spec, "127.0.0.1")
+    found.watch_while(lambda: True)
+    found.find(ELSEWHERE, 6, threading.Event())
+    before = len(looks)
+    wait_until(lambda: len(looks) > before + 3, "it looks on")
 
 
-def test_where_the_register_hangs_nobody_takes_the_place_of_another_machines_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_here", [False, True])
+def test_where_the_register_hangs_only_the_coordinator_of_this_machine_is_followed(
+    tmp_path: Path, is_here: bool, waits: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody who looks for it hangs with it."""
-    for name, seconds in (("CLAIM_S", 0.2), ("RENEW_S", 0.2)):
-        monkeypatch.setattr(succession, name, seconds)
-    spec, is_over = durable(tmp_path, "--coordinator-lease", f"file:{tmp_path}"), threading.Event()
-    monkeypatch.setattr(FolderRegister, "newest", lambda self: is_over.wait(60.0) and None)
-    with pytest.raises(PeerError, match=r"nobody takes its place within 2 s"):
-        Succession(spec, "127.0.0.1").find(Place(("127.0.0.1", 1), TOKEN), 1, threading.Event())
-    is_over.set()
-
-
-def test_where_the_register_hangs_the_coordinator_of_a_machine_is_followed_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = list[object]()
+    """Nobody takes the place of another machine's, and nobody who looks for it hangs with it."""
+    waits(CLAIM_S=0.2, RENEW_S=0.2)
+    is_over, asked = threading.Event(), list[object]()
 
     def start(*given: object, **named: object) -> Place:
         asked.append((given[4], named))
         return Place(("127.0.0.1", 1), TOKEN)
 
-    is_over = threading.Event()
     monkeypatch.setattr(FolderRegister, "newest", lambda self: is_over.wait(60.0) and None)
     monkeypatch.setattr(succession, "start_coordinator", start)
-    spec = durable(tmp_path)
+    spec, _ = durable(tmp_path, "--coordinator-lease", f"file:{tmp_path}")
     write_card(job_directory(spec), gone().address, TOKEN, 4)
-    Succession(spec, "127.0.0.1").find(gone(), 4, threading.Event())
-    assert asked == [(5, {"is_successor": True, "succeeds": "here"})]
+    if is_here:
+        find(spec, gone(), 4)
+        assert asked == [(5, {"is_successor": True, "succeeds": "here"})]
+    else:
+        with pytest.raises(PeerError, match="nobody takes its place within 2 s"):
+            find(spec, Place(("127.0.0.1", 1), TOKEN), 4)
+        assert not asked
     is_over.set()
 
 
-def test_a_lease_of_a_job_that_is_over_is_not_claimed(tmp_path: Path) -> None:
-    spec, register = leased(tmp_path)
-    register.claim(LeaseEntry(7, "127.0.0.1", 1, is_over=True))
-    place = Place(("192.0.2.1", 29400), TOKEN, is_here=False)
-    with pytest.raises(OverError, match="the job is over"):
-        Succession(spec, "127.0.0.1").find(place, 6, threading.Event())
+# ---------------------------------------------------------------------- the first coordinator
 
 
-def test_terms_grow_over_cards_and_leases(tmp_path: Path) -> None:
-    spec, _ = leased(tmp_path)
-    folder = job_directory(spec)
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_terms_grow_over_cards_and_leases(tmp_path: Path, is_fresh: bool) -> None:
+    """And a job that begins anew takes nobody's place."""
+    spec = spec_of(tmp_path, *(["--fresh"] if is_fresh else []))
+    folder, follows = job_directory(spec), not is_fresh
     assert next_term(spec, folder, (None, None)) == (1, False)
     write_card(folder, ("127.0.0.1", 1), TOKEN, 4)
-    assert next_term(spec, folder, (None, None)) == (5, True)
-    assert next_term(spec, folder, (None, LeaseEntry(7, "127.0.0.1", 1))) == (8, True)
-    assert next_term(spec, folder, (LeaseEntry(9, "127.0.0.1", 1), None)) == (10, True)
+    assert next_term(spec, folder, (None, None)) == (5, follows)
+    assert next_term(spec, folder, (None, LeaseEntry(7, "127.0.0.1", 1))) == (8, follows)
+    assert next_term(spec, folder, (LeaseEntry(9, "127.0.0.1", 1), None)) == (10, follows)
     over = LeaseEntry(9, "127.0.0.1", 1, is_over=True)
     assert next_term(spec, folder, (over, over)) == (10, False), "it had ended, and begins again"
 
 
-def started_beside_another(
-    spec: JobSpec, register: FolderRegister, winner: LeaseEntry, monkeypatch: pytest.MonkeyPatch
-) -> Place:
-    """Start the first coordinator of a job, of which another agent claims the lease meanwhile."""
+@pytest.mark.fault
+@pytest.mark.parametrize("has_died", [False, True])
+def test_who_loses_the_first_claim_of_the_lease_joins_the_winner_or_follows_it(
+    tmp_path: Path, address: tuple[str, int], has_died: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "CLAIM_S", 1.0)
+    spec, register = leased(tmp_path, f"127.0.0.1:{free_port('127.0.0.1')}")
+    winner = LeaseEntry(1, *(gone().address if has_died else address))
 
     def numbered(spec: JobSpec, folder: Path, newest: Newest) -> tuple[int, bool]:
         found = next_term(spec, folder, newest)
-        assert register.claim(winner)
+        register.claim(winner)  # meanwhile, and only once
         return found
 
     monkeypatch.setattr(discovery, "next_term", numbered)
-    return discovery.find_coordinator(spec, TOKEN.decode())
-
-
-def both_here(folder: Path) -> tuple[JobSpec, FolderRegister]:
-    root, port = folder / "leases", free_port("127.0.0.1")
-    flags = ("--coordinator", f"127.0.0.1:{port}", "--coordinator-lease", f"file:{root}")
-    return spec_of(folder, *flags), FolderRegister(root, "j")
-
-
-@pytest.mark.fault
-def test_who_loses_the_first_claim_of_the_lease_joins_the_winner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, register = both_here(tmp_path)
-    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
-    try:
-        winner = LeaseEntry(1, "127.0.0.1", int(server.address[1]))
-        place = started_beside_another(spec, register, winner, monkeypatch)
-        assert place.address == server.address and not place.is_new
+    place = discovery.find_coordinator(spec, TOKEN.decode())
+    if not has_died:
+        assert place.address == address and not place.is_new
         assert read_holder(job_directory(spec)) is None, "the loser leaves no card"
-    finally:
-        server.close()
+        return
+    newest = newest_of(register)
+    end(place)
+    assert (newest.term, newest.address) == (2, place.address)
 
 
-@pytest.mark.fault
-def test_where_the_winner_of_the_first_claim_dies_the_loser_starts_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_coordinator_by_hand_does_not_take_the_lease_of_one_that_lives(
+    tmp_path: Path, address: tuple[str, int]
 ) -> None:
-    monkeypatch.setattr(leases, "CLAIM_S", 1.0)
-    spec, register = both_here(tmp_path)
-    winner = LeaseEntry(1, "127.0.0.1", free_port("127.0.0.1"))
-    monkeypatch.setattr(register, "claim", once(register.claim))
-    place = started_beside_another(spec, register, winner, monkeypatch)
-    try:
-        newest = register.newest()
-        assert place.is_new and newest is not None
-        assert newest.term == 2 and newest.address == place.address
-    finally:
-        assert place.started is not None
-        place.started.kill()
-        place.started.wait(30)
-
-
-def once(claim: Callable[[LeaseEntry], bool]) -> Callable[[LeaseEntry], bool]:
-    """Return what claims the first time it is asked to, and says then that all is well."""
-    asked: list[LeaseEntry] = []
-
-    def ask(entry: LeaseEntry) -> bool:
-        asked.append(entry)
-        return len(asked) > 1 or claim(entry)
-
-    return ask
-
-
-def test_a_job_that_begins_anew_takes_nobodys_place(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, "--fresh")
-    folder = job_directory(spec)
-    write_card(folder, ("127.0.0.1", 1), TOKEN, 4)
-    assert next_term(spec, folder, (None, None)) == (5, False)
-
-
-def test_a_coordinator_by_hand_does_not_take_the_lease_of_one_that_lives(tmp_path: Path) -> None:
     spec, register = leased(tmp_path)
-    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
-    try:
-        register.claim(LeaseEntry(7, "127.0.0.1", int(server.address[1])))
-        with pytest.raises(UsageError, match="holds the lease"):
-            serve(spec, job_directory(spec), "127.0.0.1", 0, TOKEN)
-        newest = register.newest()
-        assert newest is not None and newest.term == 7
-    finally:
-        server.close()
-
-
-def test_who_succeeds_in_a_job_that_had_begun_anew_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the next coordinator would give up what the job has made since."""
-    heard = tmp_path / "order.json"
-    text = f"import sys; open({str(heard)!r}, 'w').write(sys.stdin.read()); sys.exit(2)"
-    monkeypatch.setattr(discovery, "COORDINATOR", ["-c", text])
-    monkeypatch.setattr(succession, "SEARCH_S", 1.0)
-    spec = spec_of(tmp_path, "--fresh")
-    write_card(job_directory(spec), gone().address, TOKEN, 4)
-    with pytest.raises(PeerError):
-        Succession(spec, "127.0.0.1").find(gone(), 4, threading.Event())
-    order = json.loads(heard.read_text())
-    assert order["is_successor"] is True and order["term"] == 5
+    register.claim(LeaseEntry(7, *address))
+    with pytest.raises(UsageError, match="holds the lease"):
+        serve(spec, job_directory(spec), "127.0.0.1", 0, TOKEN)
+    assert newest_of(register).term == 7
 
 
 def test_who_cannot_reach_the_holder_of_a_lease_says_so_within_the_time(
@@ -416,7 +365,44 @@ def test_who_cannot_reach_the_holder_of_a_lease_says_so_within_the_time(
     monkeypatch.setattr(leases, "LOOK_S", 0.05)
     monkeypatch.setattr(leases, "RENEW_S", 0.05)
     spec, register = leased(tmp_path)
-    lease = Lease(register, LeaseEntry(1, "127.0.0.1", free_port("127.0.0.1")))
+    lease = Lease(register, LeaseEntry(1, *gone().address))
+    lease.start()
     with pytest.raises(PeerError, match="renews its lease"):
         discovery.lease_holder(spec, register, "127.0.0.1:1", "t" * 32)
     lease.end(is_over=False)
+
+
+@pytest.mark.fault
+def test_a_coordinator_that_does_not_answer_in_time_is_ended_and_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not begin later, nor stay as a zombie of its agent."""
+    begun = tmp_path / "pid"
+    text = f"import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    monkeypatch.setattr(discovery, "COORDINATOR", ["-c", text])
+    monkeypatch.setattr(discovery, "JOIN_TIMEOUT_S", 2.0)
+    spec = spec_of(tmp_path)
+    with pytest.raises(PeerError, match=r"does not answer at 127\.0\.0\.1:0 after 2 s"):
+        discovery.start_coordinator(spec, job_directory(spec), None, None)
+    assert not Path(f"/proc/{begun.read_text()}").exists()
+
+
+@pytest.mark.fault
+def test_a_coordinator_without_agents_ends_at_the_first_signal_and_says_so(tmp_path: Path) -> None:
+    at, log = join_endpoint(*gone().address), tmp_path / "coordinator.log"
+    command = [
+        str(SCALAI), "coordinator", "--listen", at, "--", "--job", "j",
+        "--nproc-per-node", "1", "--store-dir", str(tmp_path), "script.py",
+    ]  # fmt: skip
+    environment = {**os.environ, "SCALAI_JOB_TOKEN": "ab" * 16}
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as coordinator,
+    ):
+        try:
+            wait_until(lambda: b"event=coordinator" in log.read_bytes(), "it listens")
+            coordinator.send_signal(signal.SIGTERM)
+            assert coordinator.wait(120) == 75
+        finally:
+            coordinator.kill()
+    assert "event=exit code=75 reason='SIGTERM, and no agent is in the job" in log.read_text()
