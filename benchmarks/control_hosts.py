@@ -46,9 +46,8 @@ from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import MEMORY, Agent, Loop
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.coordinator.calls import Join, StoreIdentity
+from scalai.launch.coordinator.calls import HostLists, Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
-from scalai.launch.coordinator.named_once import HostLists
 from scalai.runtime.lanes import Lanes
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import summary_bytes

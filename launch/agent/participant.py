@@ -28,9 +28,8 @@ from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.launch.agent.worker_group import WorkerGroups
 from scalai.launch.config.constants import constant
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.coordinator.calls import Join, StoreIdentity
+from scalai.launch.coordinator.calls import HostLists, Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
-from scalai.launch.coordinator.named_once import HostLists
 from scalai.launch.coordinator.next_coordinator import Succession
 from scalai.launch.coordinator.registers import registers_of
 from scalai.launch.slow_files import said

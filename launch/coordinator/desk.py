@@ -25,19 +25,20 @@ from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
 from scalai.launch.coordinator.calls import (
     AgentCall,
     Bye,
-    Commands,
+    Commanded,
     CoordinatorRequest,
     Farewell,
     Join,
     Joined,
     Poll,
     Tell,
+    read_part,
+    shared,
 )
 from scalai.launch.coordinator.joins import Admission
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.losses import Losses, Patience, PortProbe, tick_s
 from scalai.launch.coordinator.members import Member
-from scalai.launch.coordinator.named_once import read_part, shared
 from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.runtime.calls import Peer
@@ -241,7 +242,7 @@ class Desk:
         self._hear_kept()
         return answer
 
-    def _poll(self, peer: Peer, poll: Poll) -> Commands:
+    def _poll(self, peer: Peer, poll: Poll) -> Commanded:
         """New commands for the agent, once there are any."""
         members = self.live.members
         agent = members.find(poll.host, poll.incarnation)

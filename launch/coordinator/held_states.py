@@ -265,9 +265,14 @@ def _numbered(part: HostManifest, number: int, stated: Committed | None) -> Host
 
 
 class HeldStates:
-    """Parts of generations by number, and of snapshots by name. Not shared between threads."""
+    """Parts of generations by number, and of snapshots by name. Not shared between threads.
 
-    def __init__(self) -> None:
+    Args:
+        gap: Numbers skipped before the first new generation.
+    """
+
+    def __init__(self, gap: int = 0) -> None:
+        self._last_number, self._gap = 0, gap
         self._catalogue = Catalogue()
         self._held: dict[int, HeldParts] = {}
         self._snapshots: dict[str, HeldParts] = {}
@@ -275,6 +280,15 @@ class HeldStates:
     @property
     def catalogue(self) -> Catalogue:
         return self._catalogue
+
+    def count_from(self, number: int) -> None:
+        """Number new generations above this existing one."""
+        self._last_number = max(self._last_number, number)
+
+    def next_number(self) -> int:
+        """Number of the next new generation; each is given once."""
+        self._last_number, self._gap = self._last_number + 1 + self._gap, 0
+        return self._last_number
 
     def survey(self, without: str | None = None) -> Survey:
         """Contents of the present hosts, except ``without``."""

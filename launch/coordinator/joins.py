@@ -64,7 +64,7 @@ class Admission:
         chosen = self._chosen([read[part] for part in join.sealed], manifests, now)
         self._enter(peer, join)
         for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
-            live.count_from(number)
+            live.generations.count_from(number)
         live.log(f"event=join host={host} slots={slots}")
         dropped = self._note(host, aside, () if spec.is_fresh else damaged)
         manifests, refused = self._add(manifests, obsolete)

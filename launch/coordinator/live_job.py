@@ -5,31 +5,32 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from scalai.core.errors import ProofError
 from scalai.core.job import membership as m
 from scalai.core.job import proof_rules
 from scalai.core.job.assigning import next_assignment
+from scalai.core.job.copies import Copies
 from scalai.core.job.endings import kind_of, rank_of
+from scalai.core.job.fitness import Fitness
 from scalai.core.job.function_proof import FACT as PROVEN
 from scalai.core.job.function_proof import Made
 from scalai.core.job.outlook import Course, outlook
 from scalai.core.job.recovery import Origin, newest_whole
 from scalai.core.job.resize import advance
+from scalai.core.job.succession import begin
 from scalai.core.jsonable import Json
 from scalai.core.messages import actions, commands, events, reports
 from scalai.core.messages.shared import Shared
 from scalai.core.planner.preference import Preference
+from scalai.launch.config.constants import constant
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.coordinator.farewells import JobEnd, drained, job_end, keeps_state
-from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.held_states import HeldStates
-from scalai.launch.coordinator.judging import Judge
+from scalai.launch.coordinator.judging import Answers, Judge, doubted, prove
 from scalai.launch.coordinator.kept_wishes import KeptWishes
-from scalai.launch.coordinator.look_ahead import Calibrating, LookAhead
-from scalai.launch.coordinator.members import Members
-from scalai.launch.coordinator.proving import Answers, doubted, prove
+from scalai.launch.coordinator.look_ahead import LookAhead
+from scalai.launch.coordinator.members import JobEnd, Members, drained, job_end, keeps_state
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.launch.coordinator.starter import Starter
@@ -38,6 +39,21 @@ from scalai.store.parts import is_fetched
 
 SUCCESSORS_GAP = 8
 """Numbers skipped by a new coordinator: absent hosts may have them from the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PresentRun:
+    """The job's present run.
+
+    Attributes:
+        name: Random name.
+        is_fresh: It began without older states of hosts.
+        is_successor: An earlier coordinator began it.
+    """
+
+    name: str
+    is_fresh: bool
+    is_successor: bool
 
 
 class LiveJob:
@@ -71,29 +87,21 @@ class LiveJob:
         is_alone: Callable[[], bool] = lambda: True,
     ) -> None:
         self._say, self.clock = say, clock
-        self._job = spec.job
+        self.spec = spec
         self._may_retire, self._is_alone = may_retire, is_alone
-        self._is_successor = is_successor
-        self._is_fresh = spec.is_fresh and not is_successor
-        self._run = secrets.token_hex(4)  # snapshots of two runs have different names
-        self.are_replicas_asked = spec.are_replicas_asked
-        self._drained_code = spec.options.drained_exit_code
-        """Exit code of a host that drains while others go on."""
-        self._last_number = 0
-        self._gap = SUCCESSORS_GAP if is_successor else 0
+        # Snapshots of two runs have different names.
+        name = secrets.token_hex(4)
+        self._run = PresentRun(name, spec.is_fresh and not is_successor, is_successor)
         self.sizing = Sizing(spec, say)
         self.members = Members(lock, term, clock)
-        self.calibrating = Calibrating(self.sizing, clock)
-        self._ahead = LookAhead(self, lock, self.log)
+        self._ahead = LookAhead(self, lock, self.log, clock)
         self.memory = KeptWishes(self.members, self.sizing, self._ahead.begin)
-        self.generations = HeldStates()
+        self.generations = HeldStates(gap=SUCCESSORS_GAP if is_successor else 0)
         self.answers = Answers()
         """Reports of the present round."""
         self.last_failure: Mapping[str, Json] | None = None
         """Host, rank, kind and reason of the first failure in the newest failed round."""
         self._end: JobEnd | None = None
-        self.has_crashed = False
-        """A fault of the coordinator itself has ended the job."""
         self._lost_at: float | None = None
         self._interface = interface
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
@@ -107,19 +115,24 @@ class LiveJob:
         return self.state.phase is m.Phase.ENDED
 
     @property
+    def has_crashed(self) -> bool:
+        """Whether a fault of the coordinator itself has ended the job."""
+        return self._end is not None and self._end.is_crash
+
+    @property
     def run(self) -> str:
         """Random name of the job's present run."""
-        return self._run
+        return self._run.name
 
     @property
     def is_fresh(self) -> bool:
         """Whether the job begins anew, without older states of hosts."""
-        return self._is_fresh
+        return self._run.is_fresh
 
     @property
     def is_successor(self) -> bool:
         """Whether an earlier coordinator began this run."""
-        return self._is_successor
+        return self._run.is_successor
 
     @property
     def exit_code(self) -> int:
@@ -181,7 +194,7 @@ class LiveJob:
 
     def take_over(self, run: str) -> None:
         """Go on with an earlier coordinator's run."""
-        self._run, self._is_fresh, self._is_successor = run, False, True
+        self._run = PresentRun(run, is_fresh=False, is_successor=True)
 
     def forget(self, host: str) -> None:
         """Remove a lost agent and its states."""
@@ -227,20 +240,15 @@ class LiveJob:
         self.members.excuse(seconds)
         self.state = m.excuse(self.state, seconds)
 
-    def count_from(self, number: int) -> None:
-        """Number new generations above this existing one."""
-        self._last_number = max(self._last_number, number)
-
     def commit(self, name: str, origin: Origin) -> int:
         """Make the parts of a snapshot a generation. Returns its number."""
-        self._last_number, self._gap = self._last_number + 1 + self._gap, 0
-        self.generations.commit(self._last_number, name, origin)
-        parts = self.generations.parts(self._last_number).values()
+        number = self.generations.next_number()
+        self.generations.commit(number, name, origin)
+        parts = self.generations.parts(number).values()
         self.timeline.note(bytes_written=sum(part.size_bytes for part in parts))
-        facts = self.generations.facts(self._last_number)
-        self.sizing.learn({"facts": facts}, self._last_number)
+        self.sizing.learn({"facts": self.generations.facts(number)}, number)
         self.limit()
-        return self._last_number
+        return number
 
     def recover(self) -> int | None:
         """Commit sealed, uncommitted parts that make a whole state. Returns its number, for hosts
@@ -286,8 +294,8 @@ class LiveJob:
             self.generations.survey(),
             self.members.hosts(),
             Course(
-                self._job, self.state.round > 0, self.state.states.has_lost_all, self.is_successor,
-                self.state.copies.archived,
+                self.spec.job, self.state.round > 0, self.state.states.has_lost_all,
+                self.is_successor, self.state.copies.archived,
             ),
         )  # fmt: skip
         state = m.replace_generations(self.state, found.generations)
@@ -312,8 +320,7 @@ class LiveJob:
         """Give the law an event, and perform its actions."""
         was, was_taking_over = self.state.phase, self.state.takeover.pending is not None
         self.state, due = advance(self.state, event)
-        if (found := self.calibrating.look(self.state)) is not None:
-            self._ahead.begin(found)
+        self._ahead.look(self.state)
         if self.sizing.note_ran(self.state.change.ran):
             self.limit()
         self.memory.look(self.state, self.run)
@@ -356,18 +363,19 @@ class LiveJob:
         """End the job for a fault of the coordinator. The state stays in the stores."""
         if self.has_crashed:
             return
-        self.has_crashed = True
         reason = (
             f"the coordinator failed ({error!r}); its log says where. The state stays in the "
             "stores: start the same job again"
         )
         self._say(f"event=crashed reason={reason!r}\n{traceback.format_exc()}")
-        self.end(1, reason)
+        self.end(1, reason, is_crash=True)
 
-    def end(self, code: int, reason: str) -> None:
+    def end(self, code: int, reason: str, *, is_crash: bool = False) -> None:
         """End the job for a reason outside of the law. The state stays in the stores."""
         self.state = replace(self.state, phase=m.Phase.ENDED, awaited=frozenset())
-        self._say_farewell(self.members.hosts(), JobEnd(commands.Exit(code, reason)))
+        self._say_farewell(
+            self.members.hosts(), JobEnd(commands.Exit(code, reason), is_crash=is_crash)
+        )
 
     def _say_farewell(self, hosts: Iterable[str], end: JobEnd) -> None:
         """Command hosts to exit; a disconnected one gets it later."""
@@ -460,7 +468,7 @@ class LiveJob:
 
     def _snapshot_of(self, step: int) -> str:
         """Name of the snapshot of a step of the present round."""
-        return f"{self._run}-{self.state.round}-{step}"
+        return f"{self.run}-{self.state.round}-{step}"
 
     def _judge_snapshot(self, reason: str, snapshot: str) -> None:
         judged = self._judge.snapshot(reason, snapshot, self.answers.on_the_way.pop(snapshot, {}))
@@ -482,13 +490,14 @@ class LiveJob:
     def _let_go(self, leaving: Iterable[str]) -> None:
         """Release draining hosts; the job goes on without them."""
         hosts, is_alone = frozenset(leaving), self._is_alone()
+        code = self.spec.options.drained_exit_code
         reasons = {
             host: drained(self.members, host, hosts, self._interface, stays=is_alone)
             for host in leaving
         }
         for host, reason in reasons.items():
             keeps = keeps_state(0, self.state.round)
-            self.command([host], commands.Exit(self._drained_code, reason, keeps))
+            self.command([host], commands.Exit(code, reason, keeps))
             self.members.release(host)
             self.generations.forget(host, is_released=True)
 
@@ -554,7 +563,7 @@ class LiveJob:
             if (function := self.state.function).found:
                 self.timeline.note(function=function.found, prove_s=round(function.seconds, 6))
             report = self.timeline.close()
-            self.calibrating.changed(report)
+            self._ahead.changed(report)
             again = (report.get("passes_after") or {}).get("recompute")
             self.log(_resized(report) + (f" recompute={again}" if again else ""))
         if action.keep is not None:
@@ -583,4 +592,53 @@ def _resized(report: Mapping[str, Json]) -> str:
         f"event=resized paused_s={report['paused_s']:.3f} steps_lost={report.get('steps_lost', 0)} "
         f"degrees={report.get('after')} before={report.get('before')} "
         f"total_s={report['total_s']:.3f} reason={report['reason']!r}"
+    )
+
+
+# ---------------------------------------------------------------------- a job's first state
+
+
+ORDERS_A_TERM = 1 << 20
+"""Orders of two coordinators have different numbers: answers to those of one that is gone may be on
+their way to the other."""
+
+
+def first_state(spec: JobSpec, sizing: Sizing, term: int, took_over_at: float | None) -> m.Job:
+    """The law's first state in this term; ``took_over_at``: time of this coordinator's succession;
+    None: it succeeds nobody."""
+    orders = (term - 1) * ORDERS_A_TERM
+    job = m.Job(
+        _settings(spec, sizing),
+        budget=m.Budget(left=spec.failures),
+        copies=Copies(last_replication=orders, last_archive=orders),
+        health=Fitness(last_check=orders),
+        spacing=spec.spacing,
+    )
+    return job if took_over_at is None else begin(job, took_over_at)
+
+
+def _settings(spec: JobSpec, sizing: Sizing) -> m.JobSettings:
+    resize, store = spec.config.resize, spec.config.store
+    return m.JobSettings(
+        assign=sizing.assign(),
+        why_not=sizing.why_not,
+        # A plain job begins anew from its script's own state, which no host holds.
+        place=sizing.place if spec.is_elastic else m.keep_order,
+        settle_s=spec.settle_s,
+        max_hosts=spec.max_hosts,
+        most_failures=spec.failures,
+        does_refill=spec.is_loss_free,
+        is_loss_free=spec.is_loss_free,
+        is_elastic=spec.is_elastic,
+        has_durable_dir=spec.durable_dir is not None,
+        archive_every_s=store.durable_every_s,
+        archive_keep=int(constant("store.durable_keep")),
+        has_emergency=spec.is_elastic and store.emergency,
+        replicas=spec.replicas,
+        build_timeout_s=0.0 if resize.standby == "never" else constant("resize.build_timeout_s"),
+        drain_timeout_s=resize.drain_timeout_s,
+        quarantine_s=constant("resize.quarantine_s"),
+        start_timeout_s=resize.start_timeout_s,
+        hang_s=resize.hang_s if spec.is_elastic else 0.0,
+        proves=resize.prove_function,
     )

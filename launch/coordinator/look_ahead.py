@@ -75,14 +75,31 @@ class LookAhead:
         live: The job.
         lock: Lock of the job.
         say: Takes log lines.
+        clock: Monotonic clock, in seconds.
     """
 
-    def __init__(self, live: Planned, lock: threading.RLock, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        live: Planned,
+        lock: threading.RLock,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._calibrating = Calibrating(live.sizing, clock)
         self._live, self._job_lock, self._say = live, lock, say
         self._lock = threading.Lock()
         self._is_wanted = self._is_busy = False
         self._found: Learned | None = None
         self._said = ""
+
+    def look(self, job: Job) -> None:
+        """Measure the job's progress, and compute with new measurements."""
+        if (found := self._calibrating.look(job)) is not None:
+            self.begin(found)
+
+    def changed(self, report: Mapping[str, Any]) -> None:
+        """Measure a change by its report."""
+        self._calibrating.changed(report)
 
     def begin(self, found: Learned | None = None) -> None:
         """Compute the layouts ahead, with new measurements; returns at once. Without a planner it

@@ -2,14 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from scalai.core.errors import ReplacedError, StaleError
-from scalai.core.messages.commands import Command, Exit, Remember
+from scalai.core.job.membership import Generation
+from scalai.core.messages.actions import RESUMABLE
+from scalai.core.messages.commands import Command, Ending, Exit, Remember
 from scalai.core.messages.reports import Stalled
 from scalai.core.messages.shared import Named
-from scalai.launch.coordinator.calls import Commands, StoreIdentity
+from scalai.launch.coordinator.calls import Commanded, StoreIdentity
+from scalai.launch.coordinator.registers import LEASES
 from scalai.runtime.calls import Peer
 
 MOST_KNOWN = 1 << 15
@@ -129,12 +133,12 @@ class Member:
             if isinstance(command, Remember):
                 self.kept = command.known.value.order
 
-    def waiting(self, term: int, keep_s: float) -> Commands:
+    def waiting(self, term: int, keep_s: float) -> Commanded:
         """Unacknowledged commands, to be sent in this ``term``; ``keep_s``: duration of the next
         poll."""
         self.was_sent_exit |= any(isinstance(command, Exit) for command in self._commands)
         named = tuple(Named(command) for command in self._commands)
-        return Commands(term, self._received + 1, named, keep_s)
+        return Commanded(term, self._received + 1, named, keep_s)
 
 
 class Members:
@@ -284,3 +288,76 @@ class Members:
 
     def _all(self) -> list[Member]:
         return [*self._present.values(), *self._released.values()]
+
+
+# ---------------------------------------------------------------------- exit commands
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """The end of a job.
+
+    Attributes:
+        farewell: Command for every agent.
+        finished_step: Step of the script's end; None: no end.
+        is_crash: By a fault of the coordinator.
+    """
+
+    farewell: Exit
+    finished_step: int | None = None
+    is_crash: bool = False
+
+
+def job_end(
+    code: int, reason: str, *, round: int, finished_step: int | None, newest: Generation | None
+) -> JobEnd:
+    """The end of a job.
+
+    Args:
+        code: Exit code.
+        reason: Reason for the agents' logs.
+        round: Last round; 0: the job has not begun.
+        finished_step: Step of the script's end.
+        newest: Newest generation.
+    """
+    ending = None
+    if finished_step is not None:
+        ending = Ending(finished_step, newest.number if newest else None)
+    return JobEnd(Exit(code, reason, keeps_state(code, round), ending), finished_step)
+
+
+def keeps_state(code: int, round: int) -> bool:
+    """Whether an exiting agent keeps its store: a job that has not begun did not make it, and a
+    failed job may be resumed."""
+    return round == 0 or code not in (0, RESUMABLE)
+
+
+def drained(members: Members, host: str, leaving: Collection[str], own: str, *, stays: bool) -> str:
+    """Exit reason of a draining host.
+
+    Args:
+        members: The job's hosts.
+        host: The draining host.
+        leaving: All draining hosts.
+        own: Address of the coordinator's machine.
+        stays: No other machine can have the next coordinator.
+    """
+    behind = ""
+    if stays and members[host].address[0] == own:
+        behind = _left_behind(members, leaving, own)
+    return f"drained: the job goes on without this host{behind}"
+
+
+def _left_behind(members: Members, leaving: Collection[str], own: str) -> str:
+    """Warning for a coordinator on a draining machine; "": a host stays there, or none stays at
+    all."""
+    staying = [name for name in members.hosts() if name not in leaving]
+    if not staying or any(members[name].address[0] == own for name in staying):
+        return ""
+    return (
+        f". Its coordinator stays on this machine ({own}), and no other can have the next one: "
+        "keep it up until the job has ended. Where it goes sooner, hosts "
+        f"{sorted(staying)} end within [resize] coordinator_timeout_s, exit code 1, and keep "
+        f"their state. With a --durable-dir that all hosts reach, or {LEASES}, another host takes "
+        "over"
+    )

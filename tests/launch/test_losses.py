@@ -13,7 +13,7 @@ from scalai.core.messages.commands import Save
 from scalai.core.messages.reports import Leaving
 from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.link import LONGEST_KEPT_S
-from scalai.launch.coordinator.calls import Bye
+from scalai.launch.coordinator.calls import BroughtPart, Bye
 from scalai.launch.coordinator.losses import (
     LOOK_S,
     MOST_POLL_S,
@@ -22,7 +22,6 @@ from scalai.launch.coordinator.losses import (
     PortProbe,
     tick_s,
 )
-from scalai.launch.coordinator.named_once import BroughtPart
 from scalai.runtime.codec import encode
 from scalai.runtime.connections import Listener
 from scalai.runtime.handshake import DATA_PLANE, service_key

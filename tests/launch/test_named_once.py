@@ -7,7 +7,7 @@ import pytest
 
 from scalai.core.errors import UsageError
 from scalai.core.tensors.fingerprint import Committed
-from scalai.launch.coordinator.named_once import BroughtPart, HostLists, read_part
+from scalai.launch.coordinator.calls import BroughtPart, HostLists, read_part
 from scalai.store.manifest import manifest_bytes
 from scalai.store.parts import summary
 from support.committed_parts import part

@@ -19,7 +19,7 @@ from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator import sizing as sizing_module
-from scalai.launch.coordinator.first_state import first_state
+from scalai.launch.coordinator.live_job import first_state
 from scalai.launch.coordinator.look_ahead import Calibrating
 from scalai.launch.coordinator.sizing import Sizing
 from support.laws import ran

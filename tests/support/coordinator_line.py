@@ -17,9 +17,8 @@ from scalai.core.messages.reports import Report, Stalled
 from scalai.core.messages.shared import JsonText, Named
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.coordinator.calls import Join, Poll, Tell
+from scalai.launch.coordinator.calls import HostLists, Join, Poll, Tell
 from scalai.launch.coordinator.losses import Patience, PortProbe
-from scalai.launch.coordinator.named_once import HostLists
 from scalai.launch.coordinator.person_calls import Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores, Then
 from scalai.launch.coordinator.server import Coordinator

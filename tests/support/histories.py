@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scalai.core.job.function_proof import Numbers
 from scalai.core.job.membership import Phase
 from scalai.core.messages.reports import Slots
-from support.simulated_workers import Clock, use_virtual_time
+from support.simulated_workers import Clock
 from support.two_laws import TICK_S, World
 
 NAMES = st.sampled_from("abc")
@@ -35,7 +35,6 @@ class Histories(RuleBasedStateMachine):
         self, present: str, is_replicated: bool, begins_s: float, snapshot_every: int,
         is_async: bool, has_checks: bool,
     ) -> None:  # fmt: skip
-        use_virtual_time()
         Clock.now = 1000.0
         self.folder = tempfile.TemporaryDirectory()
         self.world = World(

@@ -41,8 +41,7 @@ from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.region import whole
 from scalai.core.tensors.replicas import to_keep
 from scalai.launch.agent.loop import Agent, Loop
-from scalai.launch.coordinator.calls import Farewell, Join, Poll, StoreIdentity, Tell
-from scalai.launch.coordinator.named_once import HostLists
+from scalai.launch.coordinator.calls import Farewell, HostLists, Join, Poll, StoreIdentity, Tell
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.parts import pieces_of, snapshot_name, summary_bytes
 from support.simulated_workers import TENSORS, Clock, EverySlot, Group, Worker, print_of

@@ -1,24 +1,12 @@
 """What simulated hosts are made of: the clock of all, the tensors of a state, workers and the files
 that they write."""
 
-import time
-import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scalai.core.job.spacing import Schedule
 from scalai.core.messages.worker_messages import WriteOrder
 from scalai.core.tensors.collection import Collection, Tensor
-from scalai.launch.coordinator import (
-    agent_events,
-    desk,
-    joins,
-    live_job,
-    losses,
-    members,
-    proving,
-    timeline,
-)
 from scalai.launch.coordinator.rendezvous_store import Then
 
 TENSORS = tuple(Tensor(f"param/t{number}", (4,), "F32") for number in range(4))
@@ -28,29 +16,6 @@ class Clock:
     """The one clock of all simulated processes, in seconds."""
 
     now = 1000.0
-
-
-MODULES = (
-    agent_events, desk, joins, live_job, losses, members, proving, timeline,
-)  # fmt: skip
-"""What of the coordinator reads the time."""
-
-
-def use_virtual_time() -> None:
-    """Have the coordinator's modules read ``Clock``, until ``use_real_time``."""
-    now = lambda: Clock.now  # noqa: E731
-    _use(types.SimpleNamespace(monotonic=now, time=now, sleep=lambda seconds: None))
-
-
-def use_real_time() -> None:
-    """Have them read the time again, as the tests after this one need it."""
-    _use(time)
-
-
-def _use(clock: object) -> None:
-    for module in MODULES:
-        if hasattr(module, "time"):
-            setattr(module, "time", clock)  # noqa: B010  # each has it as an import
 
 
 def print_of(tensor: Tensor, step: int) -> int:

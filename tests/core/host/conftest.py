@@ -1,21 +1,17 @@
 """Virtual time for jobs of simulated hosts."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from support.simulated_workers import Clock, use_real_time, use_virtual_time
+from support.simulated_workers import Clock
 from support.two_laws import Train, training
 
 
 @pytest.fixture(autouse=True)
-def virtual_time() -> Iterator[None]:
-    use_virtual_time()
+def virtual_time() -> None:
     Clock.now = 1000.0
-    yield
-    use_real_time()
 
 
 @pytest.fixture

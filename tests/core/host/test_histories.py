@@ -24,7 +24,7 @@ from scalai.launch.coordinator.calls import Join
 from scalai.launch.coordinator.joins import Admission
 from scalai.launch.coordinator.members import Members
 from support.histories import NAMES, Histories
-from support.simulated_workers import Clock, use_virtual_time
+from support.simulated_workers import Clock
 from support.two_laws import TICK_S, Train, World
 
 
@@ -352,7 +352,6 @@ class DiskHistories(Histories):
         begins_s=st.sampled_from([0.0, 60.0, 200.0]),
     )  # fmt: skip
     def begin(self, present: str, is_replicated: bool, begins_s: float) -> None:
-        use_virtual_time()
         Clock.now = 1000.0
         self.folder = tempfile.TemporaryDirectory()
         self.world = World(

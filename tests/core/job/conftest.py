@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.simulated_workers import Clock, use_real_time, use_virtual_time
+from support.simulated_workers import Clock
 from support.two_laws import World, training
 
 
@@ -18,7 +18,5 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., World]]:
     def begun(hosts: str = "ab", law: dict[str, Any] | None = None, **facts: Any) -> World:
         return training(tmp_path, hosts, law={"has_emergency": False, **(law or {})}, **facts)
 
-    use_virtual_time()
     Clock.now = 1000.0
     yield begun
-    use_real_time()
