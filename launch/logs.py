@@ -62,6 +62,20 @@ class PatientHandler(logging.Handler):
             pass  # no reader any more, or a full disk: the job goes on
 
 
+class PresentStderr(logging.Handler):
+    """Writes lines to ``sys.stderr`` of the moment, which may be replaced or closed at any time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr
+        if stream is None or stream.closed:
+            return
+        try:
+            stream.write(self.format(record) + "\n")
+            stream.flush()
+        except Exception:  # as the library's own handlers
+            self.handleError(record)
+
+
 def say(text: str) -> None:
     """Log a coordinator's line, at its event's level."""
     event = re.search(r"event=(\w+)(?: code=(\d+))?", text)
@@ -75,7 +89,7 @@ def _handler() -> logging.Handler:
     try:
         return PatientHandler(sys.stderr.fileno())
     except (AttributeError, OSError):  # it was closed before (``2>&-``), or lies in memory
-        return logging.StreamHandler()
+        return PresentStderr()
 
 
 def configure(who: str) -> None:
