@@ -16,7 +16,7 @@ collections:
   with one number for all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from scalai.core.tensors.collection import (
     split_name,
 )
 from scalai.core.tensors.dtypes import ITEM_BYTES
-from scalai.core.tensors.region import Box, Index, row_major
+from scalai.core.tensors.region import Box, Index, row_major, whole
 
 PARAM, MAIN, STEP, USER = "param", "main", "step", "user"
 """Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``. ``user`` are tensors
@@ -90,6 +90,13 @@ class PlacedTensors:
         dtype = self.collection.tensors[int(self.collection.tensor[row])].dtype
         return ITEM_BYTES["F32" if self.is_rounded_at(row) else dtype]
 
+    def piece(self, row: int) -> "FilePiece":
+        """Return a row as a piece."""
+        tensor, box = self.collection.box(row)
+        stride = tuple(self.stride[row, MAX_NDIM - len(box.shape) :].tolist())
+        file, begin = self.files[self.file[row]].path, int(self.begin[row])
+        return FilePiece(tensor, box, file, begin, stride, self.is_rounded_at(row))
+
     def rounded(self) -> npt.NDArray[np.bool_]:
         return np.zeros(len(self.file), np.bool_) if self.is_rounded is None else self.is_rounded
 
@@ -108,6 +115,18 @@ class FilePiece:
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES["F32" if self.is_rounded else self.tensor.dtype]
+
+
+def step_piece(parameter: str, step: float) -> tuple[FilePiece, CheckpointFile]:
+    """Return the optimizer's step of a parameter, and the file in memory with it."""
+    content = np.float32(step).tobytes()
+    file = CheckpointFile(f"(step {step:g})", len(content), content)
+    return FilePiece(Tensor(f"{STEP}/{parameter}", (), "F32"), whole(()), file.path, 0), file
+
+
+def stored_files(directory: Path, names: Iterable[str]) -> list[CheckpointFile]:
+    """Return files of a directory, with their sizes."""
+    return [CheckpointFile(name, (directory / name).stat().st_size) for name in names]
 
 
 def place(pieces: Sequence[FilePiece], files: Sequence[CheckpointFile]) -> PlacedTensors:
@@ -313,6 +332,11 @@ class CheckpointLayout(Protocol):
     @property
     def name(self) -> str:
         """Its name for ``--to``."""
+        ...
+
+    @property
+    def framework(self) -> str:
+        """The framework that loads it, by its name in ``Values``; empty: none, or any."""
         ...
 
     def find(self, path: Path) -> bool:

@@ -61,6 +61,7 @@ class GenerationLayout:
     """The layout ``scalai``."""
 
     name: str = "scalai"
+    framework: str = ""
 
     def find(self, path: Path) -> bool:
         return path.is_dir() and bool(find_generations(path))

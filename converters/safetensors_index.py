@@ -62,6 +62,7 @@ class SafetensorsLayout:
     """The layout ``safetensors``."""
 
     name: str = "safetensors"
+    framework: str = ""
 
     def find(self, path: Path) -> bool:
         return (path / INDEX).is_file() or (path / SINGLE).is_file()

@@ -27,6 +27,7 @@ from typing import Any, Literal
 from scalai.converters.checkpoint import REPORT, AuxiliaryFile, Checkpoint, CheckpointTarget
 from scalai.converters.deepspeed.files import LATEST, carried, read_dictionary
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
+from scalai.converters.layouts import layout_named
 from scalai.converters.opening import file_inside
 from scalai.converters.torch_archive import lay_out_archive
 from scalai.core.errors import RefusedError
@@ -72,7 +73,7 @@ def find_companions(checkpoint: Checkpoint) -> Companions | None:
     Raises:
         RefusedError: A file is a link to outside; a rank's RNG states are missing.
     """
-    if not checkpoint.layout.startswith("deepspeed_"):
+    if layout_named(checkpoint.layout).framework != "deepspeed":
         return None
     directory = checkpoint.directory.parent
     saved_by = _saved_by(directory)
@@ -188,7 +189,7 @@ def accompanied(
         files = [name for name in companions.files if _OF_MODEL.fullmatch(name)]
         kept = [name for name in files if not name.endswith(_INDEX)]
         return replace(target, auxiliary=tuple(_copy(companions, name) for name in kept))
-    if not target.layout.startswith("deepspeed_"):
+    if layout_named(target.layout).framework != "deepspeed":
         return target
     carrying = _Carrying(source, companions, *_worlds(source, companions, degrees))
     notes: list[str] = []

@@ -10,8 +10,6 @@ them.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from scalai.converters.between.crossing import to_deepspeed, to_megatron
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.between.megatron_described import shape_arguments
@@ -31,37 +29,33 @@ from scalai.converters.checkpoint import (
     CONFIG,
     USER,
     Checkpoint,
-    PlacedTensors,
     Values,
     parameters_of,
+    place,
 )
+from scalai.converters.layouts import layout_named
 from scalai.converters.megatron.model_limits import DIVISOR, Heads, padded_rows
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.tensors.collection import Collection
 
 
 def without_registered(source: Checkpoint) -> Checkpoint:
     """Return a source without a script's registered tensors, with a note on each."""
     placed, tensors = source.placed, source.placed.collection.tensors
-    is_kept = np.array([not t.name.startswith(f"{USER}/") for t in tensors], dtype=bool)
-    if is_kept.all():
+    left = sorted(tensor.name for tensor in tensors if tensor.name.startswith(f"{USER}/"))
+    if not left:
         return source
-    number = np.cumsum(is_kept) - 1
-    rows = np.flatnonzero(is_kept[placed.collection.tensor])
-    chosen = placed.collection.select(rows)
-    kept = tuple(tensor for tensor, keeps in zip(tensors, is_kept, strict=True) if keeps)
-    left = sorted(tensor.name for tensor, keeps in zip(tensors, is_kept, strict=True) if not keeps)
+    rows = [
+        row
+        for row in range(len(placed.collection))
+        if not placed.collection.box(row)[0].name.startswith(f"{USER}/")
+    ]
     notes = [f"{LEFT_OUT}{name}, which a script registered and generations keep" for name in left]
     return replace(
         source,
-        placed=PlacedTensors(
-            Collection(kept, number[chosen.tensor], chosen.offset, chosen.shape),
-            placed.file[rows], placed.begin[rows], placed.stride[rows], placed.files,
-            placed.rounded()[rows],
-        ),
+        placed=place([placed.piece(row) for row in rows], placed.files),
         recorded=None if source.recorded is None else source.recorded[rows],
         notes=(*source.notes, *notes),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +79,9 @@ class TargetRequest:
     @property
     def framework(self) -> str:
         """The framework of the target's reader; empty: any."""
-        if self.layout.startswith("deepspeed"):
-            return "deepspeed"
-        if self.layout == "safetensors" or (self.layout == "scalai" and self.mapping is None):
-            return ""
-        return "megatron"
+        if self.layout == "scalai" and self.mapping is not None:
+            return "megatron"
+        return layout_named(self.layout).framework
 
 
 def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Values | None]:

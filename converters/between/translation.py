@@ -23,7 +23,7 @@ from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.megatron.model_limits import Heads, argument_heads
 from scalai.converters.opening import short_layer
 from scalai.core.errors import RefusedError
-from scalai.core.tensors.collection import MAX_NDIM, Tensor, split_name
+from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Box
 
 Links = dict[str, list[Link]]
@@ -193,20 +193,18 @@ def _renamed(placed: PlacedTensors, links: Links, shapes: Mapping[str, Shape]) -
 def _pieces(
     placed: PlacedTensors, row: int, links: Links, shapes: Mapping[str, Shape]
 ) -> Iterator[FilePiece]:
-    tensor, box = placed.collection.box(row)
+    piece = placed.piece(row)
+    tensor, box, stride = piece.tensor, piece.box, piece.stride or ()
     kind, name = split_name(tensor.name)
     if tensor.shape not in ((), shapes.get(name)):
         raise RefusedError(
             f"{tensor.name} is {list(tensor.shape)}, and its parameter "
             f"{list(shapes.get(name, ()))}: it cannot be cut by a mapping. Train with an Adam."
         )
-    file, begin = placed.files[placed.file[row]].path, int(placed.begin[row])
     if tensor.shape == ():
         for theirs in dict.fromkeys(link.theirs for link in links.get(name, ())):
-            yield FilePiece(Tensor(f"{kind}/{theirs}", (), tensor.dtype), box, file, begin)
+            yield replace(piece, tensor=Tensor(f"{kind}/{theirs}", (), tensor.dtype))
         return
-    stride = tuple(placed.stride[row, MAX_NDIM - len(box.shape) :].tolist())
-    item = placed.item_bytes(row)
     for link in links[name]:
         common = box.intersect(link.box)
         if common is None:
@@ -215,11 +213,11 @@ def _pieces(
         inside = tuple(a - b for a, b in zip(common.offset, link.box.offset, strict=True))[turn]
         offset = tuple(a + b for a, b in zip(inside, link.their_box.offset, strict=True))
         shift = zip(common.offset, box.offset, stride, strict=True)
-        yield FilePiece(
-            Tensor(f"{kind}/{link.theirs}", link.their_shape, tensor.dtype),
-            Box(offset, common.shape[turn]),
-            file,
-            begin + item * sum((low - at) * step for low, at, step in shift),
-            stride[turn],
-            placed.is_rounded_at(row),
+        steps = sum((low - at) * step for low, at, step in shift)
+        yield replace(
+            piece,
+            tensor=Tensor(f"{kind}/{link.theirs}", link.their_shape, tensor.dtype),
+            box=Box(offset, common.shape[turn]),
+            begin=piece.begin + piece.item_bytes * steps,
+            stride=stride[turn],
         )

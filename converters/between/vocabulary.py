@@ -23,7 +23,7 @@ from scalai.converters.checkpoint import (
 )
 from scalai.converters.megatron.modules import EMBEDDING, OUTPUT
 from scalai.core.errors import RefusedError
-from scalai.core.tensors.collection import MAX_NDIM, Tensor, split_name
+from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Box, whole
 
 ZEROS = CheckpointFile("(zeros)", 8, bytes(8))
@@ -108,18 +108,12 @@ def _cut(placed: PlacedTensors, rows: int) -> PlacedTensors:
 
 
 def _kept(placed: PlacedTensors, row: int, rows: int) -> Iterator[FilePiece]:
-    tensor, box = placed.collection.box(row)
-    common: Box | None = box
-    if _is_padded(tensor):
-        tensor = replace(tensor, shape=(rows, *tensor.shape[1:]))
-        common = box.intersect(whole(tensor.shape))
+    piece = placed.piece(row)
+    if not _is_padded(piece.tensor):
+        yield piece
+        return
+    tensor = replace(piece.tensor, shape=(rows, *piece.tensor.shape[1:]))
+    common = piece.box.intersect(whole(tensor.shape))
     if common is not None:
         # Rows are dropped at the end, so the rest begins at the same place.
-        yield FilePiece(
-            tensor,
-            common,
-            placed.files[placed.file[row]].path,
-            int(placed.begin[row]),
-            tuple(placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()),
-            placed.is_rounded_at(row),
-        )
+        yield replace(piece, tensor=tensor, box=common)

@@ -292,22 +292,32 @@ class CutRules:
     def known_cuts(self, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, ShardCut]:
         """Return ``cuts`` of the parameters with a rule."""
         unsupported = self.info.get(_UNSUPPORTED) or {}
-        rules = {name: self.rule(name) for name in shapes if _first(unsupported, name) is None}
+        rules = {
+            name: self.rule(name)
+            for name in shapes
+            if _first(unsupported, name) is None or self._given(name)
+        }
         return {name: rule.cut(name, shapes[name]) for name, rule in rules.items() if rule}
 
     def rule(self, name: str) -> CutRule | None:
         """Return a parameter's rule; None: there is none. Raises as ``cuts``."""
-        given = next((rule for pattern, rule in self.given if pattern.fullmatch(name)), None)
-        return self._of_info(name) or given or self._default()
+        given = self._given(name)
+        reason = _first(self.info.get(_UNSUPPORTED) or {}, name)
+        if reason is None:
+            return self._of_info(name) or given or self._default()
+        if given is None:
+            raise RefusedError(
+                f"{name} is cut in a way that DeepSpeed's AutoTP does not describe "
+                f"({self.info[_UNSUPPORTED][reason]}). Load the checkpoint at the tp that saved "
+                "it, or say its cut in a file for --cuts."
+            )
+        return given
+
+    def _given(self, name: str) -> CutRule | None:
+        return next((rule for pattern, rule in self.given if pattern.fullmatch(name)), None)
 
     def _of_info(self, name: str) -> CutRule | None:
         info = self.info
-        reason = _first(info.get(_UNSUPPORTED) or {}, name)
-        if reason is not None:
-            raise RefusedError(
-                f"{name} is cut in a way that DeepSpeed's AutoTP does not describe "
-                f"({info[_UNSUPPORTED][reason]}). Load the checkpoint at the tp that saved it."
-            )
         # AutoTP does not pad vocabularies; ``_UNSUPPORTED`` is its key.
         words = () if _UNSUPPORTED in info else info.get(_VOCABULARY, ())
         entry = _first((info.get(_MAPS) or {}).get("params") or {}, name)

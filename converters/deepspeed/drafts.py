@@ -2,11 +2,14 @@
 and the torch archives to fill."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from scalai.converters.checkpoint import (
     MAIN,
@@ -42,6 +45,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import flat_range, whole
+from scalai.store.atomic import replace_file
 
 Filled = dict[NewTensor, list[FilePiece]]
 """Pieces of a new tensor, by identity; positions count from its start."""
@@ -88,6 +92,11 @@ def pieces_of(tensor: Tensor, span: Span) -> Iterator[FilePiece]:
     for box in flat_range(tensor.shape, span.low, span.high):
         yield FilePiece(tensor, box, "", begin)
         begin += box.numel * item
+
+
+def naming(file: str, tag: str) -> Callable[[Path, npt.NDArray[np.uint64]], None]:
+    """Return the last act of a target: the file that names its tag."""
+    return lambda directory, _: replace_file(directory / file, tag.encode())
 
 
 def job_of(source: Checkpoint, options: WriteOptions) -> DeepSpeedJob:

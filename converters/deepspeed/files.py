@@ -78,6 +78,14 @@ def find_tag(path: Path, step: int | None) -> Path | None:
     return path / tag if (path / tag).is_dir() else None
 
 
+def tag_of(path: Path, step: int | None) -> Path:
+    """Return the directory of a tag, as ``find_tag``. ``RefusedError``: there is none."""
+    directory = find_tag(path, step)
+    if directory is None:
+        raise RefusedError(f"{path} holds no tag global_step{step}. Name another --iteration.")
+    return directory
+
+
 def _has_states(path: Path) -> bool:
     return path.is_dir() and any(_FILE.fullmatch(entry.name) for entry in path.iterdir())
 

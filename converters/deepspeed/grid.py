@@ -21,7 +21,7 @@ Source: deepspeed 0.19.8: ``save_state_dict``, ``ckpt_layer_path`` and ``_synchr
 of runtime/pipe/module.py.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -39,12 +39,13 @@ from scalai.converters.checkpoint import (
     FilePiece,
     ReadOptions,
     place,
+    stored_files,
 )
 from scalai.converters.deepspeed.cuts import INFO, CutRules, ShardCut, Shards, read_cuts
 from scalai.converters.deepspeed.files import Tag, TagFiles, read_dictionary
 from scalai.converters.deepspeed.flat import Shape
 from scalai.converters.deepspeed.job import DeepSpeedJob
-from scalai.converters.deepspeed.model_reader import ModelStates
+from scalai.converters.deepspeed.model_reader import NEEDED, ModelStates
 from scalai.converters.deepspeed.pipeline import (
     TIED,
     LayerFile,
@@ -265,10 +266,6 @@ class RankState:
     guessed: frozenset[str] = frozenset()
 
 
-ReadModel = Callable[[TagFiles, Mapping[str, StoredTensor] | None, Any], ModelStates]
-"""Reads a rank's model files, given a pipeline's tensors and the shared parameters."""
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Grid:
     """A tag that is being read: ``tp`` times ``pp`` model-parallel ranks.
@@ -316,14 +313,19 @@ class Grid:
             stages = units_by_stage(tag.directory, files[0], tied, tensors, states[::tp])
         return cls(tag, options, tp, count // tp, layers, files, stages)
 
-    def models(self, read: ReadModel) -> Iterator[tuple[TagFiles, ModelStates]]:
-        """Yield each model-parallel rank's files, with its model's content."""
+    def models(self, needed: Sequence[str] = NEEDED) -> Iterator[tuple[TagFiles, ModelStates]]:
+        """Yield each model-parallel rank's files, with its model's content, which has ``needed``
+        entries."""
         shared: Any = None
         for number, files in enumerate(self.tag.ranks):
             has_layers = bool(self.layers)
-            tensors = self._tensors(number) if has_layers else None
-            # Only the job's first rank notes shared parameters.
-            model = read(files, tensors, None if has_layers else shared)
+            model = ModelStates.read(
+                files.directory, files.model, is_stage_3=files.is_stage_3,
+                trust=self.options.trust_pickle, needed=needed,
+                layers=self._tensors(number) if has_layers else None,
+                # Only the job's first rank notes shared parameters.
+                shared=None if has_layers else shared, tag=self.tag,
+            )  # fmt: skip
             model = replace(model, layer_files=self._files(number))
             shared = model.first.get("shared_params") if number == 0 else shared
             yield files, model
@@ -354,7 +356,9 @@ class Grid:
         cuts = self._cuts(states)
         pieces, duplicates = self.gather(states, cuts)
         files = {file.path: file for state in states for file in state.files}
-        files |= {file.path: file for file in self._layer_files()}
+        for layers in self.layers:
+            names = layers.names.values()
+            files |= {file.path: file for file in stored_files(self.tag.directory, names)}
         values = states[0].model.values(
             self.job(states, cuts), states[0].param_groups, is_split=is_split
         )
@@ -402,11 +406,6 @@ class Grid:
                 is_copy = was_there or (rank > 0 and shards.is_shared(piece.tensor))
                 (duplicates if is_copy else pieces).extend(shards.of_whole(piece))
         return pieces, duplicates
-
-    def _layer_files(self) -> Iterator[CheckpointFile]:
-        for layers in self.layers:
-            for name in layers.names.values():
-                yield CheckpointFile(name, (self.tag.directory / name).stat().st_size)
 
     def _check_alike(self, first: RankState, state: RankState) -> None:
         path = state.model.path

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.checkpoint import PARAM, CheckpointFile, FilePiece, Values
+from scalai.converters.checkpoint import PARAM, CheckpointFile, FilePiece, Values, stored_files
 from scalai.converters.deepspeed.experts import (
     Experts,
     Groups,
@@ -312,8 +312,7 @@ class ModelStates:
 
     def expert_files(self) -> list[CheckpointFile]:
         """Return the files of experts' weights."""
-        names = sorted(set(self.experts.files.values()))
-        return [CheckpointFile(name, (self.directory / name).stat().st_size) for name in names]
+        return stored_files(self.directory, sorted(set(self.experts.files.values())))
 
     def weight_dtype(self, name: str) -> str:
         """Return the dtype of a parameter in computations."""

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from scalai.converters.checkpoint import (
     MAIN,
     Checkpoint,
@@ -20,13 +17,12 @@ from scalai.converters.checkpoint import (
     ReadOptions,
     WriteOptions,
 )
-from scalai.converters.deepspeed.drafts import Archives, Draft, Filled, Ranks, job_of
+from scalai.converters.deepspeed.drafts import Archives, Draft, Filled, Ranks, job_of, naming
 from scalai.converters.deepspeed.experts import optimizer_file
-from scalai.converters.deepspeed.files import LATEST, TagFiles, find_tag, list_files
+from scalai.converters.deepspeed.files import LATEST, find_tag, list_files, tag_of
 from scalai.converters.deepspeed.flat import split_each
 from scalai.converters.deepspeed.grid import Grid
 from scalai.converters.deepspeed.loss_scale import to_plain
-from scalai.converters.deepspeed.model_reader import ModelStates
 from scalai.converters.deepspeed.model_writer import add_experts, add_layers, add_model
 from scalai.converters.deepspeed.optimizer_writer import Buffer, inner_state, part
 from scalai.converters.deepspeed.plain_reader import PlainReader
@@ -35,7 +31,6 @@ from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import whole
-from scalai.store.atomic import replace_file
 
 
 def _lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
@@ -64,10 +59,6 @@ def _lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         add_experts(draft)
     for draft in drafts[: ranks.tp]:
         add_layers(draft)
-
-    def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
-        replace_file(directory / LATEST, job.tag.encode())
-
     notes = [*source.notes, *drafts[0].notes(), *ranks.notes()]
     if job.is_fused is None and _has_masters(drafts[0]):
         kind = "FP16_Optimizer" if _is_fused(drafts[0]) else "FP16_UnfusedOptimizer"
@@ -76,7 +67,7 @@ def _lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         "deepspeed_zero0",
         archives.placed(),
         archives.fixed,
-        finish,
+        naming(LATEST, job.tag),
         tuple(notes),
         keeps_order=job.pipeline is None and _is_cut_alike(source, options),
     )
@@ -158,6 +149,7 @@ class DeepSpeedPlainLayout:
     """The layout ``deepspeed_zero0``."""
 
     name: str = "deepspeed_zero0"
+    framework: str = "deepspeed"
 
     def find(self, path: Path) -> bool:
         """Tell whether there is a tag with a model file and without ZeRO's optimizer files."""
@@ -168,29 +160,10 @@ class DeepSpeedPlainLayout:
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the metadata of a tag, or of the tag in ``latest``."""
-        directory = find_tag(path, options.iteration)
-        if directory is None:
-            raise RefusedError(
-                f"{path} holds no tag global_step{options.iteration}. Name another --iteration."
-            )
-        tag = list_files(directory)
-        grid = Grid.of(tag, options)
-
-        def read_model(files: TagFiles, layers: Any, shared: Any) -> ModelStates:
-            return ModelStates.read(
-                directory,
-                files.model,
-                is_stage_3=False,
-                trust=options.trust_pickle,
-                needed=_NEEDED,
-                layers=layers,
-                shared=shared,
-                tag=tag,
-            )
-
+        grid = Grid.of(list_files(tag_of(path, options.iteration)), options)
         states = [
             PlainReader(model, options.trust_pickle, options.order).read()
-            for _, model in grid.models(read_model)
+            for _, model in grid.models(_NEEDED)
         ]
         return grid.unite(self.name, states, is_split=False)
 

@@ -17,9 +17,15 @@ from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from scalai.converters.checkpoint import MAIN, STEP, CheckpointFile, FilePiece, Order
+from scalai.converters.checkpoint import (
+    MAIN,
+    STEP,
+    CheckpointFile,
+    FilePiece,
+    Order,
+    step_piece,
+    stored_files,
+)
 from scalai.converters.deepspeed.experts import expert_of
 from scalai.converters.deepspeed.files import carried, read_dictionary, scalar_of, with_bytes
 from scalai.converters.deepspeed.grid import RankState
@@ -401,8 +407,8 @@ class PlainReader:
             guessed |= more
             self._place_tree(other, state, names, known)
             known.update(name for of in names for name in of)
-        paths = [path, *(other.path for other in others)]
-        files = [CheckpointFile(path.name, path.stat().st_size) for path in paths]
+        names_of_files = (path.name, *(other.path.name for other in others))
+        files = stored_files(self.model.directory, names_of_files)
         return RankState(
             self.model,
             job,
@@ -452,10 +458,9 @@ class PlainReader:
                 into.append(FilePiece(tensor, box, file, entry.begin, entry.stride))
         step = scalar_of(state.get("step"), path)
         if step is not None:
-            known = f"(step {step:g})"
-            content = np.float32(step).tobytes()
-            self.steps[known] = CheckpointFile(known, len(content), content)
-            into.append(FilePiece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), known, 0))
+            piece, known = step_piece(name, step)
+            self.steps[known.path] = known
+            into.append(piece)
 
 
 def _plain_entries(tree: Mapping[str, Any]) -> dict[str, Any]:

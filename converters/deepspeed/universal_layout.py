@@ -14,9 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from scalai.converters.checkpoint import (
     Checkpoint,
     CheckpointTarget,
@@ -25,7 +22,7 @@ from scalai.converters.checkpoint import (
     WriteOptions,
 )
 from scalai.converters.deepspeed.cuts import ShardCut
-from scalai.converters.deepspeed.drafts import Archives, Draft, Filled, Ranks, job_of
+from scalai.converters.deepspeed.drafts import Archives, Draft, Filled, Ranks, job_of, naming
 from scalai.converters.deepspeed.model_writer import add_model
 from scalai.converters.deepspeed.optimizer_writer import Buffer, buffers_of, global_state, members
 from scalai.converters.deepspeed.universal_reader import (
@@ -41,7 +38,6 @@ from scalai.converters.pickles import Foreign, foreign, made
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.region import whole
-from scalai.store.atomic import replace_file
 
 
 def _lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
@@ -73,14 +69,11 @@ def _lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         for name in buffer.shapes:
             _add_parameter(draft, ranks, name, kinds)
 
-    def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
-        replace_file(directory / LATEST, folder.encode())
-
     return CheckpointTarget(
         "deepspeed_universal",
         archives.placed(),
         archives.fixed,
-        finish,
+        naming(LATEST, folder),
         (*source.notes, *_notes(draft)),
     )
 
@@ -166,6 +159,7 @@ class DeepSpeedUniversalLayout:
     """The layout ``deepspeed_universal``."""
 
     name: str = "deepspeed_universal"
+    framework: str = "deepspeed"
 
     def find(self, path: Path) -> bool:
         """Tell whether there is a tag with folders of parameters."""

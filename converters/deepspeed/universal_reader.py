@@ -18,18 +18,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from scalai.converters.bounded import read_pointer
 from scalai.converters.checkpoint import (
     MAIN,
     PARAM,
-    STEP,
     Checkpoint,
     CheckpointFile,
     FilePiece,
     ReadOptions,
     place,
+    step_piece,
+    stored_files,
 )
 from scalai.converters.deepspeed.cuts import INFO, WHOLE, CutRule, CutRules, ShardCut, read_cuts
 from scalai.converters.deepspeed.files import Tag, carried, read_dictionary, scalar_of
@@ -331,8 +330,7 @@ class UniversalReader:
             )
 
     def _add_file(self, name: str) -> None:
-        size = (self.directory / name).stat().st_size
-        self.files.setdefault(name, CheckpointFile(name, size))
+        self.files.setdefault(name, *stored_files(self.directory, [name]))
 
     def _entries(self, name: str) -> dict[str, Any]:
         folder = self.directory / "zero" / name
@@ -409,10 +407,9 @@ class UniversalReader:
             return
         self.number_steps.append(isinstance(value, int))
         self.steps.setdefault(step, name)
-        file = f"(step {step:g})"
-        content = np.float32(step).tobytes()
-        self.files[file] = CheckpointFile(file, len(content), content)
-        self.pieces.append(FilePiece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
+        piece, file = step_piece(name, step)
+        self.files[file.path] = file
+        self.pieces.append(piece)
 
 
 def _as_dictionary(entry: Any) -> Mapping[str, Any]:

@@ -13,21 +13,14 @@ recovery scripts (``zero_to_fp32.py``).
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from scalai.converters.checkpoint import Checkpoint, CheckpointTarget, ReadOptions, WriteOptions
-from scalai.converters.deepspeed.drafts import Archives, Ranks, job_of
-from scalai.converters.deepspeed.files import LATEST, Tag, TagFiles, find_tag, list_files
+from scalai.converters.deepspeed.drafts import Archives, Ranks, job_of, naming
+from scalai.converters.deepspeed.files import LATEST, find_tag, list_files, tag_of
 from scalai.converters.deepspeed.grid import Grid
-from scalai.converters.deepspeed.model_reader import ModelStates
 from scalai.converters.deepspeed.model_writer import add_experts, add_layers, add_model
 from scalai.converters.deepspeed.optimizer_writer import add_optimizer, buffers_of
 from scalai.converters.deepspeed.zero_reader import open_rank
-from scalai.core.errors import RefusedError
-from scalai.store.atomic import replace_file
 
 
 def _lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> CheckpointTarget:
@@ -50,13 +43,13 @@ def _lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> Checkpoin
         add_experts(draft)
     for draft in drafts[: ranks.tp]:
         add_layers(draft)
-
-    def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
-        replace_file(directory / LATEST, job.tag.encode())
-
     notes = [*source.notes, *drafts[0].notes(), *ranks.notes()]
     return CheckpointTarget(
-        f"deepspeed_zero{stage}", archives.placed(), archives.fixed, finish, tuple(notes)
+        f"deepspeed_zero{stage}",
+        archives.placed(),
+        archives.fixed,
+        naming(LATEST, job.tag),
+        tuple(notes),
     )
 
 
@@ -65,6 +58,7 @@ class DeepSpeedZeroLayout:
     """The layout ``deepspeed_zero<stage>``. Each finds and reads all stages."""
 
     stage: int
+    framework: str = "deepspeed"
 
     @property
     def name(self) -> str:
@@ -77,29 +71,11 @@ class DeepSpeedZeroLayout:
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the metadata of a tag, or of the tag in ``latest``."""
-        directory = find_tag(path, options.iteration)
-        if directory is None:
-            raise RefusedError(
-                f"{path} holds no tag global_step{options.iteration}. Name another --iteration."
-            )
-        return _read(list_files(directory), options)
+        grid = Grid.of(list_files(tag_of(path, options.iteration)), options)
+        readers = [open_rank(files, model, options.trust_pickle) for files, model in grid.models()]
+        states = [reader.read() for reader in readers]
+        return grid.unite(f"deepspeed_zero{readers[0].stage()}", states, is_split=True)
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Lay out a tag and ``latest``, for ``engine.load_checkpoint``."""
         return _lay_out(source, options, self.stage)
-
-
-def _read(tag: Tag, options: ReadOptions) -> Checkpoint:
-    trust = options.trust_pickle
-    grid = Grid.of(tag, options)
-
-    def read_model(files: TagFiles, layers: Any, shared: Any) -> ModelStates:
-        is_3 = files.is_stage_3
-        return ModelStates.read(
-            files.directory, files.model, is_stage_3=is_3, trust=trust, layers=layers,
-            shared=shared, tag=tag,
-        )  # fmt: skip
-
-    readers = [open_rank(files, model, trust) for files, model in grid.models(read_model)]
-    states = [reader.read() for reader in readers]
-    return grid.unite(f"deepspeed_zero{readers[0].stage()}", states, is_split=True)

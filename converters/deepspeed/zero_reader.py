@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import MAIN, PARAM, STEP, CheckpointFile, FilePiece
+from scalai.converters.checkpoint import (
+    MAIN,
+    PARAM,
+    CheckpointFile,
+    FilePiece,
+    step_piece,
+    stored_files,
+)
 from scalai.converters.deepspeed.experts import expert_of
 from scalai.converters.deepspeed.files import TagFiles, carried, read_dictionary, scalar_of
 from scalai.converters.deepspeed.flat import (
@@ -37,7 +44,7 @@ from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.dtypes import ITEM_BYTES
-from scalai.core.tensors.region import flat_range, whole
+from scalai.core.tensors.region import flat_range
 from scalai.store.files import map_file
 
 MAX_PADDED = 256
@@ -290,10 +297,7 @@ class ZeroReader:
         return self.optimizers[0].get("zero_stage") is None
 
     def _placed_files(self) -> list[CheckpointFile]:
-        names = (*self.files.model, *self.files.optimizer)
-        stored = [
-            CheckpointFile(name, (self.files.directory / name).stat().st_size) for name in names
-        ]
+        stored = stored_files(self.files.directory, (*self.files.model, *self.files.optimizer))
         return [*stored, *self.model.expert_files(), *self.steps.values()]
 
     def _groups(self) -> Iterator[_Group]:
@@ -371,7 +375,9 @@ class ZeroReader:
         step = scalar_of(group.states[0].get("step"), self._path(group.ranks[0]))
         if step is not None:
             for name in group.shapes:
-                self._place_step(name, step)
+                piece, file = step_piece(name, step)
+                self.pieces.append(piece)
+                self.steps[file.path] = file
 
     def _place_span(
         self, key: str, span: Span, shape: tuple[int, ...], entry: StoredTensor, rank: int
@@ -390,12 +396,6 @@ class ZeroReader:
                 rounded = Tensor(f"{PARAM}/{span.name}", shape, weight)
                 self.pieces.append(FilePiece(rounded, box, file, begin, is_rounded=True))
             begin += box.numel * item
-
-    def _place_step(self, name: str, step: float) -> None:
-        file = f"(step {step:g})"
-        content = np.float32(step).tobytes()
-        self.steps[file] = CheckpointFile(file, len(content), content)
-        self.pieces.append(FilePiece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
 
     def _job(self, groups: Sequence[_Group]) -> tuple[DeepSpeedJob, Sequence[Mapping[str, Any]]]:
         names = [tuple(shapes) for shapes in self.model.shapes()]

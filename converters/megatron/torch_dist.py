@@ -174,6 +174,7 @@ class TorchDistLayout:
     """The layout ``torch_dist``."""
 
     name: str = "torch_dist"
+    framework: str = "megatron"
 
     def find(self, path: Path) -> bool:
         """Whether there is a ``metadata.json`` of torch_dist, or files of a save without one."""

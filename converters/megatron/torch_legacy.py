@@ -34,6 +34,7 @@ from scalai.converters.checkpoint import (
     Values,
     WriteOptions,
     place,
+    stored_files,
 )
 from scalai.converters.megatron import torch_legacy_writer
 from scalai.converters.megatron.beside_tensors import (
@@ -149,7 +150,7 @@ class _LegacyReader:
 
     def _files(self) -> list[CheckpointFile]:
         names = sorted({piece.file for piece in (*self.found.pieces, *self.found.duplicates)})
-        return [CheckpointFile(name, (self.directory / name).stat().st_size) for name in names]
+        return stored_files(self.directory, names)
 
     def _state(self, rank: Rank, chunk: int) -> Mapping[str, Any]:
         name = "model" if "model" in rank.tree else f"model{chunk}"
@@ -269,6 +270,7 @@ class TorchLegacyLayout:
     """The layout ``torch``."""
 
     name: str = "torch"
+    framework: str = "megatron"
 
     def find(self, path: Path) -> bool:
         directory = _find_iteration(path, None)

@@ -1,4 +1,5 @@
-"""Damage is found: by checksums of storages, of all or of the bytes read, and by fingerprints."""
+"""Damage is found by checksums of storages, of all or of the bytes read; by fingerprints, by marks
+of ranks, by an older save."""
 
 import contextlib
 import io
@@ -35,7 +36,7 @@ from scalai.store.manifest import write_manifest
 from support import command
 from support.checkpoints import carry, lay_out, state, write
 from support.command import run
-from support.rot import ROTS, flip, held, rot, stamp_checksums
+from support.rot import ROTS, flip, held, rename_archive, rot, stamp_checksums
 from support.training.deepspeed_jobs import Job, Saver
 
 pytestmark = pytest.mark.fault
@@ -373,3 +374,137 @@ def test_a_tensor_that_is_not_what_was_committed_is_found(tmp_path: Path) -> Non
     with pytest.raises(ProofError, match=f"1 tensors are not what .* was written: {NAME}"):
         carry(source, tmp_path / "new", pp=2)
     assert not (tmp_path / "new").exists()
+
+
+def exchange(tag: Path) -> None:
+    """Exchange the optimizer's files of two ranks."""
+    one, two = sorted(tag.glob("*_optim_states.pt"))
+    one.rename(tag / "aside")
+    two.rename(one)
+    (tag / "aside").rename(two)
+
+
+def rename_archives(tag: Path, name: str = "archive", devices: bool = False) -> None:
+    """Have all files saved under one name, from the CPU or from a GPU a rank."""
+    for path in tag.glob("*.pt"):
+        rank = int("_rank_1_" in path.name)
+        rename_archive(path, name, f"cuda:{rank}" if devices else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("stage", "mark", "words"),
+    [
+        (3, "name", "was saved as zero_pp_rank_1_mp_rank_00_optim_states.pt, by another rank"),
+        (1, "name", "was saved as bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt, by another rank"),
+        (3, "device", "was saved from cuda:1, and zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        (3, "padding", "has moments where rank 1 has padding"),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify", "reshard"])
+def test_optimizer_files_of_two_ranks_that_were_exchanged_are_refused(
+    save: Saver, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    stage: int, mark: str, words: str, command: str,
+) -> None:  # fmt: skip
+    saved, _ = save(STAGES[stage])
+    tag = tmp_path / "global_step3"
+    shutil.copytree(saved / "global_step3", tag)
+    if mark != "name":
+        rename_archives(tag, devices=mark == "device")
+    exchange(tag)
+    out = [tmp_path / "out", "--dp", 3] if command == "reshard" else []
+    assert run(command, tag, *out) == 3
+    logged = capsys.readouterr().err
+    assert words in logged and "Copy them again under their own names" in logged, logged
+
+
+NO_COPY = "stage 3 keeps no second copy"
+
+
+@pytest.mark.parametrize(
+    ("stage", "names", "devices", "is_recorded"),
+    [
+        (3, "", False, False), (3, "archive", True, False), (3, "archive", False, True),
+        (1, "archive", False, False),
+    ],
+)  # fmt: skip
+def test_where_nothing_tells_the_ranks_of_stage_3_apart_it_is_said(
+    save: Saver, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    stage: int, names: str, devices: bool, is_recorded: bool,
+) -> None:  # fmt: skip
+    saved, _ = save(STAGES[stage])
+    tag = tmp_path / "global_step3"
+    shutil.copytree(saved / "global_step3", tag)
+    if names:
+        rename_archives(tag, names, devices)
+    assert run("verify", tag) == 0
+    assert (NO_COPY in capsys.readouterr().out) == is_recorded
+    assert run("reshard", tag, tmp_path / "out", "--dp", 3) == 0
+    assert (NO_COPY in capsys.readouterr().out) == is_recorded
+
+
+def repeat(older: Path, newer: Path, kind: str) -> str:
+    """Give a tensor of a save the bytes that it has in an older one; return its name."""
+    one, two = (held(open_checkpoint(path), kind) for path in (older, newer))
+    assert one.tensor == two.tensor and one.size_bytes == two.size_bytes
+    data = one.path.read_bytes()[one.begin : one.begin + one.size_bytes]
+    with open(two.path, "r+b") as file:
+        file.seek(two.begin)
+        file.write(data)
+    return two.tensor
+
+
+@pytest.fixture(params=["deepspeed", "megatron"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, str]:
+    """A folder with two saves of a job, and their names."""
+    there = tmp_path / "there"
+    if request.param == "deepspeed":
+        save: Saver = request.getfixturevalue("save")
+        saved, _ = save(Job(stage=2, world=1))
+        shutil.copytree(saved, there)
+        (there / "latest").write_text("global_step6")
+        return there, "global_step3", "global_step6"
+    there.mkdir()
+    for step in (3, 6):
+        write(tmp_path / f"of-{step}", source=state(step))
+        name = f"iter_{step:07d}"
+        shutil.move(tmp_path / f"of-{step}" / name, there / name)
+    (there / "latest_checkpointed_iteration.txt").write_text("6")
+    return there, "iter_0000003", "iter_0000006"
+
+
+def test_saves_of_a_job_that_trained_repeat_nothing(
+    root: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("verify", root[0]) == 0
+    logged = capsys.readouterr().out
+    assert (
+        f"{root[2]} (" in logged
+        and "trained tensors" not in logged
+        and "not compared" not in logged
+    )
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+def test_a_save_that_repeats_an_older_ones_tensor_is_named(
+    root: tuple[Path, str, str], capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    there, older, newer = root
+    name = repeat(there / older, there / newer, kind)
+    stamp_checksums(there)
+    assert run("verify", there) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "trained tensors" in line]
+    assert len(warnings) == 1
+    assert f"{newer} repeats 1 of" in warnings[0] and f"tensors of {older}: {name}." in warnings[0]
+    assert f"Go on from {older}" in warnings[0]
+    assert run("verify", there / newer) == 0
+    assert "trained tensors" not in capsys.readouterr().out
+
+
+def test_a_save_between_that_cannot_be_read_is_named(
+    root: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    there, older, _ = root
+    for path in (there / older).glob("*.*"):
+        path.write_bytes(b"")
+    assert run("verify", there) == 0
+    assert f"{older} is not compared: " in capsys.readouterr().out

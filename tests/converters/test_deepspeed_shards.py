@@ -1,6 +1,7 @@
 """Each rank's part of a DeepSpeed job: tensor-parallel cuts, flat buffers, stages, experts."""
 
 import importlib.util
+import re
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -185,6 +186,16 @@ def test_the_shipped_files_know_their_families(family: str) -> None:
         for name in names:
             found = rules.rule(name)
             assert found is not None and found.dim == dim, name
+
+
+def test_a_cut_that_autotp_does_not_describe_is_told_by_a_person_or_refused() -> None:
+    info = {"autotp_unsupported_parameter_patterns": {"odd": "a custom layer"}}
+    shapes = {"odd.weight": [(4, 4)] * 2}
+    with pytest.raises(RefusedError, match=r"a custom layer.*say its cut in a file for --cuts"):
+        CutRules(info).cuts(shapes)
+    assert CutRules(info).known_cuts(shapes) == {}
+    told = CutRules(info, ((re.compile("odd.*"), CutRule(0)),))
+    assert told.cuts(shapes) == told.known_cuts(shapes) == {"odd.weight": ShardCut(0, ((4, 4),))}
 
 
 def test_what_nothing_says_is_refused_by_name() -> None:

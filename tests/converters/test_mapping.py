@@ -1,11 +1,14 @@
-"""Whole training states go to Hugging Face's names and come back, by the shipped mapping files."""
+"""States and weights go to Hugging Face's names and come back, by the shipped mapping files."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from scalai.converters import safetensors_index
+from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping import find_mapping, read_mapping
 from scalai.converters.between.translation import in_our_names, in_their_names, is_in_our_names
 from scalai.converters.checkpoint import Checkpoint
@@ -14,8 +17,8 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.model_limits import Heads
 from scalai.converters.recorded import fingerprints
 from scalai.core.errors import RefusedError, UsageError
-from support.checkpoints import carry, state
-from support.gpt_shapes import GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama
+from support.checkpoints import carry, state, write
+from support.gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama
 
 MODELS = [
     pytest.param("gpt", gpt(), Heads(HEADS), id="gpt"),
@@ -153,3 +156,54 @@ def test_a_mapping_of_another_model_and_a_wrong_file_are_named(tmp_path: Path) -
     path.write_text('[[tensor]]\nours = "a"\ntheirs = "b"\n')
     with pytest.raises(UsageError, match="it is of another model"):
         is_in_our_names(state(), read_mapping(path))
+
+
+ARGUMENTS = {
+    "num_attention_heads": HEADS, "num_query_groups": GROUPS, "group_query_attention": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def of_llama() -> Checkpoint:
+    source = state(shapes=llama())
+    return replace(source, values=replace(source.values, arguments=ARGUMENTS))
+
+
+def export(source: Checkpoint, directory: Path, mapping: str | None = "llama") -> None:
+    names = read_mapping(find_mapping(mapping)) if mapping else None
+    source, _ = adapted(source, TargetRequest("safetensors", names))
+    carry(source, directory, "safetensors")
+
+
+def test_fused_tensors_are_cut_as_hugging_face_names_them(
+    tmp_path: Path, of_llama: Checkpoint
+) -> None:
+    export(of_llama, tmp_path / "weights")
+    found = load_file(tmp_path / "weights" / "model.safetensors")
+    assert len(found) == 3 + 2 * 9
+    gate_up = read_tensor(of_llama, "param/decoder.layers.0.mlp.linear_fc1.weight")[1]
+    np.testing.assert_array_equal(found["model.layers.0.mlp.gate_proj.weight"], gate_up[:FFN])
+    np.testing.assert_array_equal(found["model.layers.0.mlp.up_proj.weight"], gate_up[FFN:])
+
+
+def test_weights_come_back_from_several_files(
+    tmp_path: Path, of_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_index, "FILE_BYTES", 2000)
+    export(of_llama, tmp_path / "weights")
+    assert len(list((tmp_path / "weights").glob("model-*.safetensors"))) > 2
+    (tmp_path / "weights" / "config.json").write_text(
+        f'{{"num_attention_heads": {HEADS}, "num_key_value_heads": {GROUPS}}}'
+    )
+    names = read_mapping(find_mapping("llama"))
+    back, _ = adapted(open_checkpoint(tmp_path / "weights"), TargetRequest("torch_dist", names))
+    expected = {n: v for n, v in fingerprints(of_llama, 1).items() if n.startswith("param/")}
+    assert fingerprints(back, 1) == expected
+
+
+def test_without_a_mapping_names_stay(tmp_path: Path) -> None:
+    source = write(tmp_path / "source")
+    export(source, tmp_path / "weights", None)
+    back = open_checkpoint(tmp_path / "weights")
+    expected = {n: v for n, v in fingerprints(source, 1).items() if n.startswith("param/")}
+    assert fingerprints(back, 1) == expected

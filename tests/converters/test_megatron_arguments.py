@@ -124,20 +124,14 @@ def test_cyclic_data_without_sharding_passes() -> None:
         ("--pipeline-model-parallel-layout Et*7L", "has 7 layers, --num-layers says 8"),
         ("--pipeline-model-parallel-layout t*8L", "the first layer must be E"),
         ("--pipeline-model-parallel-layout (t*9999)*9999", "beyond all models"),
-        (
-            "--pipeline-model-parallel-layout Et*8L --num-virtual-stages-per-pipeline-rank 2",
-            "both say what stages have",
-        ),
-        (
-            "--decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split",
-            "cannot count as layers beside it",
-        ),
-        (
-            "--decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 1",
-            "are then stated by --num-virtual-stages-per-pipeline-rank",
-        ),
+        ("--pipeline-model-parallel-layout Et*8L --num-virtual-stages-per-pipeline-rank 2",
+         "both say what stages have"),
+        ("--decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split",
+         "cannot count as layers beside it"),
+        ("--decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 1",
+         "are then stated by --num-virtual-stages-per-pipeline-rank"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_value_is_named(flags: str, why: str) -> None:
     with pytest.raises((UsageError, RefusedError), match=why):
         read(flags)
@@ -149,33 +143,20 @@ def test_a_malformed_value_is_named(flags: str, why: str) -> None:
         ("--context-parallel-size 2", Degrees(1, 1, 2), "cp=1 must stay 2"),
         ("--tp-comm-overlap --sequence-parallel", Degrees(1, 1, 1), "--tp-comm-overlap needs"),
         ("--distribute-saved-activations", Degrees(1, 1, 1), "--distribute-saved-activations"),
-        (
-            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3",
-            Degrees(1, 4, 1),
-            "pp=4 must stay 2: --decoder-first-pipeline-num-layers fits",
-        ),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3",
+         Degrees(1, 4, 1), "pp=4 must stay 2: --decoder-first-pipeline-num-layers fits"),
         ("--rampup-batch-size 8 8 100", Degrees(1, 1, 12), "ramp-up batch size=8"),
         ("--eval-global-batch-size 6", Degrees(1, 1, 4), "dp=4 does not divide the evaluation's"),
-        (
-            "--eval-global-batch-size 12 --num-virtual-stages-per-pipeline-rank 2",
-            Degrees(1, 4, 2, vpp=2),
-            "3 micro-batches a replica of the evaluation",
-        ),
+        ("--eval-global-batch-size 12 --num-virtual-stages-per-pipeline-rank 2",
+         Degrees(1, 4, 2, vpp=2), "3 micro-batches a replica of the evaluation"),
         ("--num-distributed-optimizer-instances 2", Degrees(1, 1, 3), "do not divide dp*cp=3"),
-        (
-            "--num-distributed-optimizer-instances 2 --num-experts 4 "
-            "--expert-model-parallel-size 4",
-            Degrees(1, 1, 4, ep=4),
-            "1 data-parallel replicas of the experts",
-        ),
-        (
-            "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 4 "
-            "--overlap-param-gather-with-optimizer-step",
-            Degrees(1, 1, 1),
-            "vpp=1 must stay 2",
-        ),
+        ("--num-distributed-optimizer-instances 2 --num-experts 4 "
+         "--expert-model-parallel-size 4", Degrees(1, 1, 4, ep=4),
+         "1 data-parallel replicas of the experts"),
+        ("--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 4 "
+         "--overlap-param-gather-with-optimizer-step", Degrees(1, 1, 1), "vpp=1 must stay 2"),
     ],
-)
+)  # fmt: skip
 def test_degrees_that_the_flags_do_not_allow_are_not_valid(
     flags: str, degrees: Degrees, why: str
 ) -> None:

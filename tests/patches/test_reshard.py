@@ -2,8 +2,11 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,9 @@ from support.training.megatron_layouts import (
     PP2,
     PP2DP2,
     PP2EP2,
+    SIX,
     SPLIT,
+    TEXT,
     TP2,
     TP2DP2,
     TP2PP2,
@@ -117,6 +122,19 @@ CASES = {
     "flat-frozen-bf16-tp2pp2-to-dp2": Case(
         {**BUCKETS, "frozen": PARTLY, **HALF}, FLAT, TP2PP2, DP2
     ),
+    "flat-text-tp2-to-pp2": Case({**TEXT, **SPLIT}, FLAT, TP2, PP2),
+    "flat-text-buckets-pp2-to-tp2": Case({**TEXT, **BUCKETS}, FLAT, PP2, TP2),
+    "flat-gated-tp2pp2-to-dp2": Case({**GATED, **BUCKETS}, FLAT, TP2PP2, DP2),
+    "flat-experts-ep2-to-one": Case({**MOE, **BUCKETS}, FLAT, EP2, ONE),
+    "flat-experts-one-to-ep2": Case({**MOE, **BUCKETS}, FLAT, ONE, EP2),
+    "flat-experts-pp2-to-ep2": Case({**MOE, **SPLIT}, FLAT, PP2, EP2),
+    "flat-experts-one-to-ep4": Case({**MOE, **BUCKETS}, FLAT, ONE, EP4),
+    "flat-experts-ep4-to-dp2": Case({**MOE, **BUCKETS}, FLAT, EP4, DP2),
+    "flat-experts-ep4-to-ep2dp2": Case({**MOE, **SPLIT}, FLAT, EP4, EP2DP2),
+    "flat-experts-ep2dp2-to-ep4": Case({**MOE, **SPLIT}, FLAT, EP2DP2, EP4),
+    "flat-untied-tp2pp2-to-tp4": Case({**BUCKETS, "is_tied": False}, FLAT, TP2PP2, TP4),
+    "flat-predicting-dp2-to-tp2": Case({**BUCKETS, "predicted": 1}, FLAT, DP2, TP2),
+    "flat-predicting-split-tp2-to-dp2": Case({**SPLIT, "predicted": 1}, FLAT, TP2, DP2),
     "full-muon-dp2-to-pp2": Case(MUON, FULL, DP2, PP2),
     "full-muon-bf16-pp2-to-one": Case({**MUON, **HALF}, FULL, PP2, ONE),
     "legacy-split-dp2-to-tp2": Case(SPLIT, LEGACY, DP2, TP2, "torch"),
@@ -297,6 +315,45 @@ def test_muon_of_shards_stays_at_its_tp(
     assert "tp=2 must stay 1: --muon-tp-mode blockwise" in capsys.readouterr().err
 
 
+LAYOUTS = {
+    "one": ONE, "dp2": DP2, "dp3": DP3, "tp2": TP2, "tp4": TP4, "pp2": PP2, "vpp2": VPP2,
+    "tp2dp2": TP2DP2, "pp2dp2": PP2DP2, "tp2pp2": TP2PP2,
+}  # fmt: skip
+FORMS = {"whole": ({}, WHOLE), "full": (SPLIT, FULL), "flat": (BUCKETS, FLAT)}
+PAIRS = [
+    (before, after, [*FORMS][(here + there) % len(FORMS)])
+    for (here, before), (there, after) in permutations(enumerate(LAYOUTS), 2)
+]
+"""The forms change, so that each is read of every layout, and goes on in every layout."""
+
+
+def go_on(
+    folder: Path, old: Job, form: str, new: Job, saving: WorkerPool, loading: WorkerPool,
+    tolerance: float = FP32,
+) -> None:  # fmt: skip
+    """Save, convert, load and train on, as the run that never stopped."""
+    runs = save(saving, old, folder / "saved", form)
+    verify(open_checkpoint(folder / "saved"), 0)
+    convert(folder / "saved", folder / "converted", new)
+    check(runs, load(loading, new, folder / "converted"), tolerance)
+
+
+@pytest.mark.campaign
+@pytest.mark.turns
+@pytest.mark.parametrize(("before", "after", "form"), PAIRS)
+def test_every_layout_into_every_other(
+    pool: WorkerPool, tmp_path: Path, before: str, after: str, form: str
+) -> None:
+    model, sharding = FORMS[form]
+    samples = SIX
+    if "vpp2" in (before, after):  # micro-batches must be a multiple of the stages
+        samples = {}
+        if "dp3" in (before, after):
+            pytest.skip("four samples do not divide by three replicas")
+    old, new = (Job(**{**samples, **model, **LAYOUTS[at]}) for at in (before, after))
+    go_on(tmp_path, old, sharding, new, pool, pool)
+
+
 LATER = {
     name: Path(os.environ[name]) if name in os.environ else None
     for name in ("MEGATRON_LM_0_19_PATH", "MEGATRON_LM_MAIN_PATH")
@@ -322,16 +379,50 @@ def later_pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     ids=["dense", "experts"],
 )
 def test_a_later_release_saves_and_goes_on(
-    later_pool: WorkerPool,
-    tmp_path: Path,
-    model: dict[str, Any],
-    before: dict[str, Any],
-    after: dict[str, Any],
+    later_pool: WorkerPool, tmp_path: Path, model: Fields, before: Fields, after: Fields
 ) -> None:
     old, new = Job(**{**model, **before}), Job(**{**model, **after})
-    runs = save(later_pool, old, tmp_path / "saved", FLAT)
-    source = open_checkpoint(tmp_path / "saved")
-    assert source.values.extra[FORM] == COMMON_OBJECT
-    verify(source, 1)
-    convert(tmp_path / "saved", tmp_path / "converted", new)
-    check(runs, load(later_pool, new, tmp_path / "converted"), FP32)
+    go_on(tmp_path, old, FLAT, new, later_pool, later_pool)
+    assert open_checkpoint(tmp_path / "saved").values.extra[FORM] == COMMON_OBJECT
+
+
+@pytest.fixture(scope="module")
+def pool_of_eight() -> Iterator[WorkerPool]:
+    workers = WorkerPool(8)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.campaign
+def test_eight_ranks_become_eight_others(pool_of_eight: WorkerPool, tmp_path: Path) -> None:
+    old, new = (Job(**{**BUCKETS, "world": 8, "tp": 2, "pp": pp}) for pp in (2, 1))
+    go_on(tmp_path, old, FLAT, new, pool_of_eight, pool_of_eight)
+
+
+@pytest.fixture(scope="module")
+def older_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
+    """Workers with the last megatron-core that saves ``fully_sharded_model_space``."""
+    directory = tmp_path_factory.mktemp("megatron-core")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--target", str(directory), "megatron-core==0.15.0"]
+    subprocess.run(command, check=True, timeout=240)
+    workers = WorkerPool(4, directory)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("model", "before", "after", "tolerance"),
+    [
+        (SPLIT, DP2, TP2, FP32),
+        ({**SPLIT, **GATED, "precision": "bf16"}, TP2DP2, PP2, BF16),
+        ({**SPLIT, **MOE}, EP2, DP2, FP32),
+    ],
+)
+def test_flat_ranges_of_an_older_megatron_core_go_on_in_the_installed_one(
+    older_pool: WorkerPool, pool: WorkerPool, tmp_path: Path,
+    model: Fields, before: Fields, after: Fields, tolerance: float,
+) -> None:  # fmt: skip
+    old, new = Job(**{**model, **before}), Job(**{**model, **after})
+    go_on(tmp_path, old, "fully_sharded_model_space", new, older_pool, pool, tolerance)
