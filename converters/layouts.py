@@ -7,10 +7,9 @@ from pathlib import Path
 
 from scalai.converters.bounded import read_pointer, short_text
 from scalai.converters.checkpoint import PARAM, USER, Checkpoint, CheckpointLayout, ReadOptions
-from scalai.converters.deepspeed.files import LATEST
 from scalai.converters.deepspeed.plain_layout import DeepSpeedPlainLayout
-from scalai.converters.deepspeed.universal_layout import DeepSpeedUniversalLayout
-from scalai.converters.deepspeed.universal_reader import SUFFIX
+from scalai.converters.deepspeed.tag_files import LATEST
+from scalai.converters.deepspeed.universal_layout import SUFFIX, DeepSpeedUniversalLayout
 from scalai.converters.deepspeed.zero_layout import DeepSpeedZeroLayout
 from scalai.converters.foreign import foreign_text, torch_file_text
 from scalai.converters.generation_layout import PARTS, GenerationLayout

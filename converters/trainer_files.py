@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalai.converters.checkpoint import REPORT, AuxiliaryFile, Checkpoint, CheckpointTarget
-from scalai.converters.deepspeed.files import LATEST, carried, read_dictionary
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
+from scalai.converters.deepspeed.tag_files import LATEST, carried, read_dictionary
 from scalai.converters.layouts import layout_named
 from scalai.converters.opening import file_inside
 from scalai.converters.torch_archive import lay_out_archive

@@ -38,8 +38,7 @@ def test_every_folder_with_code_is_a_listed_package() -> None:
 
 ROOMS = {
     "converters/deepspeed": (
-        {"plain_layout", "universal_layout", "zero_layout"},
-        {"plain_reader", "universal_reader", "zero_reader", "model_writer"},
+        {"plain_layout", "universal_layout", "zero_layout"}, {"model_writer"},
         {"grid", "optimizer_writer"}, {"model_reader", "drafts"}, {""},
         {"cuts", "experts", "pipeline"}, {"flat"},
     ),

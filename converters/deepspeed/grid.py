@@ -42,7 +42,6 @@ from scalai.converters.checkpoint import (
     stored_files,
 )
 from scalai.converters.deepspeed.cuts import INFO, CutRules, ShardCut, Shards, read_cuts
-from scalai.converters.deepspeed.files import Tag, TagFiles, read_dictionary
 from scalai.converters.deepspeed.flat import Shape
 from scalai.converters.deepspeed.job import DeepSpeedJob
 from scalai.converters.deepspeed.model_reader import NEEDED, ModelStates
@@ -54,6 +53,7 @@ from scalai.converters.deepspeed.pipeline import (
     read_pipeline,
     unit_of,
 )
+from scalai.converters.deepspeed.tag_files import Tag, TagFiles, read_dictionary
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name

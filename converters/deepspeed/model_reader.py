@@ -22,10 +22,10 @@ from scalai.converters.deepspeed.experts import (
     expert_of,
     unite_groups,
 )
-from scalai.converters.deepspeed.files import Tag, carried, flatten, read_dictionary
 from scalai.converters.deepspeed.flat import part_of
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob, check_config
 from scalai.converters.deepspeed.pipeline import unit_of
+from scalai.converters.deepspeed.tag_files import Tag, carried, flatten, read_dictionary
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor

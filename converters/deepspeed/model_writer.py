@@ -11,9 +11,9 @@ from typing import Any
 from scalai.converters.checkpoint import FilePiece
 from scalai.converters.deepspeed.drafts import Draft, Filled, pieces_of
 from scalai.converters.deepspeed.experts import Name, expert_of, model_file
-from scalai.converters.deepspeed.files import nest
 from scalai.converters.deepspeed.flat import Span, part_of
 from scalai.converters.deepspeed.optimizer_writer import Buffer
+from scalai.converters.deepspeed.tag_files import nest
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.tensors.region import whole
 

@@ -15,11 +15,10 @@ from scalai.converters.between.model_config import (
 from scalai.converters.between.translation import heads_of, in_our_names, is_in_our_names
 from scalai.converters.checkpoint import CONFIG, Checkpoint, ReadOptions, parameters_of
 from scalai.converters.checksums import count_checksums
-from scalai.converters.consistency import compare, verify
+from scalai.converters.consistency import compare, find_repeats, verify
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.model_limits import Heads
 from scalai.converters.recorded import is_recorded
-from scalai.converters.repeats import find_repeats
 from scalai.converters.suspects import find_suspects, guess_text
 from scalai.core.tensors.fingerprint import VERSION
 from scalai.launch.config.sizes import worker_number

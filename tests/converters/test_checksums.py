@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalai.converters import checksums as records
-from scalai.converters.between.vocabulary import repadded
+from scalai.converters.between.adapting import repadded
 from scalai.converters.checkpoint import REPORT, Checkpoint
 from scalai.converters.checksums import Checked, combined, find_records, storages_in
 from scalai.converters.consistency import verify

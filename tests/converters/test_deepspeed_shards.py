@@ -45,7 +45,7 @@ from scalai.converters.deepspeed.pipeline import (
     read_pipeline,
     stages_at,
 )
-from scalai.converters.deepspeed.plain_reader import match_names
+from scalai.converters.deepspeed.plain_layout import match_names
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.tensors.collection import Tensor

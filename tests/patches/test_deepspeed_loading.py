@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalai.converters.deepspeed.files import find_tag
+from scalai.converters.deepspeed.tag_files import find_tag
 from scalai.converters.layouts import open_checkpoint
 from support.training.deepspeed_jobs import Job
 from support.training.jobs import AFTER, mean_losses

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from scalai.converters.checkpoint import MAIN, PARAM, PlacedTensors
-from scalai.converters.deepspeed.files import list_files
+from scalai.converters.deepspeed.tag_files import list_files
 from scalai.converters.work import Work
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Collection, Tensor, split_name

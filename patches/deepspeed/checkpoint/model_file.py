@@ -19,8 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scalai.converters.deepspeed.files import Tag, carried, find_tag, list_files, read_dictionary
 from scalai.converters.deepspeed.job import uses_bf16_optimizer, zero_config
+from scalai.converters.deepspeed.tag_files import (
+    Tag,
+    carried,
+    find_tag,
+    list_files,
+    read_dictionary,
+)
 from scalai.converters.pickles import SEALED, Array, Foreign
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
