@@ -393,12 +393,12 @@ def _fill(source: Checkpoint, gaps: Sequence[_Tile], workers: int) -> dict[tuple
         filled += gap[2]
     found = {}
     team = workers if len(batches) > 1 else 0
-    for batch, crcs in map_forked(lambda batch: _crcs(source, batch), batches, team):
+    for batch, crcs in map_forked(lambda batch: crcs_of(source, batch), batches, team):
         found.update({gap[:2]: crc for gap, crc in zip(batch, crcs, strict=True)})
     return found
 
 
-def _crcs(source: Checkpoint, gaps: Sequence[_Tile]) -> list[int]:
+def crcs_of(source: Checkpoint, gaps: Sequence[_Tile]) -> list[int]:
     found: list[int] = []
     last, data = -1, memoryview(b"")
     for file, begin, size, _ in gaps:

@@ -31,7 +31,7 @@ from scalai.core.errors import RefusedError, ScalaiError
 
 log = logging.getLogger("scalai.converters")
 
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
+PLAIN: Mapping[str, tuple[Any, ...]] = {
     "builtins": (
         bool, bytearray, bytes, complex, dict, float, frozenset, int, list, object, range, set,
         slice, str, tuple,
@@ -42,7 +42,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 """Plain classes: building one runs only itself, and its objects have no attributes to set."""
 
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
-_INERT = frozenset(
+INERT = frozenset(
     {("signal", "Signals"), ("uuid", "UUID"), ("decimal", "Decimal"), ("_io", "BytesIO")}
 )
 """Classes of the standard library in checkpoints; they too stay stand-ins."""
@@ -176,7 +176,7 @@ SEALED: Mapping[type, type] = {
     }.items()
 }
 """Plain classes with attributes, and the classes they are written back as."""
-_SEALED_BY_NAME = {(cls.__module__, cls.__name__): sealed for sealed, cls in SEALED.items()}
+SEALED_BY_NAME = {(cls.__module__, cls.__name__): sealed for sealed, cls in SEALED.items()}
 
 
 _made: dict[tuple[str, str], type[Foreign]] = {}
@@ -185,8 +185,8 @@ _made: dict[tuple[str, str], type[Foreign]] = {}
 def foreign(module: str, name: str) -> type[Foreign]:
     """Return the stand-in for a class or function; the same object for the same names."""
     path = module, name
-    if path in _NUMPY:
-        return _NUMPY[path]
+    if path in NUMPY:
+        return NUMPY[path]
     if path not in _made:
         last = name.rpartition(".")[2]
         is_class = last.lstrip("_")[:1].isupper()
@@ -228,7 +228,7 @@ class _Dtype(Foreign):
         return known.newbyteorder(">") if self.state[1:2] == (">",) else known
 
 
-_ITEMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+ITEMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 """Elements of an array of objects: no pickle can alter them afterwards."""
 
 
@@ -241,7 +241,7 @@ def _elements(dtype: Any, data: Any) -> npt.NDArray[Any]:
         raise pickle.UnpicklingError(f"numpy's elements {dtype!r:.80}, {type(data).__name__}")
     if kind == "O":
         for item in data:
-            if not isinstance(item, _ITEMS):
+            if not isinstance(item, ITEMS):
                 raise _Forbidden(f"holds numpy's array with a {type(item).__name__}: {_NUMBERS}")
         return np.fromiter(data, object, len(data))
     if not data and not dtype.numpy.itemsize:
@@ -291,7 +291,7 @@ class Array(Foreign):
         return flat.reshape(shape, order="F" if is_fortran else "C").copy(order="A")
 
 
-_NUMPY: Mapping[tuple[str, str], type[Foreign]] = {
+NUMPY: Mapping[tuple[str, str], type[Foreign]] = {
     ("numpy", "dtype"): cast(type[Foreign], SealedClass("dtype", (_Dtype,), {})),
     **{
         (module, "_reconstruct"): cast(
@@ -387,16 +387,16 @@ class _Unpickler(pickle.Unpickler):
         )
         if (module, name) in self._classes:
             return self._classes[module, name]
-        plain = {cls.__name__: cls for cls in _PLAIN.get(module, ())}
+        plain = {cls.__name__: cls for cls in PLAIN.get(module, ())}
         if name in plain:
             return plain[name]
-        if (module, name) in _SEALED_BY_NAME:
-            return _SEALED_BY_NAME[module, name]
-        if (module, name) in _CALLS:
-            return _CALLS[module, name]
-        if (module, name) in _NUMPY or (module, name) == ("numpy", "ndarray"):
+        if (module, name) in SEALED_BY_NAME:
+            return SEALED_BY_NAME[module, name]
+        if (module, name) in CALLS:
+            return CALLS[module, name]
+        if (module, name) in NUMPY or (module, name) == ("numpy", "ndarray"):
             return foreign(module, name)
-        is_known = module.partition(".")[0] in _ROOTS or (module, name) in _INERT
+        is_known = module.partition(".")[0] in _ROOTS or (module, name) in INERT
         if not is_known and not self._trust:
             raise RefusedError(f"{self._where} names {module}.{name}, {_UNKNOWN}")
         cls = foreign(module, name)
@@ -440,7 +440,7 @@ _FUNCTIONS_BY_NAME: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("datetime", "datetime"): _datetime,
     **{(module, "scalar"): _scalar for module in _NUMPY_MODULES},
 }
-_CALLS = {path: Call(*path, function) for path, function in _FUNCTIONS_BY_NAME.items()}
+CALLS = {path: Call(*path, function) for path, function in _FUNCTIONS_BY_NAME.items()}
 
 
 # The C pickler wants names to lead to the object; stand-ins lead elsewhere.

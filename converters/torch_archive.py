@@ -267,7 +267,7 @@ def _read(window: FileWindow, path: Path, begin: int, trust: bool) -> Any:
             path, member.filename, dtype, begin + start, member.file_size, member.CRC, str(device)
         )
 
-    return pickles.loads(data, str(path), classes=_REBUILDERS, persistent=storage, trust=trust)
+    return pickles.loads(data, str(path), classes=REBUILDERS, persistent=storage, trust=trust)
 
 
 def _content(window: FileWindow, member: zipfile.ZipInfo) -> bytes:
@@ -322,7 +322,7 @@ def _size(sizes: Any = ()) -> tuple[Any, ...]:
     return tuple(sizes)
 
 
-_REBUILDERS: Mapping[tuple[str, str], Call] = {
+REBUILDERS: Mapping[tuple[str, str], Call] = {
     (module, name): Call(module, name, function)
     for module, name, function in (
         ("torch._tensor", "_rebuild_from_type_v2", _with_attributes),

@@ -127,13 +127,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that are read for their checksums alone."""
     sizes: list[int] = []
-    original = records._crcs
+    original = records.crcs_of
 
     def crcs(source: Checkpoint, gaps: Sequence[Any]) -> list[int]:
         sizes.extend(gap[2] for gap in gaps)
         return original(source, gaps)
 
-    monkeypatch.setattr(records, "_crcs", crcs)
+    monkeypatch.setattr(records, "crcs_of", crcs)
     return sizes
 
 

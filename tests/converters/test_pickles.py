@@ -196,9 +196,9 @@ def test_no_library_is_given_a_state_that_is_not_its_own(value: object) -> None:
 
 # A grammar of pickles: whatever may be named is called, given states, attributes and items.
 NAMES = [
-    *((module, cls.__name__) for module, kinds in pickles._PLAIN.items() for cls in kinds),
-    *pickles._SEALED_BY_NAME, *pickles._CALLS, *pickles._NUMPY, ("numpy", "ndarray"),
-    *torch_archive._REBUILDERS, *sorted(pickles._INERT), ("torch", "device"),
+    *((module, cls.__name__) for module, kinds in pickles.PLAIN.items() for cls in kinds),
+    *pickles.SEALED_BY_NAME, *pickles.CALLS, *pickles.NUMPY, ("numpy", "ndarray"),
+    *torch_archive.REBUILDERS, *sorted(pickles.INERT), ("torch", "device"),
     ("torch", "FloatStorage"), ("megatron.core.x", "Class"), ("torch.hub", "load"),
 ]  # fmt: skip
 ATTRIBUTES = [
@@ -297,7 +297,7 @@ INERT = (
     pathlib.PurePath, Storage, StoredTensor, dict, list, tuple, set, frozenset, deque, Foreign,
     argparse.Namespace, type,
 )  # fmt: skip
-CLASSES = {*pickles.SEALED, *(cls for kinds in pickles._PLAIN.values() for cls in kinds)}
+CLASSES = {*pickles.SEALED, *(cls for kinds in pickles.PLAIN.values() for cls in kinds)}
 REST = {
     **PLAIN, "deque": deque([1], 2), "array": ARRAYS[0], "date": datetime.date(2026, 1, 2),
     "time": datetime.datetime(2026, 1, 2, 3),
@@ -316,7 +316,7 @@ WHOLE = (
     )
     + b"."
 )
-READ = pickles.loads(WHOLE, "file", classes=torch_archive._REBUILDERS)
+READ = pickles.loads(WHOLE, "file", classes=torch_archive.REBUILDERS)
 
 
 def parts_of(value: object) -> Iterator[object]:
@@ -343,7 +343,7 @@ def check_read(bodies: Iterable[bytes]) -> None:
     """Read pickles one after the other: they build inert values, and are read alike afterwards."""
     storage = Storage(Path("file"), "0", "F32", 64, 16, 0, "cpu")
     known: dict[str, Any] = {
-        "classes": torch_archive._REBUILDERS,
+        "classes": torch_archive.REBUILDERS,
         "persistent": lambda _: storage,
     }
     for body in bodies:
@@ -360,7 +360,7 @@ def check_read(bodies: Iterable[bytes]) -> None:
             if isinstance(part, StoredTensor):
                 assert 64 <= part.begin < 80
             if isinstance(part, Array):
-                assert all(isinstance(item, pickles._ITEMS) for item in part.array().flat)
+                assert all(isinstance(item, pickles.ITEMS) for item in part.array().flat)
     assert (storage.begin, storage.size_bytes) == (64, 16)
     assert pickles.loads(WHOLE, "file", **known) == READ
 
