@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pytest import MonkeyPatch
 
 from scalai.converters import engine, forked
 from scalai.converters.checkpoint import Checkpoint
@@ -30,7 +31,7 @@ from support.checkpoints import (
     state,
     write,
 )
-from support.command import logged
+from support.command import Capsys, logged
 from support.damage import change_tree, merge
 from support.peak import peak_bytes
 from support.rejects import edit_values
@@ -54,9 +55,7 @@ def test_a_wrong_shape_is_refused_before_anything_is_allocated(tmp_path: Path) -
     assert "use another" in text.lower() or "save it" in text
 
 
-def test_what_becomes_of_random_streams_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_becomes_of_random_streams_is_told(tmp_path: Path, capsys: Capsys) -> None:
     """4."""
     convert(gpt(), tmp_path / "source", "torch_dist")
     code, said = logged(capsys, "reshard", tmp_path / "source", tmp_path / "new", "--tp", 2)
@@ -81,7 +80,7 @@ def test_experts_that_are_missing_are_missed(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "source")
 
 
-def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, Any, Path]:
+def interrupted(tmp_path: Path, monkeypatch: MonkeyPatch) -> tuple[Checkpoint, Any, Path]:
     """Return a source, its target, and what lies on disk before the first file is ended."""
     monkeypatch.setattr("scalai.converters.work.TASK_BYTES", 300)
     monkeypatch.setattr(engine, "map_forked", lambda f, items, _: forked.map_forked(f, items, 0))
@@ -99,7 +98,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkp
 
 
 def test_a_kill_at_any_byte_of_the_journal_is_made_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """15. Whatever the journal does not note may be anything on disk."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
@@ -134,9 +133,7 @@ def spoil_what_is_not_recorded(partial: Path, source: Checkpoint, target: Any, d
 CALLS = ("open", "os.rename", "os.remove", "os.mkdir", "os.truncate", "fcntl.flock", "os.rmdir")
 
 
-def test_a_kill_at_any_call_leaves_nothing_or_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_call_leaves_nothing_or_all(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """15. A process that ends at its n-th call that changes the disk; then the same command."""
     monkeypatch.setattr(engine, "map_forked", lambda f, items, _: forked.map_forked(f, items, 0))
     source = write(tmp_path / "source", tp=2)
@@ -176,7 +173,7 @@ def run_until(number: int, function: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.campaign), 3])
 @pytest.mark.parametrize(("before", "after"), [(4, 6), (8, 16), (32, 128)])
 def test_zero_at_any_number_of_ranks(
-    tmp_path: Path, stage: int, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stage: int, before: int, after: int, monkeypatch: MonkeyPatch
 ) -> None:
     """16."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
@@ -261,7 +258,7 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shards", [64, pytest.param(256, marks=pytest.mark.campaign)])
 def test_memory_does_not_grow_with_the_shards(
-    tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shards: int, monkeypatch: MonkeyPatch
 ) -> None:
     """25."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
@@ -276,7 +273,7 @@ def test_memory_does_not_grow_with_the_shards(
 
 
 def test_a_source_that_changes_meanwhile_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """44."""
     source = write(tmp_path / "source")

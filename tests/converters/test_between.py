@@ -27,7 +27,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import whole
 from support.checkpoints import carry, state, write
-from support.command import logged, reported, run
+from support.command import Capsys, logged, reported, run
 from support.gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, VOCABULARY, WIDTH, Shapes, gpt, llama
 
 MEGATRON = f"""
@@ -199,7 +199,7 @@ def test_a_loss_scale_grows_when_it_would_have(good: int) -> None:
     ],
 )
 def test_what_is_missing_or_wrong_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: Capsys,
     text: str | None, options: tuple[str, ...], code: int, words: str,
 ) -> None:  # fmt: skip
     saved = megatron(tmp_path / "saved", gpt())
@@ -214,7 +214,7 @@ def test_what_is_missing_or_wrong_is_named(
 
 
 def test_frameworks_without_a_mapping_and_a_reference_of_another_model_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capsys
 ) -> None:
     saved = megatron(tmp_path / "saved", gpt())
     other = megatron(tmp_path / "other", gpt(layers=3), num_layers=3)
@@ -314,7 +314,7 @@ def test_there_and_back_only_rows_of_no_token_are_lost(tmp_path: Path) -> None:
     ],
 )
 def test_a_vocabulary_that_is_unknown_or_too_large_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: Capsys,
     arguments: dict[str, Any], options: tuple[object, ...], words: str,
 ) -> None:  # fmt: skip
     saved = saved_in(tmp_path / "saved", model(1, **arguments))
@@ -364,9 +364,7 @@ def test_a_generation_with_a_registered_tensor_is_verified_and_keeps_it(tmp_path
     assert verify(again, 1) == verify(source, 1)
 
 
-def test_another_layout_goes_without_it_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_layout_goes_without_it_and_says_so(tmp_path: Path, capsys: Capsys) -> None:
     write(tmp_path / "saved", "scalai", registered())
     whole_state = write(tmp_path / "other", "torch_dist")
     code, text = logged(

@@ -35,7 +35,7 @@ from scalai.store.files import map_file
 from scalai.store.manifest import write_manifest
 from support import command
 from support.checkpoints import carry, lay_out, state, write
-from support.command import run
+from support.command import Capsys, run
 from support.rot import ROTS, flip, held, rename_archive, rot, stamp_checksums
 from support.training.deepspeed_jobs import Job, Saver
 
@@ -314,7 +314,7 @@ STAGES = {1: Job(stage=1, world=2, precision="bf16"), 3: Job(stage=3, world=2)}
     ],
 )
 def test_damage_of_zeros_files_is_found_by_the_conversion_that_reads_it(
-    save: Saver, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    save: Saver, tmp_path: Path, capsys: Capsys,
     stage: int, change: str, kind: str,
 ) -> None:  # fmt: skip
     saved, _ = save(STAGES[stage])
@@ -333,7 +333,7 @@ def test_damage_of_zeros_files_is_found_by_the_conversion_that_reads_it(
 
 
 def test_files_saved_without_checksums_are_converted_and_it_is_said_of_bit_rot(
-    save: Saver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    save: Saver, tmp_path: Path, capsys: Capsys
 ) -> None:
     saved, _ = save(STAGES[1])
     tag = tmp_path / "global_step3"
@@ -402,7 +402,7 @@ def rename_archives(tag: Path, name: str = "archive", devices: bool = False) -> 
 )
 @pytest.mark.parametrize("command", ["verify", "reshard"])
 def test_optimizer_files_of_two_ranks_that_were_exchanged_are_refused(
-    save: Saver, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    save: Saver, tmp_path: Path, capsys: Capsys,
     stage: int, mark: str, words: str, command: str,
 ) -> None:  # fmt: skip
     saved, _ = save(STAGES[stage])
@@ -428,7 +428,7 @@ NO_COPY = "stage 3 keeps no second copy"
     ],
 )  # fmt: skip
 def test_where_nothing_tells_the_ranks_of_stage_3_apart_it_is_said(
-    save: Saver, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    save: Saver, tmp_path: Path, capsys: Capsys,
     stage: int, names: str, devices: bool, is_recorded: bool,
 ) -> None:  # fmt: skip
     saved, _ = save(STAGES[stage])
@@ -473,7 +473,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, str
 
 
 def test_saves_of_a_job_that_trained_repeat_nothing(
-    root: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]
+    root: tuple[Path, str, str], capsys: Capsys
 ) -> None:
     assert run("verify", root[0]) == 0
     logged = capsys.readouterr().out
@@ -486,7 +486,7 @@ def test_saves_of_a_job_that_trained_repeat_nothing(
 
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
 def test_a_save_that_repeats_an_older_ones_tensor_is_named(
-    root: tuple[Path, str, str], capsys: pytest.CaptureFixture[str], kind: str
+    root: tuple[Path, str, str], capsys: Capsys, kind: str
 ) -> None:
     there, older, newer = root
     name = repeat(there / older, there / newer, kind)
@@ -501,7 +501,7 @@ def test_a_save_that_repeats_an_older_ones_tensor_is_named(
 
 
 def test_a_save_between_that_cannot_be_read_is_named(
-    root: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]
+    root: tuple[Path, str, str], capsys: Capsys
 ) -> None:
     there, older, _ = root
     for path in (there / older).glob("*.*"):

@@ -10,7 +10,7 @@ import pytest
 from scalai.converters.consistency import verify
 from scalai.converters.deepspeed.experts import Name, expert_of
 from support.checkpoints import experts_state, write
-from support.command import logged
+from support.command import Capsys, logged
 from support.training.deepspeed_checks import FP32, HALF, cases, check, convert, differences, read
 from support.training.deepspeed_jobs import Job, Runner, Saver
 
@@ -115,7 +115,7 @@ def test_every_element_survives_any_degrees(tmp_path: Path, stage: int, dp: int,
     assert verify(there, 0) == verify(back, 0) == verify(straight, 0)
 
 
-def test_the_commands_tell_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_tell_of_experts(tmp_path: Path, capsys: Capsys) -> None:
     write(tmp_path / "spread", "deepspeed_zero1", experts_state(), dp=2, ep=2)
     code, said = logged(capsys, "inspect", tmp_path / "spread", "--verify")
     assert code == 0 and re.search(r"ep\W+2", said)

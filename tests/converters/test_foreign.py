@@ -18,7 +18,7 @@ from scalai.converters.megatron.torch_dist_metadata import Extent, write_metadat
 from scalai.converters.opening import short_layer
 from scalai.core.errors import RefusedError
 from support.checkpoints import carry, convert, gpt, lay_out, state, write
-from support.command import run
+from support.command import Capsys, run
 from support.damage import merge
 
 pytestmark = pytest.mark.fault
@@ -75,7 +75,7 @@ def keeping_fsdp_arguments(path: Path) -> None:
     ],
 )
 def test_other_layouts_are_called_by_their_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None], words: str
+    tmp_path: Path, capsys: Capsys, make: Callable[[Path], None], words: str
 ) -> None:
     make(tmp_path)
     with pytest.raises(RefusedError, match=words):
@@ -121,9 +121,7 @@ def with_arguments(directory: Path, **given: object) -> None:
     merge(open_checkpoint(directory).directory / "common.pt", {"args": argparse.Namespace(**given)})
 
 
-def test_a_dense_models_experts_are_cut_as_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dense_models_experts_are_cut_as_the_rest(tmp_path: Path, capsys: Capsys) -> None:
     write(tmp_path / "source", tp=2)
     with_arguments(tmp_path / "source", tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
     assert run("reshard", tmp_path / "source", tmp_path / "new", "--tp", 1, "--json") == 0
@@ -339,9 +337,7 @@ def test_what_is_missing_is_named(tmp_path: Path, files: list[str], words: str) 
         open_checkpoint(tmp_path)
 
 
-def test_nothing_of_a_file_reaches_a_terminal_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_of_a_file_reaches_a_terminal_as_it_is(tmp_path: Path, capsys: Capsys) -> None:
     name = "w\x1b]0;owned\x07\x1b[31m\nrm -rf\u202e\ud800"
     text = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     data = len(text).to_bytes(8, "little") + text + b"\0\0\xc0\x7f"
@@ -361,9 +357,7 @@ def test_arguments_of_uneven_stages_hold_for_as_many_stages_alone() -> None:
     assert with_degrees(stated, {"pp": 1})["decoder_first_pipeline_num_layers"] is None
 
 
-def test_a_directory_without_a_checkpoint_says_what_it_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_without_a_checkpoint_says_what_it_has(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "stray.txt").write_text("")
     assert run("verify", tmp_path) == 3
     assert "stray.txt" in capsys.readouterr().err

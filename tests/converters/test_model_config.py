@@ -12,7 +12,7 @@ import pytest
 from scalai.converters.between.model_config import config_arguments, contradictions
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
-from support.command import run
+from support.command import Capsys, run
 
 pytestmark = pytest.mark.fault
 
@@ -171,7 +171,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def test_a_head_that_is_said_to_be_tied_and_differs_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capsys
 ) -> None:
     model = tensors()
     source = saved(tmp_path / "hf", {**model, HEAD: model[EMBEDDING] + 1})
@@ -207,7 +207,7 @@ def test_a_copy_of_the_embedding_is_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_lacks_something_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: Capsys,
     missing: str, config: Mapping[str, Any], words: str,
 ) -> None:  # fmt: skip
     model = {name: of for name, of in tensors().items() if not name.startswith(missing)}
@@ -219,9 +219,7 @@ def test_a_model_that_lacks_something_is_refused(
         assert "warning: " in capsys.readouterr().out
 
 
-def test_arguments_of_another_model_are_refused_and_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_of_another_model_are_refused_and_found(tmp_path: Path, capsys: Capsys) -> None:
     model = tensors()
     assert convert(saved(tmp_path / "a", model, rope_theta=500.0), tmp_path / "mg") == 0
     written = open_checkpoint(tmp_path / "mg").values.arguments

@@ -16,7 +16,7 @@ from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.checkpoint.saved_checkpoint import read_saved
 from scalai.patches.deepspeed.masters import order_of
 from support.checkpoints import carry
-from support.command import logged, run
+from support.command import Capsys, logged, run
 
 pytestmark = pytest.mark.fault
 
@@ -192,9 +192,7 @@ def test_a_limit_of_the_gradient_that_nobody_states_is_left_to_the_engine(
     assert state.get("clip_grad") == config.get("gradient_clipping")
 
 
-def test_verify_says_what_no_bytes_prove(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_says_what_no_bytes_prove(tmp_path: Path, capsys: Capsys) -> None:
     source = str(saved(tmp_path / "a"))
     for paths in ([source], [source, source]):
         _, said = logged(capsys, "verify", *paths)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from scalai.converters import engine, journal
 from scalai.converters.checkpoint import Checkpoint
@@ -155,7 +156,7 @@ def test_a_destination_that_is_another_conversions_is_left_alone(
 
 
 def test_a_file_system_without_locks_is_refused(
-    tmp_path: Path, source: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Checkpoint, monkeypatch: MonkeyPatch
 ) -> None:
     def no_locks(*_: Any) -> None:
         raise OSError(38, "Function not implemented")
@@ -220,7 +221,7 @@ def test_each_part_reads_its_share_of_the_bytes(tmp_path: Path, source: Checkpoi
 
 @pytest.mark.fault
 def test_a_wait_for_another_process_is_told_of_and_ends_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "SILENT_S", 0.0)
     other = open(tmp_path / ".there.lock", "a+b")
@@ -246,7 +247,7 @@ def test_a_wait_for_another_process_is_told_of_and_ends_with_it(
 
 
 def test_a_part_of_another_version_of_fingerprints_is_not_gone_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     source = write(tmp_path / "source")
     with monkeypatch.context() as other_release:

@@ -13,7 +13,7 @@ import pytest
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
 from support.checkpoints import deepspeed_state, experts_state, lay_out, state, write
-from support.command import logged
+from support.command import Capsys, logged
 from support.rejects import EXPERTS, ITEMS, MAKERS, NORM, TABLE, Reject, edit_values
 
 CASES = {**{layout: cases for layout, (cases, _) in TABLE.items()}, "experts-zero2": EXPERTS}
@@ -49,7 +49,7 @@ def test_every_item_has_a_case_or_a_reason(layout: str) -> None:
     ],
 )
 def test_a_bad_checkpoint_is_refused_by_name(
-    whole: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    whole: Callable[[str], Path], tmp_path: Path, capsys: Capsys,
     layout: str, case: Reject,
 ) -> None:  # fmt: skip
     source = tmp_path / "here" / "source"
@@ -66,9 +66,7 @@ def test_a_bad_checkpoint_is_refused_by_name(
 
 
 @pytest.mark.parametrize("layout", TABLE)
-def test_a_whole_one_is_not(
-    whole: Callable[[str], Path], capsys: pytest.CaptureFixture[str], layout: str
-) -> None:
+def test_a_whole_one_is_not(whole: Callable[[str], Path], capsys: Capsys, layout: str) -> None:
     code, text = logged(capsys, "verify", whole(layout), "--workers", 1)
     assert code == 0, text
     unproven = "nothing proves which of the optimizer's states belong"
@@ -78,7 +76,7 @@ def test_a_whole_one_is_not(
 
 
 def test_the_state_is_not_suspect_but_its_moments_may_be_tiny(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capsys
 ) -> None:
     write(tmp_path / "tiny", source=state())
     (tmp_path / "tiny" / "scalai.json").unlink()

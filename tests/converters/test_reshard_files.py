@@ -21,7 +21,7 @@ from scalai.converters.work import BATCH_FILES, TASK_BYTES, TURNS, Task, Unit, b
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.tensors.region import Box
 from support.checkpoints import SHAPES, carry, lay_out, state, write
-from support.command import run
+from support.command import Capsys, run
 
 MANY = {f"decoder.layers.{layer}.mlp.linear_fc2.bias": (4,) for layer in range(2, 40)}
 
@@ -41,9 +41,7 @@ def test_a_state_is_the_same_in_every_layout_and_at_all_degrees(
         assert other.values.param_groups[0]["betas"] == (0.9, 0.95)
 
 
-def test_two_models_differ_by_name_and_that_is_no_refusal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_models_differ_by_name_and_that_is_no_refusal(tmp_path: Path, capsys: Capsys) -> None:
     wider = {name: (2 * shape[0], *shape[1:]) for name, shape in SHAPES.items() if "word" in name}
     write(tmp_path / "one")
     write(tmp_path / "two", "torch_dist", state(shapes={**SHAPES, **wider}))
@@ -53,7 +51,7 @@ def test_two_models_differ_by_name_and_that_is_no_refusal(
 
 
 def test_an_existing_destination_is_left_alone_and_replaced_on_demand(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capsys
 ) -> None:
     write(tmp_path / "source")
     (tmp_path / "there").mkdir()
@@ -66,7 +64,7 @@ def test_an_existing_destination_is_left_alone_and_replaced_on_demand(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "there"]
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: Capsys) -> None:
     write(tmp_path / "source")
     arguments = ["reshard", tmp_path / "source", tmp_path / "new" / "place", "--tp", 2]
     assert run(*arguments, "--dry-run", "--json") == 0
@@ -78,9 +76,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_degrees_that_do_not_divide_the_model_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_degrees_that_do_not_divide_the_model_are_refused(tmp_path: Path, capsys: Capsys) -> None:
     write(tmp_path / "source")
     assert run("reshard", tmp_path / "source", tmp_path / "new", "--tp", 3) == 3
     assert "vocabulary of 8 rows. Give --repad" in capsys.readouterr().err
@@ -119,7 +115,7 @@ def test_the_tables_of_very_many_tensors_count_as_memory(tmp_path: Path) -> None
 
 
 def test_what_differs_is_named_with_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     one = write(tmp_path / "one")
     two = write(tmp_path / "two")
@@ -139,9 +135,7 @@ def test_what_differs_is_named_with_its_place(
     assert [*compare(one, open_checkpoint(tmp_path / "two"), 1)] == [expected]
 
 
-def test_inspect_shows_any_layout_and_prints_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_shows_any_layout_and_prints_values(tmp_path: Path, capsys: Capsys) -> None:
     checkpoint = write(tmp_path / "one")
     assert run("inspect", tmp_path / "one", "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -167,7 +161,7 @@ def test_a_source_without_hyperparameters_is_refused_with_the_way_out(tmp_path: 
 @pytest.mark.fault
 @pytest.mark.parametrize("place", ["/proc/nothing-goes-here", "{}/file/new"])
 def test_a_destination_that_cannot_be_written_is_refused_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+    tmp_path: Path, capsys: Capsys, place: str
 ) -> None:
     write(tmp_path / "source")
     (tmp_path / "file").write_text("")
@@ -195,9 +189,7 @@ def test_a_destination_that_is_a_link_is_filled_where_it_leads(
     assert run("verify", tmp_path / "source", tmp_path / "link") == 0
 
 
-def test_a_link_that_names_itself_is_refused_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_link_that_names_itself_is_refused_in_words(tmp_path: Path, capsys: Capsys) -> None:
     write(tmp_path / "one")
     os.symlink("loop", tmp_path / "loop")
     assert run("reshard", tmp_path / "one", tmp_path / "loop", "--tp", "2") == 2

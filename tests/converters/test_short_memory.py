@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from scalai.converters import engine, forked
 from scalai.converters.consistency import verify
@@ -26,7 +27,7 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import MemoryShortError, PeerError, RefusedError
 from scalai.runtime.at_once import THREADS, at_once
 from support.checkpoints import carry, deepspeed_state, state, write
-from support.command import logged
+from support.command import Capsys, logged
 
 pytestmark = pytest.mark.fault
 
@@ -69,7 +70,7 @@ def test_it_ends_wherever_memory_does(tmp_path: Path, megabytes: int) -> None:
 
 
 def test_memory_that_runs_out_in_the_kernel_is_called_so_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capsys
 ) -> None:
     """It is an OSError then, of whatever was asked for: here of opening the source's files."""
     write(tmp_path / "source", "deepspeed_zero1", deepspeed_state(), dp=2)
@@ -90,7 +91,7 @@ def test_memory_that_runs_out_in_the_kernel_is_called_so_too(
 
 
 def test_memory_that_runs_out_while_a_checkpoint_is_read_is_not_called_its_fault_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     def run_out(*_: object) -> None:
         raise MemoryError("Unable to allocate 4.59 KiB for an array with shape (98, 6)")
@@ -118,7 +119,7 @@ def start_nothing(*_: object) -> int:
 
 @pytest.mark.parametrize("start", [refuse, start_nothing])
 def test_threads_that_cannot_begin_are_not_waited_for(
-    start: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., int], monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_thread, "start_new_thread", start)
     done: list[int] = []
@@ -133,7 +134,7 @@ def test_several_threads_share_the_items_and_have_small_stacks() -> None:
 
 
 def test_calls_that_overlap_leave_the_size_of_stacks_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     """The first one that starts helpers goes on before the second one does."""
     is_there = [threading.Event(), threading.Event()]
@@ -194,9 +195,7 @@ def test_a_worker_that_dies_is_an_error(workers: int, code: int, how: str) -> No
 
 
 @pytest.mark.parametrize("started", [0, 1, 2])
-def test_a_worker_that_cannot_be_forked_is_an_error(
-    started: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_cannot_be_forked_is_an_error(started: int, monkeypatch: MonkeyPatch) -> None:
     fork, left = os.fork, [started]
 
     def fork_some() -> int:
@@ -212,7 +211,7 @@ def test_a_worker_that_cannot_be_forked_is_an_error(
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
 def test_memory_that_runs_out_in_a_worker_is_an_error(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     def run_out(*_: object) -> None:
         raise error
@@ -228,7 +227,7 @@ def test_memory_that_runs_out_in_a_worker_is_an_error(
 
 
 def test_memory_that_runs_out_in_the_command_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capsys
 ) -> None:
     def run_out(*_: object) -> None:
         raise MemoryError
@@ -250,7 +249,7 @@ class LetGoOn(logging.Handler):
             os.kill(int(self.text.split("kill -CONT ")[1].split("`")[0]), signal.SIGCONT)
 
 
-def test_a_worker_that_is_stopped_is_named_and_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_stopped_is_named_and_can_go_on(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(forked, "SILENT_S", 0.3)
     handler = LetGoOn()
     forked.log.addHandler(handler)

@@ -24,7 +24,7 @@ from scalai.converters.megatron.torch_dist_writer import LINKS, content_of
 from scalai.converters.torch_archive import lay_out_archive
 from scalai.core.errors import RefusedError
 from support.checkpoints import GROUP, lay_out, newest, state, write
-from support.command import run
+from support.command import Capsys, run
 from support.damage import Damage
 from support.rejects import lost, replaced
 
@@ -73,9 +73,7 @@ def test_an_iteration_without_a_file_is_found_by_its_own_name(tmp_path: Path) ->
     assert list(compare(open_checkpoint(tmp_path / "named"), new, 1)) == []
 
 
-def test_the_form_is_that_of_the_targets_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_form_is_that_of_the_targets_job(tmp_path: Path, capsys: Capsys) -> None:
     write(tmp_path / "old"), write_new(tmp_path / "new")
     for source, reference, form in (("new", "old", COMMON_FILE), ("old", "new", COMMON_OBJECT)):
         target = tmp_path / f"{source}-for-{reference}"

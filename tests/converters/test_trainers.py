@@ -11,6 +11,7 @@ import pytest
 from scalai.converters.consistency import verify
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import ProofError
+from support.command import Capsys
 from support.command import run as command
 from support.training.deepspeed_checks import cases
 from support.training.deepspeed_jobs import Job, Runner
@@ -91,7 +92,7 @@ LONG_CASES = [
 @pytest.mark.parametrize(("before", "after"), cases(CASES, LONG_CASES))
 def test_a_checkpoint_of_trainer_is_resumed_by_it_at_another_number_of_ranks(
     run_deepspeed: Runner, tmp_path: Path, before: tuple[int, int], after: tuple[int, int],
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:  # fmt: skip
     """Acceptance case 17."""
     one = run(run_deepspeed, TRAINER, tmp_path / "one", *before, "--save-every", SAVED_AFTER)

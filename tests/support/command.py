@@ -8,6 +8,8 @@ import pytest
 
 from scalai.launch import cli
 
+Capsys = pytest.CaptureFixture[str]
+
 
 def run(*words: object) -> int:
     """Run ``scalai`` and return its exit code."""
@@ -16,7 +18,7 @@ def run(*words: object) -> int:
     return int(ended.value.code or 0)
 
 
-def logged(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+def logged(capsys: Capsys, *words: object) -> tuple[int, str]:
     """Run ``scalai``; return its exit code and what it said."""
     capsys.readouterr()
     code = run(*words)
