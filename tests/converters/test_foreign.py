@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.checkpoint import Checkpoint, place
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.beside_tensors import with_degrees
 from scalai.converters.megatron.model_limits import limits_of
@@ -135,21 +135,16 @@ def test_a_dense_models_experts_are_cut_as_the_rest(tmp_path: Path, capsys: Caps
 def without_steps() -> Checkpoint:
     """Return a state of SGD: a momentum, and nothing that counts steps."""
     source = state()
-    keep = [
-        row
-        for row in range(len(source.placed.collection))
-        if source.placed.collection.box(row)[0].name.startswith(("param/", "exp_avg/"))
+    kept = [
+        piece
+        for piece in map(source.placed.piece, range(len(source.placed.collection)))
+        if piece.tensor.name.startswith(("param/", "exp_avg/"))
     ]
-    from scalai.converters.checkpoint import FilePiece, place
-
-    boxes = [(row, *source.placed.collection.box(row)) for row in keep]
+    names = [piece.tensor.name.replace("exp_avg/", "momentum_buffer/") for piece in kept]
     pieces = [
-        FilePiece(
-            replace(tensor, name=tensor.name.replace("exp_avg/", "momentum_buffer/")), box,
-            source.placed.files[source.placed.file[row]].path, 0,
-        )
-        for row, tensor, box in boxes
-    ]  # fmt: skip
+        replace(piece, tensor=replace(piece.tensor, name=name))
+        for piece, name in zip(kept, names, strict=True)
+    ]
     (group,) = source.values.param_groups
     group = {**{key: group[key] for key in group if key not in ("betas", "eps")}, "momentum": 0.9}
     values = replace(source.values, param_groups=(group,), is_split=False)

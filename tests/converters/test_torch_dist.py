@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 
 from scalai.converters.checkpoint import (
     Checkpoint,
-    FilePiece,
     ReadOptions,
     place,
 )
@@ -152,13 +151,11 @@ def test_chains_that_would_be_others_are_refused(
 def half_trained() -> Checkpoint:
     """Return a state whose layer 0 has no optimizer state, and objects by layer."""
     source = state()
-    rows = [
-        (tensor, box, source.placed.files[source.placed.file[row]].path)
-        for row in range(len(source.placed.collection))
-        for tensor, box in [source.placed.collection.box(row)]
-        if tensor.name.startswith("param/") or ".layers.0." not in tensor.name
+    pieces = [
+        piece
+        for piece in map(source.placed.piece, range(len(source.placed.collection)))
+        if piece.tensor.name.startswith("param/") or ".layers.0." not in piece.tensor.name
     ]
-    pieces = [FilePiece(tensor, box, file, 0) for tensor, box, file in rows]
     names = (
         "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2",
         "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_0.3_2.4",

@@ -135,15 +135,13 @@ def edit_values(directory: Path, name: str, change: Callable[[Any], None]) -> No
         if placed is None:
             continue
         for row in range(len(placed.collection)):
-            tensor, box = placed.collection.box(row)
-            file = placed.files[placed.file[row]]
-            if tensor.name != name or file.content is not None:
+            piece = placed.piece(row)
+            if piece.tensor.name != name or placed.files[placed.file[row]].content is not None:
                 continue
-            data = np.memmap(checkpoint.directory / file.path, np.uint8, "r+")
-            stride = [4 * int(s) for s in placed.stride[row][6 - len(box.shape) :]]
-            view: Any = np.ndarray(
-                box.shape, np.float32, data, int(placed.begin[row]), stride or None
-            )
+            data = np.memmap(checkpoint.directory / piece.file, np.uint8, "r+")
+            stride = [4 * step for step in piece.stride or ()]
+            shape = piece.box.shape
+            view: Any = np.ndarray(shape, np.float32, data, piece.begin, stride or None)
             change(view)
             data.flush()
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.zip_members import storages
-from scalai.core.tensors.collection import MAX_NDIM
 from scalai.core.tensors.region import row_major
 
 PAGE = 4096
@@ -31,14 +30,12 @@ def held(checkpoint: Checkpoint, kind: str, least_bytes: int = 64) -> Held:
     """Return the largest piece of a kind in a checkpoint's files."""
     placed, found = checkpoint.placed, []
     for row in range(len(placed.collection)):
-        tensor, box = placed.collection.box(row)
-        file = placed.files[placed.file[row]]
-        stride = tuple(placed.stride[row, MAX_NDIM - len(box.shape) :].tolist())
-        size = int(placed.collection.size_bytes()[row])
-        is_one = file.content is None and stride == row_major(box.shape)
-        if tensor.name.startswith(f"{kind}/") and is_one and size >= least_bytes:
-            path, begin = checkpoint.directory / file.path, int(placed.begin[row])
-            found.append(Held(tensor.name, path, begin, size))
+        piece, file = placed.piece(row), placed.files[placed.file[row]]
+        size = piece.box.numel * piece.item_bytes
+        is_one = file.content is None and piece.stride == row_major(piece.box.shape)
+        if piece.tensor.name.startswith(f"{kind}/") and is_one and size >= least_bytes:
+            path = checkpoint.directory / piece.file
+            found.append(Held(piece.tensor.name, path, piece.begin, size))
     return max(found, key=lambda piece: piece.size_bytes)
 
 
