@@ -23,7 +23,7 @@ from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText, Named
 from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns
 from scalai.core.tensors.dtypes import Bits
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.holders import Pieces, Reference
 from scalai.core.tensors.region import Box
 from scalai.runtime.codec import decode, encode
@@ -93,7 +93,7 @@ class PiecesHeld:
     """The answer to ``ReadPieces``; ``committed``: statements on the tensors."""
 
     pieces: Pieces
-    committed: Committed | None
+    committed: CommitStatement | None
 
 
 @dataclass(frozen=True, slots=True)

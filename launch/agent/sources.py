@@ -12,7 +12,7 @@ from scalai.core.errors import LayoutError, PeerError, StoreError
 from scalai.core.fields import mapped
 from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Collection
-from scalai.core.tensors.fingerprint import Committed, unite_committed
+from scalai.core.tensors.fingerprint import CommitStatement, unite_committed
 from scalai.core.tensors.holders import Holder, Pieces, SourceList
 from scalai.core.tensors.plan import plan
 from scalai.launch.agent.data_plane import DataPeer, PiecesHeld
@@ -51,7 +51,7 @@ class KnownParts:
 
     own: HostManifest | None
     others: tuple[GivenPart, ...]
-    committed: Committed | None
+    committed: CommitStatement | None
     silent: Mapping[str, str]
 
     def without(self, gone: Mapping[str, str]) -> "KnownParts":

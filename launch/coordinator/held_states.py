@@ -20,7 +20,7 @@ from scalai.core.job.recovery import Descent, Origin
 from scalai.core.tensors.collection import concatenate
 from scalai.core.tensors.coverage import Cover
 from scalai.core.tensors.fingerprint import (
-    Committed,
+    CommitStatement,
     combine,
     compare,
     tensor_fingerprints,
@@ -110,7 +110,7 @@ class HeldParts(UserDict[str, HostManifest]):
         committed: Statement of the committing coordinator; None: the parts tell.
     """
 
-    def __init__(self, committed: Committed | None = None) -> None:
+    def __init__(self, committed: CommitStatement | None = None) -> None:
         self._committed = committed
         self._fingerprints = None if committed is None else committed.fingerprints
         self._attached: frozenset[str] | None = frozenset()
@@ -190,12 +190,12 @@ class HeldParts(UserDict[str, HostManifest]):
                 known.setdefault(name, part.host)
         return known
 
-    def stated(self) -> Committed | None:
+    def stated(self) -> CommitStatement | None:
         """Statement of the commit, or of all parts together."""
         if self._committed is not None:
             return self._committed
         hosts = self.writers()
-        return Committed(hosts, dict(self._prints or {})) if hosts else None
+        return CommitStatement(hosts, dict(self._prints or {})) if hosts else None
 
     def writers(self) -> tuple[str, ...]:
         """Known hosts that wrote the state."""
@@ -236,7 +236,7 @@ class HeldParts(UserDict[str, HostManifest]):
             return False
         prints = committed_fingerprints(self.data.values())
         hosts = self.writers() or tuple(sorted(self.data))
-        self._committed = Committed(hosts, prints)
+        self._committed = CommitStatement(hosts, prints)
         return True
 
     def _gather(self, part: HostManifest) -> None:
@@ -257,7 +257,7 @@ def facts_of(part: HostManifest) -> PartFacts:
     return PartFacts(part.host, part.generation, part.step, snapshot_name(part), descent, named)
 
 
-def _numbered(part: HostManifest, number: int, stated: Committed | None) -> HostManifest:
+def _numbered(part: HostManifest, number: int, stated: CommitStatement | None) -> HostManifest:
     """A sealed part as a generation's, with the statement of its tensors."""
     names = [tensor.name for tensor in part.collection.tensors]
     mine = None if stated is None else stated.of_tensors(names)
@@ -337,7 +337,7 @@ class HeldStates:
         """
         parts = self._snapshots.pop(name)
         try:
-            stated = Committed(tuple(sorted(parts)), written_fingerprints(parts.values()))
+            stated = CommitStatement(tuple(sorted(parts)), written_fingerprints(parts.values()))
         except ProofError as error:
             self._catalogue = self._catalogue.with_refused(name, parts, str(error))
             raise
@@ -403,7 +403,7 @@ class HeldStates:
             entry.update(part.about.get("facts", {}))
         return entry
 
-    def stated(self, number: int) -> Committed | None:
+    def stated(self, number: int) -> CommitStatement | None:
         """Known statement of a generation."""
         return self._held[number].stated() if number in self._held else None
 

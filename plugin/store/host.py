@@ -18,7 +18,7 @@ from scalai.core.errors import RoomError, StoreError
 from scalai.core.jsonable import Json
 from scalai.core.messages.worker_messages import RankSnapshot, WriteOrder
 from scalai.core.tensors.collection import Collection
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.store.atomic import sync_directory, sync_file
 from scalai.store.directory import HostDirectory, Room
 from scalai.store.files import contiguous_chunks, write_at
@@ -275,7 +275,7 @@ class HostStore(HeldGenerations):
         return manifest
 
     def commit(
-        self, snapshot: SnapshotSlot, generation: int, committed: Committed | None = None
+        self, snapshot: SnapshotSlot, generation: int, committed: CommitStatement | None = None
     ) -> HostManifest:
         """Make a sealed snapshot the generation of this number; one rename decides.
 

@@ -22,7 +22,7 @@ from scalai.core.tensors.boxes import outside, right_aligned
 from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns, Tensor
 from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.fingerprint import VERSION as FINGERPRINT_VERSION
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.holders import Reference
 from scalai.core.tensors.universal_hash import P
 from scalai.store.atomic import partial_of, replace_file
@@ -70,7 +70,7 @@ class HostManifest:
     files: tuple[StoredFile, ...]
     scalars: Mapping[str, Json]
     rank_state: Mapping[str, Json]
-    committed: Committed | None = None
+    committed: CommitStatement | None = None
     unproven: tuple[int, ...] = ()
     summarizes: Reference | None = None
 
@@ -156,7 +156,7 @@ def _read(data: Mapping[str, Json], where: str) -> HostManifest:
         ),
         scalars=fields.mapped(data["scalars"], "scalars"),
         rank_state=fields.mapped(data["rank_state"], "rank_state"),
-        committed=Committed.from_json(data["committed"]) if "committed" in data else None,
+        committed=CommitStatement.from_json(data["committed"]) if "committed" in data else None,
         unproven=tuple(fields.column(data.get("unproven", []), "unproven").tolist()),
         summarizes=_reference(data["summarizes"]) if "summarizes" in data else None,
     )

@@ -19,7 +19,7 @@ from scalai.core.errors import DamageError, StoreError
 from scalai.core.jsonable import Json
 from scalai.core.tensors.collection import Collection, Columns, concatenate
 from scalai.core.tensors.dtypes import Bits, bits_dtype
-from scalai.core.tensors.fingerprint import Committed, piece_fingerprint
+from scalai.core.tensors.fingerprint import CommitStatement, piece_fingerprint
 from scalai.core.tensors.holders import Pieces, Reference, merged, used_only
 from scalai.core.tensors.region import Box
 from scalai.store.files import box_view, map_file, slices
@@ -263,7 +263,7 @@ class Extras:
     scalars: Mapping[str, Json]
     rank_state: Mapping[str, Json]
     ranks: tuple[int, ...]
-    committed: Committed | None
+    committed: CommitStatement | None
 
 
 def empty_part(like: HostManifest, host: str) -> HostManifest:

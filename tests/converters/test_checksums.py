@@ -30,7 +30,7 @@ from scalai.converters.torch_archive import check_members, read_archive, with_co
 from scalai.converters.work import plan_work
 from scalai.converters.zip_members import storages
 from scalai.core.errors import ProofError, RefusedError
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.store.files import map_file
 from scalai.store.manifest import write_manifest
 from support import command
@@ -361,11 +361,11 @@ def test_a_tensor_that_is_not_what_was_committed_is_found(tmp_path: Path) -> Non
     assert isinstance(stored, StoredGeneration)
     (part,), (place,) = stored.generation.hosts, stored.generation.directories
     assert place is not None
-    write_manifest(place, replace(part, committed=Committed(("offline",), found)))
+    write_manifest(place, replace(part, committed=CommitStatement(("offline",), found)))
     assert verify(open_checkpoint(tmp_path / "saved"), 1) == found
     assert run("inspect", "--verify", tmp_path / "saved") == 0
 
-    wrong = Committed(("offline",), {**found, NAME: found[NAME] ^ 1})
+    wrong = CommitStatement(("offline",), {**found, NAME: found[NAME] ^ 1})
     write_manifest(place, replace(part, committed=wrong))
     source = open_checkpoint(tmp_path / "saved")
     with pytest.raises(ProofError, match=f"1 tensors are not what .* was written: {NAME}"):

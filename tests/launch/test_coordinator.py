@@ -15,7 +15,7 @@ from scalai.core.job.function_proof import Asked, Numbers, Waiting
 from scalai.core.job.membership import Phase
 from scalai.core.messages.reports import Stalled
 from scalai.core.tensors.collection import Collection, Tensor
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.region import Box
 from scalai.launch import cli
 from scalai.launch.commands import job_commands
@@ -35,7 +35,7 @@ ONE = ("--nnodes", "1", "--max-restarts", "0")
 def of_two_hosts(folder: Path, number: int, step: int, **about: Any) -> list[HostManifest]:
     """The parts of hosts a and b of a state that names both."""
     whole = part(folder, "a", number, step, f"r-1-{step}", **about)
-    stated = Committed(("a", "b"), {}) if number >= 0 else None
+    stated = CommitStatement(("a", "b"), {}) if number >= 0 else None
     return [replace(half(whole, host, n), committed=stated) for n, host in enumerate("ab")]
 
 
@@ -220,7 +220,7 @@ def test_parts_that_were_committed_otherwise_are_refused_by_name(
     line: Line, tmp_path: Path
 ) -> None:
     one, other = (
-        replace(each, committed=Committed(("a", "b"), {"param/w": value}))
+        replace(each, committed=CommitStatement(("a", "b"), {"param/w": value}))
         for each, value in zip(of_two_hosts(tmp_path, 4, 30), (7, 9), strict=True)
     )
     line.join("a", parts=(one,))

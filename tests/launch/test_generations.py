@@ -7,7 +7,7 @@ import pytest
 
 from scalai.core.errors import ProofError
 from scalai.core.tensors.collection import Collection, Tensor
-from scalai.core.tensors.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
+from scalai.core.tensors.fingerprint import CommitStatement, piece_fingerprint, tensor_fingerprints
 from scalai.core.tensors.region import Box
 from scalai.launch.coordinator.held_states import (
     HeldParts,
@@ -121,7 +121,7 @@ def test_a_state_whose_pieces_do_not_tell_its_fingerprint_is_not_taken_for_whole
 
 def test_parts_that_were_committed_with_other_fingerprints_are_named() -> None:
     _, own = committed()
-    other = replace(own, host="z", committed=Committed(("z",), {MATRIX.name: 5}))
+    other = replace(own, host="z", committed=CommitStatement(("z",), {MATRIX.name: 5}))
     with pytest.raises(ProofError, match=r"hosts 'a' and 'z'.*generation 4.*exp_avg/w"):
         committed_fingerprints([own, other])
 
@@ -129,7 +129,7 @@ def test_parts_that_were_committed_with_other_fingerprints_are_named() -> None:
 def test_what_is_committed_is_stated_with_its_hosts() -> None:
     generations, own = committed()
     assert own.committed == generations.stated(4)
-    assert own.committed == Committed(("a",), {MATRIX.name: fingerprint(WRITTEN)})
+    assert own.committed == CommitStatement(("a",), {MATRIX.name: fingerprint(WRITTEN)})
 
 
 @pytest.mark.fault
@@ -150,7 +150,7 @@ def test_another_state_of_a_number_whose_holder_has_gone_is_proven_by_what_it_st
     _, own = committed()
     first = HeldStates()
     other = replace(own, host="z", about={**own.about, "snapshot": "s-1-9"})
-    assert first.add(replace(other, committed=Committed(("z",), {MATRIX.name: 5})))
+    assert first.add(replace(other, committed=CommitStatement(("z",), {MATRIX.name: 5})))
     assert first.covered()
     first.forget("z")
     assert first.add(own) and first.covered() and first.stated(4) == own.committed
@@ -179,7 +179,7 @@ def test_what_only_a_late_part_holds_is_stated_from_then_on() -> None:
         late, collection=rows, file=zero, begin=zero, fingerprint=np.array([5], np.uint64)
     )
     tensors = {"tensors": 2}
-    known = Committed(("a", "b"), {MATRIX.name: fingerprint(WRITTEN)})
+    known = CommitStatement(("a", "b"), {MATRIX.name: fingerprint(WRITTEN)})
     generations = HeldStates()
     generations.add(replace(here, generation=4, committed=known, about={**here.about, **tensors}))
     generations.add_sealed(replace(late, about={**late.about, **tensors}))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.launch.coordinator.calls import BroughtPart, HostLists, read_part
 from scalai.store.manifest import manifest_bytes
 from scalai.store.parts import summary
@@ -20,7 +20,7 @@ def test_parts_arrive_with_the_hosts_that_they_named_and_each_list_travels_once(
 ) -> None:
     sealed = summary(part(tmp_path, "a", -1, 30, "r-1-30", hosts=list(HOSTS)))
     held = [
-        replace(sealed, generation=number, committed=Committed(HOSTS, {"w": 5}))
+        replace(sealed, generation=number, committed=CommitStatement(HOSTS, {"w": 5}))
         for number in (1, 2)
     ]
     plain = replace(sealed, about={k: v for k, v in sealed.about.items() if k != "hosts"})

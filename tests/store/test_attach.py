@@ -14,7 +14,7 @@ import pytest
 from scalai.core.errors import StoreError
 from scalai.core.messages.reports import Examined
 from scalai.core.tensors.collection import Collection
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.region import Box, whole
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.leftovers import find_leftovers
@@ -40,7 +40,7 @@ from support.store_states import (
 
 pytestmark = pytest.mark.fault
 
-STATED = Committed(("a", "b"), {"param/w": 7})
+STATED = CommitStatement(("a", "b"), {"param/w": 7})
 Parts = list[tuple[Path, HostManifest]]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.tensors.collection import Tensor
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.holders import used_only
 from scalai.core.tensors.region import Box
 from scalai.store.generation import load_generation, unite, unite_hosts
@@ -174,14 +174,14 @@ def test_parts_that_are_not_of_one_step_tensor_or_host_are_never_united(
 def stated(part: HostManifest) -> HostManifest:
     """A committed part that states its tensors."""
     names = [tensor.name for tensor in part.collection.tensors]
-    return replace(part, committed=Committed((part.host,), dict.fromkeys(names, 7)))
+    return replace(part, committed=CommitStatement((part.host,), dict.fromkeys(names, 7)))
 
 
 def grown(part: HostManifest) -> HostManifest:
     """Return a part with row after row of a tensor that it had not, as they come from others."""
     other = Tensor("param/other", (40, 4), "F32")
     rows = type(part.collection).of((other, Box((row, 0), (1, 4))) for row in range(40))
-    more = Committed((part.host, "b"), {other.name: 9})
+    more = CommitStatement((part.host, "b"), {other.name: 9})
     return extended(
         part, StoredFile("fetched-0.safetensors", 640), rows, 16 * np.arange(40),
         np.arange(40, dtype=np.uint64), Extras({}, {"tp7": "x"}, (7,), more),

@@ -11,7 +11,7 @@ import numpy as np
 from scalai.core.messages.worker_messages import RankSnapshot, WriteOrder
 from scalai.core.tensors.collection import Collection, Tensor, concatenate
 from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, Bits
-from scalai.core.tensors.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
+from scalai.core.tensors.fingerprint import CommitStatement, piece_fingerprint, tensor_fingerprints
 from scalai.core.tensors.region import Box, flat_range, whole
 from scalai.store.files import slices
 from scalai.store.host import HostStore
@@ -113,7 +113,7 @@ def stores_of(root: Path) -> dict[str, HostStore]:
         manifests.append(stores[host].seal(slots[host], step=STEP, about=about(), parts=parts))
     rows = concatenate([manifest.collection for manifest in manifests])
     values = np.concatenate([manifest.fingerprint for manifest in manifests])
-    committed = Committed(("a", "b"), tensor_fingerprints(rows, values))
+    committed = CommitStatement(("a", "b"), tensor_fingerprints(rows, values))
     for host, store in stores.items():
         store.commit(slots[host], NUMBER, committed)
     return stores

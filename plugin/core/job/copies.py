@@ -67,7 +67,7 @@ class Archiving:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class GenerationCopies:
     """Copies of generations, in progress and made.
 
     Attributes:

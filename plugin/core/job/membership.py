@@ -26,7 +26,7 @@ from operator import attrgetter
 from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.degrees.passes import Passes, Recompute
-from scalai.core.job.copies import Copies
+from scalai.core.job.copies import GenerationCopies
 from scalai.core.job.fitness import Fitness, hearing_with
 from scalai.core.job.function_proof import FunctionProof
 from scalai.core.job.remembered import Takeover
@@ -421,7 +421,7 @@ class Job:
     failure: FailedRound | Examination | None = None
     budget: Budget = Budget()
     states: States = field(default_factory=States)
-    copies: Copies = field(default_factory=Copies)
+    copies: GenerationCopies = field(default_factory=GenerationCopies)
     health: Fitness = field(default_factory=Fitness)
     takeover: Takeover = field(default_factory=Takeover)
     function: FunctionProof = field(default_factory=FunctionProof)

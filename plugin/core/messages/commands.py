@@ -8,7 +8,7 @@ from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees.passes import Recompute
 from scalai.core.job.remembered import Remembered
 from scalai.core.messages.shared import JsonText, Shared
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.holders import SourceList
 from scalai.core.tensors.replicas import Ring
 
@@ -212,9 +212,9 @@ class Commit:
     fingerprints: Mapping[str, int]
 
     @property
-    def committed(self) -> Committed | None:
+    def committed(self) -> CommitStatement | None:
         """The statement in the host's manifest."""
-        return None if self.hosts is None else Committed(self.hosts.value, self.fingerprints)
+        return None if self.hosts is None else CommitStatement(self.hosts.value, self.fingerprints)
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,7 @@ def compare(before: Mapping[str, int], after: Mapping[str, int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommitStatement:
     """The coordinator's statement about a snapshot as it became a generation.
 
     ``hosts`` wrote a part; ``fingerprints`` are those of whole tensors by name, added up from its
@@ -225,7 +225,7 @@ class Committed:
         return {"hosts": list(self.hosts), "fingerprints": fingerprints}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Json]) -> "Committed":
+    def from_json(cls, data: Mapping[str, Json]) -> "CommitStatement":
         """Read the values of ``to_json``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for
         others.
         """
@@ -237,27 +237,27 @@ class Committed:
         hosts = fields.listed(data["hosts"], "committed.hosts")
         return cls(tuple(fields.text(host, "a committed host") for host in hosts), fingerprints)
 
-    def of_tensors(self, names: Iterable[str]) -> "Committed":
+    def of_tensors(self, names: Iterable[str]) -> "CommitStatement":
         """Return the statement about these tensors."""
         mine = self.fingerprints
-        return Committed(self.hosts, {name: mine[name] for name in names if name in mine})
+        return CommitStatement(self.hosts, {name: mine[name] for name in names if name in mine})
 
-    def united(self, other: "Committed | None") -> "Committed":
+    def united(self, other: "CommitStatement | None") -> "CommitStatement":
         """Return both statements about the same generation in one."""
         if other is None:
             return self
         hosts = self.hosts if set(self.hosts) >= set(other.hosts) else (
             tuple(sorted({*self.hosts, *other.hosts}))
         )  # fmt: skip
-        return Committed(hosts, {**other.fingerprints, **self.fingerprints})
+        return CommitStatement(hosts, {**other.fingerprints, **self.fingerprints})
 
-    def difference(self, other: "Committed") -> list[str]:
+    def difference(self, other: "CommitStatement") -> list[str]:
         """Return the tensors with different fingerprints, sorted."""
         mine, its = self.fingerprints, other.fingerprints
         return sorted(name for name in mine.keys() & its.keys() if mine[name] != its[name])
 
 
-def unite_committed(statements: Iterable[Committed | None]) -> Committed | None:
+def unite_committed(statements: Iterable[CommitStatement | None]) -> CommitStatement | None:
     """Return these statements in one; None if there is none."""
     hosts: set[str] = set()
     fingerprints: dict[str, int] = {}
@@ -268,4 +268,4 @@ def unite_committed(statements: Iterable[Committed | None]) -> Committed | None:
             hosts.update(each.hosts)
             last = each.hosts
         fingerprints.update(each.fingerprints)
-    return Committed(tuple(sorted(hosts)), fingerprints) if found else None
+    return CommitStatement(tuple(sorted(hosts)), fingerprints) if found else None
