@@ -5,9 +5,15 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from scalai.core.errors import EndedError, LayoutError, ProofError, UsageError
-from scalai.core.job.admission import Admittance, Situation, admit, admit_sealed, rival
 from scalai.core.job.membership import ENDED_BY_A_LOSS, Phase
-from scalai.core.job.outlook import given_up_text
+from scalai.core.job.outlook import (
+    Admittance,
+    Situation,
+    admit,
+    admit_sealed,
+    given_up_text,
+    rival,
+)
 from scalai.core.job.remembered import Remembered, Underway
 from scalai.core.messages import events
 from scalai.launch.config.job_spec import JobSpec

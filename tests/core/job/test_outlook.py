@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from scalai.core.job.admission import Admittance, Situation, admit, admit_sealed, rival
 from scalai.core.job.catalogue import Catalogue, Contents, PartFacts, Standing, Survey
 from scalai.core.job.membership import Generation
-from scalai.core.job.outlook import Course, Prospect, doubtful, outlook
+from scalai.core.job.outlook import (
+    Admittance,
+    Course,
+    Prospect,
+    Situation,
+    admit,
+    admit_sealed,
+    doubtful,
+    outlook,
+    rival,
+)
 from scalai.core.job.recovery import Descent, Origin, newest_whole
 
 ALL = "vw"
