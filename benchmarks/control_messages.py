@@ -12,7 +12,7 @@ from control_layout import fingerprints
 from scalai.core.host.state import Want
 from scalai.core.messages.commands import Commit
 from scalai.core.tensors.collection import Collection
-from scalai.core.tensors.fingerprint import Committed
+from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.holders import Holder, SourceList, used_only
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import whole
@@ -50,6 +50,6 @@ def grown(part: HostManifest, fetched: Collection) -> bytes | None:
     names = [tensor.name for tensor in fetched.tensors]
     stated = dict(zip(names, fingerprints(whole_ones).tolist(), strict=True))
     assert part.committed is not None
-    beside = Extras({}, {}, (), Committed(part.committed.hosts, stated))
+    beside = Extras({}, {}, (), CommitStatement(part.committed.hosts, stated))
     begins = np.cumsum(sizes) - sizes
     return summary_bytes(extended(part, file, fetched, begins, fingerprints(fetched), beside))
