@@ -11,7 +11,7 @@ from scalai.core.errors import ProofError
 from scalai.core.job import membership as m
 from scalai.core.job import proof_rules
 from scalai.core.job.assigning import next_assignment
-from scalai.core.job.copies import Copies
+from scalai.core.job.copies import GenerationCopies
 from scalai.core.job.endings import kind_of, rank_of
 from scalai.core.job.fitness import Fitness
 from scalai.core.job.function_proof import FACT as PROVEN
@@ -610,7 +610,7 @@ def first_state(spec: JobSpec, sizing: Sizing, term: int, took_over_at: float | 
     job = m.Job(
         _settings(spec, sizing),
         budget=m.Budget(left=spec.failures),
-        copies=Copies(last_replication=orders, last_archive=orders),
+        copies=GenerationCopies(last_replication=orders, last_archive=orders),
         health=Fitness(last_check=orders),
         spacing=spec.spacing,
     )
