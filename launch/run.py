@@ -22,8 +22,8 @@ from scalai.core.planner.devices import device_named
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
 from scalai.launch.agent.durable import check_writable, refuse_finished
-from scalai.launch.agent.fitness import DeviceProbe, NoAnswerError, driver_device
-from scalai.launch.agent.interfaces import address_towards, interface_environment
+from scalai.launch.agent.host_checks import DeviceProbe, NoAnswerError, driver_device
+from scalai.launch.agent.network import address_towards, interface_environment
 from scalai.launch.agent.notices import watch
 from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check

@@ -30,12 +30,12 @@ from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent.fetch import Moving, prepare_restore
-from scalai.launch.agent.fitness import HealthCheck, describe_rise, oom_kills
 from scalai.launch.agent.holdings import Holdings
-from scalai.launch.agent.knocking import unheard
+from scalai.launch.agent.host_checks import HealthCheck, describe_rise, oom_kills
 from scalai.launch.agent.loop import DISK, ENDS, HEALTH, MEMORY, NETWORK, THREADS
+from scalai.launch.agent.network import unheard
 from scalai.launch.agent.progress import Stacks
-from scalai.launch.agent.replicas import Replicas
+from scalai.launch.agent.replica_fetch import Replicas
 from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups, obstacle, offer
 from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from scalai.launch.chaos import processes
+from scalai.launch.chaos import job_processes as processes
 from scalai.launch.chaos.scene import Injected, Scene
 from scalai.launch.coordinator.registers import OWNER
 from scalai.store.places import find_generations

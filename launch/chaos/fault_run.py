@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scalai.core.errors import PeerError, UsageError
-from scalai.launch.chaos import processes
+from scalai.launch.chaos import job_processes as processes
 from scalai.launch.chaos.injectors import CLOCK_S, injector_of
 from scalai.launch.chaos.kinds import Effect, Fault, Wanted, most_steps_lost, schedule
 from scalai.launch.chaos.scene import (

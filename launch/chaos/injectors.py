@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalai.launch.chaos import disk_faults as damage
-from scalai.launch.chaos import processes
+from scalai.launch.chaos import job_processes as processes
 from scalai.launch.chaos.kinds import KINDS, SIGNALS, TRIGGERS, Fault, Kind, Target
 from scalai.launch.chaos.scene import Injected, Scene
 from scalai.runtime.failpoints import VARIABLE

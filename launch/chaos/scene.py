@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, ScalaiError
-from scalai.launch.chaos import processes
+from scalai.launch.chaos import job_processes as processes
 from scalai.launch.chaos.kinds import Fault
 from scalai.launch.chaos.verdicts import ReportedRound
 from scalai.launch.config.endpoint import read_card

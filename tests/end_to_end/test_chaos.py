@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch.chaos import processes
+from scalai.launch.chaos import job_processes as processes
 from support.agents import Agents, tiny_agents
 from support.chaos_campaign import SHORT, campaign
 from support.tiny_job import check_steps

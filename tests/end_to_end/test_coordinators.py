@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from scalai.launch.chaos import processes
+from scalai.launch.chaos import job_processes as processes
 from support.agents import SCALAI_RUN, TINY_JOB, Agents, command_of, tiny_agents
 from support.network_namespaces import NetworkAgents, NetworkHosts, network_agents
 from support.tiny_job import check_steps

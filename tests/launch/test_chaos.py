@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from scalai.core.errors import UsageError
 from scalai.launch import cli
-from scalai.launch.chaos import processes
+from scalai.launch.chaos import job_processes as processes
 from scalai.launch.chaos.fault_run import alone
 from scalai.launch.chaos.injectors import TABLE
 from scalai.launch.chaos.kinds import (

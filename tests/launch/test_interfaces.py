@@ -3,7 +3,7 @@
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.launch.agent.interfaces import address_towards, interface_environment, interface_of
+from scalai.launch.agent.network import address_towards, interface_environment, interface_of
 
 pytestmark = pytest.mark.fault
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch.agent import knocking
-from scalai.launch.agent.knocking import knock, unheard
+from scalai.launch.agent import network
+from scalai.launch.agent.network import knock, unheard
 from support.network_namespaces import NetworkHosts
 from support.ports import free_port
 
@@ -20,8 +20,8 @@ obstacle = NetworkHosts.obstacle()
 def test_who_takes_a_connection_is_heard_however_busy_its_agent_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(knocking, "PAUSE_S", 0.01)
-    monkeypatch.setattr(knocking, "AT_ONCE", 2)
+    monkeypatch.setattr(network, "PAUSE_S", 0.01)
+    monkeypatch.setattr(network, "AT_ONCE", 2)
     with socket.create_server(("127.0.0.1", 0)) as busy:  # nobody accepts
         there, gone = busy.getsockname(), ("127.0.0.1", free_port("127.0.0.1"))
         peers = (("a", there), ("b", gone), ("c", there), ("d", gone), ("e", there))
@@ -37,7 +37,7 @@ def test_where_it_cannot_be_found_out_nobody_counts_as_unheard(
     def full(peers: object) -> tuple[str, ...]:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(knocking, "knock", full)
+    monkeypatch.setattr(network, "knock", full)
     assert unheard((("a", ("127.0.0.1", 1)),)) == ()
 
 
@@ -49,9 +49,9 @@ def test_a_pair_that_loses_what_it_sends_each_other_is_found_by_both_sides(tmp_p
         "sys.stdin.read()"
     )
     ask = (
-        "import sys; from scalai.launch.agent import knocking; knocking.KNOCK_S = 2.0;"
+        "import sys; from scalai.launch.agent import network; network.KNOCK_S = 2.0;"
         "names = sys.argv[1::2]; places = [(a, 9) for a in sys.argv[2::2]];"
-        "print(*knocking.knock(tuple(zip(names, places))))"
+        "print(*network.knock(tuple(zip(names, places))))"
     )
     with NetworkHosts(("h1", "h2", "h3")) as hosts:
         servers = [

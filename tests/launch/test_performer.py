@@ -20,8 +20,8 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
 from scalai.launch.agent.fetch import Moving, Restore
-from scalai.launch.agent.fitness import CommandRunner, HealthCheck
 from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.host_checks import CommandRunner, HealthCheck
 from scalai.launch.agent.loop import THREADS
 from scalai.launch.agent.performer import Hands, Performer
 from scalai.runtime.lanes import Lanes

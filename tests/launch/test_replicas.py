@@ -20,7 +20,7 @@ from scalai.core.tensors.region import Box, whole
 from scalai.core.tensors.replica_pace import FIRST_RATE
 from scalai.core.tensors.replicas import ring_of
 from scalai.launch.agent.data_plane import DataPeer, DataPlaneServer
-from scalai.launch.agent.replicas import Kept, ReplicaRate, Replicas
+from scalai.launch.agent.replica_fetch import Kept, ReplicaRate, Replicas
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest

@@ -42,9 +42,9 @@ from scalai.launch.agent.extension_locks import (
 )
 from scalai.launch.agent.progress import KNOWN, Progress, ProgressWatch
 from scalai.launch.agent.torch_elastic import GroupPlacement
-from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.launch.agent.worker_group import (
     NCCL_ERRORS,
+    WorkerCalls,
     WorkerGroups,
     obstacle,
     offer,

@@ -15,7 +15,7 @@ from typing import Any, Self
 import psutil
 
 from scalai.core.job.proof_rules import UNTOLD
-from scalai.launch.chaos.processes import agents
+from scalai.launch.chaos.job_processes import agents
 from scalai.launch.config.constants import TEST_VARIABLE
 from scalai.launch.config.endpoint import read_card
 from scalai.launch.coordinator.person_calls import Scale

@@ -15,7 +15,7 @@ from scalai.core.messages.worker_messages import (
     WriteOrder,
 )
 from scalai.core.tensors.region import Piece
-from scalai.launch.agent.worker_calls import WorkerCalls
+from scalai.launch.agent.worker_group import WorkerCalls
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.live import Slot
 from scalai.runtime.live_files import ordered_views

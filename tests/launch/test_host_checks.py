@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.launch.agent.fitness import (
+from scalai.launch.agent.host_checks import (
     CommandRunner,
     DeviceProbe,
     HealthCheck,
