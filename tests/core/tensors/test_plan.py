@@ -247,15 +247,6 @@ def test_applying_a_plan_is_gathering_and_slicing_with_the_fewest_bytes(state: S
 
 
 @CASES
-@given(states())
-def test_there_and_back_again_is_the_identity(state: State) -> None:
-    stored = sliced(state.contents, state.before)
-    there, _ = applied(plan(state.before, state.after), state.before, stored, state.after)
-    back, _ = applied(plan(state.after, state.before), state.after, there, state.before)
-    assert equal(back, stored)
-
-
-@CASES
 @given(states(shardings_each=2))
 def test_a_host_that_plans_alone_makes_its_part_of_the_common_plan(state: State) -> None:
     together = plan(state.before, state.after)
