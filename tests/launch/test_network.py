@@ -1,4 +1,4 @@
-"""Hosts find out which others they reach."""
+"""The network around a host: its interface towards the coordinator, and the hosts it reaches."""
 
 import socket
 import subprocess
@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from scalai.core.errors import UsageError
 from scalai.launch.agent import network
-from scalai.launch.agent.network import knock, unheard
+from scalai.launch.agent.network import (
+    address_towards,
+    interface_environment,
+    interface_of,
+    knock,
+    unheard,
+)
 from support.network_namespaces import NetworkHosts
 from support.ports import free_port
 
@@ -74,3 +81,29 @@ def test_a_pair_that_loses_what_it_sends_each_other_is_found_by_both_sides(tmp_p
         finally:
             for server in servers:
                 server.communicate(timeout=60)
+
+
+def test_the_way_to_this_machine_is_the_loopback_interface() -> None:
+    assert address_towards(("127.0.0.1", 29400)) == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+
+
+def test_what_the_user_has_named_stays() -> None:
+    given = {"NCCL_SOCKET_IFNAME": "ib0"}
+    assert interface_environment("127.0.0.1", given) == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+    }
+
+
+def test_nccl_is_told_the_whole_name_and_not_a_beginning_of_names() -> None:
+    assert interface_environment("127.0.0.1", {})["NCCL_SOCKET_IFNAME"] == "=lo"
+
+
+def test_an_address_of_no_interface_names_none() -> None:
+    assert interface_environment("203.0.113.9", {}) == {}
+
+
+def test_a_coordinator_that_cannot_be_found_is_named() -> None:
+    with pytest.raises(UsageError, match=r"no way to the coordinator no-such-host\.invalid:1"):
+        address_towards(("no-such-host.invalid", 1))
