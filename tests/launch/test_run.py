@@ -1,6 +1,7 @@
 """The launcher beside its agent: signals, the device, the log, and errors that a person repairs."""
 
 import fcntl
+import io
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ from scalai.launch import logs, run
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.host_signals import HeardSignals
-from scalai.launch.logs import PatientHandler, say
+from scalai.launch.logs import PatientHandler, PresentStderr, say
 from scalai.launch.program import exit_code_of
 from scalai.launch.slow_files import PatientWriter, said
 from support.coordinator_line import wait_until
@@ -322,6 +323,18 @@ def test_a_process_that_ends_leaves_its_last_lines_to_a_slow_reader() -> None:
         text = process.stderr.read().decode()
         assert process.wait(DEADLINE_S) == 0
     assert text.count("line ") == 2000 and "left out" not in text
+
+
+def test_a_line_goes_to_the_standard_error_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one at the start may lie in memory, and be closed by now."""
+    handler, before, now = PresentStderr(), io.StringIO(), io.StringIO()
+    for stream in (before, now):
+        monkeypatch.setattr(sys, "stderr", stream)
+        handler.handle(logging.LogRecord("scalai", logging.INFO, __file__, 0, "a line", (), None))
+        before.close()
+    assert now.getvalue() == "a line\n"
+    now.close()
+    handler.handle(logging.LogRecord("scalai", logging.INFO, __file__, 0, "late", (), None))
 
 
 def test_a_process_whose_standard_error_is_closed_logs_nowhere() -> None:

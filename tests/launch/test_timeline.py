@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,11 @@ def test_what_led_to_nothing_is_not_the_reason_of_the_next_change() -> None:
 
 
 def test_the_relaunch_counts_from_the_first_commit() -> None:
-    timeline = Timeline(None, lambda line: None)
-    timeline.mark("committed")
-    before = timeline.since("committed")
-    timeline.mark_first("committed")
-    assert timeline.since("committed") >= before
-    assert timeline.since("never") == 0.0
+    now = [0.0]
+    timeline = Timeline(None, lambda line: None, lambda: now[0])
+    for now[0] in (1.0, 3.0):
+        timeline.mark_first("committed")
+    assert (timeline.since("committed"), timeline.since("never")) == (2.0, 0.0)
 
 
 @pytest.mark.fault
@@ -95,21 +93,24 @@ def test_reports_of_an_earlier_run_stay(tmp_path: Path) -> None:
 
 def test_the_pause_begins_where_training_stands_still() -> None:
     """At a planned change that is the snapshot at the stop; at a failure, the failure."""
-    timeline = Timeline(None, lambda line: None)
+    now = [0.0]
+    timeline = Timeline(None, lambda line: None, lambda: now[0])
     timeline.note(round=1)
     assert "paused_s" not in timeline.close()
     timeline.begin("scale")
     timeline.note(round=2)
     timeline.enter(m.Phase.RUNNING, m.Phase.BUILDING, "", lambda part: 0.0)
-    time.sleep(0.2)
-    timeline.enter(m.Phase.SNAPSHOTTING, m.Phase.COMMITTING, "", lambda part: 0.05)
+    now[0] = 10.0
+    timeline.enter(m.Phase.SNAPSHOTTING, m.Phase.COMMITTING, "", lambda part: 4.0)
     timeline.enter(m.Phase.COMMITTING, m.Phase.STOPPING, "", lambda part: 0.0)
+    now[0] = 11.0
     planned = timeline.close()
-    assert 0.05 <= planned["paused_s"] <= planned["total_s"] - 0.1
+    assert (planned["paused_s"], planned["total_s"]) == (5.0, 11.0)
     timeline.note(round=3)
     timeline.enter(m.Phase.RUNNING, m.Phase.FREEZING, "rank 0 died", lambda part: 0.0)
+    now[0] = 13.0
     failed = timeline.close()
-    assert failed["total_s"] - failed["paused_s"] < 0.1 and failed["reason"] == "rank 0 died"
+    assert (failed["paused_s"], failed["total_s"], failed["reason"]) == (2.0, 2.0, "rank 0 died")
 
 
 def test_a_checkpoint_of_the_scripts_own_costs_only_the_steps_behind_it() -> None:
