@@ -109,6 +109,7 @@ def test_a_call_that_the_coordinator_has_yet_to_answer_is_no_silence(line: Line,
 def test_a_stall_of_the_coordinator_is_neither_silence_nor_a_slow_phase(line: Line) -> None:
     """Its lock was held, or the whole process was stopped, for longer than any limit."""
     agents = pair(line, is_slow=True)
+    line.pass_time(1.0)  # the clock of the start runs
     line.now += 2 * line.live.state.settings.start_timeout_s
     line.pass_time(1.0)
     assert line.logged("event=stalled") and not line.logged("event=lost")
