@@ -22,6 +22,8 @@ TIMEOUT_S = 270
 machine."""
 AFTER_A_FAILURE_S = 2
 END_S = 10
+LIFE_S = 7200
+"""No test session is longer: its workers end, though what was to end them is gone."""
 MANY_THREADS = 150
 """A job of four ranks has about 110. Those of a process group stay where something still refers to
 the group, as Megatron's gradient hooks do, and each wakes up a hundred times a second."""
@@ -165,7 +167,7 @@ def _fork_workers(
         pipe.close()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which terminates daemons
     for worker in workers:
-        worker.join()
+        worker.join(LIFE_S)
 
 
 def _serve(
