@@ -139,7 +139,7 @@ def _reset(sockets: list[socket.socket]) -> None:
         with contextlib.suppress(OSError):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             end.shutdown(socket.SHUT_RD)
-            end.close()
+        end.close()
 
 
 class NoWorkers:

@@ -43,24 +43,23 @@ def test_an_agent_that_stands_still_while_it_looks_is_named(
 ) -> None:
     tmp_path.chmod(0o700)
     folder = tmp_path / "job"
-    holder = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        os.kill(holder.pid, signal.SIGSTOP)
-        monkeypatch.setattr(places, "LOCK_QUIET_S", 0.1)
-        monkeypatch.setattr(places, "LOCK_TIMEOUT_S", 0.3)
-        with (
-            caplog.at_level(logging.WARNING),
-            pytest.raises(PeerError, match=f"process {holder.pid} has been looking"),
-            places.one_at_a_time(folder),
-        ):
-            pass
-        assert f"waiting for process {holder.pid}" in caplog.text
-    finally:
-        holder.kill()
-        holder.wait(30)
+    ) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            os.kill(holder.pid, signal.SIGSTOP)
+            monkeypatch.setattr(places, "LOCK_QUIET_S", 0.1)
+            monkeypatch.setattr(places, "LOCK_TIMEOUT_S", 0.3)
+            with (
+                caplog.at_level(logging.WARNING),
+                pytest.raises(PeerError, match=f"process {holder.pid} has been looking"),
+                places.one_at_a_time(folder),
+            ):
+                pass
+            assert f"waiting for process {holder.pid}" in caplog.text
+        finally:
+            holder.kill()
     with places.one_at_a_time(folder):  # the lock went with its holder
         pass
 

@@ -92,8 +92,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def end(place: Place) -> None:
     """End a coordinator that was started."""
     assert place.started is not None
-    place.started.kill()
-    place.started.wait(30)
+    with place.started:
+        place.started.kill()
 
 
 # ---------------------------------------------------------------------- on one machine

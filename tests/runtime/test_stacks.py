@@ -31,16 +31,15 @@ innermost()
 @contextmanager
 def waiting(folder: Path, offer: str) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "SCALAI_AGENT": str(folder)}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", WAITS.format(offer=offer)],
         stdout=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "there\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait(60)
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "there\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def answer(stacks: Stacks, caplog: pytest.LogCaptureFixture, what: str) -> str:
