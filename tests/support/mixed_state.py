@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from scalai.core.messages.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.messages.worker_messages import RankSnapshot
 from scalai.core.tensors.collection import Collection, Tensor, concatenate
 from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, Bits
-from scalai.core.tensors.fingerprint import CommitStatement, piece_fingerprint, tensor_fingerprints
+from scalai.core.tensors.fingerprint import CommitStatement, tensor_fingerprints
 from scalai.core.tensors.region import Box, flat_range, whole
-from scalai.store.files import slices
 from scalai.store.host import HostStore
+from support.store_states import write
 
 Held = Mapping[str, Mapping[int, Collection]]
 
@@ -69,19 +69,6 @@ def held() -> Held:
     return {"a": {0: of[0], 1: of[1]}, "b": {2: of[2], 3: of[3]}}
 
 
-def write(order: WriteOrder, collection: Collection) -> tuple[int, ...]:
-    """Do what a worker does: write the ordered rows and return their fingerprints."""
-    prints = []
-    for row, begin in zip(order.rows, order.begins, strict=True):
-        tensor, box = collection.box(row)
-        values = np.array(bits_of(tensor)[slices(box)], order="C")
-        with open(order.path, "r+b") as file:
-            file.seek(begin)
-            file.write(values.tobytes())
-        prints.append(piece_fingerprint(values, box, tensor.shape))
-    return tuple(prints)
-
-
 def about() -> dict[str, Any]:
     """Return what an agent says of the state."""
     degrees = {"tp": 2, "pp": 1, "dp": 2, "vpp": 1, "cp": 1, "ep": 1}
@@ -107,7 +94,7 @@ def stores_of(root: Path) -> dict[str, HostStore]:
     for host, ranks in held().items():
         slots[host] = stores[host].reserve(ranks)
         parts = {
-            rank: report(rank, write(slots[host].orders[rank], collection))
+            rank: report(rank, write(slots[host].orders[rank], collection, bits_of=bits_of))
             for rank, collection in ranks.items()
         }
         manifests.append(stores[host].seal(slots[host], step=STEP, about=about(), parts=parts))

@@ -47,13 +47,17 @@ def two_ranks() -> dict[int, Collection]:
     }
 
 
-def write(order: WriteOrder, held: Collection, salt: int = 0) -> tuple[int, ...]:
+def write(
+    order: WriteOrder, held: Collection, salt: int = 0,
+    bits_of: Callable[[Tensor], np.ndarray[Any, Any]] | None = None,
+) -> tuple[int, ...]:  # fmt: skip
     """Do what a worker does: write the ordered rows and return their fingerprints."""
     order = travelled(order)
     fingerprints = []
     for row, begin in zip(order.rows, order.begins, strict=True):
         tensor, box = held.box(row)
-        values = np.array(values_of(tensor, salt)[slices(box)], order="C")
+        whole_of = values_of(tensor, salt) if bits_of is None else bits_of(tensor)
+        values = np.array(whole_of[slices(box)], order="C")
         with open(order.path, "r+b") as file:
             file.seek(begin)
             file.write(values.tobytes())
