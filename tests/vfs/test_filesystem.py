@@ -76,14 +76,6 @@ def test_every_way_to_read_gives_the_same(files: Any) -> None:
     assert files.info("job/model/w.npy")["size"] == 128 + weight.nbytes
 
 
-def test_a_file_that_is_closed_twice_ends_no_other_readers(files: Any) -> None:
-    first, second = files.open("job/model/w.npy"), files.open("job/model/w.npy")
-    first.close()
-    first.close()
-    assert len(second.read()) == second.size
-    second.close()
-
-
 def test_a_slice_is_no_pattern(files: Any, tmp_path: Path) -> None:
     path = "job/model/w[0:2,:].npy"
     data = files.cat_file(path)

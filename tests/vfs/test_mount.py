@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from scalai.core.dataset.order import Shuffled
 from scalai.core.errors import RefusedError, UsageError
 from scalai.store.host import HostStore
 from scalai.vfs import mounts
@@ -165,24 +164,6 @@ def test_no_name_is_more_than_not_there(store: HostStore, name: str) -> None:
     tree.close()
 
 
-def test_a_job_that_names_its_data_sets_needs_nothing_more(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_bytes(b"".join(lines(20)))
-    (tmp_path / "point").mkdir()
-    told = {"sources": {"own": str(tmp_path / "x.jsonl")}, "global_batch_size": 4,
-            "rampup_batch_size": [2, 2, 4]}  # fmt: skip
-    with HostStore("job", "a", tmp_path / "store") as store:
-        generation(store, 1, 3, dataset=told)
-    done = scalai("mount", "job", str(tmp_path / "point"), f"--store-dir={tmp_path / 'store'}")
-    assert done.returncode == 0, done.stderr
-    try:
-        view = tmp_path / "point" / "dataset" / "own" / "dp-1-of-2" / "pass-0.jsonl"
-        mine = [lines(20)[n] for n in (1, 3, 6, 7, 10, 11, 14, 15, 18, 19)]
-        assert view.read_bytes() == b"".join(mine)
-        assert f"data set own: {tmp_path}/x.jsonl (of the job)\n" in done.stdout
-    finally:
-        scalai("unmount", str(tmp_path / "point"))
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 def test_no_other_user_looks_into_it(place: Place) -> None:
     done = subprocess.run(
@@ -209,25 +190,6 @@ def test_numpy_maps_a_tensor_and_a_slice_of_it(place: Place) -> None:
     assert np.array_equal(found.view(np.uint32), weight)
     part = np.load(place.point / "generations" / "1" / "model" / "w[1:3,:].npy", mmap_mode="r")
     assert np.array_equal(part.view(np.uint32), weight[1:3])
-
-
-def test_the_views_of_all_replicas_are_the_permutation_of_the_seed(place: Place) -> None:
-    wanted, written = Shuffled(101, 7).samples_at(np.arange(202)), lines(101)
-    view = place.point / "dataset" / "mixed"
-    assert sorted(path.name for path in view.iterdir()) == ["dp-0-of-1", "source"]
-    for dp in (2, 4, 8):
-        left = [
-            [line for number in (0, 1)
-             for line in (place.point / f"dataset/mixed/dp-{rank}-of-{dp}/pass-{number}.jsonl")
-             .read_bytes().splitlines(keepends=True)]
-            for rank in range(dp)
-        ]  # fmt: skip
-        drawn: list[bytes] = []
-        while any(left):
-            for rank in range(dp):
-                drawn += left[rank][: 8 // dp]
-                del left[rank][: 8 // dp]
-        assert drawn == [written[sample] for sample in wanted]
 
 
 def test_megatron_and_a_loader_of_torch_read_the_mount(place: Place) -> None:
