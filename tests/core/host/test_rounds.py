@@ -358,11 +358,17 @@ def test_a_host_that_was_expelled_ends_its_workers_and_joins_again() -> None:
 
 
 @pytest.mark.fault
-def test_a_host_without_workers_joins_again_at_once_and_ends_where_it_cannot() -> None:
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_host_without_workers_joins_again_at_once_and_ends_where_it_cannot(
+    is_refused: bool,
+) -> None:
     host = LawHost()
     host.feed(Expelled("host 'a' is not in the job."))
     assert host.done[-1] == actions.Rejoin()
-    host.feed(JobLost("/durable cannot be read."))
+    if is_refused:
+        host.fail(actions.Rejoin, "/durable cannot be read.")
+    else:
+        host.feed(JobLost("/durable cannot be read."))
     assert host.state.exit == 1 and "/durable cannot be read" in host.log()
 
 
