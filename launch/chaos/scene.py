@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scalai.core.errors import PeerError, ScalaiError
+from scalai.core.errors import ScalaiError
 from scalai.launch.chaos import job_processes as processes
 from scalai.launch.chaos.kinds import Fault
 from scalai.launch.chaos.verdicts import ReportedRound
@@ -20,10 +20,6 @@ from scalai.runtime.calls import Channel
 LOOK_S = 0.1
 ANSWER_S = 3.0
 """Seconds for a coordinator's answer to a connection."""
-
-
-class JobEnded(PeerError):
-    """The watched job has ended, or does not exist."""
 
 
 class JobLog:
@@ -38,10 +34,6 @@ class JobLog:
         """Also read this file, from now on, or a new one from its beginning."""
         if path not in self._at:
             self._at[path] = 0 if is_new else _size(path)
-
-    @property
-    def has_files(self) -> bool:
-        return bool(self._at)
 
     def look(self) -> None:
         """Read new whole lines."""

@@ -54,16 +54,6 @@ class File:
     open: Callable[[], Content]
 
 
-class TreeFolder(Node, Protocol):
-    """A folder. It may have more children than it lists, such as slices of a tensor."""
-
-    def names(self) -> Iterable[str]:
-        """Names in a listing, in order."""
-
-    def child(self, name: str) -> Node:
-        """A child. Raises ``FileNotFoundError``."""
-
-
 @dataclass(frozen=True, slots=True)
 class ListedFolder:
     """A folder of known children: their makers by name."""
