@@ -190,15 +190,17 @@ def _kept(values: Iterable[float], value: float | None, *, least: float) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A snapshot at step ``begin`` (but not at 0) and at each ``every``-th behind it; 0: none."""
+    """A snapshot at each ``every``-th step behind ``begin``; 0: none.
+
+    None at ``begin``: the schedule before may have had one just ahead of it.
+    """
 
     every: int
     begin: int = 0
 
     def is_due(self, step: int) -> bool:
         """Whether a snapshot belongs to this step."""
-        is_begun = step >= max(self.begin, 1)
-        return bool(self.every) and is_begun and (step - self.begin) % self.every == 0
+        return bool(self.every) and step > self.begin and (step - self.begin) % self.every == 0
 
     def at(self, step: int, told: "Schedule | None") -> "Schedule":
         """Return the schedule at a step, after another one was ordered: from its own ``begin`` on.
