@@ -92,6 +92,8 @@ def is_same(one: Any, two: Any) -> bool:
         return isinstance(two, Shared) and is_same(one.value, two.value)
     if isinstance(one, Named):
         return is_same(one.message, two.message)
+    if isinstance(one, dict):
+        return is_same(tuple(one.items()), tuple(two.items()))
     if isinstance(one, tuple):
         return len(one) == len(two) and all(map(is_same, one, two))
     if is_dataclass(one):
