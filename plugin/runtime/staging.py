@@ -42,6 +42,21 @@ class StagingRing:
         ]
         self._turn = 0
         self._threads = copiers()
+        self._load_kernels()
+
+    def _load_kernels(self) -> None:
+        """Copy something of each width once.
+
+        A device loads a kernel at its first use and waits with that for all queued work: in an
+        emergency for ever, behind the collective of a dead partner.
+        """
+        with torch.cuda.stream(self.stream):
+            for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+                turned = torch.zeros((2, 3), dtype=dtype, device=self.device).t()
+                staged = self._buffers[0][: turned.nbytes].view(dtype).view(turned.shape)
+                staged.copy_(turned, non_blocking=True)
+                turned.copy_(staged, non_blocking=True)
+        self.stream.synchronize()
 
     def begin(self) -> None:
         """Make the ring's stream wait for work queued on the current stream."""

@@ -21,7 +21,7 @@ pytestmark = [
 
 RANK = """
 import sys, torch, torch.distributed as dist
-from scalai.runtime import emergency
+from scalai.runtime import emergency_writer
 
 torch.cuda.set_device(0)
 dist.init_process_group("nccl")
@@ -29,7 +29,7 @@ values = torch.ones(1000, device="cuda")
 dist.all_reduce(values)
 print(values[0].item(), flush=True)
 if dist.get_rank() == 0:
-    emergency.watch_collectives(lambda: True, lambda reason: print(reason, flush=True))
+    emergency_writer.watch_collectives(lambda: True, lambda reason: print(reason, flush=True))
     dist.all_reduce(values)
     print(values[0].item(), flush=True)  # hangs: its partner waits for its end
 else:
