@@ -1,5 +1,6 @@
 """Folders and packages, which imports which, and the public names of ``import scalai``."""
 
+import ast
 import importlib
 import json
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,23 @@ def setuptools_settings() -> dict[str, object]:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found: dict[str, object] = settings["tool"]["setuptools"]
     return found
+
+
+def test_scripts_within_tests_import_what_is_there() -> None:
+    """Also those that run only on a CUDA device."""
+    seen, wrong = 0, []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = str(node.value) if isinstance(node, ast.Constant) else ""
+            for module, names in re.findall(
+                r"^ *from (scalai[\w.]*) import (\w+(?:, \w+)*)", text, re.M
+            ):
+                for name in names.split(", "):
+                    seen += 1
+                    whole = importlib.import_module(module)
+                    if not hasattr(whole, name) and not find_spec(f"{module}.{name}"):
+                        wrong.append(f"{path.name}: {module} has no {name}")
+    assert not wrong and seen > 20
 
 
 def test_every_folder_with_code_is_a_listed_package() -> None:
