@@ -12,7 +12,7 @@ export DS_BUILD_OPS := 0
 # What torch compiles for DeepSpeed: a build that was killed elsewhere leaves a lock that all wait for.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
 
-.PHONY: demo test campaign chaos faults coverage check bench clean
+.PHONY: demo test campaign chaos faults coverage check bench gpu gpu-wheels clean
 
 demo: $(VENV)/ready
 	$(PYTHON) examples/demo.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
@@ -53,6 +53,27 @@ check: $(VENV)/ready
 bench: $(VENV)/ready
 	@test -f benchmarks/$(NAME).py || { echo "make bench NAME=x, where x is one of: $(BENCHMARKS)" >&2; exit 2; }
 	@$(PYTHON) benchmarks/$(NAME).py $(if $(ROWS),--rows $(ROWS)) $(if $(RECONFIGURATIONS),--reconfigurations $(RECONFIGURATIONS))
+
+# On a machine with a CUDA device, by the Python that has its torch: the tests and figures of devices.
+gpu: PYTHON = python3
+gpu:
+	MEGATRON_LM_PATH=$${MEGATRON_LM_PATH-build/gpu/Megatron-LM} $(PYTHON) benchmarks/gpu.py $(if $(PARTS),--only $(PARTS))
+
+# All that such a machine without a network lacks beside torch, into build/gpu: wheels for its Python,
+# and the checkout that MEGATRON_LM_PATH names.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := megatron-core==0.16.1 msgspec wrapt cryptography cffi pycparser pydantic pydantic_core annotated-types \
+  typing-inspection typing_extensions hjson
+gpu-wheels: $(VENV)/ready
+	rm -rf build/gpu build/lib
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/gpu/wheels .
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --no-binary deepspeed --wheel-dir build/gpu/wheels deepspeed
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --implementation cp --python-version $(GPU_PYTHON) \
+	  $(foreach libc,2_28 2_24 2_17,--platform manylinux_$(libc)_x86_64) --platform manylinux2014_x86_64 \
+	  --dest build/gpu/wheels $(GPU_WHEELS)
+	$(if $(MEGATRON_LM_PATH),mkdir build/gpu/Megatron-LM && cp -r $(addprefix $(MEGATRON_LM_PATH)/,megatron \
+	  pretrain_gpt.py gpt_builders.py model_provider.py) build/gpu/Megatron-LM && \
+	  unzip -q build/gpu/wheels/megatron_core*.whl '*/helpers_cpp*' -d build/gpu/Megatron-LM)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -20,6 +20,11 @@ optimizer, one bucket) changes from TP2 DP1 to TP1 DP2 and back, two ranks on on
 ``ours_s`` has the phases of the launcher's reports, ``ours_worker_s`` and ``stock_s`` what passes
 between the moments that workers note; ``..._cpu_s`` are the same as processor time of a worker.
 ``--small`` tries all of it with a small model.
+
+On a CUDA device the state has 8.5 GB, TP2 on two ranks of the one device
+(``tests/support/one_device`` on ``PYTHONPATH``) becomes one rank, ``move_ratio`` is left out
+(``device.py`` has the copies of a device), and ``..._peak_device_gb`` is the most memory of the
+device that was used, by anybody.
 """
 
 import shutil
@@ -29,8 +34,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import torch
 from report import Report
-from resize_figures import add_ours, add_overhead, add_stock, check_losses, read_options, there
+from resize_figures import (
+    DeviceMemory,
+    add_ours,
+    add_overhead,
+    add_stock,
+    check_losses,
+    read_options,
+    there,
+)
 from resize_runs import Change, Layout, run_by_checkpoint, run_by_scalai
 from warm_copies import copy_seconds
 
@@ -54,9 +68,10 @@ class Gpt:
     script = Path(__file__).with_name("resize_job.py")
 
     def layouts(self, rounds: int) -> list[Layout]:
-        return [
-            Layout(WORKERS, f"tp{1 if number % 2 else WORKERS} pp1") for number in range(rounds)
-        ]
+        # NCCL's ranks on one device exchange gradients far slower than ranks on their own.
+        one = Layout(1 if torch.cuda.is_available() else WORKERS, "tp1 pp1")
+        two = Layout(WORKERS, f"tp{WORKERS} pp1")
+        return [one if number % 2 else two for number in range(rounds)]
 
     def flags(self) -> list[str]:
         sizes = {
@@ -85,6 +100,7 @@ class Gpt:
 
 
 FULL = Gpt(hidden=1024, layers=14, steps=6)
+ON_DEVICE = replace(FULL, hidden=2048)
 SMALL = Gpt(hidden=256, layers=2, steps=4)
 PAIRED = Gpt(hidden=256, layers=4, steps=0)
 
@@ -117,16 +133,21 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
 def main() -> None:
     options = read_options(__doc__, ("downtime", "ours", "move", "overhead"))
     report = Report("resize")
-    job = replace(SMALL if options.small else FULL, standby=options.standby, prove=options.prove)
+    has_device = torch.cuda.is_available()
+    size = SMALL if options.small else ON_DEVICE if has_device else FULL
+    job = replace(size, standby=options.standby, prove=options.prove)
     wanted = {options.only} if options.only else {"downtime", "ours", "move", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     try:
         if wanted & {"downtime", "ours", "move"}:
-            ours = run_by_scalai(folder, job, options.changes, report.say)
+            with DeviceMemory(report, "ours"):
+                ours = run_by_scalai(folder, job, options.changes, report.say)
             add_ours(report, ours.changes)
-            add_moves(report, ours.changes, runs=5)
+            if not has_device:
+                add_moves(report, ours.changes, runs=5)
         if "downtime" in wanted:
-            stock = run_by_checkpoint(folder, job, ours.steps, report.say)
+            with DeviceMemory(report, "stock"):
+                stock = run_by_checkpoint(folder, job, ours.steps, report.say)
             add_stock(report, stock.changes, ours.changes)
             check_losses(report, ours, stock)
         if "overhead" in wanted:

@@ -2,15 +2,18 @@
 
 import argparse
 import json
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+import torch
 from report import Report
 from resize_runs import Change, Job, Layout, Run, elastic_job
 
 from scalai.core.job.function_proof import POLICIES
+from scalai.launch.config.elastic_config import STANDBY
 
 LOSS_TOLERANCE = 1e-4
 
@@ -23,10 +26,33 @@ def read_options(description: str | None, only: Sequence[str]) -> argparse.Names
     parser.add_argument("--small", action="store_true", help="a small model: only to try it")
     parser.add_argument("--changes", type=int, default=5, help="there, back, there, ...")
     parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--standby", default="auto", choices=("auto", "never"))
+    parser.add_argument("--standby", default="auto", choices=STANDBY)
     parser.add_argument("--prove", default="never", choices=POLICIES)
     parser.add_argument("--only", choices=only)
     return parser.parse_args()
+
+
+class DeviceMemory:
+    """Adds the most memory of the first CUDA device that was used in a block; without one it adds
+    nothing."""
+
+    def __init__(self, report: Report, name: str) -> None:
+        self._report, self._name = report, name
+        self._watch: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> None:
+        if torch.cuda.is_available():
+            command = "nvidia-smi --id=0 --query-gpu=memory.used --format=csv,noheader,nounits"
+            self._watch = subprocess.Popen(
+                [*command.split(), "--loop-ms=100"], stdout=subprocess.PIPE, text=True
+            )
+
+    def __exit__(self, *raised: object) -> None:
+        if self._watch is not None:
+            self._watch.terminate()
+            used_mib, _ = self._watch.communicate()
+            peak_gb = max(map(int, used_mib.split())) * 2**20 / 1e9
+            self._report.add(f"{self._name}_peak_device_gb", peak_gb, "GB")
 
 
 def medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:

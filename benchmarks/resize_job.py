@@ -51,6 +51,7 @@ from resize_marks import Marks, is_last  # noqa: E402
 from scalai import MegatronState  # noqa: E402
 
 IMPORTED = time.monotonic(), time.process_time()
+DEVICE, BACKEND = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
 SEED = 1234
 WHOLE_MODEL = 10**10
 """Parameters in a bucket: with several, Megatron's fully_reshardable form is silently wrong."""
@@ -102,8 +103,8 @@ class Job:
             [self.model],
         )  # fmt: skip
         length = options.seq_length
-        self._mask = torch.triu(torch.ones(length, length), 1).bool()[None, None]
-        self._positions = torch.arange(length)[None]
+        self._mask = torch.triu(torch.ones(length, length), 1).bool()[None, None].to(DEVICE)
+        self._positions = torch.arange(length, device=DEVICE)[None]
 
     def _config(self, session: Session) -> TransformerConfig:
         return TransformerConfig(
@@ -133,7 +134,7 @@ class Job:
             forward_only=False,
         )  # fmt: skip
         self.optimizer.step()
-        loss = torch.tensor([sum(float(entry["loss"]) for entry in losses)])
+        loss = torch.tensor([sum(float(entry["loss"]) for entry in losses)], device=DEVICE)
         dist.all_reduce(loss, group=mpu.get_data_parallel_group())
         return float(loss) * self._micro_batch / int(self._options.global_batch_size)
 
@@ -155,7 +156,7 @@ class Job:
             rows = torch.stack(
                 [self._row(number, each) for each in samples[first : first + self._micro_batch]]
             )
-            yield rows[:, :-1], rows[:, 1:]
+            yield rows[:, :-1].to(DEVICE), rows[:, 1:].to(DEVICE)
 
     def _row(self, number: int, sample: int) -> torch.Tensor:
         random = torch.Generator().manual_seed(number * 1000 + sample)
@@ -251,7 +252,9 @@ def main() -> None:
     options = arguments()
     with scalai.elastic(tp=options.tp) as session:
         entered = time.monotonic(), time.process_time()
-        dist.init_process_group("gloo")
+        if DEVICE == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(BACKEND)
         mpu.initialize_model_parallel(session.tp, session.pp)
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)

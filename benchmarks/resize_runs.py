@@ -98,11 +98,15 @@ class Run:
 
 
 class Round:
-    """What all ranks noted in one round, of which there are so many."""
+    """What all ranks noted in one round, of which there are so many.
+
+    ``number`` counts the rounds that began: one that was given up before has a restart count too.
+    """
 
     def __init__(self, folder: Path, number: int, ranks: int) -> None:
         self._count = ranks
-        paths = sorted(folder.glob(f"round-{number}-*.jsonl"))
+        begun = sorted({int(path.name.split("-")[1]) for path in folder.glob("round-*.jsonl")})
+        paths = sorted(folder.glob(f"round-{begun[number]}-*.jsonl")) if number < len(begun) else []
         self._ranks = [[json.loads(line) for line in path.open()] for path in paths]
         self.layout = next((entry["layout"] for entry in self._all("built")), "")
 
@@ -296,6 +300,8 @@ class Running:
         try:
             if kind is None and self._process.wait(TIMEOUT_S):
                 raise self._failed("ended")
+            if kind is KeyboardInterrupt:
+                print(self._failed("interrupted"), file=sys.stderr)
         finally:
             while self._process.poll() is None:
                 self._process.terminate()  # the second one ends scalai-run at once
