@@ -431,7 +431,7 @@ def check_arrived(
 ) -> None:
     """Compare fetched whole pieces with their hosts' fingerprints.
 
-    KnownParts of pieces have none of their own; the proof of the whole state covers them.
+    Parts of pieces have none of their own; the proof of the whole state covers them.
 
     Args:
         parts: Statements of the giving hosts.
