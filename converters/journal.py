@@ -20,7 +20,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from io import BufferedRandom
@@ -59,8 +59,14 @@ class Journal:
         """
         self.path = directory / name
         self._file = open(self.path, "a+b")
-        if not try_lock(self._file):
+        try:
+            self._begin(directory, identity)
+        except BaseException:
             self._file.close()
+            raise
+
+    def _begin(self, directory: Path, identity: str) -> None:
+        if not try_lock(self._file):
             raise PeerError(f"another process is writing {directory}. Wait for it, or end it.")
         self._file.seek(0)
         known, self.done, end = _parse(self._file.read())
@@ -221,25 +227,26 @@ def alone(destination: Path) -> Iterator[None]:
     The lock is a file beside the destination, removed on release.
     """
     path = destination.parent / f".{destination.name}.lock"
-    while True:
-        file = open(path, "a+b")
+    with _locked(path):
         try:
-            _wait_for(file, path)
-        except StoreError:
+            yield
+        finally:
             path.unlink(missing_ok=True)
-            raise
-        try:
-            is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except FileNotFoundError:
-            is_current = False
-        if is_current:
-            break
-        file.close()  # its last owner has removed it
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        file.close()
+
+
+def _locked(path: Path) -> BufferedRandom:
+    while True:
+        with ExitStack() as closing:
+            file = closing.enter_context(open(path, "a+b"))
+            try:
+                _wait_for(file, path)
+            except StoreError:
+                path.unlink(missing_ok=True)
+                raise
+            with suppress(FileNotFoundError):  # its last owner has removed it
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    closing.pop_all()
+                    return file
 
 
 def _wait_for(file: BufferedRandom, path: Path) -> None:

@@ -191,6 +191,8 @@ class RenewedChannel:
                 channel = self._channel = Channel(
                     self._place.address, self._place.token, connect_s=self._connect_s
                 )
+                if self._is_over.is_set():  # whoever cut it then may have found none
+                    channel.close()
             channel.call_s = self._wait_s
             answer = channel.call(request)
         except AnswerError:

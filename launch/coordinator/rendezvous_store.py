@@ -110,6 +110,7 @@ class RendezvousStores:
             else:
                 request(self._opened())
         self._tell({"do": "end"})
+        self._hang_up()
 
     def _opened(self) -> int | PeerError:
         try:
@@ -125,9 +126,7 @@ class RendezvousStores:
             answer = self._ask({"do": "open"})
         if "gone" in answer:
             self._say(f"event=store_restarted: {answer['gone']}")
-            assert self.process.stdin is not None
-            with contextlib.suppress(OSError):  # its last requests are lost
-                self.process.stdin.close()
+            self._hang_up()
             self._begin()
             answer = self._ask({"do": "open"})
         if "port" in answer:
@@ -146,6 +145,11 @@ class RendezvousStores:
             self.process.stdin.flush()
         except (OSError, ValueError):
             pass  # it has died, or was closed: ``open`` begins another
+
+    def _hang_up(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died: its last requests are lost
+            self.process.stdin.close()
 
     def _ask(self, request: Json) -> Json:
         if not self._ready.wait(SAID_S):

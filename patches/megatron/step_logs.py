@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +46,6 @@ class StepLedger:
     def __init__(self, directory: Path, run: str, round_number: int) -> None:
         self._directory = directory
         self._run, self._round = run, round_number
-        self._file: TextIO | None = None
         self._hash: int | None = None
         self._loss: float | None = None
 
@@ -70,15 +69,14 @@ class StepLedger:
 
     def write(self, step: int, consumed_samples: int, optimizer: Any) -> None:
         """Write the line of a step and begin the next one."""
-        if self._file is None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            path = self._directory / f"rank-{torch.distributed.get_rank()}.jsonl"
-            self._file = path.open("a", buffering=1)
         rate = max((float(group["lr"]) for group in optimizer.param_groups), default=None)
         line = StepLine(
             self._run, self._round, step, consumed_samples, self._hash, self._loss, rate
         )
-        self._file.write(line_text(line))
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"rank-{torch.distributed.get_rank()}.jsonl"
+        with path.open("a") as file:
+            file.write(line_text(line))
         self._hash = None if self._hash is None else 0
 
     def _counted(self, batches: Iterator[Mapping[str, torch.Tensor]]) -> Iterator[Any]:

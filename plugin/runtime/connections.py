@@ -57,13 +57,13 @@ def connect(address: Address, token: bytes, timeout_s: float, what: str = "peer"
         ) from error
     except OSError as error:
         raise PeerError(f"{name} cannot be reached ({error}). Is its host alive?") from error
-    tune(connection)
     framed = FramedSocket(connection, name, timeout_s)
     try:
+        tune(connection)
         framed.expire_in(timeout_s)
         offer(framed, token)
         framed.expire_in(None)
-    except PeerError:
+    except BaseException:
         framed.close()
         raise
     return framed
@@ -235,8 +235,12 @@ def _listen(address: Address) -> socket.socket:
     try:
         if isinstance(address, str):
             listener = socket.socket(socket.AF_UNIX)
-            listener.bind(address)
-            listener.listen(BACKLOG)
+            try:
+                listener.bind(address)
+                listener.listen(BACKLOG)
+            except OSError:
+                listener.close()
+                raise
             return listener
         host, port = address
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -404,6 +404,7 @@ def test_a_worker_that_cannot_be_started_leaves_none_of_the_others(
             return True
 
     wait_until(has_ended, "the one that was started has ended")
+    assert first.wait(DEADLINE_S) == -signal.SIGKILL
     assert workers.poll() is None and workers.pids() == {}
 
 
