@@ -246,6 +246,7 @@ def open_agent(
         opened.callback(data.close)
         succession = Succession(spec, interface, lambda: agent.state.leave.is_asked)
         link = _open_link(spec, host, place, succession, loop, lambda: member)
+        opened.callback(link.close)
         lanes, stacks = Lanes(THREADS, loop.put), Stacks(directory)
         lanes.start()
         holdings = Holdings(spec, store, link.tell, lanes, loop.put)

@@ -345,31 +345,28 @@ def start_coordinator(
             start_new_session=True,
             env={name: value for name, value in os.environ.items() if name not in OF_AN_AGENT},
         )
-    assert process.stdin is not None
+    assert process.stdin is not None and process.stdout is not None
     with suppress(BrokenPipeError):  # it has ended; the reason follows below
         with process.stdin as order:
             orders = {"job": spec.to_json(), "token": token, "term": term}
             orders |= {"succeeds": succeeds, "is_successor": is_successor}
             order.write(json.dumps(orders).encode())
     deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while time.monotonic() < deadline:
-        now = read_holder(folder)
-        card = read_card(folder) if now is not None and now.term >= term else None
-        if card is not None:
-            return Place(*card, started=process, is_here=True)
-        if process.poll() is not None:
-            assert process.stdout is not None
-            with process.stdout as said:
+    with process.stdout as said:  # with its card it writes there no more
+        while time.monotonic() < deadline:
+            now = read_holder(folder)
+            card = read_card(folder) if now is not None and now.term >= term else None
+            if card is not None:
+                return Place(*card, started=process, is_here=True)
+            if process.poll() is not None:
                 why = said.read().decode().strip()
-            kinds = {kind.exit_code: kind for kind in (UsageError, RefusedError)}
-            ended = f"the coordinator ended at once, with exit code {process.poll()}."
-            raise kinds.get(process.returncode, PeerError)(why or ended)
-        time.sleep(0.02)
-    process.kill()  # it may hang at a register, and must not begin later
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(ENDED_S)
-    assert process.stdout is not None
-    process.stdout.close()
+                kinds = {kind.exit_code: kind for kind in (UsageError, RefusedError)}
+                ended = f"the coordinator ended at once, with exit code {process.poll()}."
+                raise kinds.get(process.returncode, PeerError)(why or ended)
+            time.sleep(0.02)
+        process.kill()  # it may hang at a register, and must not begin later
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDED_S)
     raise PeerError(
         f"the coordinator does not answer at {host}:{port} after {JOIN_TIMEOUT_S:.0f} s. Name "
         "another --coordinator HOST:PORT."
