@@ -134,9 +134,8 @@ class Agents:
         """Ask for other resources or degrees."""
         card = read_card(self.store / self.job)
         assert card is not None, f"no coordinator\n{self.logs()}"
-        channel = Channel(*card)
-        channel.call(Scale(nproc, nnodes, degrees, dry_run=False))
-        channel.close()
+        with contextlib.closing(Channel(*card)) as channel:
+            channel.call(Scale(nproc, nnodes, degrees, dry_run=False))
 
     def command(self, *words: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """Run ``scalai`` about this job. ``code``: the exit code that is expected; None: any."""
