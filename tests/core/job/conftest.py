@@ -1,17 +1,17 @@
 """What tests of the job's law share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.simulated_workers import Clock
-from support.two_laws import World, training
+from support.two_laws import Train, World, training
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[..., World]]:
+def begin(tmp_path: Path) -> Iterator[Train]:
     """Begins a job on these hosts, two slots each, under both laws; without an emergency's write,
     unless ``law`` says otherwise."""
 

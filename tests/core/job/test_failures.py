@@ -1,6 +1,5 @@
 """What a failure costs, and what the job goes on with."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,9 +29,8 @@ from support.laws import (
     training,
     until,
 )
-from support.two_laws import World
+from support.two_laws import Train
 
-Begin = Callable[..., World]
 NCCL = "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2074, unhandled cuda error"
 
 
@@ -210,7 +208,7 @@ PHASES = [Phase.STARTING, Phase.PREPARING, Phase.DRAINING, Phase.COMMITTING, Pha
 @pytest.mark.parametrize("victim", ["a", "b"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_with_replicas_a_host_lost_in_a_resize_costs_no_step_that_was_written(
-    begin: Begin, phase: Phase, victim: str
+    begin: Train, phase: Phase, victim: str
 ) -> None:
     world = begin()
     world.add("c")
@@ -231,7 +229,7 @@ def test_with_replicas_a_host_lost_in_a_resize_costs_no_step_that_was_written(
 
 @pytest.mark.fault
 def test_without_replicas_a_host_lost_at_the_commit_costs_the_steps_since_the_generation(
-    begin: Begin,
+    begin: Train,
 ) -> None:
     """The hosts that stay answer for a generation that is not whole any more: none is awaited for
     ever, and the older one is used."""
@@ -259,7 +257,7 @@ def test_a_host_without_a_part_of_the_snapshot_is_not_awaited_at_the_commit() ->
 
 
 @pytest.mark.fault
-def test_a_host_that_comes_back_brings_the_state_that_the_job_waits_for(begin: Begin) -> None:
+def test_a_host_that_comes_back_brings_the_state_that_the_job_waits_for(begin: Train) -> None:
     world = begin(is_replicated=False, law={"replicas": 0})
     world.kill("b", is_disk_lost=False)
     world.hosts["b"].is_silent = True
@@ -281,7 +279,7 @@ def test_a_job_whose_state_is_not_whole_waits_and_names_the_way_out() -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize("drains", [False, True])
 def test_the_last_host_that_is_lost_is_waited_for_with_its_state_and_the_restarts(
-    begin: Begin, drains: bool
+    begin: Train, drains: bool
 ) -> None:
     world = begin(law={"left": 2, "is_loss_free": True, "has_durable_dir": True})
     newest = world.job.newest_generation

@@ -1,6 +1,5 @@
 """Changes: hosts that come and go, requests, stops, and workers that are built beside others."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -29,9 +28,7 @@ from support.laws import (
     training,
     until,
 )
-from support.two_laws import World
-
-Begin = Callable[..., World]
+from support.two_laws import Train
 
 
 def leaving(host: str, job: m.Job) -> events.HostLeaving:
@@ -66,7 +63,7 @@ def test_two_joins_within_the_settling_time_are_one_change() -> None:
     assert job.current is not None and job.current.degrees.world_size == 3
 
 
-def test_the_first_host_may_drain_and_nothing_is_lost(begin: Begin) -> None:
+def test_the_first_host_may_drain_and_nothing_is_lost(begin: Train) -> None:
     world = begin()
     world.leave("a")
     world.settle()
@@ -101,7 +98,7 @@ def test_where_no_world_fits_without_a_leaving_host_the_job_goes_on_with_it() ->
 
 
 def test_a_second_change_during_a_resize_starts_again_from_the_same_generation(
-    begin: Begin,
+    begin: Train,
 ) -> None:
     world = begin("a")
     world.add("b")
@@ -229,7 +226,7 @@ def test_replicas_that_differ_keep_no_host_from_leaving_and_are_named() -> None:
 
 @pytest.mark.fault
 def test_a_stop_that_a_rank_does_not_come_to_is_taken_back_and_tried_again_later(
-    begin: Begin,
+    begin: Train,
 ) -> None:
     world = begin()
     world.hang("b", is_late=True)
