@@ -3,9 +3,9 @@
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from support.waiting import wait_until
 
 CONFTEST = """
 from support.last_resort import LastResort
@@ -21,7 +21,7 @@ import pytest
 
 def hang():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-    time.sleep(600)
+    time.sleep(600)  # in one call: between two, Python would handle what other threads got
 
 def test_before(): pass
 
@@ -88,15 +88,9 @@ def test_workers_of_a_pool_end_with_a_killed_session_though_they_are_within_a_ca
     (folder := tmp_path / "workers").mkdir()
     session = subprocess.Popen([sys.executable, str(tmp_path / "session.py"), str(folder)])
     try:
-        _until(lambda: len(list(folder.iterdir())) == 2)
+        wait_until(lambda: len(list(folder.iterdir())) == 2, "both are within a call", 120)
     finally:
         session.kill()
         session.wait(60)
-    _until(lambda: not any(Path("/proc", path.name).exists() for path in folder.iterdir()))
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    pids = [path.name for path in folder.iterdir()]
+    wait_until(lambda: not any(Path("/proc", pid).exists() for pid in pids), "both end", 120)

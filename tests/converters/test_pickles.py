@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy._core import multiarray
 
 from scalai.converters import pickles, torch_archive
 from scalai.converters.pickles import Array, Call, Foreign
@@ -143,6 +142,9 @@ def test_a_text_of_numpy_may_be_empty(text: Any) -> None:
         assert type(back) is type(text) and back == text
 
 
+RECONSTRUCT, SCALAR = (value.__reduce__()[0] for value in (np.zeros(1), np.float64(0)))
+
+
 class Reduced:
     """An object that is pickled as it says."""
 
@@ -154,9 +156,7 @@ class Reduced:
 
 
 def array_of(dtype: object, shape: object = (4,), data: object = b"A" * 32) -> Reduced:
-    return Reduced(
-        multiarray._reconstruct, (np.ndarray, (0,), b"b"), (1, shape, dtype, False, data)
-    )
+    return Reduced(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, shape, dtype, False, data))
 
 
 POINTERS = Reduced(np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0))
@@ -172,7 +172,7 @@ HOSTILE = {
     "empty texts without end": array_of(
         Reduced(np.dtype, ("U0", False, True), EMPTY), (9**9,), b""
     ),
-    "a scalar that is a pointer": Reduced(multiarray.scalar, (POINTERS, b"A" * 8)),
+    "a scalar that is a pointer": Reduced(SCALAR, (POINTERS, b"A" * 8)),
     "a record": np.zeros(2, [("a", "f4"), ("b", "O")]),
     "a dtype with another state": Reduced(np.dtype, ("f8",), (3, "<", None, None, None, 99, 1, 63)),
     "a dtype that is an expression": Reduced(np.dtype, ("f8,O",)),
@@ -181,7 +181,7 @@ HOSTILE = {
     "more dimensions than there are": array_of(DOUBLE, (4, *[1] * 80)),
     "text beyond Unicode": array_of(np.dtype("U4"), (2,), b"\xff" * 32),
     "a truth value of 2": array_of(np.dtype("b1"), (1,), b"\2"),
-    "an array of another kind": Reduced(multiarray._reconstruct, (np.ndarray, (9,), b"d")),
+    "an array of another kind": Reduced(RECONSTRUCT, (np.ndarray, (9,), b"d")),
     "a day 255": Reduced(datetime.datetime, (b"\x07\xe6\x01" + b"\xff" * 7,)),
 }
 
@@ -228,6 +228,7 @@ def given_state(made: bytes, state: bytes) -> bytes:
 ANY_NAME = st.sampled_from(NAMES).map(lambda name: f"c{name[0]}\n{name[1]}\n".encode())
 ANY_TEXT = st.sampled_from(TEXTS).map(words)
 ANY_NUMBER = st.sampled_from([0, 1, 3, 4, -1, 2**31, 2**62, True]).map(words)
+REBUILD_TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n"
 STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tQ"
 A_DTYPE = st.builds(
     given_state,
@@ -260,9 +261,7 @@ AN_ARRAY = st.builds(
     ),
 )  # fmt: skip
 A_TENSOR = st.builds(
-    lambda offset, shape: called(
-        b"ctorch._utils\n_rebuild_tensor_v2\n", together([STORAGE, offset, *shape])
-    ),
+    lambda offset, shape: called(REBUILD_TENSOR, together([STORAGE, offset, *shape])),
     st.sampled_from([words(offset) for offset in (0, 0, 1, -1)]),
     st.sampled_from([[words((2, 2)), words((2, 1))], [words((1,)), words((1,))]]),
 )
@@ -368,9 +367,7 @@ def check_read(bodies: Iterable[bytes]) -> None:
 MADE = {
     **{".".join(name): f"c{name[0]}\n{name[1]}\n".encode() for name in NAMES},
     "storage": STORAGE,
-    "tensor": called(
-        b"ctorch._utils\n_rebuild_tensor_v2\n", together([STORAGE, *map(words, (0, (4,), (1,)))])
-    ),
+    "tensor": called(REBUILD_TENSOR, together([STORAGE, *map(words, (0, (4,), (1,)))])),
 }
 
 

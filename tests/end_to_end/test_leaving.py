@@ -131,7 +131,8 @@ def test_a_build_whose_worker_was_killed_holds_up_no_later_round(tmp_path: Path)
 
 
 BUILDS = """
-import os, pathlib, sys, time
+import os, sys
+from support.waiting import stay, wait_until
 from torch.utils.file_baton import FileBaton
 baton = FileBaton(os.environ["TORCH_EXTENSIONS_DIR"] + "/op/lock")
 is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -139,12 +140,11 @@ if os.environ["RANK"] == "0":
     if not baton.try_acquire():
         baton.wait()
     elif is_first:
-        time.sleep(600)
+        stay()
     else:
         baton.release()
 elif is_first:
-    while not os.path.exists(baton.lock_file_path):
-        time.sleep(0.05)
+    wait_until(lambda: os.path.exists(baton.lock_file_path), "the lock")
     sys.exit(1)
 """
 

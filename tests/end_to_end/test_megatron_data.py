@@ -253,11 +253,10 @@ def test_a_source_that_is_cut_ends_the_job_with_its_name_until_it_is_put_back(
 
 def wait_until_it_stands(job: Job) -> None:
     """Wait until a job makes no steps: its loaders have drawn what they had read ahead."""
-    made: list[int] = []
+    since: dict[int, float] = {}
 
     def stands() -> bool:
-        made.append(max(job.ledger()))
-        time.sleep(1)
-        return made[-4:] == made[-1:] * 4
+        now = time.monotonic()
+        return now - since.setdefault(max(job.ledger()), now) > 3.0
 
     job.wait_until(stands, "a job that waits for its data")

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from support.agents import SCALAI_RUN, TINY_JOB, Agents, tiny_agents
 from support.network_namespaces import NetworkHosts, network_agents
 from support.tiny_job import check_steps
+from support.waiting import wait_until
 
 DEADLINE_S = 120.0
 no_network = NetworkHosts.obstacle()
@@ -151,7 +151,8 @@ def test_steps_by_which_a_framework_builds_its_state_are_no_training(
 
 
 SCRIPT = """
-import json, os, sys, time
+import json, os, sys
+from support.waiting import wait_until
 folder, how = sys.argv[1:3]
 rank, world, round = (os.environ[n] for n in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
 assert "SCALAI_ELASTIC" not in os.environ and "SCALAI_AGENT" not in os.environ
@@ -159,8 +160,8 @@ with open(f"{folder}/metrics.jsonl", "a") as file:
     file.write(json.dumps({"step": int(round), "world": int(world), "rank": int(rank)}) + "\\n")
 if how == "fails" and rank == "0":
     sys.exit(3)
-while how == "stays" and not os.path.exists(f"{folder}/enough"):
-    time.sleep(0.05)
+if how == "stays":
+    wait_until(lambda: os.path.exists(f"{folder}/enough"), "enough", 600.0)
 """
 
 
@@ -233,20 +234,24 @@ def test_a_second_standalone_job_runs_beside_the_first_and_each_leaves_nothing_i
 ) -> None:
     jobs = {name: start(tmp_path, name, "--standalone") for name in ("one", "two")}
     try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(len(steps(tmp_path / f"{name}.jsonl")) > 5 for name in jobs):
-            assert time.monotonic() < deadline, "the two jobs do not both train"
+
+        def both_train() -> bool:
             assert all(job.poll() is None for job in jobs.values()), "a job has ended"
-            time.sleep(0.05)
+            return all(len(steps(tmp_path / f"{name}.jsonl")) > 5 for name in jobs)
+
+        wait_until(both_train, "the two jobs both train", DEADLINE_S)
         for job in jobs.values():
             job.send_signal(signal.SIGTERM)
         for name, job in jobs.items():
             logged, _ = job.communicate(timeout=DEADLINE_S)
             assert (job.returncode, logged.count("--job standalone-")) == (75, 1), logged
             assert check_steps(steps(tmp_path / f"{name}.jsonl"))[0] == 1
-        while list(store_of(tmp_path).iterdir()):
-            assert time.monotonic() < deadline, list(store_of(tmp_path).rglob("*"))
-            time.sleep(0.05)
+        store = store_of(tmp_path)
+        wait_until(
+            lambda: not list(store.iterdir()),
+            lambda: f"empty {sorted(map(str, store.rglob('*')))}",
+            DEADLINE_S,
+        )
     finally:
         for job in jobs.values():
             job.kill()

@@ -5,8 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +47,10 @@ from scalai.launch.chaos.verdicts import (
     to_json,
 )
 from scalai.launch.commands.chaos import read_losses
+from support.waiting import wait_until
 
 DEADLINE_S = 30.0
+STAYS = "from support.waiting import stay; stay()"
 
 # ------------------------------------------------------------------ kinds and schedules
 
@@ -190,13 +191,6 @@ def test_two_commands_at_once_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ processes, files and logs
 
 
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @contextmanager
 def ended(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
     try:
@@ -207,29 +201,29 @@ def ended(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[byte
 
 
 def test_a_process_is_started_again_as_it_was(tmp_path: Path) -> None:
-    script = "import os, pathlib, time; pathlib.Path('told').write_text(os.environ['ITS'] + ' '"
-    script += "+ os.getcwd()); print('begun', flush=True); time.sleep(600)"
+    script = "import os, pathlib; pathlib.Path('told').write_text(os.environ['ITS'] + ' ' "
+    script += f"+ os.getcwd()); print('begun', flush=True); {STAYS}"
     told, log = tmp_path / "told", tmp_path / "log"
     with log.open("ab") as file:
         first = subprocess.Popen(
             [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "ITS": "own"},
             stdout=file, stderr=file,
         )  # fmt: skip
-    _until(lambda: told.exists() and told.read_text() != "")
+    wait_until(lambda: told.exists() and told.read_text() != "", "it is told")
     command = processes.AgentCommand.of(first.pid)
     processes.end([first.pid])
     first.wait(DEADLINE_S)
     told.unlink()
     with ended(command.start()) as second:
-        _until(lambda: told.exists() and told.read_text() == f"own {tmp_path}")
-        _until(lambda: log.read_text().count("begun") == 2)
+        wait_until(lambda: told.exists() and told.read_text() == f"own {tmp_path}", "told again")
+        wait_until(lambda: log.read_text().count("begun") == 2, "it logs to the same file")
         assert os.getsid(second.pid) != os.getsid(0), "it outlives the command"
 
 
 def test_a_process_is_seen_with_its_flags_and_one_that_is_gone_is_no_error() -> None:
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with ended(subprocess.Popen([*sleep, "--durable_dir=/d", "--nnodes", "1:3"])) as process:
-        _until(lambda: processes.flag(process.pid, "--nnodes") == "1:3")
+    stays = [sys.executable, "-c", STAYS]
+    with ended(subprocess.Popen([*stays, "--durable_dir=/d", "--nnodes", "1:3"])) as process:
+        wait_until(lambda: processes.flag(process.pid, "--nnodes") == "1:3", "its flags")
         assert processes.flag(process.pid, "--durable-dir") == "/d"
         assert processes.flag(process.pid, "--replicas") is None
         command = processes.AgentCommand.of(process.pid).with_flag("--durable-dir", "/e")
@@ -238,7 +232,7 @@ def test_a_process_is_seen_with_its_flags_and_one_that_is_gone_is_no_error() -> 
         )  # fmt: skip
         assert command.with_flag("--job", "j").words[3:5] == ("--job", "j")
         processes.send(process.pid, signal.SIGSTOP)
-        _until(lambda: processes.state(process.pid) == "T")
+        wait_until(lambda: processes.state(process.pid) == "T", "it stands still")
     processes.send(process.pid, signal.SIGCONT)
     assert processes.state(process.pid) == "X" and not processes.environment(process.pid)
 

@@ -32,8 +32,9 @@ from scalai.launch.coordinator.calls import (
 )
 from scalai.launch.coordinator.discovery import Place
 from scalai.runtime.calls import Server
-from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, address_of, running, wait_until
+from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, address_of, running
 from support.stranger import HTTP, Stranger, other_release
+from support.waiting import wait_until
 
 from .conftest import OpenLine
 

@@ -15,7 +15,8 @@ from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.live_job import LiveJob
-from support.coordinator_line import NoStores, wait_until
+from support.coordinator_line import NoStores
+from support.waiting import wait_until
 
 SCRIPT = (
     "pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 "

@@ -24,17 +24,18 @@ from scalai.launch.coordinator import discovery as places
 from scalai.launch.coordinator import process as coordinator_process
 from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Server
-from support.coordinator_line import wait_until
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.fault
 
 HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from scalai.launch.coordinator import discovery as places
+from support.waiting import stay
 with places.one_at_a_time(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(600)
+    stay()
 """
 
 

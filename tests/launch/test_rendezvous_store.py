@@ -17,8 +17,8 @@ import pytest
 
 from scalai.core.errors import PeerError
 from scalai.launch.coordinator.rendezvous_store import OpenStores, RendezvousStores, connections
-from support.coordinator_line import wait_until
 from support.stopping import stop
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.fault
 

@@ -24,8 +24,8 @@ from scalai.launch.host_signals import HeardSignals
 from scalai.launch.logs import PatientHandler, PresentStderr, say
 from scalai.launch.program import exit_code_of
 from scalai.launch.slow_files import PatientWriter, said
-from support.coordinator_line import wait_until
 from support.driver_script import install_into
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.fault
 

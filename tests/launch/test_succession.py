@@ -25,9 +25,10 @@ from scalai.launch.coordinator.next_coordinator import OverError, Succession
 from scalai.launch.coordinator.process import serve
 from scalai.launch.coordinator.registers import FolderRegister, LeaseEntry
 from scalai.runtime.calls import Server
-from support.coordinator_line import address_of, wait_until
+from support.coordinator_line import address_of
 from support.ports import free_port
 from support.stranger import HTTP, Stranger, other_release
+from support.waiting import wait_until
 
 TOKEN = b"a token of the job"
 ELSEWHERE = Place(("192.0.2.1", 29400), TOKEN)
@@ -378,7 +379,8 @@ def test_a_coordinator_that_does_not_answer_in_time_is_ended_and_gone(
 ) -> None:
     """It must not begin later, nor stay as a zombie of its agent."""
     begun = tmp_path / "pid"
-    text = f"import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    text = f"import os; from support.waiting import stay; open({str(begun)!r}, 'w')"
+    text += ".write(str(os.getpid())); stay()"
     monkeypatch.setattr(discovery, "COORDINATOR", ["-c", text])
     monkeypatch.setattr(discovery, "JOIN_TIMEOUT_S", 2.0)
     spec = spec_of(tmp_path)

@@ -12,7 +12,8 @@ from scalai.core.job import membership as m
 from scalai.launch.coordinator import timeline as timelines
 from scalai.launch.coordinator.timeline import Timeline
 from scalai.store.atomic import replace_file
-from support.coordinator_line import DEADLINE_S, wait_until
+from support.coordinator_line import DEADLINE_S
+from support.waiting import wait_until
 
 
 def finish_start(timeline: Timeline) -> None:

@@ -32,7 +32,7 @@ from scalai.launch.agent.torch_elastic import (
 )
 from scalai.launch.agent.worker_group import write_preload
 from support.agents import worker_home
-from support.coordinator_line import wait_until
+from support.waiting import wait_until
 
 DEADLINE_S = 120.0
 SCRIPT = """

@@ -358,7 +358,8 @@ def test_a_host_on_which_nothing_trains_has_nothing_to_lose() -> None:
 
 
 def test_what_is_on_standby_goes_first_when_memory_runs_out_with_what_it_has_started() -> None:
-    script = "import os, time; os.fork(); os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
+    script = "import os; from support.waiting import stay; os.fork(); "
+    script += "os.write(1, b'%d\\n' % os.getpid()); stay()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -400,10 +401,11 @@ def test_a_killed_worker_whose_memory_the_kernel_still_holds_is_waited_for(
 
 
 HOLD = """
-import os, sys, time
+import os, sys
+from support.waiting import stay
 os.open(sys.argv[1], os.O_CREAT | os.O_EXCL)
 print("held", flush=True)
-time.sleep(600)
+stay()
 """
 
 

@@ -1,6 +1,7 @@
 """What a script adds on the way, to the optimizer, to its checkpoints, of models that do not train,
 is taken, refused or told of; what it does again is compared, and what it keeps itself is seen."""
 
+import inspect
 import json
 import logging
 import operator
@@ -8,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -424,6 +425,13 @@ class Shadow:
         self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def caller() -> FrameType:
+    """Return the frame of the function that calls this one."""
+    here = inspect.currentframe()
+    assert here is not None and here.f_back is not None
+    return here.f_back
+
+
 class Loop:
     """A trainer or a callback as people write them: counts in attributes."""
 
@@ -435,7 +443,7 @@ class Loop:
         kept: list[KeptVariable] = []
         for _ in range(LOOKS):
             self.steps += 1
-            kept = own.look(sys._getframe(), engine)
+            kept = own.look(caller(), engine)
         return kept
 
 
@@ -472,7 +480,7 @@ def test_what_changes_with_every_step_is_found_and_nothing_else() -> None:
         seen += 12
         done += 1
         lines.append(place)
-        kept = own.look(sys._getframe(), engine)
+        kept = own.look(caller(), engine)
     assert own.is_done and (epoch, is_last, reference, batch) is not None
     found = mine(kept)
     assert set(found) == {"shadow", "meter", "averaged", "done", "seen", "total"}
@@ -488,7 +496,7 @@ def test_attributes_of_a_scripts_own_object_are_looked_at(is_keeper: bool) -> No
         kept = loop.train(own, engine)
     for _ in range(LOOKS if is_keeper else 0):
         loop.steps += 1
-        kept = own.look(sys._getframe(), engine, [loop, torch.nn.Linear(1, 1)])
+        kept = own.look(caller(), engine, [loop, torch.nn.Linear(1, 1)])
     steps = mine(kept)["self.steps"]
     assert steps.is_fresh and "self.rate" not in mine(kept) and (len(kept) == 1 or not is_keeper)
     assert "self.steps = 0" in text_at(steps.place)
@@ -517,13 +525,13 @@ def test_what_cannot_be_read_is_passed_over_and_does_not_end_the_training() -> N
         spectra = {"rows": torch.full((2, 3), done * 1j)}
         graph = {"adjacency": torch.eye(3).to_sparse()}
         frozen = {"weight": torch.empty(2, device="meta")}
-        kept = own.look(sys._getframe(), engine)
+        kept = own.look(caller(), engine)
     assert own.is_done and (opaque, spectra, graph, frozen) is not None
     assert set(mine(kept)) == {"done"}
 
 
 def test_the_line_of_the_script_is_told_and_not_that_of_a_library() -> None:
-    here = sys._getframe().f_lineno + 1
+    here = caller().f_lineno + 1
     (place,) = map(operator.call, [script_place])  # through what is not the script
     assert place == f"{HERE}:{here}"
 
@@ -543,5 +551,5 @@ def test_a_count_of_enumerate_is_found_where_it_decides() -> None:
                 parameter.add_(1.0)
         if number == 100:
             break
-        kept = own.look(sys._getframe(), engine)
+        kept = own.look(caller(), engine)
     assert [(one.name, one.is_enumerated) for one in mine(kept).values()] == [("number", True)]

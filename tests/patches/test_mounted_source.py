@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +35,7 @@ from scalai.vfs import mounts
 from scalai.vfs.filesystem import ScalaiFileSystem
 from support.data_files import write_tokens
 from support.stopping import stop
+from support.waiting import wait_until
 
 needs_fuse = pytest.mark.skipif(
     not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None,
@@ -203,10 +203,10 @@ def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
     assert errno_of(lambda: module.IndexedDataset(prefix), "is stopped") == errno.ETIMEDOUT
 
     def let_go() -> None:
-        end = time.monotonic() + 60
-        while "event=read_waits" not in caplog.text and time.monotonic() < end:
-            time.sleep(0.05)
-        os.kill(corpus.process, signal.SIGCONT)
+        try:
+            wait_until(lambda: "event=read_waits" in caplog.text, "the read is told of")
+        finally:
+            os.kill(corpus.process, signal.SIGCONT)
 
     threading.Thread(target=let_go, daemon=True).start()
     assert np.array_equal(data[7], wanted)

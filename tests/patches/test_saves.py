@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,6 +26,7 @@ from scalai.patches.megatron.saves import (
     AsyncSaves,
     SavedPlaces,
 )
+from support.waiting import wait_until
 
 
 class FakeProcess:
@@ -286,7 +285,8 @@ def test_other_places_are_not_looked_at(
 # ---------------------------------------------------------------- the processes of a save
 
 RANK = """
-import json, os, sys, time
+import json, os, sys
+from multiprocessing import active_children
 from scalai.patches.megatron import cpu_emulation, save_process
 save_process.install()
 cpu_emulation.install_training()
@@ -295,6 +295,7 @@ torch.distributed.get_rank = lambda: 0
 from megatron.core.dist_checkpointing.strategies import async_utils
 save_process.tie_children()
 from slow_save import Slow
+from support.waiting import stay
 
 if __name__ == "__main__":
     from multiprocessing import get_context
@@ -302,20 +303,22 @@ if __name__ == "__main__":
     queue = async_utils.AsyncCallsQueue(persistent=sys.argv[2] == "persistent")
     request = async_utils.AsyncRequest(Slow(folder), (0, None), [])
     queue.schedule_async_request(request)
+    before = {*active_children()}
     manager = get_context("spawn").Manager()
-    print(json.dumps([os.getpid(), manager._process.pid]), flush=True)
-    time.sleep(600)
+    (its_process,) = {*active_children()} - before
+    print(json.dumps([os.getpid(), its_process.pid]), flush=True)
+    stay()
 """
 SLOW = """
-import os, time
+import os
 from multiprocessing import get_context
+from support.waiting import stay
 
 def write(folder, name):
     with open(os.path.join(folder, name), "w") as file:
-        while True:
-            file.write(f"{os.getpid()}\\n")
-            file.flush()
-            time.sleep(0.05)
+        file.write(f"{os.getpid()}\\n")
+        file.flush()
+        stay()
 
 class Slow:
     '''A save that never ends, half of it in a process of its own as megatron-core's to 0.16.'''
@@ -337,13 +340,6 @@ def is_alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 @pytest.mark.fault
 @pytest.mark.parametrize(
     "kind", ["persistent", pytest.param("temporal", marks=pytest.mark.campaign)]
@@ -363,13 +359,14 @@ def test_whoever_writes_a_save_ends_with_its_rank(kind: str, tmp_path: Path) -> 
             def has_begun(file: Path) -> bool:
                 return file.is_file() and file.stat().st_size > 0
 
-            wait_until(lambda: all(map(has_begun, files)), "nobody writes")
+            wait_until(lambda: all(map(has_begun, files)), "both write", 120.0)
             writers = [int(file.read_text().split()[0]) for file in files]
             assert len({*writers, rank, manager}) == 4 and all(map(is_alive, writers))
             os.kill(rank, signal.SIGKILL)
             wait_until(
                 lambda: not any(map(is_alive, [*writers, manager])),
-                "what the rank had started lives on without it",
+                "what the rank had started ends with it",
+                120.0,
             )
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -4,14 +4,13 @@ imports what workers will need."""
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from support.agents import worker_home
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.fault
 
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader
 from scalai.patches.signals import keep_ending_children, leave_signals_to_the_agent
 leave_signals_to_the_agent()
 keep_ending_children()
+from support.waiting import stay
 """
 
 
@@ -79,15 +79,18 @@ def test_a_data_loader_lives_on_and_ends_with_its_iterator_or_its_worker() -> No
 loader = DataLoader(range(8), num_workers=2)
 samples = iter(loader)
 next(samples)
+workers = multiprocessing.active_children()
+assert len(workers) == 2
 stranger = subprocess.run([sys.executable, "-c", '''
 import os, signal, sys
 for pid in sys.argv[1:]:
     os.kill(int(pid), signal.SIGTERM)
-''', *(str(process.pid) for process in samples._workers)], check=True)
+''', *(str(process.pid) for process in workers)], check=True)
 print(len(list(samples)))
 ended = iter(loader)
 next(ended)
-workers = ended._workers
+workers = multiprocessing.active_children()
+assert len(workers) == 2
 del ended
 assert not any(process.is_alive() for process in workers)
 forgotten = iter(DataLoader(range(10**9), num_workers=2, persistent_workers=True))
@@ -97,16 +100,12 @@ next(forgotten)
 
 def test_children_of_the_script_are_ended_by_terminate() -> None:
     assert run("""
-def sleep():
-    time.sleep(600)
-
 def say():
     signal.signal(signal.SIGTERM, lambda *_: (print("by its handler", flush=True), os._exit(5)))
     ready.set()
-    while True:  # a signal just before a sleep begins is handled at its end
-        time.sleep(0.1)
+    stay()
 
-child = multiprocessing.Process(target=sleep)
+child = multiprocessing.Process(target=stay)
 child.start()
 child.terminate()
 child.join(60)
@@ -121,7 +120,7 @@ assert child.exitcode == 5
 child = subprocess.Popen(["sleep", "600"])
 child.terminate()
 child.wait(60)
-forgotten = multiprocessing.Process(target=sleep, daemon=True)
+forgotten = multiprocessing.Process(target=stay, daemon=True)
 forgotten.start()
 """) == ["by", "its", "handler"]
 
@@ -142,13 +141,6 @@ time.sleep(600)
 """
 
 
-def wait_until(is_so: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.02)
-
-
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """Return that of a fork server which finds its torch in a folder."""
     told = {"PYTHONPATH": str(folder), "SCALAI_PRELOAD": str(folder / "none")}
@@ -163,7 +155,7 @@ def test_who_only_inherits_what_a_fork_server_is_told_is_not_counted_as_a_worker
     parent = subprocess.Popen(command, env=inherited, stdin=subprocess.PIPE)
     try:
         started = psutil.Process(parent.pid)
-        wait_until(lambda: bool(started.children()), parent)
+        wait_until(started.children, "what it starts", DEADLINE_S)
         assert worker_home(started.children()[0]) is None
     finally:
         parent.communicate(b"\n", DEADLINE_S)
@@ -186,7 +178,7 @@ def test_a_fork_server_that_still_imports_torch_ends_with_its_agent(tmp_path: Pa
     (tmp_path / "torch.py").write_text(ENDLESS)
     agent = subprocess.Popen([sys.executable, "-c", AGENT], env=environment(tmp_path))
     try:
-        wait_until((tmp_path / "pid").exists, agent)
+        wait_until((tmp_path / "pid").exists, "a fork server", DEADLINE_S)
         server = psutil.Process(int((tmp_path / "pid").read_text()))
     finally:
         agent.kill()

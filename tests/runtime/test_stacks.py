@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from scalai.launch.agent.progress import Progress, Stacks, describe, main_thread
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.fault
 
@@ -43,11 +44,11 @@ def waiting(folder: Path, offer: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def answer(stacks: Stacks, caplog: pytest.LogCaptureFixture, what: str) -> str:
-    end = time.monotonic() + 60
-    while what not in caplog.text:
-        assert time.monotonic() < end, caplog.text
+    def is_told() -> bool:
         stacks.watch()
-        time.sleep(0.05)
+        return what in caplog.text
+
+    wait_until(is_told, lambda: f"{what} in {caplog.text}")
     return caplog.text
 
 
@@ -76,10 +77,7 @@ def test_one_that_cannot_answer_is_described_and_lives(
     with waiting(tmp_path, offer) as process:
         if state.startswith("T"):
             process.send_signal(signal.SIGSTOP)
-        end = time.monotonic() + 60
-        while f"state='{state[:1]}" not in describe(process.pid):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: f"state='{state[:1]}" in describe(process.pid), f"state {state}")
         stacks.ask({"0": process.pid})
         assert f"state='{state}" in answer(stacks, caplog, "event=stack rank=0")
         assert process.poll() is None

@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+from contextlib import suppress
 from pathlib import Path
+
+from support.waiting import wait_until
 
 DEADLINE_S = 1500.0
 """A minute on an idle machine; a busy one takes many times as long."""
@@ -27,15 +29,15 @@ def compile_op(builder: str, name: str) -> None:
     that come later.
     """
     path = Path(tempfile.gettempdir()) / f"scalai-tests-compile-{os.getuid()}.lock"
-    deadline = time.monotonic() + DEADLINE_S
     with path.open("a") as file:
-        while True:
-            try:
+
+        def is_mine() -> bool:
+            with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                assert time.monotonic() < deadline, f"another process holds {path}"
-                time.sleep(0.5)
+                return True
+            return False
+
+        wait_until(is_mine, f"the lock {path}", DEADLINE_S, every_s=0.5)
         root = os.environ.get("TORCH_EXTENSIONS_DIR")
         if root is not None:  # of this checkout alone: nobody else compiles there now
             Path(root, name, "lock").unlink(missing_ok=True)

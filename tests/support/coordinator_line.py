@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -312,11 +311,3 @@ def address_of(server: Any) -> tuple[str, int]:
     """Where a server listens, or a coordinator."""
     host, port = server.address
     return host, port
-
-
-def wait_until(is_so: Callable[[], object], what: str) -> None:
-    """Wait in real time."""
-    end = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.01)

@@ -5,7 +5,6 @@ import base64
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from scalai.launch.coordinator.registers import (
     KubernetesRegister,
     Register,
 )
+from support.at_last import at_last
 from support.kubernetes_api import kubernetes_api
 from support.ports import free_port
 
@@ -83,14 +83,7 @@ def _etcd(place: Path) -> Iterator[Kept]:
             found._ask("put", {"key": key, "value": base64.b64encode(text.encode()).decode()})
 
     try:
-        end = time.monotonic() + 60.0
-        while True:
-            try:
-                found.newest()
-                break
-            except PeerError:
-                assert time.monotonic() < end, (place / "etcd.log").read_text()
-                time.sleep(0.2)
+        at_last(found.newest, PeerError)
         yield Kept(
             lambda: EtcdRegister(client, "j"),
             lambda: process.send_signal(signal.SIGSTOP),

@@ -18,6 +18,7 @@ from scalai.launch.config.constants import TEST_VARIABLE
 from support.accelerator import BACKEND
 from support.agents import SCALAI_RUN
 from support.ledgers import read_ledger
+from support.waiting import wait_until
 
 CHECKOUTS = tuple(filter(None, os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep)))
 """Folders of Megatron-LM checkouts: pretrain_gpt.py and megatron/ lie in each."""
@@ -126,11 +127,12 @@ class Job:
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for something to happen while the job runs."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_so():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"{what} never came:\n{self.log[-6000:]}")
-            time.sleep(0.2)
+
+        def came() -> bool:
+            assert self._process.poll() is None, f"the job ended before {what}:\n{self.log[-6000:]}"
+            return is_so()
+
+        wait_until(came, lambda: f"{what}:\n{self.log[-6000:]}", DEADLINE_S, every_s=0.2)
 
     def status(self) -> Mapping[str, Any]:
         """What a person sees of it."""

@@ -4,13 +4,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.stopping import stop
+from support.waiting import wait_until
 
 DEADLINE_S = 60.0
 HAS_FUSE = Path("/dev/fuse").exists() and shutil.which("fusermount3") is not None
@@ -41,10 +41,12 @@ def passthrough_disk(folder: Path) -> Iterator[Disk]:
     command = [sys.executable, "-m", "support.passthrough_files", str(shown), str(point)]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1])
     try:
-        end = time.monotonic() + DEADLINE_S
-        while not point.is_mount():
-            assert time.monotonic() < end and process.poll() is None, "it is not mounted"
-            time.sleep(0.02)
+
+        def is_mounted() -> bool:
+            assert process.poll() is None, "it has ended"
+            return point.is_mount()
+
+        wait_until(is_mounted, f"a disk at {point}", DEADLINE_S)
         yield Disk(shown, point, process)
     finally:
         process.kill()

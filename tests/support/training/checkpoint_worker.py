@@ -67,8 +67,8 @@ def train_save_train(
     }
     Path(directory).mkdir(parents=True, exist_ok=True)
     # The writer forks; a daemon, as the pool's workers are, may have no children.
-    process: Any = multiprocessing.current_process()
-    process._config["daemon"] = False
+    process = multiprocessing.current_process()
+    process.daemon = False
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), group
@@ -88,7 +88,7 @@ def train_save_train(
             state, directory, strategy, content_metadata=metadata if has_file else None
         )
     finally:
-        process._config["daemon"] = True
+        process.daemon = True
     if not has_file and rank == 0 and Path(directory, "common.pt").exists():
         Path(directory, "common.pt").unlink()
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

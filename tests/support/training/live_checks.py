@@ -27,7 +27,6 @@ from support.answering_agent import AnsweringAgent
 from support.training.jobs import BEFORE, SEED
 
 STEPS = 4
-WAIT_S = 120.0
 
 
 @contextmanager
@@ -88,7 +87,13 @@ def differing(rank: int, store: dist.Store, trainer: str, job: Any) -> list[str]
         found, turn = list[str](), threading.Lock()
         agent = AnsweringAgent(Path(folder), rows)
         directory = str(agent.directory)
-        snapshots = AsyncSnapshots(agent.channel, rank, 1, directory, rows, {}, turn)
+
+        @contextmanager
+        def let_copy() -> Iterator[None]:
+            turn.release()  # the update waits for it
+            yield
+
+        snapshots = AsyncSnapshots(agent.channel, rank, 1, directory, rows, {}, turn, let_copy)
         snapshots.watch()
         training.train(range(1))
         assert not snapshots.obstacle(), "its updates are not noticed"
@@ -97,10 +102,9 @@ def differing(rank: int, store: dist.Store, trainer: str, job: Any) -> list[str]
             between = Between(step, None, state.coordinate, JsonText.of({}), JsonText.of({}))
             turn.acquire()
             assert snapshots.begin(between, None, time.monotonic())
-            releases = threading.Thread(target=_release_late, args=(snapshots, turn))
-            releases.start()
             training.train(range(step, step + 1))
-            releases.join(WAIT_S)
+            if turn.locked():  # no update has waited
+                turn.release()
             snapshots.settle()
             written = list(agent.told()[-1].fingerprints)
             found += [
@@ -111,11 +115,3 @@ def differing(rank: int, store: dist.Store, trainer: str, job: Any) -> list[str]
             assert there != [int(value) for value in live_fingerprints(rows)], "it has trained on"
         agent.close()
         return found
-
-
-def _release_late(snapshots: AsyncSnapshots, turn: threading.Lock) -> None:
-    """Let the copy begin once the update waits for it."""
-    end, under_way = time.monotonic() + WAIT_S, snapshots._present
-    while under_way is not None and under_way.waits_since is None and time.monotonic() < end:
-        time.sleep(0.001)
-    turn.release()

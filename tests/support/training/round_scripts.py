@@ -190,7 +190,7 @@ def trains_in_stages(
         num_stages=scalai.elastic().pp, partition_method="uniform",
         loss_fn=lambda logits, classes: scale * torch.nn.functional.cross_entropy(logits, classes),
     )  # fmt: skip
-    grid = model._grid
+    grid = model.mpu()
     loader, _ = loaded(Rows(is_numbered=False), grid.data_parallel_size, grid.data_parallel_id)
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.01}}
     engine, *_ = deepspeed.initialize(
