@@ -2,8 +2,6 @@
 wrote it."""
 
 import json
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,16 @@ SAVED = sorted(path.parents[1] for path in DATA.glob("*/durable/mixed"))
 RELEASES = sorted(path.parent for path in DATA.glob("*/elastic.toml"))
 
 
-def named(folders: Sequence[Path]) -> list[str]:
-    return [folder.name for folder in folders]
+@pytest.fixture(params=SAVED, ids=lambda folder: folder.name)
+def saved(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.param
+    return folder
+
+
+@pytest.fixture(params=RELEASES, ids=lambda folder: folder.name)
+def release(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.param
+    return folder
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -60,7 +66,6 @@ def stored_in(checkpoint: Checkpoint) -> StoredGeneration:
     return found
 
 
-@pytest.mark.parametrize("saved", SAVED, ids=named(SAVED))
 def test_every_tensor_of_a_saved_generation_has_its_values(saved: Path) -> None:
     checkpoint = open_checkpoint(saved / "durable" / "mixed")
     stored = stored_in(checkpoint)
@@ -74,7 +79,6 @@ def test_every_tensor_of_a_saved_generation_has_its_values(saved: Path) -> None:
     assert sorted(generation.rank_state) == ["tp0-dp0", "tp0-dp1", "tp1-dp0", "tp1-dp1"]
 
 
-@pytest.mark.parametrize("saved", SAVED, ids=named(SAVED))
 def test_a_saved_generation_is_inspected_verified_and_resharded(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +90,6 @@ def test_a_saved_generation_is_inspected_verified_and_resharded(
     assert run(capsys, "verify", place, tmp_path / "one") == f"equal: {len(TENSORS)} tensors\n"
 
 
-@pytest.mark.parametrize("saved", SAVED, ids=named(SAVED))
 def test_a_host_attaches_a_saved_generation_and_the_coordinator_finds_it_whole(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -100,7 +103,6 @@ def test_a_host_attaches_a_saved_generation_and_the_coordinator_finds_it_whole(
     assert [whole.number for whole in generations.covered()] == [NUMBER]
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
 def test_what_a_job_left_is_the_state_of_its_step(release: Path) -> None:
     checkpoint = open_checkpoint(release / "durable" / "tiny")
     generation = stored_in(checkpoint).generation
@@ -113,13 +115,11 @@ def test_what_a_job_left_is_the_state_of_its_step(release: Path) -> None:
     assert generation.scalars["user"] == {"samples": generation.step}
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
-def test_a_job_that_has_finished_is_still_known(release: Path, tmp_path: Path) -> None:
+def test_a_job_that_has_finished_is_still_known(release: Path) -> None:
     with pytest.raises(RefusedError, match=r"job 'done' finished at step 120 on \d{4}-"):
         refuse_finished(release / "durable" / "done")
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
 def test_status_tells_of_a_change_that_was_reported(
     release: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +132,6 @@ def test_status_tells_of_a_change_that_was_reported(
     assert "TP2·PP1·DP1 -> TP1·PP1·DP1: " in run(capsys, "status")
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
 def test_every_key_of_an_elastic_configuration_still_means_the_same(release: Path) -> None:
     config = load_config(str(release / "elastic.toml"))
     logged = set((release / "elastic.txt").read_text().splitlines())
@@ -149,15 +148,8 @@ def test_every_key_of_an_elastic_configuration_still_means_the_same(release: Pat
     assert spec.config == config and spec.deepspeed is not None
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
 def test_a_host_file_is_still_read(release: Path) -> None:
     hosts = parse_hostfile((release / "hostfile").read_text(), "hostfile")
     assert hosts == {"worker-1": (0, 1, 2, 3), "worker-2": (0, 1)}
     kept = filtered(hosts, "worker-1:1,3@worker-2", None)
     assert kept == {"worker-1": (1, 3), "worker-2": (0, 1)}
-
-
-def test_a_generation_may_be_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing in it says where it lies."""
-    shutil.copytree(SAVED[0] / "durable" / "mixed", tmp_path / "elsewhere")
-    assert "is whole" in run(capsys, "verify", tmp_path / "elsewhere")

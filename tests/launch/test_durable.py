@@ -64,9 +64,7 @@ def test_all_that_can_be_seen_is_attached_and_what_cannot_be_read_is_told(
     assert "generation 6" in damaged[5] and str(torn) in damaged[7] and "missing" in damaged[9]
 
 
-@pytest.mark.parametrize(
-    "moment", ["before it is read", "while it is read", "before it is attached"]
-)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_what_a_running_job_removes_meanwhile_is_not_there_and_not_damaged(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

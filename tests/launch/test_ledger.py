@@ -37,15 +37,21 @@ def run(capsys: pytest.CaptureFixture[str], *given: object) -> tuple[int, str]:
     return command.run(arguments(*given)), capsys.readouterr().out
 
 
-def consumed(first: int = 0, skip_at: int | None = None) -> Ledger:
-    """Return the ledger of a job that has changed at step 3, and went back to step 4 from 6."""
-    ledger = Ledger.begun(first, 12 * first).with_round("r-1", {"dp": 2, "tp": 1})
+def stepped(ledger: Ledger, step: int, skipped: int = 0) -> Ledger:
+    begin = 12 * step - 12 + skipped
+    draw = Draw("train", Number(0), begin, begin + 12, 120, 120, is_dealt=True)
+    return ledger.stepped(step, 12 * step, [draw])
+
+
+def consumed(first: int = 0, skip_at: int | None = None, *, has_changed: bool = True) -> Ledger:
+    """Return the ledger of a job that has changed at step 3, and went back to step 4 from 6; or of
+    one rank."""
+    dp = 2 if has_changed else 1
+    ledger = Ledger.begun(first, 12 * first).with_round("r-1", {"dp": dp, "tp": 1})
     for step in range(first + 1, STEP + 1):
-        if step == 4:
+        if step == 4 and has_changed:
             ledger = ledger.with_round("r-3", {"dp": 4, "tp": 1}, [Lost("r-2", 3, 6)])
-        begin = 12 * step - 12 + (12 if skip_at is not None and step >= skip_at else 0)
-        draw = Draw("train", Number(0), begin, begin + 12, 120, 120, is_dealt=True)
-        ledger = ledger.stepped(step, 12 * step, [draw])
+        ledger = stepped(ledger, step, 12 if skip_at is not None and step >= skip_at else 0)
     return ledger
 
 
@@ -66,10 +72,8 @@ def test_a_job_that_has_changed_and_failed_is_proven_wherever_its_state_lies(
     part = keep(store, consumed().to_json())
     shutil.copytree(part, tmp_path / "disk" / "generation-1" / "a")
     job = store.directory.parent
-    places: list[list[object]]
-    places = [[part], [store.directory], [job], [tmp_path / "disk"]]
-    for place in [*places, [job.name, "--store-dir", job.parent]]:
-        code, text = run(capsys, "verify", *place)
+    for place in (part, store.directory, job, tmp_path / "disk", job.name):
+        code, text = run(capsys, "verify", place, "--store-dir", job.parent)
         assert code == 0 and "proven: no sample was skipped, and none was seen twice" in text
         assert "train, pass 0: 0:60 of 120, seen at the samplers" in text
         assert "r-3: steps 4 to 5, 24 samples, dp4" in text
@@ -106,24 +110,19 @@ def test_a_finished_job_is_proven_to_its_last_step(
         run(capsys, "verify", folder)
 
 
-def alone() -> Ledger:
-    """Return the ledger of a job of one rank."""
-    ledger = Ledger.begun(0, 0).with_round("r-1", {"dp": 1, "tp": 1})
-    for step in range(1, STEP + 1):
-        draw = Draw("train", Number(0), 12 * step - 12, 12 * step, 120, 120, is_dealt=True)
-        ledger = ledger.stepped(step, 12 * step, [draw])
-    return ledger
-
-
 def late() -> Ledger:
     """Return a ledger of one step more than its state."""
-    return consumed().stepped(6, 72, [Draw("train", Number(0), 60, 72, 120, 120, is_dealt=True)])
+    return stepped(consumed(), STEP + 1)
 
 
 @pytest.mark.parametrize(
     ("ledger", "code", "texts"),
     [
-        (alone(), 0, ["r-1: steps 1 to 5, 60 samples, dp1", "proven: no sample"]),
+        (
+            consumed(has_changed=False),
+            0,
+            ["r-1: steps 1 to 5, 60 samples, dp1", "proven: no sample"],
+        ),
         (consumed(first=2), 0, ["proven from step 2 on", "steps 1 to 2 (24 samples)"]),
         (consumed(skip_at=3), 4, ["BROKEN: train, pass 0: samples 24:36 were skipped"]),
         (late(), 4, ["the state is of step 5, its ledger of step 6"]),

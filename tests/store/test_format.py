@@ -26,12 +26,12 @@ from scalai.store.manifest import FORMAT, VERSION
 from scalai.store.parts import Extras
 from scalai.store.places import MANIFEST
 from support.bad_manifests import BAD, change
-from support.format_fingerprint import fingerprint
 from support.format_reader import (
     ITEM_BYTES,
     FormatError,
     Generation,
     find_durable,
+    fingerprint,
     read_header,
     read_part,
 )
@@ -40,17 +40,14 @@ from support.store_states import generation, two_ranks
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "format.md"
-SUPPORT = TESTS / "support"
 SAVED = sorted((TESTS / "data").glob("*/durable/mixed"))
 
 
 def test_the_reader_needs_numpy_and_the_standard_library_alone() -> None:
-    for name in ("format_reader", "format_fingerprint"):
-        tree = ast.parse((SUPPORT / f"{name}.py").read_text())
-        imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-        imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        theirs = imported - {"numpy", "support.format_fingerprint"}
-        assert {each.partition(".")[0] for each in theirs} <= sys.stdlib_module_names
+    tree = ast.parse((TESTS / "support" / "format_reader.py").read_text())
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert {each.partition(".")[0] for each in imported - {"numpy"}} <= sys.stdlib_module_names
 
 
 @pytest.fixture

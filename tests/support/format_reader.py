@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from support.format_fingerprint import MODULUS, fingerprint
-
 Array = np.ndarray[Any, Any]
 
 ITEM_BYTES = {
@@ -21,6 +19,8 @@ ITEM_BYTES = {
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 LARGEST = (1 << 64) - 1
+MODULUS = (1 << 64) - 59
+MASK, SEGMENT = (1 << 64) - 1, 128
 
 
 class FormatError(Exception):
@@ -286,3 +286,52 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
     length = int.from_bytes(data[:8], "little")
     expect((8 + length) % 64 == 0, path, "header")
     return 8 + length, json.loads(data[8 : 8 + length])
+
+
+# ------------------------------------------------------------------ fingerprints
+
+
+def fingerprint(bits: Array, offset: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the fingerprint of a piece [...] of unsigned numbers at ``offset`` of a tensor."""
+    columns = shape[-1] if shape else 1
+    first = offset[-1] if offset else 0
+    total = 0
+    for index in np.ndindex(bits.shape[:-1]) if bits.size else ():
+        row = 0
+        for at, start, size in zip(index, offset, shape, strict=False):
+            row = row * size + start + at
+        values = bits[index].reshape(-1)
+        total += _row(values, row, first, columns)
+    return total % MODULUS
+
+
+def _signed(key: bytes) -> int:
+    digits = [int.from_bytes(key[at : at + 2], "little", signed=True) for at in (0, 2, 4, 6)]
+    return sum(digit << 16 * place for place, digit in enumerate(digits))
+
+
+MADE = hashlib.shake_256(b"scalai fingerprint, version 2").digest(8 * 129)
+START = int.from_bytes(MADE[:8], "little")
+B = [_signed(MADE[8 * at : 8 * at + 8]) for at in range(1, 129)]
+
+
+def _a(number: int) -> int:
+    value = (START + number * 0x9E3779B97F4A7C15) & MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
+    return _signed((value ^ value >> 31).to_bytes(8, "little"))
+
+
+def _row(values: Array, row: int, first: int, columns: int) -> int:
+    item = values.itemsize
+    count = -(-columns * item // 4)
+    data = bytearray(4 * count)
+    data[first * item : first * item + values.nbytes] = values.astype(f"<u{item}").tobytes()
+    words = np.frombuffer(bytes(data), "<i4").tolist()
+    segments = -(-count // SEGMENT)
+    total = 0
+    for number in range(segments):
+        inside = words[SEGMENT * number : SEGMENT * (number + 1)]
+        key = _a((row * segments + number) & MASK)
+        total += key * sum(b * word for b, word in zip(B, inside, strict=False))
+    return total

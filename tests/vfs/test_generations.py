@@ -9,7 +9,8 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.region import Box, whole
 from scalai.runtime.consumption import LEDGER
 from scalai.store import directory as directory_module
+from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.manifest import manifest_bytes, read_manifest, write_manifest
 from scalai.store.pinned import expire_dropped
-from scalai.vfs.model_files import parse_slice, place_of
+from scalai.vfs.model_files import StoredPiece, TensorElements, parse_slice, place_of
 from scalai.vfs.nodes import Content, File, TreeLink, resolve, walk
 from scalai.vfs.pins import Pins
 from scalai.vfs.tree import Tree
@@ -36,11 +38,11 @@ from support.store_states import HALF, WEIGHT, Opener, generation, values_of
 STEP = 3
 
 
+@dataclass
 class Clock:
     """Seconds that a test lets pass."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now: float = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -55,27 +57,33 @@ def clock() -> Clock:
 def tree(store: HostStore, clock: Clock) -> Iterator[Tree]:
     """The tree of a job that has one generation."""
     generation(store, 1, STEP)
-    made = Tree(store.directory.parent, pins=Pins(keep_s=60, clock=clock))
-    yield made
-    made.close()
+    with closing(Tree(store.directory.parent, pins=Pins(keep_s=60, clock=clock))) as made:
+        yield made
 
 
-def opened(tree: Tree, path: str) -> Content:
+def opened(tree: Tree, path: str = "model/w.npy") -> Content:
     _, node = resolve(tree, path)
     assert isinstance(node, File)
     return node.open()
 
 
-def read(tree: Tree, path: str) -> bytes:
-    content = opened(tree, path)
-    try:
+def read(tree: Tree, path: str = "model/w.npy") -> bytes:
+    with closing(opened(tree, path)) as content:
         return content.read(0, content.size_bytes)
-    finally:
-        content.close()
 
 
 def loaded(tree: Tree, path: str) -> Any:
     return np.load(io.BytesIO(read(tree, path)))
+
+
+def is_weight(data: bytes, step: int = STEP, at: Any = ...) -> bool:
+    """Whether a file of numpy's has the weight of a step, or a slice of it."""
+    return np.array_equal(np.load(io.BytesIO(data)).view(np.uint32), values_of(WEIGHT, step)[at])
+
+
+def check_expired(content: Content, why: str = "") -> None:
+    with pytest.raises(OSError, match=f"its pin has expired: {why}"):
+        content.read(0, 1000)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +122,9 @@ def test_a_tensor_of_which_a_host_that_is_not_here_has_a_part_is_an_error(
         ),
     )  # fmt: skip
     with pytest.raises(OSError, match=r"'param/w' is not whole here: \[0:6,4:8\]") as raised:
-        opened(tree, "model/w.npy")
+        opened(tree)
     assert raised.value.errno == errno.EIO
-    assert np.array_equal(
-        loaded(tree, "model/w[:,0:4].npy").view(np.uint32), values_of(WEIGHT, STEP)[:, :4]
-    )
+    assert is_weight(read(tree, "model/w[:,0:4].npy"), at=np.s_[:, :4])
 
 
 def test_a_damaged_manifest_is_an_error_and_not_an_empty_folder(
@@ -131,43 +137,39 @@ def test_a_damaged_manifest_is_an_error_and_not_an_empty_folder(
 
 
 def test_a_file_that_was_cut_is_an_error(tree: Tree, store: HostStore) -> None:
-    content = opened(tree, "model/w.npy")
-    for file in store.generation_directory(1).glob("*.safetensors"):
-        os.truncate(file, 8)
-    with pytest.raises(OSError, match="the file ends"):
-        content.read(0, content.size_bytes)
-    content.close()
+    with closing(opened(tree)) as content:
+        for file in store.generation_directory(1).glob("*.safetensors"):
+            os.truncate(file, 8)
+        with pytest.raises(OSError, match="the file ends"):
+            content.read(0, content.size_bytes)
 
 
 def test_a_job_that_was_begun_anew_under_its_name_is_not_taken_for_the_old_one(
     tree: Tree, store: HostStore
 ) -> None:
-    assert read(tree, "model/w.npy")
+    assert read(tree)
     shutil.rmtree(store.generation_directory(1))
     with HostStore("job", "b", store.directory.parent.parent) as other:
         generation(other, 1, STEP + 1)
         with pytest.raises(OSError, match=r"begun anew under the same name. Mount it again"):
-            read(tree, "model/w.npy")
+            read(tree)
 
 
 def test_every_kind_of_tensor_is_whole_in_both_formats(tree: Tree) -> None:
-    weight = values_of(WEIGHT, STEP)
-    assert np.array_equal(loaded(tree, "model/w.npy").view(np.uint32), weight)
+    assert is_weight(read(tree))
     assert loaded(tree, "model/w.npy").dtype == np.float32
     assert loaded(tree, "model/w.step.npy").shape == ()
     assert loaded(tree, "model/w.mask.npy").dtype == np.bool_
     found = load_safetensors(read(tree, "model/w.safetensors"))["param/w"]
-    assert np.array_equal(found.view(np.uint32), weight)
+    assert np.array_equal(found.view(np.uint32), values_of(WEIGHT, STEP))
     half = loaded(tree, "model/h.npy")
     assert half.dtype == np.dtype("V2"), "numpy has no BF16: no numbers rather than wrong ones"
     assert half.tobytes() == values_of(HALF, STEP).tobytes()
 
 
 def test_a_slice_is_a_file_that_no_listing_shows(tree: Tree) -> None:
-    weight = values_of(WEIGHT, STEP)
-    found = loaded(tree, "model/w[1:3,2:].npy")
-    assert np.array_equal(found.view(np.uint32), weight[1:3, 2:])
-    assert np.array_equal(loaded(tree, "model/w[5:].npy").view(np.uint32), weight[5:])
+    assert is_weight(read(tree, "model/w[1:3,2:].npy"), at=np.s_[1:3, 2:])
+    assert is_weight(read(tree, "model/w[5:].npy"), at=np.s_[5:])
     assert loaded(tree, "model/w[2:2,:].npy").shape == (0, 8)
     entry = load_safetensors(read(tree, "model/w[1:3,:].safetensors"))
     assert list(entry) == ["param/w[1:3,0:8]"]
@@ -188,18 +190,15 @@ def test_the_ledger_is_a_file_where_there_is_one(tree: Tree, store: HostStore) -
 def test_an_open_file_stays_what_it_was_while_its_generation_goes(
     tree: Tree, store: HostStore
 ) -> None:
-    content = opened(tree, "model/w.npy")
-    first = content.read(0, 40)
-    for number in range(2, 6):
-        generation(store, number, STEP + number)
-        store.drop(number - 1)
-    data = first + content.read(40, content.size_bytes)
-    content.close()
-    assert np.array_equal(np.load(io.BytesIO(data)).view(np.uint32), values_of(WEIGHT, STEP))
+    with closing(opened(tree)) as content:
+        first = content.read(0, 40)
+        for number in range(2, 6):
+            generation(store, number, STEP + number)
+            store.drop(number - 1)
+        assert is_weight(first + content.read(40, content.size_bytes))
     link = walk(tree, "model")
     assert isinstance(link, TreeLink) and link.target == "generations/5/model"
-    newest = values_of(WEIGHT, STEP + 5)
-    assert np.array_equal(loaded(tree, "model/w.npy").view(np.uint32), newest)
+    assert is_weight(read(tree), STEP + 5)
 
 
 @pytest.mark.fault
@@ -211,14 +210,13 @@ def test_a_pin_takes_no_memory_that_the_store_needs(tmp_path: Path) -> None:
     budget = 3 * each + len(manifest_bytes(manifest)) // 2
     with HostStore("job", "a", tmp_path, budget_bytes=budget) as store:
         tree = Tree(store.directory.parent)
-        content = opened(tree, "model/w.npy")
+        content = opened(tree)
         generation(store, 2, STEP + 1)
         store.drop(1)
         assert not list((store.directory / "recycled").iterdir())
         assert content.read(0, 1000), "what only the pin keeps"
         generation(store, 3, STEP + 2)
-        with pytest.raises(OSError, match="its pin has expired: the store needed the room"):
-            content.read(0, 1000)
+        check_expired(content, "the store needed the room")
         content.close()
         tree.close()
         assert not list(store.directory.glob("pinned-*"))
@@ -228,7 +226,7 @@ def test_a_pin_takes_no_memory_that_the_store_needs(tmp_path: Path) -> None:
 def test_a_pin_of_a_dropped_generation_expires_after_a_while(
     tree: Tree, store: HostStore, clock: Clock
 ) -> None:
-    content = opened(tree, "model/w.npy")
+    content = opened(tree)
     clock.now = 1000
     tree.pins.sweep()
     assert content.read(0, 1000), "what is not dropped does not expire"
@@ -240,14 +238,13 @@ def test_a_pin_of_a_dropped_generation_expires_after_a_while(
     assert content.read(0, 1000)
     clock.now += 1
     tree.pins.sweep()
-    with pytest.raises(OSError, match="its pin has expired: it was kept for 60 s"):
-        content.read(0, 1000)
+    check_expired(content, "it was kept for 60 s")
     content.close()
     assert not list(store.directory.glob("pinned-*/generation-*"))
 
 
 def test_a_file_that_is_closed_twice_ends_no_other_readers_pin(tree: Tree) -> None:
-    first, second = opened(tree, "model/w.npy"), opened(tree, "model/w.npy")
+    first, second = opened(tree), opened(tree)
     first.close()
     first.close()
     assert second.read(0, 1000)
@@ -257,11 +254,10 @@ def test_a_file_that_is_closed_twice_ends_no_other_readers_pin(tree: Tree) -> No
 @pytest.fixture
 def pinned(tree: Tree, store: HostStore) -> Iterator[Content]:
     """A tensor of a generation that was dropped."""
-    content = opened(tree, "model/w.npy")
-    generation(store, 2, STEP + 1)
-    store.drop(1)
-    yield content
-    content.close()
+    with closing(opened(tree)) as content:
+        generation(store, 2, STEP + 1)
+        store.drop(1)
+        yield content
 
 
 @pytest.mark.fault
@@ -273,8 +269,7 @@ def test_a_pin_takes_no_room_that_replicas_need(
 
     monkeypatch.setattr(directory_module, "free_bytes", little)
     store.check_spare(1 << 10)
-    with pytest.raises(OSError, match="its pin has expired"):
-        pinned.read(0, 1000)
+    check_expired(pinned)
     with pytest.raises(RoomError, match="replicas of"):
         store.check_spare(1 << 20)
 
@@ -293,8 +288,7 @@ def test_a_pin_takes_no_room_that_a_fetch_needs(
     monkeypatch.setattr(os, "posix_fallocate", with_little_room)
     large = Tensor("param/large", (1 << 16,), "F32")
     store.unstage(store.stage(Collection.of([(large, whole(large.shape))])))
-    with pytest.raises(OSError, match="its pin has expired"):
-        pinned.read(0, 1000)
+    check_expired(pinned)
 
 
 def test_the_store_counts_its_room_while_pins_come_and_go(tree: Tree, store: HostStore) -> None:
@@ -302,7 +296,7 @@ def test_the_store_counts_its_room_while_pins_come_and_go(tree: Tree, store: Hos
 
     def reads() -> None:
         while not is_over.is_set():
-            read(tree, "model/w.npy")
+            read(tree)
 
     with ThreadPoolExecutor() as threads:
         reader = threads.submit(reads)
@@ -319,18 +313,16 @@ def test_the_store_counts_its_room_while_pins_come_and_go(tree: Tree, store: Hos
 def test_a_number_that_is_used_again_keeps_no_pin_of_the_generation_before(
     tree: Tree, store: HostStore, clock: Clock
 ) -> None:
-    old = opened(tree, "model/w.npy")
+    old = opened(tree)
     store.drop(1)
     generation(store, 1, STEP + 1)
     assert old.read(0, 1000), "it was pinned"
     assert expire_dropped(store.directory)
-    with pytest.raises(OSError, match="its pin has expired: the store needed the room"):
-        old.read(0, 1000)
+    check_expired(old, "the store needed the room")
     tree.pins.sweep()
     clock.now += 60
     tree.pins.sweep()
-    with pytest.raises(OSError, match="its pin has expired: it was kept for 60 s"):
-        old.read(0, 1000)
+    check_expired(old, "it was kept for 60 s")
     old.close()
     assert not list(store.directory.glob("pinned-*/generation-*"))
 
@@ -339,7 +331,7 @@ def test_a_pin_of_a_number_that_is_used_again_stays(store: HostStore) -> None:
     for step in (STEP, STEP + 1):
         generation(store, 1, step)
         tree = Tree(store.directory.parent)
-        content = opened(tree, "model/w.npy")
+        content = opened(tree)
         assert not expire_dropped(store.directory)
         assert content.read(0, 1000)
         store.drop(1)
@@ -355,7 +347,7 @@ def test_pins_of_a_process_that_is_gone_are_removed(tree: Tree, store: HostStore
     (stale / "lock").write_bytes(b"")
     (stale / "lock").chmod(0o600)
     if who == "reader":
-        read(tree, "model/w.npy")
+        read(tree)
     else:
         store.close()
         HostStore("job", "a", store.directory.parent.parent).close()
@@ -369,13 +361,9 @@ def test_a_durable_generation_is_read_while_it_is_removed(
     generation(store, 1, STEP)
     kept = tmp_path / "kept" / "generation-1" / "a"
     shutil.copytree(store.generation_directory(1), kept)
-    tree = Tree(tmp_path / "kept")
-    content = opened(tree, "model/w.npy")
-    shutil.rmtree(kept.parent)
-    found = np.load(io.BytesIO(content.read(0, content.size_bytes)))
-    assert np.array_equal(found.view(np.uint32), values_of(WEIGHT, STEP))
-    content.close()
-    tree.close()
+    with closing(Tree(tmp_path / "kept")) as tree, closing(opened(tree)) as content:
+        shutil.rmtree(kept.parent)
+        assert is_weight(content.read(0, content.size_bytes))
 
 
 def test_places_of_parameters_are_single_paths() -> None:
@@ -401,8 +389,7 @@ def test_any_bytes_of_any_slice_are_those_of_the_tensor(data: st.DataObject) -> 
     rows = Collection.of([(tensor, box) for box in boxes if box.numel])
     wanted = Box(*_ranges(data, shape))
     found = _elements(rows, values, tensor, wanted)
-    index = tuple(slice(a, a + n) for a, n in zip(wanted.offset, wanted.shape, strict=True))
-    expected = values[index].tobytes()
+    expected = values[slices(wanted)].tobytes()
     low = data.draw(st.integers(0, len(expected)))
     high = data.draw(st.integers(low, len(expected)))
     assert found.read(low, high) == expected[low:high]
@@ -414,11 +401,11 @@ def _ranges(data: st.DataObject, shape: tuple[int, ...]) -> tuple[tuple[int, ...
     return tuple(low), tuple(b - a for a, b in zip(low, high, strict=True))
 
 
+@dataclass
 class Files:
     """A pin whose files are these pieces."""
 
-    def __init__(self, pieces: list[bytes]) -> None:
-        self.pieces = pieces
+    pieces: list[bytes]
 
     def read(self, part: int, file: int, begin: int, size: int) -> bytearray:
         assert begin + size <= len(self.pieces[file])
@@ -428,16 +415,11 @@ class Files:
         pass
 
 
-def _elements(rows: Collection, values: Any, tensor: Tensor, wanted: Box) -> Any:
-    from scalai.vfs.model_files import StoredPiece, TensorElements
-
-    pieces, files = [], []
-    for row in range(len(rows)):
-        box = rows.box(row)[1]
-        index = tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))
-        pieces.append(StoredPiece(box, 0, row, 0))
-        files.append(values[index].tobytes())
-    return TensorElements(tensor, wanted, pieces, Files(files))  # type: ignore[arg-type]
+def _elements(rows: Collection, values: Any, tensor: Tensor, wanted: Box) -> TensorElements:
+    boxes = [rows.box(row)[1] for row in range(len(rows))]
+    pieces = [StoredPiece(box, 0, row, 0) for row, box in enumerate(boxes)]
+    files = Files([values[slices(box)].tobytes() for box in boxes])
+    return TensorElements(tensor, wanted, pieces, files)  # type: ignore[arg-type]
 
 
 def test_a_slice_is_parsed_as_numpy_would_without_clipping() -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,23 +23,13 @@ def local(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_local_source_that_was_written_to_is_an_error_from_then_on(local: Path) -> None:
-    source = LocalSource(local)
-    assert source.read(190, 50) == bytes(range(190, 200))
-    with open(local, "r+b") as file:
+def write(path: Path) -> None:
+    with open(path, "r+b") as file:
         file.write(b"other")
-    for _ in range(2):
-        with pytest.raises(OSError, match=r"its size or time changed. Put it back and mount again"):
-            source.read(0, 10)
-    source.close()
 
 
-def test_a_local_source_that_was_cut_is_an_error(local: Path) -> None:
-    source = LocalSource(local)
-    os.truncate(local, 100)
-    with pytest.raises(OSError, match="changed"):
-        source.read(0, 200)
-    source.close()
+def cut(path: Path) -> None:
+    os.truncate(path, 100)
 
 
 def vanish(path: Path) -> None:
@@ -53,18 +44,24 @@ def replace(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [(vanish, "cannot be found any more"), (replace, "another file has its name now")],
+    [
+        (write, "its size or time changed. Put it back and mount again"),
+        (cut, "its size or time changed"),
+        (vanish, "cannot be found any more"),
+        (replace, "another file has its name now"),
+    ],
 )
-def test_a_local_source_that_vanished_or_was_replaced_is_an_error(
+def test_a_local_source_that_is_not_what_it_was_is_an_error_from_then_on(
     local: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], why: str
 ) -> None:
     monkeypatch.setattr(sample_sources, "LOOK_S", -1)
-    source = LocalSource(local)
-    change(local)
-    with pytest.raises(OSError, match=why) as raised:
-        source.read(0, 10)
-    assert raised.value.errno == errno.EIO
-    source.close()
+    with closing(LocalSource(local)) as source:
+        assert source.read(190, 50) == bytes(range(190, 200))
+        change(local)
+        for _ in range(2):
+            with pytest.raises(OSError, match=why) as raised:
+                source.read(0, 200)
+            assert raised.value.errno == errno.EIO
 
 
 def test_a_source_that_changed_before_it_was_opened_is_an_error(local: Path) -> None:
@@ -75,9 +72,8 @@ def test_a_source_that_changed_before_it_was_opened_is_an_error(local: Path) -> 
 
 
 def test_a_read_beyond_the_end_is_empty(local: Path) -> None:
-    source = LocalSource(local)
-    assert source.read(200, 10) == source.read(10**12, 10) == b""
-    source.close()
+    with closing(LocalSource(local)) as source:
+        assert source.read(200, 10) == source.read(10**12, 10) == b""
 
 
 @pytest.mark.parametrize("url", ["nowhere", "nothing://x/y", "memory://none"])
@@ -86,19 +82,21 @@ def test_a_source_that_is_nowhere_is_refused(tmp_path: Path, url: str) -> None:
         open_files(url if "://" in url else str(tmp_path / url))
 
 
+def files_at(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(name.encode())
+
+
 def test_a_folder_a_file_and_a_prefix_are_sources(tmp_path: Path) -> None:
-    for name in ("a.bin", "a.idx", "below/x.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(name.encode())
+    files_at(tmp_path, "a.bin", "a.idx", "below/x.jsonl")
     assert sorted(open_files(str(tmp_path))) == ["a.bin", "a.idx", "below/x.jsonl"]
     assert sorted(open_files(str(tmp_path / "a"))) == ["a.bin", "a.idx"]
     assert sorted(open_files(f"file://{tmp_path}/a.bin")) == ["a.bin"]
 
 
 def test_a_folder_that_a_link_leads_to_is_part_of_a_source(tmp_path: Path) -> None:
-    for name in ("set/a.bin", "else/b.bin", "else/below/c.bin"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(name.encode())
+    files_at(tmp_path, "set/a.bin", "else/b.bin", "else/below/c.bin")
     (tmp_path / "set" / "link").symlink_to(tmp_path / "else")
     (tmp_path / "else" / "back").symlink_to(tmp_path / "set")
     (tmp_path / "set" / "itself").symlink_to("itself")

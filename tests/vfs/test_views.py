@@ -2,6 +2,7 @@
 
 import errno
 import tracemalloc
+from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
@@ -30,11 +31,11 @@ from scalai.vfs.token_index import TokenIndex, read_index
 from support.data_files import lines, write_tokens
 
 
+@dataclass
 class Backwards:
     """An order that is not the one in which samples lie."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    length: int
 
     def samples_at(self, places: Places) -> Places:
         return np.asarray(self.length - 1 - places % self.length, dtype=np.int64)
