@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from support.agents import Agents
+from support.alone import start_alone
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]
 
@@ -45,13 +46,8 @@ def command(folder: Path, steps: int, data: Path) -> list[str]:
 def unpartitioned(folder: Path, steps: int, data: Path) -> Mapping[int, float]:
     """Train in one process, which has whole samples, outside of any launcher."""
     folder.mkdir()
-    environment = {
-        **os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-    }  # fmt: skip
-    subprocess.run(
-        [sys.executable, *command(folder, steps, data)], env=environment, check=True, timeout=280
-    )
+    alone = start_alone(folder, command(folder, steps, data))
+    assert alone.wait(280) == 0, (folder / "log").read_text()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
 
@@ -105,11 +101,12 @@ def test_slabs_change_and_a_rank_dies_in_an_exchange_of_halos(
         for world in worlds[1:]:
             agents.scale(nproc=world)
             agents.wait_for_step(agents.wait_for_all(world) + 4, world=world)
-        assert [change.get("steps_lost", 0) for change in agents.resizes()] == [0] * (
-            1 + len(worlds)
-        )
-        verify = [str(SCALAI), "ledger", "verify", agents.job, "--store-dir", str(agents.store)]
-        subprocess.run(verify, check=True, timeout=120)
+        lost = [change.get("steps_lost", 0) for change in agents.resizes()]
+        assert lost == [0] * (1 + len(worlds))
+        subprocess.run(
+            [SCALAI, "ledger", "verify", agents.job, "--store-dir", agents.store], check=True,
+            timeout=120,
+        )  # fmt: skip
         agents.drain("a")
         agents.exit_code("a")
         lines = agents.lines()

@@ -53,7 +53,6 @@ def main():
     parser.add_argument("--hurry", type=Path, help="no longer, once this file is there")
     parser.add_argument("--metrics", type=Path, required=True)
     parser.add_argument("--loader-workers", type=int, help="torch's loader, not DeepSpeed's")
-    parser.add_argument("--micro-batch", type=int, default=3)
     parser.add_argument("--num-stages", type=int, help="train a pipeline")
     parser.add_argument("--odd-world", type=int, help="ranks with another loss of a pipeline")
     parser.add_argument("--counts-steps", action="store_true", help="do not ask the engine")
@@ -76,7 +75,7 @@ def main():
     if is_torchs:
         sampler: Any = DistributedSampler(data)
         workers = options.loader_workers
-        loader = DataLoader(data, options.micro_batch, sampler=sampler, num_workers=workers)
+        loader = DataLoader(data, 3, sampler=sampler, num_workers=workers)
     engine, _, deepspeed_loader, _ = deepspeed.initialize(
         args=options, model=model, model_parameters=model.parameters(),
         training_data=None if is_torchs else data,

@@ -28,6 +28,7 @@ from support.data_files import lines, write_tokens
 from support.odd_names import HUGE, check_slice, names
 from support.stopping import stop
 from support.store_states import WEIGHT, generation, values_of
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None,
@@ -36,32 +37,25 @@ pytestmark = pytest.mark.skipif(
 SCALAI = Path(sys.executable).with_name("scalai")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
     """A mount, and what it was made of."""
 
     folder: Path
 
-    @property
-    def point(self) -> Path:
-        return self.folder / "point"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "log"
+    def __post_init__(self) -> None:
+        self.point, self.log = self.folder / "point", self.folder / "log"
 
     def mount(self, *more: str) -> "subprocess.CompletedProcess[str]":
-        sources = [
-            f"--source={name}={self.folder / name}" for name in ("tokens/c", "lines", "mixed")
-        ]
-        named = [text.replace("tokens/c=", "tokens=", 1) for text in sources]
+        paths = {"tokens": "tokens/c", "lines": "lines", "mixed": "mixed"}
+        sources = [f"--source={name}={self.folder / path}" for name, path in paths.items()]
         file = self.folder / "elastic.toml"
         file.write_text(
             f'[dataset]\nsources.tokens = "{self.folder}/tokens/c"\n'
             "record_tokens.tokens = 4\nglobal_batch_size = 8\n"
         )
         return scalai(
-            "mount", "job", str(self.point), f"--store-dir={self.folder / 'store'}", *named,
+            "mount", "job", str(self.point), f"--store-dir={self.folder / 'store'}", *sources,
             f"--elastic={file}", "--shuffle=mixed=7", f"--log={self.log}", *more,
         )  # fmt: skip
 
@@ -252,9 +246,7 @@ def test_a_killed_mount_hangs_nobody_and_is_mounted_anew(place: Place) -> None:
         done_too = scalai("unmount", str(place.point))
         assert done_too.returncode == 3 and "add --lazy" in done_too.stderr
         os.kill(process_of(place, done), signal.SIGKILL)
-        begin = time.monotonic()
-        while path_is_there(path) and time.monotonic() - begin < 20:
-            time.sleep(0.01)
+        wait_until(lambda: not os.path.exists(path), "the mount is dead")
         begin = time.monotonic()
         with pytest.raises(OSError) as raised:
             path.stat()
@@ -292,11 +284,3 @@ def test_a_stopped_mount_is_told_of_in_words_and_frees_its_name(
         assert find_mount(place.point) is None
     finally:
         os.kill(process, signal.SIGKILL)
-
-
-def path_is_there(path: Path) -> bool:
-    try:
-        path.stat()
-    except OSError:
-        return False
-    return True
