@@ -13,12 +13,11 @@ import pytest
 from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping import find_mapping, read_mapping
 from support.checkpoints import carry, state
+from support.needed import need
 from support.training.hugging_models import Gpt2, Llama, samples
 from support.training.jobs import Job
 
-transformers: Any = pytest.importorskip(
-    "transformers", reason="transformers is not installed: pip install transformers"
-)
+need("transformers", "pip install transformers")
 ARGUMENTS = {"num_attention_heads": 4}
 QWEN = Job(is_rotary=True, is_gated=True, query_groups=2, has_qkv_bias=True)
 LLAMA = replace(QWEN, has_qkv_bias=False, is_tied=False)
@@ -55,6 +54,8 @@ def shapes_of(job: Job) -> dict[str, tuple[int, ...]]:
 
 
 def config_of(job: Job) -> Any:
+    import transformers
+
     common = {
         "vocab_size": job.padded_vocabulary,
         "tie_word_embeddings": job.is_tied,
@@ -79,6 +80,7 @@ def config_of(job: Job) -> Any:
 )  # fmt: skip
 def test_its_own_class_loads_and_computes_the_same(tmp_path: Path, names: str, job: Job) -> None:
     import torch
+    import transformers
     from safetensors.torch import load_file
 
     source = state(shapes=shapes_of(job))

@@ -13,10 +13,11 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import ProofError
 from support.command import Capsys
 from support.command import run as command
+from support.needed import need
 from support.training.deepspeed_checks import cases
 from support.training.deepspeed_jobs import Job, Runner
 
-pytest.importorskip("accelerate", reason="pip install transformers accelerate")
+need("accelerate", "pip install transformers accelerate")
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TRAINER, ACCELERATE = SUPPORT / "trainer_script.py", SUPPORT / "accelerate_script.py"

@@ -13,8 +13,9 @@ import pytest
 from support.agents import Agents
 from support.alone import start_alone
 from support.deepspeed_elastic import try_odd
+from support.needed import need
 
-pytest.importorskip("accelerate", reason="pip install transformers accelerate")
+need("accelerate", "pip install transformers accelerate")
 pytestmark = [
     pytest.mark.campaign,
     pytest.mark.timeout(1800),  # the first one compiles

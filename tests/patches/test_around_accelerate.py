@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from scalai.patches.hugging_face.loop_hooks import hook_plugin, put, taken
+from support.needed import need
 from support.training.rounds import Player, line, notes, told
 
-dataclasses = pytest.importorskip(
-    "accelerate.utils.dataclasses", reason="pip install transformers accelerate"
-)
+need("accelerate", "pip install transformers accelerate")
 
 CAMPAIGN = pytest.mark.campaign
 COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -165,6 +164,8 @@ OURS = {"store": {"snapshot_every": "auto"}, "resize": {"standby": "auto"}}
 def test_our_block_is_passed_over_by_accelerate_and_nothing_else() -> None:
     """Without the hook it takes values that are ``auto`` for its own."""
     plain = {**dict.fromkeys(COUNTS, 1), "zero_optimization": {"stage": 1}, "scalai": OURS}
+    import accelerate.utils.dataclasses as dataclasses
+
     unhooked = dataclasses.DeepSpeedPlugin(hf_ds_config=plain)
     with pytest.raises(ValueError, match=r"scalai\.store\.snapshot_every"):
         unhooked.deepspeed_config_process(must_match=False)

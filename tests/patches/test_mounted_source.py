@@ -2,6 +2,7 @@
 with a reason where a memory map would have its reader killed."""
 
 import errno
+import importlib
 import os
 import pickle
 import re
@@ -16,16 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
-
-pytest.importorskip("megatron.core")
-
-import fsspec
-import megatron.core.datasets.indexed_dataset as module
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from scalai.core.dataset.ledger import difference
 from scalai.core.errors import RefusedError
@@ -34,8 +29,11 @@ from scalai.patches.megatron.data_facts import facts_of
 from scalai.vfs import mounts
 from scalai.vfs.filesystem import ScalaiFileSystem
 from support.data_files import write_tokens
+from support.needed import need
 from support.stopping import stop
 from support.waiting import wait_until
+
+need("megatron.core", "pip install scalai[megatron]")
 
 needs_fuse = pytest.mark.skipif(
     not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None,
@@ -73,9 +71,15 @@ class Corpus:
         os.posix_fadvise(self.opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def megatrons(name: str) -> Any:
+    """Return a module of Megatron's data sets."""
+    return importlib.import_module(f"megatron.core.datasets.{name}")
+
+
 @contextmanager
 def hooked(data: Path) -> Iterator[Any]:
     """Megatron's module with the hook; the data set is told as a job is told it."""
+    module = megatrons("indexed_dataset")
     fresh = module.IndexedDataset.initialize, module.IndexedDataset.exists
     indexed_source.hook(module)
     with pytest.MonkeyPatch.context() as patch:
@@ -151,13 +155,15 @@ def test_data_beside_which_nothing_can_be_written_need_a_cache() -> None:
 
 
 def built(prefix: str, cache: Path) -> Any:
+    gpt = megatrons("gpt_dataset")
+    builder = megatrons("blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
     tokenizer = SimpleNamespace(eod=0, pad=0, vocab_size=60000, unique_identifiers={})
-    config = GPTDatasetConfig(
+    config = gpt.GPTDatasetConfig(
         random_seed=1, sequence_length=32, blend=([prefix], None), split="9,1,0",
         path_to_cache=str(cache), tokenizer=tokenizer, reset_position_ids=False,
         reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
     )  # fmt: skip
-    return BlendedMegatronDatasetBuilder(GPTDataset, [500, 8, 0], lambda: True, config).build()[0]
+    return builder(gpt.GPTDataset, [500, 8, 0], lambda: True, config).build()[0]
 
 
 @needs_fuse
@@ -196,6 +202,7 @@ def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
     monkeypatch.setattr(indexed_source, "SAY_S", 0.2)
     monkeypatch.setattr(indexed_source, "START_S", 0.5)
     monkeypatch.setattr(indexed_source, "_WATCH", indexed_source._Watch())
+    module = megatrons("indexed_dataset")
     data = module.IndexedDataset(corpus.mounted)
     corpus.forget()
     stop(corpus.process)
@@ -216,6 +223,7 @@ def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
 @needs_fuse
 @pytest.mark.fault
 def test_a_mount_that_ends_gives_an_error_with_the_reason_and_the_way_out(corpus: Corpus) -> None:
+    module = megatrons("indexed_dataset")
     data = module.IndexedDataset(corpus.mounted)
     assert np.array_equal(data[7], corpus.sequences[7])
     with pytest.raises(RefusedError, match="its index wants 90000 tokens from byte 16 on"):
@@ -236,6 +244,7 @@ def test_a_mount_that_ends_gives_an_error_with_the_reason_and_the_way_out(corpus
 def test_a_source_that_is_cut_gives_an_error_through_the_mount_and_no_other_bytes(
     corpus: Corpus,
 ) -> None:
+    module = megatrons("indexed_dataset")
     data = module.IndexedDataset(corpus.mounted)
     whole = Path(corpus.raw + ".bin").read_bytes()
     os.truncate(corpus.raw + ".bin", 100)

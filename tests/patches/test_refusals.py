@@ -1,6 +1,7 @@
 """What cannot change its layout is refused at the start, all of it at once, with the reason;
 layouts that Megatron-core's own configuration refuses are found before a change is begun."""
 
+import importlib
 import re
 import sys
 from argparse import Namespace
@@ -8,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import megatron.core
 import pytest
 import torch
-from megatron.core.transformer import TransformerConfig
 
 from scalai.converters.megatron import arguments
 from scalai.converters.megatron.sums import SUMS
@@ -81,7 +80,7 @@ def test_a_model_keeps_the_axes_whose_ranks_tokens_it_sums() -> None:
 
 def test_sums_are_where_the_page_says() -> None:
     """As far as the release that is installed has them; a later one has moved none of these."""
-    root = Path(megatron.core.__file__).parents[1]
+    root = Path(importlib.import_module("megatron.core").__file__ or "").parents[1]
     for each in SUMS:
         file, _, function = each.source.partition(":")
         text = (root / file).read_text()
@@ -173,9 +172,9 @@ def validate(job: Namespace) -> None:
     job.is_checked = True
 
 
-def configured(job: Namespace) -> TransformerConfig:
+def configured(job: Namespace) -> Any:
     assert job.is_checked
-    return TransformerConfig(
+    return importlib.import_module("megatron.core.transformer").TransformerConfig(
         num_layers=8, hidden_size=64, num_attention_heads=4, pipeline_dtype=torch.float32,
         tensor_model_parallel_size=job.tensor_model_parallel_size,
         pipeline_model_parallel_size=job.pipeline_model_parallel_size,

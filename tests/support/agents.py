@@ -78,6 +78,8 @@ class Agents:
         self._script = list(script)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._all: list[subprocess.Popen[bytes]] = []
+        self._lines: list[dict[str, Any]] = []
+        self._read_bytes = 0
 
     def _configure(self, degrees: str, settings: Mapping[str, str]) -> Path:
         """Write the elastic configuration and return where."""
@@ -266,11 +268,16 @@ class Agents:
     # ------------------------------------------------------------------ what is there
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the metrics so far, one entry a step that was made."""
-        if not self.metrics.exists():
-            return []
-        text = self.metrics.read_text()
-        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        """Return the metrics so far, one entry a step that was made. Each line is parsed once: a
+        test that waits asks many times a second."""
+        if self.metrics.exists():
+            with self.metrics.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._read_bytes += len(whole) + 1
+                self._lines += [json.loads(line) for line in whole.splitlines()]
+        return list(self._lines)
 
     def check_each_once(self) -> None:
         """Check that the tiny job has made each step once, as an uninterrupted run makes it."""

@@ -14,9 +14,6 @@ import fsspec
 import numpy as np
 import pytest
 
-pytest.importorskip("s3fs", reason="s3fs, by which fsspec reads s3, is not installed")
-pytest.importorskip("moto.server", reason="moto[server], which serves s3 here, is not installed")
-
 import scalai
 from scalai.core.errors import RefusedError, UsageError
 from scalai.vfs import remote
@@ -25,7 +22,11 @@ from scalai.vfs.remote import BLOCK_BYTES
 from scalai.vfs.sample_sources import open_files
 from support.at_last import at_last
 from support.data_files import write_tokens
+from support.needed import need
 from support.ports import free_port
+
+need("s3fs", "fsspec reads s3 by it")
+need("flask", "moto[server] serves s3 here")
 
 pytestmark = [pytest.mark.fault, pytest.mark.campaign]
 

@@ -137,11 +137,21 @@ def test_a_job_of_fixed_size_without_restarts_outlives_its_coordinator(
     assert world.is_training(), world.log[-8:]
 
 
+EVERYWHERE = [pytest.mark.campaign, pytest.mark.turns]
+
+
 @pytest.mark.parametrize(
-    "every", [24, pytest.param(3, marks=[pytest.mark.campaign, pytest.mark.turns])]
+    ("hosts", "is_replicated", "every"),
+    [
+        ("ab", False, 24),
+        ("abc", True, 24),
+        *(
+            pytest.param(hosts, is_replicated, 3, marks=EVERYWHERE)
+            for hosts in ("ab", "abc")
+            for is_replicated in (True, False)
+        ),
+    ],
 )
-@pytest.mark.parametrize("is_replicated", [True, False])
-@pytest.mark.parametrize("hosts", ["ab", "abc"])
 def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
     tmp_path: Path, hosts: str, is_replicated: bool, every: int
 ) -> None:

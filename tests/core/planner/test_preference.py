@@ -93,8 +93,9 @@ def test_a_change_that_does_not_pay_within_the_residence_is_not_made(
 def test_the_faster_one_wins_by_the_margin_where_a_change_is_free_and_then_stays(
     a: float, b: float
 ) -> None:
-    assert first(asked(ChangeTime(RESIDENCE_S), a=a, b=b), A, A, B) == A
     free = asked(ChangeTime(1e-6), a=a, b=b)
+    dear = replace(free, terms=replace(free.terms, change=ChangeTime(RESIDENCE_S)))
+    assert first(dear, A, A, B) == A
     needed = 1 + MARGIN if b < a else 1.0
     taken = first(free, A, A, B)
     if not a / (1.1 * needed) < b < a * 1.1:  # nearer ones differ by the bytes of the change
