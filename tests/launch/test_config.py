@@ -232,13 +232,16 @@ def test_a_torchrun_of_an_older_torch_is_read_as_one_of_todays(
 ) -> None:
     """Before torch 2.12 it has another default and a flag less."""
 
+    add = argparse.ArgumentParser.add_argument
+
+    def add_older(parser: argparse.ArgumentParser, *names: str, **how: Any) -> Any:
+        return None if "--shutdown-timeout" in names else add(parser, *names, **how)
+
     def older() -> argparse.ArgumentParser:
-        parser = get_args_parser()
-        for action in list(parser._actions):
-            if action.dest == "shutdown_timeout":
-                parser._remove_action(action)
-            elif action.dest == "master_port":
-                action.default = 29500
+        with monkeypatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "add_argument", add_older)
+            parser = get_args_parser()
+        parser.set_defaults(master_port=29500)
         return parser
 
     expected = parse("--nproc-per-node", "2", "t.py")

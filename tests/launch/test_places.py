@@ -17,13 +17,14 @@ import pytest
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch import host_signals
-from scalai.launch.config.endpoint import CARD, write_card
+from scalai.launch.config.endpoint import CARD, join_endpoint, write_card
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator import discovery as places
 from scalai.launch.coordinator import process as coordinator_process
 from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Server
+from support.ports import free_port
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.fault
@@ -72,6 +73,7 @@ class EndingCoordinator:
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
         self._meanwhile = meanwhile
+        self.heard: host_signals.HeardSignals | None = None
 
     def run(self) -> int:
         self._meanwhile()
@@ -81,9 +83,11 @@ class EndingCoordinator:
 def end_coordinator(folder: Path, meanwhile: Callable[[], object], *flags: str) -> int:
     """Return the job's exit code."""
     spec = JobSpec.read(parse_options([*flags, "--job", folder.name, "script.py"]))
-    ending: Any = EndingCoordinator(meanwhile)
-    address = coordinator_process._leave_card(ending, folder, "127.0.0.1", b"of the first run")
-    return coordinator_process._run(ending, spec, folder, address)
+    ending = EndingCoordinator(meanwhile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_signals.HeardSignals, "listen", lambda heard: None)
+        patch.setattr(coordinator_process, "open_coordinator", lambda *given, **how: ending)
+        return coordinator_process.serve(spec, folder, "127.0.0.1", 1, b"of the first run")
 
 
 @pytest.fixture
@@ -221,17 +225,23 @@ def test_who_answers_at_the_named_address_is_joined_whoever_owns_the_address(
 
 
 def test_of_two_containers_that_start_at_once_the_later_one_joins(
-    other_container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def taken(*given: object, **named: object) -> None:
-        raise PeerError("cannot listen: Address already in use")
+    address, tokens = ("127.0.0.1", free_port("127.0.0.1")), [TOKEN, "another token"]
+    with ExitStack() as others:
 
-    monkeypatch.setattr(places, "start_coordinator", taken)
-    spec = job_at(tmp_path, other_container)
-    place = places._start_first(spec, tmp_path, other_container, TOKEN)
-    assert not place.is_here
-    with pytest.raises(PeerError, match="already in use"):  # by somebody without the token
-        places._start_first(spec, tmp_path, other_container, "another token")
+        def taken(*given: object, **named: object) -> None:
+            other = Server(address, tokens.pop(0).encode(), object, lambda peer, request: None)
+            others.callback(other.close)
+            raise PeerError("cannot listen: Address already in use")
+
+        monkeypatch.setattr(places, "start_coordinator", taken)
+        spec = job_at(tmp_path, join_endpoint(*address))
+        place = places.find_coordinator(spec, TOKEN)
+        assert place.address == address and not place.is_here
+        others.close()
+        with pytest.raises(PeerError, match="already in use"):  # by somebody without the token
+            places.find_coordinator(spec, TOKEN)
 
 
 def test_a_name_that_nobody_knows_yet_is_waited_for_and_that_is_said(
@@ -248,12 +258,15 @@ def test_a_name_that_nobody_knows_yet_is_waited_for_and_that_is_said(
     monkeypatch.setattr(socket, "getaddrinfo", late)
     monkeypatch.setattr(places, "WAITING_S", 0.01)
     monkeypatch.setattr(places, "LOOK_S", 0.1)
-    assert places._is_named_here("head-0:29400")
+    here = places.Place(("127.0.0.1", 1), TOKEN.encode(), is_here=True)
+    monkeypatch.setattr(places, "start_coordinator", lambda *given, **named: here)
+    spec = job_at(tmp_path, f"head-0:{free_port('127.0.0.1')}")
+    assert places.find_coordinator(spec, TOKEN) is here
     assert "event=waiting for the name head-0" in caplog.text
     monkeypatch.setattr(places, "JOIN_TIMEOUT_S", 0.0)
     asked.clear()
     with pytest.raises(UsageError, match="which is unknown"):
-        places._is_named_here("head-0:29400")
+        places.find_coordinator(spec, TOKEN)
 
 
 WAITS_IN_VAIN = ("--coordinator", "192.0.2.1:29400", "--nproc-per-node", "1", "script.py")

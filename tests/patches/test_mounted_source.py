@@ -132,7 +132,7 @@ def test_megatron_reads_a_data_set_without_a_mount(indexed: Any, tmp_path: Path)
 
 @pytest.mark.fault
 def test_megatron_reads_nothing_of_a_data_set_that_was_cut_or_changed(
-    indexed: Any, tmp_path: Path
+    indexed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = indexed.IndexedDataset(PREFIX)
     path = tmp_path / "data" / "corpus.bin"
@@ -140,7 +140,7 @@ def test_megatron_reads_nothing_of_a_data_set_that_was_cut_or_changed(
     with pytest.raises(RefusedError, match="has 32 bytes, and its index wants 9 tokens"):
         data.bin_reader.read(np.uint16, 9, 16)
     path.write_bytes(bytes(len(whole)))
-    data.bin_reader._checked = 0.0
+    monkeypatch.setattr(indexed_source, "CHECK_S", -1.0)
     with pytest.raises(OSError, match="is not what was opened: its size or time changed"):
         data[0]
 

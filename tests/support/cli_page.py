@@ -33,8 +33,9 @@ def _lines() -> Iterator[str]:
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
-    inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    named = [_value(a, parser) for a in parser._actions if not a.option_strings and a not in inner]
+    actions = parser._actions
+    inner = [a for a in actions if isinstance(a, argparse._SubParsersAction)]
+    named = [_value(a, parser) for a in actions if not a.option_strings and a not in inner]
     yield f"\n## {name}\n"
     yield f"`{' '.join([name, '[flags]', *named] if not inner else [name, 'ACTION'])}`\n"
     yield " ".join(str(parser.description or "").split())

@@ -2,6 +2,7 @@
 Kubernetes."""
 
 import base64
+import json
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -76,11 +78,13 @@ def _etcd(place: Path) -> Iterator[Kept]:
     def tear(text: str | None) -> None:
         newest = found.newest()
         assert newest is not None
-        key = base64.b64encode(found._key(newest.term).encode()).decode()
-        if text is None:
-            found._ask("deleterange", {"key": key})
-        else:
-            found._ask("put", {"key": key, "value": base64.b64encode(text.encode()).decode()})
+        asked = {"key": f"/scalai/j/term-{newest.term:012d}"}
+        if text is not None:
+            asked["value"] = text
+        coded = {name: base64.b64encode(each.encode()).decode() for name, each in asked.items()}
+        call = "deleterange" if text is None else "put"
+        with urlopen(f"{client}/v3/kv/{call}", json.dumps(coded).encode(), 60) as answer:
+            assert answer.status == 200
 
     try:
         at_last(found.newest, PeerError)

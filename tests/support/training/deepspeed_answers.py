@@ -38,7 +38,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from support.training.fake_group import stand_as
 
 LINEAR = torch.nn.functional.linear
 WIDTH = 8
@@ -91,7 +92,7 @@ def _judge_rank(case: Case, rank: int) -> Verdict:
 def join(world: int, rank: int) -> None:
     """Stand as a rank among others that a fake process group stands for."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    stand_as(rank, world)
 
 
 def _built(case: Case) -> Any:

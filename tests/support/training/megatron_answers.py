@@ -40,7 +40,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from support.training.fake_group import stand_as
 
 torch.set_num_threads(1)
 HIDDEN, HEADS, MICRO_BATCH = 128, 4, 2
@@ -89,7 +90,7 @@ def build(case: Case, layers: int) -> GPTModel:
 def standing_as(case: Case, rank: int) -> Iterator[None]:
     """Stand as a rank among others that a fake process group stands for."""
     tp, pp = case.get("tp", 1), case.get("pp", 1)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_of(case))
+    stand_as(rank, world_of(case))
     parallel_state.initialize_model_parallel(
         tp, pp, expert_model_parallel_size=case.get("ep", 1),
         expert_tensor_parallel_size=case.get("etp", tp), create_gloo_process_groups=False,
@@ -172,7 +173,7 @@ def judge(layout: dict[str, int]) -> str | None:
     in the schedule, none of which runs here, is stated by its file.
     """
     tp, pp, dp, vpp, ep = (layout[name] for name in ("tp", "pp", "dp", "vpp", "ep"))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout["world"])
+    stand_as(0, layout["world"])
     try:
         parallel_state.initialize_model_parallel(
             tp, pp, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,

@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron.megatron_state import MegatronState
-from scalai.patches.megatron.optimizer_state import asked_of, put_scalars, take_scalars
+from scalai.patches.megatron.optimizer_state import asked_of
 from scalai.patches.megatron.shapes import global_name, parts_of, shards_of, unwrap
 from scalai.runtime.live import collection_of, held_rows
 from scalai.runtime.live_fingerprints import live_fingerprints
@@ -63,15 +63,16 @@ def another_schedule(rank: int, store: dist.Store) -> str:
 def owner_of_a_group(rank: int, store: dist.Store) -> Any:
     """A rank without parameters of a group does not count its steps, and does not say any."""
     with built(MEGATRON, Job(), rank, store) as training:
-        names, optimizer = training.state()._names, training.optimizer
-        first, second = optimizer.param_groups
+        state = training.state()
+        state.scalars()  # whose parameters they are is read before
+        first, second = training.optimizer.param_groups
         first["step"], second["step"] = 3, 7
         first["params"].clear()
-        said = take_scalars(optimizer, None, names, None)["groups"]
+        said = state.scalars()
         first["step"] = 4  # it takes nothing of the other, of another kind of weight decay
-        scalars = {"groups": said, "scheduler": None, "grad_scaler": None}
-        put_scalars(scalars, optimizer, None, names, None)
-        return [values["step"] for values in said["values"].values()], first["wd_mult"]
+        state.load_scalars(said)
+        steps = [values["step"] for values in said["megatron"]["groups"]["values"].values()]
+        return steps, first["wd_mult"]
 
 
 def adapter(

@@ -49,7 +49,8 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training import arguments
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from support.training.fake_group import stand_as
 
 try:
     from megatron.training.argument_utils import core_transformer_config_from_args
@@ -283,7 +284,7 @@ def main() -> None:
         if len(case) > 3:
             said[number] = batches(*case)
     for world in sorted({case[0] for case in cases if len(case) == 3}):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        stand_as(0, world)
         for number, case in enumerate(cases):
             if case[0] == world:
                 said[number] = judge(case[1], world, case[2])

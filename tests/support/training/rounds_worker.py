@@ -105,7 +105,7 @@ def _run_rank(rank: int, given: Round) -> None:
         seen.ending = f"{type(error).__name__}: {error}"
     except BaseException:
         seen.ending = traceback.format_exc()
-    seen.facts = {**job.facts, **job._reported}
+    seen.facts = {**job.facts, **job.told}
 
 
 class _Noting(logging.Handler):
@@ -121,8 +121,13 @@ class RoundSession(Session):
         super().__init__(pp=stages[given.number] if stages else 1)
         self.given = given
         self.facts, self.settings = given.facts, given.settings
+        self.told: dict[str, Any] = {}
         self._progress.is_compared = given.number > 0 and bool(given.settings.get("compares"))
         self._folder = Path(given.folder)
+
+    def report_facts(self, **facts: Any) -> None:
+        super().report_facts(**facts)
+        self.told.update(facts)
 
     def attach(
         self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
