@@ -42,9 +42,10 @@ def run_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
             assert "error" not in seen, f"rank {rank}:\n{seen['error']}"
         return ranks
 
-    yield run
-    server.kill()
-    server.wait(30)
+    with server:
+        yield run
+        server.kill()
+        server.wait(30)
 
 
 @pytest.fixture(scope="session")
