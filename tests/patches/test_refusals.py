@@ -17,9 +17,13 @@ from scalai.converters.megatron.sums import SUMS
 from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError
 from scalai.patches.continuation import refuse_changed_axes
-from scalai.patches.megatron.megatron_state import fixed_axes, refuse_unsupported
 from scalai.patches.megatron.other_layouts import refused_layouts
 from scalai.patches.versions import DEEPSPEED, MEGATRON, KnownVersions
+
+
+def megatrons() -> Any:
+    """Return the module of Megatron's state, which imports Megatron."""
+    return importlib.import_module("scalai.patches.megatron.megatron_state")
 
 
 class LayerWiseDistributedOptimizer(SimpleNamespace):
@@ -34,7 +38,7 @@ def leaf(**values: Any) -> SimpleNamespace:
 
 
 def test_plain_jobs_are_not_refused() -> None:
-    refuse_unsupported([torch.nn.Linear(2, 2)], leaf())
+    megatrons().refuse_unsupported([torch.nn.Linear(2, 2)], leaf())
 
 
 @pytest.mark.parametrize(
@@ -59,15 +63,18 @@ def test_plain_jobs_are_not_refused() -> None:
 )
 def test_optimizers_are_refused_by_name(optimizer: Any, named: str) -> None:
     with pytest.raises(RefusedError, match=named):
-        refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
+        megatrons().refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
 
 
 @pytest.mark.parametrize("name", ["mode", "tp_mode"])
 def test_blockwise_muon_keeps_its_tensor_parallelism(name: str) -> None:
     muon = leaf(optimizer=SimpleNamespace(**{name: "blockwise"}))
-    assert list(fixed_axes([], SimpleNamespace(chained_optimizers=[leaf(), muon]))) == ["cp", "tp"]
+    assert list(megatrons().fixed_axes([], SimpleNamespace(chained_optimizers=[leaf(), muon]))) == [
+        "cp",
+        "tp",
+    ]
     whole = leaf(optimizer=SimpleNamespace(**{name: "duplicated"}))
-    assert list(fixed_axes([], whole)) == ["cp"]
+    assert list(megatrons().fixed_axes([], whole)) == ["cp"]
 
 
 def test_a_model_keeps_the_axes_whose_ranks_tokens_it_sums() -> None:
@@ -75,7 +82,7 @@ def test_a_model_keeps_the_axes_whose_ranks_tokens_it_sums() -> None:
     model.config = SimpleNamespace(  # type: ignore[assignment]
         num_moe_experts=4, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.1
     )
-    assert list(fixed_axes([model], leaf())) == ["cp", "dp"]
+    assert list(megatrons().fixed_axes([model], leaf())) == ["cp", "dp"]
 
 
 def test_sums_are_where_the_page_says() -> None:
@@ -93,9 +100,9 @@ def test_what_no_test_has_had_is_refused_until_a_person_says_so(
 ) -> None:
     optimizer = leaf(config={"use_precision_aware_optimizer": True})
     with pytest.raises(RefusedError, match="SCALAI_ALLOW_UNTESTED=1"):
-        refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
+        megatrons().refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
     monkeypatch.setenv("SCALAI_ALLOW_UNTESTED", "1")
-    refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
+    megatrons().refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +119,7 @@ def test_models_are_refused_for_what_their_scripts_flags_would_be(
     model: Any = torch.nn.Linear(2, 2)
     model.config = SimpleNamespace(**config)
     with pytest.raises(RefusedError, match=named):
-        refuse_unsupported([model], leaf())
+        megatrons().refuse_unsupported([model], leaf())
 
 
 def test_another_context_parallel_degree_is_refused() -> None:
