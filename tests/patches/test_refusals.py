@@ -69,10 +69,8 @@ def test_optimizers_are_refused_by_name(optimizer: Any, named: str) -> None:
 @pytest.mark.parametrize("name", ["mode", "tp_mode"])
 def test_blockwise_muon_keeps_its_tensor_parallelism(name: str) -> None:
     muon = leaf(optimizer=SimpleNamespace(**{name: "blockwise"}))
-    assert list(megatrons().fixed_axes([], SimpleNamespace(chained_optimizers=[leaf(), muon]))) == [
-        "cp",
-        "tp",
-    ]
+    chained = SimpleNamespace(chained_optimizers=[leaf(), muon])
+    assert list(megatrons().fixed_axes([], chained)) == ["cp", "tp"]
     whole = leaf(optimizer=SimpleNamespace(**{name: "duplicated"}))
     assert list(megatrons().fixed_axes([], whole)) == ["cp"]
 
