@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 CHECKOUT = sys.argv[1]
 sys.path.insert(0, CHECKOUT)
@@ -42,6 +43,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module import language_module
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -187,7 +189,7 @@ def _build(args: Any, expected_rows: int) -> list[torch.nn.Module]:
     has_layers = [any(stage) for stage in layers].index(True)
     for rank in _pipeline_ranks(args):
         if rank == has_layers:
-            with torch.device("meta"):
+            with torch.device("meta"), _ends_of_pipeline(rank, len(layers)):
                 _chunks(args, config, rows)
     with torch.device("meta"):
         return _chunks(args, config, rows)
@@ -199,6 +201,19 @@ def _pipeline_ranks(args: Any) -> Iterator[int]:
         parallel_state.set_pipeline_model_parallel_rank(rank)
         yield rank
     parallel_state.set_pipeline_model_parallel_rank(0)
+
+
+@contextlib.contextmanager
+def _ends_of_pipeline(rank: int, ranks: int) -> Iterator[None]:
+    """Have a model ask for its place by the pipeline rank that is stood at: the fake group always
+    is at the first."""
+    places = {"is_pp_first_stage": rank == 0, "is_pp_last_stage": rank == ranks - 1}
+    with contextlib.ExitStack() as stack:
+        for name, is_there in places.items():
+            if hasattr(language_module, name):
+                found = mock.patch.object(language_module, name, lambda _, so=is_there: so)
+                stack.enter_context(found)
+        yield
 
 
 def _stages(args: Any) -> Iterator[int | None]:
