@@ -484,6 +484,9 @@ def _virtual_stages(
     arguments: MegatronArguments, degrees: Degrees, micro: int | None
 ) -> Iterator[str]:
     given, limits = arguments.given, arguments.limits
+    if _CHUNK_GROUP in given and degrees.vpp > 1:
+        size = micro or arguments.initial.micro_batch_size or 1
+        yield from (_CHUNK_GROUP, str(chunk_group(degrees, limits, size)))
     if any(axis == "vpp" for axis, _, _ in limits.fixed) and degrees.vpp == arguments.initial.vpp:
         return
     if _LAYERS_PER_CHUNK in given:
@@ -497,9 +500,6 @@ def _virtual_stages(
         yield from (_LAYERS_PER_CHUNK, str(layers // (degrees.pp * degrees.vpp)))
     elif _CHUNKS in given or degrees.vpp > 1:
         yield from (_CHUNKS, str(degrees.vpp))
-    if _CHUNK_GROUP in given and degrees.vpp > 1:
-        size = micro or arguments.initial.micro_batch_size or 1
-        yield from (_CHUNK_GROUP, str(chunk_group(degrees, limits, size)))
 
 
 def underived_notes(arguments: MegatronArguments) -> Iterator[str]:

@@ -317,12 +317,24 @@ def test_a_stated_group_of_micro_batches_stays_where_the_batch_goes_with_it() ->
         "--microbatch-group-size-per-virtual-pipeline-stage 5"
     )
     arguments = read_arguments(flags.split())
-    for degrees, group in ((Degrees(1, 4, 2, vpp=3), "5"), (Degrees(1, 2, 1, vpp=3), "5")):
+    # 4 micro-batches on 4 stages: one of each at once.
+    groups = {
+        Degrees(1, 4, 2, vpp=3): "5",
+        Degrees(1, 2, 1, vpp=3): "5",
+        Degrees(1, 4, 5, vpp=3): "4",
+    }
+    for degrees, group in groups.items():
         assert refusal(degrees, arguments.limits) is None
-        assert derived_flags(arguments, degrees, None)[0][-1] == group
+        assert _group_for(arguments, degrees) == group
     assert "10 micro-batches" in str(
         refusal(Degrees(1, 4, 2, vpp=3), replace(arguments.limits, chunk_group=4))
     )
-    other = Degrees(1, 4, 5, vpp=3)  # 4 micro-batches: one of each stage at once
-    assert refusal(other, arguments.limits) is None
-    assert derived_flags(arguments, other, None)[0][-1] == "4"
+    # Also where virtual stages may not change.
+    fixed = read_arguments([*flags.split(), "--decoder-first-pipeline-num-layers", "3"])
+    assert ("vpp", 3) in {(axis, size) for axis, size, _ in fixed.limits.fixed}
+    assert _group_for(fixed, Degrees(1, 4, 5, vpp=3)) == "4"
+
+
+def _group_for(arguments: MegatronArguments, degrees: Degrees) -> str:
+    derived = derived_flags(arguments, degrees, None)[0]
+    return derived[derived.index("--microbatch-group-size-per-virtual-pipeline-stage") + 1]
