@@ -57,7 +57,7 @@ bench: $(VENV)/ready
 # On a machine with a CUDA device, by the Python that has its torch: the tests and figures of devices.
 gpu: PYTHON = python3
 gpu:
-	MEGATRON_LM_PATH=$${MEGATRON_LM_PATH-build/gpu/Megatron-LM} $(PYTHON) benchmarks/gpu.py $(if $(PARTS),--only $(PARTS))
+	MEGATRON_LM_PATH=$${MEGATRON_LM_PATH-$(CURDIR)/build/gpu/Megatron-LM} $(PYTHON) benchmarks/gpu.py $(if $(PARTS),--only $(PARTS))
 
 # All that such a machine without a network lacks beside torch, into build/gpu: wheels for its Python,
 # and the checkout that MEGATRON_LM_PATH names.

@@ -86,17 +86,24 @@ def run(part: Part, limit_s: float, output: Path) -> tuple[str, dict[str, Any]]:
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # a test ends its jobs, a benchmark its folder
-            try:
-                process.wait(15.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
             return f"not done in {limit_s:.0f} s", {}
+        finally:  # also where a person interrupts
+            _end(process)
     last = (output.read_text().strip().splitlines() or [""])[-1]
     if code:
         return f"exit code {code}: {last[:200]}", {}
     return ("done", json.loads(last)) if last.startswith("{") else (last, {})
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a part, if it runs on: a test then ends its jobs, and a benchmark removes its folder."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(15.0)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def main() -> None:

@@ -51,8 +51,9 @@ class DeviceMemory:
         if self._watch is not None:
             self._watch.terminate()
             used_mib, _ = self._watch.communicate()
-            peak_gb = max(map(int, used_mib.split())) * 2**20 / 1e9
-            self._report.add(f"{self._name}_peak_device_gb", peak_gb, "GB")
+            if said := used_mib.split():
+                peak_gb = max(map(int, said)) * 2**20 / 1e9
+                self._report.add(f"{self._name}_peak_device_gb", peak_gb, "GB")
 
 
 def medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
