@@ -1,6 +1,8 @@
 """DeepSpeed checkpoints of pipelines and of tensor-parallel ranks, at other degrees."""
 
+import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -289,7 +291,15 @@ def cuts_file(folder: Path, *jobs: Job) -> Path:
 
 
 def read(path: Path, cuts: Path | None) -> Checkpoint:
-    return open_checkpoint(path, ReadOptions(cuts=cuts))
+    return open_checkpoint(path, ReadOptions(cuts=cuts, order=in_groups))
+
+
+def in_groups(names: Sequence[str]) -> list[list[str]]:
+    """Return the parameters of the job's two optimizer groups: matrices, and the rest."""
+    groups: list[list[str]] = [[], []]
+    for name in names:
+        groups[bool(re.search(r"bias$|norm\.", name))].append(name)
+    return groups
 
 
 def prints(path: Path, cuts: Path | None = None) -> Any:
