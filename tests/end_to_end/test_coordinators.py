@@ -104,6 +104,12 @@ def leased(
         agents.wait_for_step(3, world=1)
         agents.start("h2")
         agents.wait_for_step(agents.wait_for_world(2) + 5, world=2)
+        if flag == "--durable-dir":  # h2 counts on it once it has seen two of its beats
+            (entry,) = Path(root, agents.job).iterdir()
+            seen = {entry.stat().st_mtime_ns}
+            agents.wait_until(
+                lambda: seen.add(entry.stat().st_mtime_ns) or len(seen) > 3, "three beats"
+            )
         yield agents, hosts
 
 
