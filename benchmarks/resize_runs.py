@@ -106,7 +106,9 @@ class Round:
     def __init__(self, folder: Path, number: int, ranks: int) -> None:
         self._count = ranks
         begun = sorted({int(path.name.split("-")[1]) for path in folder.glob("round-*.jsonl")})
-        paths = sorted(folder.glob(f"round-{begun[number]}-*.jsonl")) if number < len(begun) else []
+        self.number = begun[number] if number < len(begun) else number
+        """Its restart count, which numbers reports too."""
+        paths = sorted(folder.glob(f"round-{self.number}-*.jsonl"))
         self._ranks = [[json.loads(line) for line in path.open()] for path in paths]
         self.layout = next((entry["layout"] for entry in self._all("built")), "")
 
@@ -233,7 +235,8 @@ def run_by_scalai(folder: Path, job: Job, changes: int, say: Say) -> Run:
                 rounds[-1] = Round(marks, number - 1, layouts[number - 1].ranks)
             rounds.append(Round(marks, number, layout.ranks))
             if number:
-                report = json.loads((reports / f"resize-{number + 1:04d}.json").read_text())
+                place = rounds[-1].number - rounds[0].number + 1
+                report = json.loads((reports / f"resize-{place:04d}.json").read_text())
                 found.append(change_between(rounds[-2], rounds[-1], "written", asked, report))
                 say(f"scalai -> {rounds[-1].layout}: {found[-1].downtime_s:.2f} s")
                 say(f"    {found[-1].stages}")
@@ -300,7 +303,7 @@ class Running:
         try:
             if kind is None and self._process.wait(TIMEOUT_S):
                 raise self._failed("ended")
-            if kind is KeyboardInterrupt:
+            if kind is not None:
                 print(self._failed("interrupted"), file=sys.stderr)
         finally:
             while self._process.poll() is None:
