@@ -134,7 +134,8 @@ _ROWS = (
          Target.HOSTS, ROUND, Loss.SNAPSHOT, Heard.PROCESS, r"event=lost host="),
     Kind("kill-more-hosts", "one host more than there are replicas die at once with their memory, "
          "and nobody else holds their state", Target.MOST_HOSTS, ROUND, Loss.DISK, Heard.PROCESS,
-         r"event=recovery .*from='a durable directory'"),
+         # The newest snapshot is whole again where the disk has the parts of the dead.
+         r"event=recovery .*from='a durable directory'|event=attached generation="),
     Kind("full-memory", "the store's file system is full, and a host drains",
          Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD, r"No space left on device"),
     Kind("corrupt-store", "bytes of the newest generation change in a host's store, and it is read",

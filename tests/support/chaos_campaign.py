@@ -245,8 +245,8 @@ def united(verdicts: Sequence[tuple[Part, Mapping[str, Any]]]) -> dict[str, Any]
     skipped, lost = dict[str, str](), dict[str, Any]()
     detect: dict[str, float] = {}
     for part, verdict in verdicts:
-        faults |= {each["kind"] for each in verdict["outcomes"] if each["sign"]}
         failed |= set(verdict["failed"])
+        faults |= {each["kind"] for each in verdict["outcomes"] if each["sign"]} | failed
         skipped |= verdict["skipped"]
         lost |= verdict["steps_lost_max"]
         differs += [f"{part.name}: {each}" for each in verdict["differs"]]
