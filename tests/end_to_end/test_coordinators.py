@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,10 @@ def test_every_agent_is_killed_and_started_again_beside_a_new_coordinator(tmp_pa
         check_steps(agents.lines())
 
 
+def _has_beaten(entry: Path, since: int) -> bool:
+    return entry.stat().st_mtime_ns != since
+
+
 @contextmanager
 def leased(
     folder: Path, flag: str = "--coordinator-lease"
@@ -106,10 +111,9 @@ def leased(
         agents.wait_for_step(agents.wait_for_world(2) + 5, world=2)
         if flag == "--durable-dir":  # h2 counts on it once it has seen two of its beats
             (entry,) = Path(root, agents.job).iterdir()
-            seen = {entry.stat().st_mtime_ns}
-            agents.wait_until(
-                lambda: seen.add(entry.stat().st_mtime_ns) or len(seen) > 3, "three beats"
-            )
+            for _ in range(3):
+                beat = entry.stat().st_mtime_ns
+                agents.wait_until(partial(_has_beaten, entry, beat), "a beat")
         yield agents, hosts
 
 
