@@ -47,6 +47,7 @@ from scalai.launch.chaos.verdicts import (
     to_json,
 )
 from scalai.launch.commands.chaos import read_losses
+from support.chaos_campaign import PARTS, united
 from support.waiting import wait_until
 
 DEADLINE_S = 30.0
@@ -399,3 +400,13 @@ def test_the_figures_never_count_more_passed_than_seen(
 def test_a_verdict_is_drawn(tmp_path: Path) -> None:
     path = draw(Verdict(0, (GOOD,)).to_json(), tmp_path / "verdict.png")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_kind_that_failed_without_a_sign_counts_as_a_fault_of_the_campaign() -> None:
+    verdict = {
+        "outcomes": [{"kind": "kill-host", "sign": "seen"}, {"kind": "full-disk", "sign": ""}],
+        "failed": ["full-disk"], "skipped": {}, "steps_lost_max": {}, "differs": [],
+        "detect_s_max": {},
+    }  # fmt: skip
+    found = united([(PARTS[0], verdict)])
+    assert (found["faults"], found["passed"], found["failed"]) == (2, 1, ["full-disk"])
