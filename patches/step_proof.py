@@ -50,8 +50,7 @@ def bare_pass(
             plain values are put back in place.
     """
     chunks, drawn, before = list(modules), Drawn(), streams()
-    undo = [_keep(holder) for holder in holders]
-    undo += [_keep(part._buffers) for chunk in chunks for part in chunk.modules()]
+    put_back = keep(chunks, holders)
     off = [each for chunk in chunks for each in random_attributes(chunk, has_configs=True)]
     for _, owner, key, _ in off:
         setattr(owner, key, OFF.get(key, 0.0))
@@ -60,12 +59,26 @@ def bare_pass(
     finally:
         for _, owner, key, value in off:
             setattr(owner, key, value)
-        with torch.no_grad():
-            for put_back in undo:
-                put_back()
+        put_back()
         if streams() != before:
             drawn.found = "a pass draws random numbers although dropout and jitter are off"
             go_on(before)
+
+
+def keep(
+    modules: Iterable[torch.nn.Module], holders: Iterable[dict[str, Any]]
+) -> Callable[[], None]:
+    """Return a function that puts the modules' buffers and the ``holders`` back, as of
+    ``bare_pass``."""
+    undo = [_keep(holder) for holder in holders]
+    undo += [_keep(part._buffers) for module in modules for part in module.modules()]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for each in undo:
+                each()
+
+    return put_back
 
 
 def random_attributes(

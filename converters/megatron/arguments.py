@@ -21,6 +21,7 @@ from scalai.converters.megatron.rules import (
     Given,
     faults_of,
     fixed_axes,
+    layout_of,
     values_of,
 )
 from scalai.converters.megatron.sums import EVALUATION, Release, sums_of
@@ -178,12 +179,25 @@ _UNDERIVED: Mapping[str, str] = {
 """Flags that may depend on the degrees, beyond derivation."""
 
 _NEEDS_TP = ("--distribute-saved-activations", "--tp-comm-overlap")
+_NEEDS_EVEN_SHARES = {
+    "--hybrid-context-parallel", SCHEDULE, "--vision-pretraining", "--cuda-graph-impl",
+    "--enable-cuda-graph", "--external-cuda-graph", "--overlap-moe-expert-parallel-comm",
+}  # fmt: skip
+"""Samples are not dealt by place, or a filler would not be known as one."""
+_BALANCE, _GLOBAL_BALANCE = "--moe-router-load-balancing-type", "global_aux_loss"
+"""A filler's tokens would count in other replicas' losses."""
 _NEEDS_CHUNKS = ("--overlap-p2p-communication-warmup-flush",)
 _LAYERS_PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _CHUNK_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _FIRST_STAGE = "--decoder-first-pipeline-num-layers"
 _LAST_STAGE = "--decoder-last-pipeline-num-layers"
+_NEEDS_EVEN_STAGES = {
+    _FIRST_STAGE, _LAST_STAGE, "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split", "--mtp-num-layers", "--encoder-num-layers",
+    "--overlap-param-gather-with-optimizer-step",
+}  # fmt: skip
+"""Stages are divided in another way, or have layers of other kinds."""
 _STATED_STAGES = ("hybrid_layer_pattern", "pipeline_model_parallel_layout")
 _SHARED_FFN = "--moe-shared-expert-intermediate-size"
 _RECOMPUTE: Mapping[Recompute | None, tuple[str, ...]] = {
@@ -373,6 +387,10 @@ def _limits(given: Given, initial: DegreeRequest, release: Release | None) -> Mo
         evaluates_one_micro_batch=SCHEDULE in given and not {_EVAL_BATCH, _EVAL_MICRO} & set(given),
         eval_micro_batch_stays=any(EVALUATION in each.stays for each in sums_of(values, release)),
         optimizer_instances=integer(given, "--num-distributed-optimizer-instances") or 1,
+        has_uneven_stages=not _NEEDS_EVEN_STAGES & set(given) and not is_stated,
+        has_uneven_shares=not _NEEDS_EVEN_SHARES & set(given)
+        and _GLOBAL_BALANCE not in given.get(_BALANCE, ())
+        and given.get("--dataloader-type", ("single",)) in (("single",), ("cyclic",)),
         extra_layers=_extra_layers(given),
         first_stage_layers=integer(given, _FIRST_STAGE),
         last_stage_layers=integer(given, _LAST_STAGE),
@@ -432,7 +450,8 @@ def _evaluation(
     if batch is not None and evaluates_by_replicas(arguments):
         yield from (_EVAL_BATCH, str(batch))
         stated = batch
-    if stated is not None and micro is not None and _EVAL_MICRO not in given:
+    is_stated = stated is not None and micro is not None and _EVAL_MICRO not in given
+    if is_stated and stated % dp == 0:
         share = math.gcd(stated // dp, micro)
         if share != micro:
             yield from (_EVAL_MICRO, str(share))
@@ -489,8 +508,11 @@ def _virtual_stages(
         yield from (_CHUNK_GROUP, str(chunk_group(degrees, limits, size)))
     if any(axis == "vpp" for axis, _, _ in limits.fixed) and degrees.vpp == arguments.initial.vpp:
         return
+    layers = _counted_layers(given)
+    if limits.has_uneven_stages and layers and layers % (degrees.pp * degrees.vpp):
+        yield from (LAYOUT_FLAG, layout_of(layers, degrees.pp * degrees.vpp))
+        return
     if _LAYERS_PER_CHUNK in given:
-        layers = _counted_layers(given)
         if layers is None or layers % (degrees.pp * degrees.vpp):
             raise RefusedError(
                 f"{_LAYERS_PER_CHUNK} cannot be derived for {degrees}: --num-layers is {layers}. "

@@ -22,8 +22,11 @@ main in August 2026, which agree.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
+from scalai.converters.megatron.arguments import stages_of
+from scalai.converters.megatron.rules import LAYOUT
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.region import Box, Index, whole
 
@@ -252,11 +255,8 @@ def stage_layers(
     Raises:
         RefusedError: They cannot be cut so.
     """
-    if arguments.get("pipeline_model_parallel_layout") and pp > 1:
-        raise RefusedError(
-            "the job has a --pipeline-model-parallel-layout, which is not read here. Write "
-            "torch_dist instead: it does not depend on the pipeline's stages."
-        )
+    if (layout := arguments.get(LAYOUT)) and pp > 1:
+        return _stages_in(str(layout), layers, pp, vpp)
     first = arguments.get("decoder_first_pipeline_num_layers") if pp > 1 else None
     last = arguments.get("decoder_last_pipeline_num_layers") if pp > 1 else None
     extra = [
@@ -283,6 +283,19 @@ def stage_layers(
             found[rank].append(range(layer, layer + sizes[rank][chunk]))
             layer += sizes[rank][chunk]
     return found
+
+
+def _stages_in(layout: str, layers: int, pp: int, vpp: int) -> Sequence[Sequence[range]]:
+    counts = [stage.count("t") for stage in stages_of(layout)]
+    if len(counts) != pp * vpp or sum(counts) != layers:
+        raise RefusedError(
+            f"the job's --pipeline-model-parallel-layout {layout} has {len(counts)} stages of "
+            f"{sum(counts)} layers, not {pp * vpp} of {layers}. Write torch_dist instead: it does "
+            "not depend on the pipeline's stages."
+        )
+    ends = list(accumulate(counts, initial=0))
+    chunks = [range(begin, end) for begin, end in pairwise(ends)]
+    return [chunks[rank::pp] for rank in range(pp)]
 
 
 def experts_of_rank(names: Sequence[str], ep: int, ep_rank: int) -> range:

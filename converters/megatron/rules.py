@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.megatron.sums import MUON, MUONS, Release, Values, sums_of
-from scalai.core.degrees.degrees import AXES
+from scalai.core.degrees.degrees import AXES, stage_sizes
 from scalai.core.degrees.passes import PARTS, Part
 
 Given = Mapping[str, tuple[str, ...]]
@@ -83,12 +83,24 @@ _NO_OTHER_RECOMPUTE: Mapping[str, str] = {
     "recompute_activations": "overrules it (--recompute-granularity selective says the same)",
 }
 """Arguments against other recomputation than the flags', and why."""
+LAYOUT = "pipeline_model_parallel_layout"
 UNEVEN_STAGES = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "hybrid_layer_pattern",
-    "pipeline_model_parallel_layout",
+    LAYOUT,
 )
+
+
+def layout_of(layers: int, stages: int) -> str:
+    """Return the ``--pipeline-model-parallel-layout`` of stages as even as can be."""
+    return f"E{'|'.join('t' * size for size in stage_sizes(layers, stages))}L"
+
+
+def _is_own_layout(values: Values) -> bool:
+    """Whether the layout of stages is the one that a round derives."""
+    text, layers = str(values.get(LAYOUT) or ""), values.get("num_layers")
+    return layers is not None and text == layout_of(int(layers), text.count("|") + 1)
 
 
 def values_of(given: Given) -> dict[str, Any]:
@@ -162,6 +174,8 @@ def fixed_axes(values: Values, release: Release | None = None) -> Iterator[tuple
     yield "cp", "another split of sequences is not supported"
     for name in UNEVEN_STAGES:
         pattern = values.get(name)
+        if name == LAYOUT and _is_own_layout(values):
+            continue
         if pattern and (name != "hybrid_layer_pattern" or "|" in str(pattern)):
             yield "pp", f"{_flag(name)} fits this number of stages only"
             yield "vpp", f"{_flag(name)} fits this number of chunks only"

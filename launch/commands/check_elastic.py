@@ -178,7 +178,7 @@ def _changes(limits: ModelLimits, offered: frozenset[Degrees]) -> Iterator[str]:
     sizes = {axis: sorted({getattr(degrees, axis) for degrees in offered}) for axis in AXES}
     kept = {axis for axis, _, _ in limits.fixed}
     free = [axis for axis in AXES if len(sizes[axis]) > 1 and axis not in kept]
-    shown = (f"{axis} {', '.join(map(str, sizes[axis]))}" for axis in free)
+    shown = (f"{axis} {_in_runs(sizes[axis])}" for axis in free)
     yield f"may change: {'; '.join(shown) or 'nothing, on these worlds'}"
     of_first = "of the first start"
     reasons = {axis: f"{size or of_first} ({why})" for axis, size, why in limits.fixed}
@@ -190,6 +190,15 @@ def _changes(limits: ModelLimits, offered: frozenset[Degrees]) -> Iterator[str]:
             if axis in ("ep", "vpp"):
                 why = "until [degrees] or scalai scale asks for another"
             yield f"stays: {axis} {sizes[axis][0]} ({why})"
+
+
+def _in_runs(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, four and more consecutive ones by their ends."""
+    words: list[str] = []
+    for _, group in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+        run = [number for _, number in group]
+        words += map(str, run) if len(run) < 4 else [f"{run[0]} to {run[-1]}"]
+    return ", ".join(words)
 
 
 def _passes(policy: DegreePolicy) -> Iterator[str]:

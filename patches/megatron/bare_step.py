@@ -3,7 +3,6 @@
 import functools
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,6 +14,7 @@ import torch
 
 from scalai.core.job.function_proof import Numbers
 from scalai.patches.hooking import Call
+from scalai.patches.megatron.shares import own_weight, trackers
 from scalai.patches.step_proof import OwnLoop, RepeatedBatches, bare_pass, mean, random_parts
 from scalai.runtime.session import Session
 
@@ -24,8 +24,6 @@ LOSSES, SKIPPED, NORM = 0, 1, 5
 """Places in the result of ``train_step``, from 0.14 on."""
 PARTS = ("data_iterator", "model", "optimizer", "opt_param_scheduler", "forward_backward_func")
 """Parameters of ``train_step`` needed for a further pass."""
-TRACKERS = ("get_moe_metrics_tracker", "get_moe_layer_wise_logging_tracker")
-"""Functions for the logs of experts: from 0.18 on, and before."""
 RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 """Flags for random numbers in passes."""
 OBSTACLES = {
@@ -181,7 +179,8 @@ def numbers_of(
     loss, total = None, loss_of(result)
     if total is not None:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        loss = mean(float(total), group, total.device)
+        # A loss may be of this replica's micro-batches alone.
+        loss = mean(float(total) * own_weight(), group, total.device)
     dtype = "bfloat16" if job.bf16 else "float16" if job.fp16 else "float32"
     return Numbers(
         loss=loss,
@@ -257,17 +256,8 @@ def _changed_by_a_pass(optimizer: Any) -> list[dict[str, Any]]:
 
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     scalers = [getattr(each, "grad_scaler", None) for each in chain]
-    found = [vars(get_rerun_state_machine()), *(vars(each) for each in scalers if each)]
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("megatron.core.transformer."):
-            continue
-        for key, value in list(vars(module).items()):
-            if key.endswith("LoggingHelper") and isinstance(value, type):
-                found.append(getattr(value, "tracker", {}))
-        if get := next((vars(module)[key] for key in TRACKERS if key in vars(module)), None):
-            tracker = get()
-            found.append(tracker if isinstance(tracker, dict) else vars(tracker))
-    return found
+    changed = [vars(get_rerun_state_machine()), *(vars(each) for each in scalers if each)]
+    return [*changed, *trackers()]
 
 
 @contextmanager

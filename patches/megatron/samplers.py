@@ -34,9 +34,11 @@ from torch.utils.data import DataLoader
 
 from scalai.core.dataset.drawn import Draw, Number, split
 from scalai.core.dataset.order import Places, ShuffledBlocks, share_of
+from scalai.core.degrees.batches import Shares
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.hooking import Args, Call, Kwargs
+from scalai.patches.megatron import shares
 from scalai.patches.megatron.data_facts import facts_of
 
 KEPT_PASSES = 2
@@ -86,6 +88,20 @@ def refuse_two_seeds(sampler: Any, first: ShuffledBlocks) -> None:
         )
 
 
+def refuse_seeds(sampler: Any) -> None:
+    """Check the data set for seeds by pass, where steps do not end with a pass.
+
+    Raises:
+        RefusedError: It has them.
+    """
+    if _has_seeds(sampler):
+        raise RefusedError(
+            "--dataloader-type cyclic: the data set makes each epoch's samples with other seeds, "
+            f"and {sampler.data_parallel_size} replicas do not divide the batch. Use a DP that "
+            "does, or --dataloader-type single."
+        )
+
+
 def refuse_too_few(sampler: Any) -> None:
     """Check the data set for one micro-batch of every replica: else a pass is empty, and the
     sampler divides by its length.
@@ -104,6 +120,18 @@ def refuse_too_few(sampler: Any) -> None:
 
 def _has_seeds(sampler: Any) -> bool:
     return type(sampler.dataset).__name__ == "RandomSeedDataset"
+
+
+def _own_order(sampler: Any) -> ShuffledBlocks:
+    return ShuffledBlocks(
+        sampler.total_samples, sampler.micro_batch_size, sampler.data_parallel_size,
+        sampler.data_sharding,
+    )  # fmt: skip
+
+
+def _shuffled(batches: Iterator[Sequence[int]], order: ShuffledBlocks) -> Iterator[Sequence[int]]:
+    for places in batches:
+        yield type(places)(_samples_at(np.asarray(places), order))
 
 
 def _samples_at(places: Places, first: ShuffledBlocks) -> list[int]:
@@ -145,12 +173,15 @@ class SamplerWatch:
 
     def __init__(
         self, data_set: str, begins: int, size: int, length: int, micro_batch_size: int, dp: int,
-        dp_rank: int, *, is_random: bool,
+        dp_rank: int, *, is_random: bool, steps: shares.Steps | None = None,
     ) -> None:  # fmt: skip
         self.data_set = data_set
         self._place, self.size, self._length, self._is_random = begins, size, length, is_random
         self._micro_batch_size, self._block = micro_batch_size, micro_batch_size * dp
         self._first = dp_rank * micro_batch_size
+        self._steps = steps
+        self.is_filler = False
+        """Whether the newest draw is of a filler."""
         self._given: deque[Sequence[int]] = deque()
         self._drawn: list[tuple[int, int]] = []
 
@@ -168,6 +199,9 @@ class SamplerWatch:
 
     def _draw(self) -> None:
         given = self._given.popleft()
+        self.is_filler = isinstance(given, shares.Filler)
+        if self.is_filler:
+            return
         if not self._is_random:
             self._place = given[0] - self._first
             if [*given] != [*range(given[0], given[0] + self._micro_batch_size)]:
@@ -186,6 +220,11 @@ class SamplerWatch:
     def step(self) -> Sequence[Draw]:
         """Return the step's draws, and begin the next one."""
         drawn, self._drawn = self._drawn, []
+        if drawn and self._steps is not None:
+            # The last block of a step has no micro-batch for some replicas.
+            begin = drawn[0][0]
+            self._place = begin + self._steps.size_at(begin)
+            drawn = [(begin, self._place)]
         name, kind = self.data_set, (self._length, self.size)
         if self._is_random:
             return [draw for pair in drawn for draw in split(name, *pair, *kind, is_dealt=True)]
@@ -211,13 +250,14 @@ class TrainingDraws:
         self._has_own_loader = False
 
     def hook(self, samplers: Any) -> None:
+        """Watch the samplers of a module of Megatron-LM's."""
         for cls, is_random in (
             (samplers.MegatronPretrainingSampler, False),
             (samplers.MegatronPretrainingRandomSampler, True),
         ):
-            self._hook(cls, is_random=is_random)
+            self._hook(samplers, cls, is_random=is_random)
 
-    def _hook(self, cls: Any, *, is_random: bool) -> None:
+    def _hook(self, samplers: Any, cls: Any, *, is_random: bool) -> None:
         if vars(cls).get("scalai_is_hooked"):
             return  # two modules name it
         cls.scalai_is_hooked = True
@@ -227,18 +267,27 @@ class TrainingDraws:
         def init(sampler: Any, *args: Any, **kwargs: Any) -> None:
             make(sampler, *args, **kwargs)
             if type(sampler) is cls:
+                sampler.scalai_steps = steps = watches.steps_of(samplers.get_args(), sampler)
+                if is_random and steps is not None:
+                    refuse_seeds(sampler)
                 if is_random and (order := watches.order_of(sampler)) is not None:
                     refuse_two_seeds(sampler, order)
                 given = signature.bind(sampler, *args, **kwargs).arguments
-                sampler.scalai_watch = watches.made(given, is_random=is_random)
+                sampler.scalai_watch = watches.made(given, is_random=is_random, steps=steps)
 
         def iterate(sampler: Any) -> Iterator[Sequence[int]]:
             watch: SamplerWatch | None = getattr(sampler, "scalai_watch", None)
             if is_random and type(sampler) is cls:
                 refuse_too_few(sampler)
             order = watches.order_of(sampler) if is_random and type(sampler) is cls else None
+            steps: shares.Steps | None = getattr(sampler, "scalai_steps", None)
             batches: Iterator[Sequence[int]]
-            batches = give(sampler) if order is None else micro_batches(sampler, order)
+            if steps is not None:
+                batches = shares.micro_batches(sampler, steps, is_endless=is_random)
+                if is_random:
+                    batches = _shuffled(batches, order or _own_order(sampler))
+            else:
+                batches = give(sampler) if order is None else micro_batches(sampler, order)
             return batches if watch is None else watch.gives(batches)
 
         cls.__init__, cls.__iter__ = init, iterate
@@ -249,8 +298,23 @@ class TrainingDraws:
             return None
         return ShuffledBlocks(sampler.total_samples, *self.first, sampler.data_sharding)
 
-    def made(self, given: Any, *, is_random: bool) -> SamplerWatch | None:
-        """Note a new sampler: the first of a set of iterators belongs to the training data."""
+    def steps_of(self, job: Any, sampler: Any) -> shares.Steps | None:
+        """Return the steps of a new sampler with uneven shares; None: all are even. The first of a
+        set of iterators belongs to the training data."""
+        if self._consumed is None or self._built is not None:
+            return shares.steps_of(job, is_training=False)
+        before = self._consumed - sampler.consumed_samples
+        return shares.steps_of(job, is_training=True, before=before)
+
+    @property
+    def newest(self) -> SamplerWatch | None:
+        """The watch on the newest training data; None: this rank's has none."""
+        return self._built
+
+    def made(
+        self, given: Any, *, is_random: bool, steps: shares.Steps | None = None
+    ) -> SamplerWatch | None:
+        """Note a new sampler of the training data."""
         if self._consumed is None or self._built is not None:
             return None
         self._dataset = given.get("dataset")
@@ -261,7 +325,7 @@ class TrainingDraws:
         self._built = SamplerWatch(
             f"{TRAIN}-{phase}" if phase > 0 else TRAIN, given["consumed_samples"],
             size, blocks.length if is_random else size, *dealt, given["data_parallel_rank"],
-            is_random=is_random,
+            is_random=is_random, steps=steps,
         )  # fmt: skip
         return self._built
 
@@ -337,7 +401,7 @@ class WholePasses:
 
     def __init__(self, rows: int, batch: int, size: int, dp: int, dp_rank: int) -> None:
         self._rows, self._batch, self._size = rows, batch, size
-        self._first, self._block = dp_rank * size, dp * size
+        self._shares, self._dp_rank = Shares(batch // size, dp), dp_rank
 
     def __len__(self) -> int:
         passes = min(
@@ -348,8 +412,9 @@ class WholePasses:
 
     def __iter__(self) -> Iterator[list[int]]:
         samples = len(self) * self._batch
-        for begin in count(self._first, self._block):
-            yield [place % samples % self._rows for place in range(begin, begin + self._size)]
+        for begin in count(0, self._batch):
+            for places in shares.dealt(self._shares, self._dp_rank, begin, self._size):
+                yield type(places)(place % samples % self._rows for place in places)
 
 
 def hook_samplers(samplers: Any) -> None:

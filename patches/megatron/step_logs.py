@@ -49,18 +49,19 @@ class StepLedger:
         self._hash: int | None = None
         self._loss: float | None = None
 
-    def count(self, iterators: Any) -> None:
+    def count(self, iterators: Any, is_filler: Callable[[], bool]) -> None:
         """Count the training iterator's samples from now on, on a counting rank.
 
         Args:
             iterators: Result of build_train_valid_test_data_iterators(); virtual stages call it
                 once a chunk, and the first chunk of the first stage reads the samples.
+            is_filler: Says whether the newest draw belongs to a filler.
         """
         train = iterators[0]
         if train is not None and self._hash is None and is_counting_rank():
             self._hash = 0
             # Inside RerunDataIterator, which may replay a step: replayed samples count once.
-            train.iterable = self._counted(train.iterable)
+            train.iterable = self._counted(train.iterable, is_filler)
 
     def keep_loss(self, losses: Mapping[str, torch.Tensor]) -> None:
         """Keep the reduced losses of a step, on the last stage."""
@@ -79,9 +80,12 @@ class StepLedger:
             file.write(line_text(line))
         self._hash = None if self._hash is None else 0
 
-    def _counted(self, batches: Iterator[Mapping[str, torch.Tensor]]) -> Iterator[Any]:
+    def _counted(
+        self, batches: Iterator[Mapping[str, torch.Tensor]], is_filler: Callable[[], bool]
+    ) -> Iterator[Any]:
         for batch in batches:
-            self._hash = combine_hashes(self._hash or 0, sample_hashes(samples_of(batch)))
+            if not is_filler():
+                self._hash = combine_hashes(self._hash or 0, sample_hashes(samples_of(batch)))
             yield batch
 
 

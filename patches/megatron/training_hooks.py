@@ -33,7 +33,7 @@ from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of as release_of
 from scalai.patches.continuation import choose_source, describe_source
 from scalai.patches.hooking import Args, Call, Kwargs, given_to, without
-from scalai.patches.megatron import samplers, save_process, step_logs
+from scalai.patches.megatron import samplers, save_process, shares, step_logs
 from scalai.patches.megatron.bare_step import (
     NORM,
     BareStep,
@@ -170,6 +170,7 @@ def install(get_session: Callable[[], Session]) -> None:
     wrapt.register_post_import_hook(_hook_indexed, "megatron.core.datasets.indexed_dataset")
     wrapt.register_post_import_hook(samplers.hook_fim, FIM)
     save_process.install()
+    shares.install()
     for name in SAMPLERS:
         wrapt.register_post_import_hook(hooks.draws.hook, name)
         wrapt.register_post_import_hook(samplers.hook_samplers, name)
@@ -207,6 +208,7 @@ class TrainingHooks:
             ("evaluate_and_print_results", self._unless_proving),
         ):
             wrapt.wrap_function_wrapper(training, name, hook)
+        shares.hook_training(training)
         self._saves.hook(training)
 
     def hook_global_vars(self, global_vars: Any) -> None:
@@ -269,7 +271,8 @@ class TrainingHooks:
         iterators = self.draws.build(job.consumed_train_samples, wrapped, args, kwargs)
         self._session.note_sources(self.draws.sources(vars(job)))
         if self._ledger:
-            self._ledger.count(iterators)
+            watch = self.draws.newest
+            self._ledger.count(iterators, lambda: watch is not None and watch.is_filler)
         return iterators
 
     def train_step(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -471,7 +474,8 @@ def _check_cache(flags: Mapping[str, Any]) -> None:
 
 
 def _hook_arguments(arguments: Any) -> None:
-    wrapt.wrap_function_wrapper(arguments, "validate_args", check_args)
+    for check in (shares.check_args, check_args):
+        wrapt.wrap_function_wrapper(arguments, "validate_args", check)
 
 
 UNCHECKED: list[tuple[Any, Callable[[Any], object]]] = []

@@ -43,6 +43,8 @@ def test_limits_and_degrees_are_read() -> None:
         seq_length=32,
         qkv_rows=192,
         ffn_hidden_size=128,
+        has_uneven_shares=True,
+        has_uneven_stages=True,
         fixed=(("cp", 1, "another split of sequences is not supported"),),
     )
 
@@ -81,6 +83,14 @@ def test_abbreviations_are_another_flag_as_in_megatrons_parser() -> None:
         ("--no-overlap-p2p-communication", "min_pp_with_vpp", 3),
         ("--pipeline-model-parallel-layout Et*4|t*4L", "num_layers", None),
         ("--hybrid-layer-pattern M|M", "num_layers", None),
+        ("--dataloader-type cyclic --num-experts 4", "has_uneven_shares", True),
+        ("--dataloader-type external", "has_uneven_shares", False),
+        ("--moe-router-load-balancing-type global_aux_loss", "has_uneven_shares", False),
+        ("--step-batch-size-schedule 0:12 1B:24", "has_uneven_shares", False),
+        ("--cuda-graph-impl local", "has_uneven_shares", False),
+        ("--account-for-loss-in-pipeline-split", "has_uneven_stages", False),
+        ("--decoder-last-pipeline-num-layers 2", "has_uneven_stages", False),
+        ("--pipeline-model-parallel-layout Et*4|t*4L", "has_uneven_stages", False),
     ],
 )  # fmt: skip
 def test_each_limit_is_read(flags: str, field: str, value: object) -> None:
@@ -199,8 +209,11 @@ def test_a_pinned_vocabulary_must_be_the_jobs() -> None:
         ("--num-layers-per-virtual-pipeline-stage 2", Degrees(1, 1, 1), "-stage 8"),
         ("--num-virtual-stages-per-pipeline-rank 2", Degrees(1, 1, 1), "-rank 1"),
         ("", Degrees(1, 2, 1, vpp=2), "--num-virtual-stages-per-pipeline-rank 2"),
+        ("", Degrees(1, 3, 1), "--pipeline-model-parallel-layout Ett|ttt|tttL"),
+        ("--num-virtual-stages-per-pipeline-rank 2", Degrees(1, 3, 1, vpp=2),
+         "--pipeline-model-parallel-layout Et|t|t|tt|tt|tL"),
     ],
-)
+)  # fmt: skip
 def test_virtual_stages_are_derived_by_the_flag_in_use(
     flags: str, degrees: Degrees, derived: str
 ) -> None:
@@ -210,8 +223,9 @@ def test_virtual_stages_are_derived_by_the_flag_in_use(
 def test_chunks_of_one_whole_stage_turn_the_interleaved_schedule_off() -> None:
     derived = derive("--num-layers-per-virtual-pipeline-stage 2", Degrees(1, 4, 1))
     assert derived.endswith("--num-layers-per-virtual-pipeline-stage 2")  # 8 / 4: one chunk
-    with pytest.raises(RefusedError, match="cannot be derived for TP1·PP3·DP1"):
-        derive("--num-layers-per-virtual-pipeline-stage 2", Degrees(1, 3, 1))
+    kept = "--num-layers-per-virtual-pipeline-stage 2 --account-for-loss-in-pipeline-split"
+    with pytest.raises(RefusedError, match="cannot be derived for TP1·PP2·DP1"):
+        derive(kept, Degrees(1, 2, 1))
 
 
 def test_micro_batch_experts_and_chunk_groups_are_derived() -> None:

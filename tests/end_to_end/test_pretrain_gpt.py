@@ -3,7 +3,6 @@ while it trains, and by checkpoints that are resharded offline. Jobs of many kin
 change their degrees likewise; evaluations included."""
 
 import importlib.util
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,14 @@ from scalai.converters.checkpoint import parameters_of
 from scalai.converters.layouts import open_checkpoint
 from support import megatron_lm_job
 from support.accelerator import BACKEND
-from support.megatron_lm_job import CHECKOUT, MODEL, Job, check_same_steps, make_dataset
+from support.megatron_lm_job import (
+    CHECKOUT,
+    MODEL,
+    Job,
+    check_same_steps,
+    evaluations,
+    make_dataset,
+)
 
 STEPS, BEFORE = 120 if BACKEND == "gloo" else 12, 4
 """Steps of a job, and the steps that it has done at least before it is changed. On the CPU it
@@ -180,7 +186,6 @@ Newton-Schulz steps in bf16."""
 PADDED_AT_TP2 = "--make-vocab-size-divisible-by 8"
 """At TP2 the embedding has as many rows as MODEL's at TP1; further ones would be new, and change
 every loss."""
-EVALUATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
 
 
 WITHOUT_BATCH = MODEL.replace("--global-batch-size 12", "")
@@ -281,11 +286,6 @@ def start_kind(tmp_path: Path, jobs: list[Job]) -> StartKind:
         return jobs[-1]
 
     return start_job
-
-
-def evaluations(job: Job) -> dict[str, float]:
-    """The losses that Megatron-LM itself prints, by iteration."""
-    return {step: float(loss) for step, loss in EVALUATION.findall(job.log)}
 
 
 def compare(changed: Job, alone: Job, tolerance: float, *, rounds: int = 2, since: int = 1) -> None:

@@ -99,10 +99,10 @@ def test_what_would_surprise_later_is_refused(
 
 def test_what_may_change_and_what_stays_is_said_with_the_reason() -> None:
     report = check(f"{GPT} --tensor-model-parallel-size 1")
-    assert "may change: tp 1, 2, 4; pp 1, 2, 4; dp 1, 2, 3, 4" in report
+    assert "may change: tp 1, 2, 4; pp 1, 2, 4; dp 1 to 4" in report
     assert "stays: cp 1 (another split of sequences is not supported)" in report
     report = check(f"{GPT} --tensor-model-parallel-size 1 --optimizer muon")
-    assert "may change: pp 1, 2, 4; dp 1, 2, 3, 4" in report
+    assert "may change: pp 1, 2, 4; dp 1 to 4" in report
     assert "stays: tp 1 (--muon-tp-mode blockwise" in report
     one = GPT.replace("--num-layers 4", "--num-layers 1").replace("size 12", "size 1")
     assert "may change: nothing, on these worlds" in check(one, slots=2)

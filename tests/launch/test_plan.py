@@ -398,7 +398,7 @@ RUNS = ("--from", "tp2 pp2 dp2")
         (RUNS, "give --gpus N"),
         (("--from", "two", "--gpus", "8"), "write for example 'tp2 pp1'"),
         (("--from", "tp3 pp1 dp1", "--gpus", "8"), "tp=3 does not divide num_attention_heads=16"),
-        ((*RUNS, "--to", "tp1 pp5 dp1"), "On 5 devices TP"),
+        ((*RUNS, "--to", "tp5 pp1 dp1"), "On 5 devices TP"),
         ((*RUNS, "--to", "tp2 pp2 dp4", "--gpus", "8"), "use --gpus 16"),
         ((*RUNS, "--gpus", "8", "--lost", "host-7"), "name some of these"),
         ((*RUNS, "--range", "1:8"), "leave out --range"),

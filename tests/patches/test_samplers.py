@@ -6,7 +6,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain, islice, product, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from scalai.core.dataset.drawn import Draw, Number
 from scalai.core.dataset.ledger import Ledger, difference, judge
 from scalai.core.dataset.order import ShuffledBlocks
+from scalai.core.degrees.batches import Shares
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron.data_facts import facts_of
 from scalai.patches.megatron.samplers import (
@@ -29,13 +30,15 @@ from scalai.patches.megatron.samplers import (
     hook_samplers,
     micro_batches,
 )
+from scalai.patches.megatron.shares import Filler
 from scalai.runtime.consumption import Consumption
 
 pytestmark = pytest.mark.fault
 
 
-def samplers() -> Any:
-    """Return a module of samplers, as of megatron/training/datasets/data_samplers.py (0.16)."""
+def samplers(batch: int = 8, dp: int = 1, micro: int = 2) -> Any:
+    """Return a module of samplers, as of megatron/training/datasets/data_samplers.py (0.16), of a
+    job with these sizes."""
 
     class MegatronPretrainingSampler:
         def __init__(
@@ -43,7 +46,11 @@ def samplers() -> Any:
             data_parallel_rank: int, data_parallel_size: int, drop_last: bool = True,
         ) -> None:  # fmt: skip
             self.total_samples, self.micro_batch_size = total_samples, micro_batch_size
-            self.data_parallel_size = data_parallel_size
+            self.data_parallel_size, self.data_parallel_rank = (
+                data_parallel_size,
+                data_parallel_rank,
+            )
+            self.consumed_samples = consumed_samples
             self.places = range(consumed_samples, total_samples)
             self.share = micro_batch_size, data_parallel_rank, data_parallel_size
 
@@ -61,8 +68,11 @@ def samplers() -> Any:
                 total_samples, consumed_samples % total_samples, micro_batch_size,
                 data_parallel_rank, data_parallel_size,
             )  # fmt: skip
+            self.dataset, self.data_sharding = dataset, data_sharding
+            self.consumed_samples = consumed_samples
 
-    return SimpleNamespace(**{
+    job = SimpleNamespace(global_batch_size=batch, micro_batch_size=micro, data_parallel_size=dp)
+    return SimpleNamespace(get_args=lambda: job, **{
         cls.__name__: cls for cls in (MegatronPretrainingSampler, MegatronPretrainingRandomSampler)
     })  # fmt: skip
 
@@ -154,6 +164,62 @@ def test_a_script_that_throws_a_batch_away_is_objected_to() -> None:
     take(train, 3)
     (said,) = Ledger.begun(0, 0).objections(draws.step() or (), 8)
     assert "drew 12 samples and counts 8" in said
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_with_uneven_shares_have_the_ledger_of_one(workers: int) -> None:
+    """Three replicas share steps of four micro-batches; fillers count for nothing."""
+    drawn, told = [], []
+    for rank in range(3):
+        draws, train = built(samplers(8, dp=3), 16, dp=3, rank=rank, workers=workers)
+        for _ in range(3):
+            batches = []
+            for batch in islice(train, 2):
+                assert draws.newest is not None
+                batches += [] if draws.newest.is_filler else batch.tolist()
+            drawn.append(batches)
+            told.append(draws.step())
+    each = [[Draw("train", Number(0), b, b + 8, 96, 96, is_dealt=True)] for b in (16, 24, 32)]
+    assert told == each * 3
+    assert sorted(sample for batch in drawn for sample in batch) == [*range(16, 40)]
+
+
+def _random(dp: int, rank: int, is_sharded: bool) -> Any:
+    """Return a random sampler of 13 samples behind 8, in the order of two replicas."""
+    module, draws, made = samplers(8, dp=dp), TrainingDraws(), []
+    draws.first = 2, 2
+    draws.hook(module)
+
+    def build() -> Any:
+        kind = module.MegatronPretrainingRandomSampler
+        made.append(kind([None] * 13, 13, 8, 2, rank, dp, is_sharded))
+        return None, None, None
+
+    draws.build(8, build, (), {})
+    return made[0]
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_random_order_is_the_same_with_uneven_shares(is_sharded: bool) -> None:
+    """Steps of 8 over passes of 12: three replicas draw the samples of two."""
+
+    def steps(dp: int) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(4)]
+        for rank, passes in product(range(dp), [-(-4 // dp)]):
+            micro = chain.from_iterable(repeat(_random(dp, rank, is_sharded)))
+            for number, batch in enumerate(islice(micro, 4 * passes)):
+                found[number // passes] += [] if isinstance(batch, Filler) else batch
+        return [sorted(each) for each in found]
+
+    assert steps(3) == steps(2)
+
+
+def test_seeds_of_a_pass_do_not_go_with_uneven_shares() -> None:
+    module = samplers(8, dp=3)
+    watched(module)
+    dataset = type("RandomSeedDataset", (), {})()
+    with pytest.raises(RefusedError, match="3 replicas do not divide the batch"):
+        module.MegatronPretrainingRandomSampler(dataset, 12, 0, 2, 0, 3, False)
 
 
 def test_samplers_that_somebody_else_has_changed_are_refused() -> None:
@@ -435,18 +501,19 @@ def loader_of(rows: Rows, dp: int, rank: int, micro: int, *, is_full: bool = Tru
 def evaluated(rows: int, dp: int, micro: int, evaluations: int) -> list[Counter[int]]:
     """Return how often each row is in each of some evaluations."""
     loaders = [loader_of(Rows(rows), dp, rank, micro) for rank in range(dp)]
-    drawn, steps = [iter(loader) for loader in loaders], {len(loader) for loader in loaders}
+    drawn, steps = [iter(loader.batch_sampler) for loader in loaders], {*map(len, loaders)}
     assert len(steps) == 1, "ranks make equally many steps"
-    passes = steps.pop() * BATCH // (micro * dp)
-    return [
-        Counter(chain.from_iterable(next(it).tolist() for it in drawn for _ in range(passes)))
-        for _ in range(evaluations)
-    ]
+    passes = steps.pop() * Shares(BATCH // micro, dp).passes
+    found = []
+    for _ in range(evaluations):
+        batches = [next(it) for it in drawn for _ in range(passes)]
+        found.append(Counter(chain(*(each for each in batches if not isinstance(each, Filler)))))
+    return found
 
 
 @pytest.mark.parametrize("rows", [1, 5, 10, 12, 24, 36])
 def test_a_whole_validation_has_each_row_equally_often_at_any_layout(rows: int) -> None:
-    for dp, micro in ((1, 1), (2, 1), (3, 2), (4, 3), (12, 1)):
+    for dp, micro in ((1, 1), (2, 1), (3, 2), (4, 3), (12, 1), (5, 1), (5, 2)):
         for found in evaluated(rows, dp, micro, evaluations=3):
             assert set(found) == set(range(rows))
             assert len(set(found.values())) == 1

@@ -100,6 +100,7 @@ class FakeTraining:
     """Names of megatron/training/training.py that the hooks touch."""
 
     save_checkpoint_and_time = evaluate_and_print_results = staticmethod(never)
+    get_forward_backward_func = staticmethod(never)
     maybe_finalize_async_save = save_checkpoint = staticmethod(never)
 
     def __init__(self, **arguments: Any) -> None:
@@ -463,7 +464,7 @@ def test_consumed_samples_are_hashed_once_and_written_a_line_a_step(
     train = SimpleNamespace(iterable=iter(batches))
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}, {"lr": 0.25}])
     book = ledger_of(monkeypatch, folder, 3, counts=True)
-    book.count((train, None, None))
+    book.count((train, None, None), lambda: False)
     for step in (1, 2):
         next(train.iterable), next(train.iterable)
         book.keep_loss({"lm loss": torch.tensor(3.0 / step)})
@@ -480,8 +481,8 @@ def test_ranks_that_read_no_samples_write_none(
 ) -> None:
     train = SimpleNamespace(iterable="untouched")
     book = ledger_of(monkeypatch, tmp_path, 0, counts=False)
-    book.count((train, None, None))
-    book.count((None, None, None))
+    book.count((train, None, None), lambda: False)
+    book.count((None, None, None), lambda: False)
     book.keep_loss({})
     book.write(1, 4, SimpleNamespace(param_groups=[]))
     assert train.iterable == "untouched"

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,6 +187,14 @@ def check_same_steps(
         assert entry.loss == pytest.approx(same.loss, rel=rel), step
         assert entry.samples_hash == same.samples_hash, step
         assert (entry.lr, entry.consumed_samples) == (same.lr, same.consumed_samples), step
+
+
+EVALUATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
+
+
+def evaluations(job: Job) -> dict[str, float]:
+    """Return the losses that Megatron-LM itself prints, by iteration."""
+    return {step: float(loss) for step, loss in EVALUATION.findall(job.log)}
 
 
 def make_dataset(prefix: Path) -> None:

@@ -101,6 +101,50 @@ class Batches:
         return np.arange(self.global_batch_size, dtype=np.int64) + consumed_samples
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Micro-batches of one step over ``dp`` replicas, dealt in turn. All replicas make equally many
+    passes; the last one is a filler on replicas with one micro-batch less.
+
+    Raises:
+        RefusedError: A replica would have none.
+    """
+
+    micro_batches: int
+    dp: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.dp <= self.micro_batches:
+            raise RefusedError(
+                f"{self.micro_batches} micro-batches are too few for dp={self.dp}. Use a smaller "
+                "DP or micro-batch."
+            )
+
+    @property
+    def is_even(self) -> bool:
+        return self.micro_batches % self.dp == 0
+
+    @property
+    def passes(self) -> int:
+        """Passes of a replica, fillers included."""
+        return -(-self.micro_batches // self.dp)
+
+    @property
+    def weight(self) -> float:
+        """Factor of a mean over all passes, fillers with zero, so that it is one over
+        micro-batches."""
+        return self.passes * self.dp / self.micro_batches
+
+    def of_replica(self, dp_rank: int) -> int:
+        """Return the micro-batches of a replica."""
+        return (self.micro_batches - dp_rank - 1) // self.dp + 1
+
+    def weight_of(self, dp_rank: int) -> float:
+        """Return the factor of a replica's mean over its micro-batches in a mean over replicas, so
+        that each micro-batch counts alike."""
+        return self.of_replica(dp_rank) * self.dp / self.micro_batches
+
+
 def fit_batches(global_batch_size: int, dp: int, micro_batch_size: int) -> Batches:
     """Spread a global batch over ``dp`` replicas, in micro-batches of the given size or the largest
     divisor below it.
@@ -151,6 +195,16 @@ class BatchRamp:
                 f"a batch size cannot grow from {self.start} to {self.global_batch_size} by "
                 f"{self.increment}; the growth must be a multiple of the increment."
             )
+
+    def size_at(self, consumed_samples: int) -> int:
+        """Return the global batch size of the step behind so many consumed samples."""
+        growth = self.global_batch_size - self.start
+        if not growth or consumed_samples > self.ramp_samples:
+            return self.global_batch_size
+        each = self.ramp_samples / (growth // self.increment)
+        return min(
+            self.global_batch_size, self.start + int(consumed_samples / each) * self.increment
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, refusal
+from scalai.core.degrees.batches import Shares
+from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, refusal, stage_counts
 from scalai.core.degrees.passes import AS_GIVEN, MEMORY_PARTS, MICRO_BATCHES, Passes, difference
 from scalai.core.degrees.policy import Case, Choice, DegreePolicy
 from scalai.core.errors import RefusedError, ScalaiError
@@ -26,14 +27,14 @@ def splits(case: Case, most: int, least: int) -> Iterator[DegreeRequest]:
     is_uneven = limits.first_stage_layers is not None or limits.last_stage_layers is not None
     is_known = limits.num_layers is not None and not is_uneven and "pp" not in fixed
     layers = (limits.num_layers or 0) + limits.extra_layers
-    pps = _divisors(layers) if is_known else [kept.pp]
+    pps = stage_counts(layers, limits) if is_known else [kept.pp]
     has_all_stages = is_known and case.policy.freedom.is_free("virtual-stages", for_memory=False)
     pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
     for tp, pp in pairs:
         if least <= tp * pp <= most:
             stages = [kept.vpp, 1] if pp > 1 else [1]
             if has_all_stages and pp > 1:
-                stages += _divisors(layers // pp)
+                stages += _divisors(-(-layers // pp))
             for vpp in dict.fromkeys(stages):
                 yield DegreeRequest(tp, pp, vpp=vpp)
 
@@ -311,12 +312,32 @@ def _fit(
                 why_idle = f"allowed sizes are {', '.join(map(str, allowed))}"
             elif request.dp is not None:
                 why_idle = f"DP{request.dp} was asked for"
+            else:
+                fewest = _fewest_replicas(case, degrees, micro)
+                if fewest.dp < dp:
+                    why_idle = f"DP{dp} would need as many passes as DP{fewest.dp}"
+                degrees = fewest
             recompute = request.recompute if request.recompute != case.policy.freedom.own else None
             passes = Passes(micro, recompute)
             return _chosen(case, degrees, passes, source, why_idle, refused)
         first_fault = first_fault or f"not {degrees}: {fault}"
     refused.append(first_fault)
     return None
+
+
+def _fewest_replicas(case: Case, degrees: Degrees, micro: int | None) -> Degrees:
+    """Return valid degrees with the fewest replicas among those with as many passes a step: more
+    would only make fillers."""
+    limits, allowed = case.limits, case.policy.allowed_sizes
+    if not limits.has_uneven_shares or limits.global_batch_size is None or micro is None:
+        return degrees
+    count = limits.global_batch_size // micro
+    for dp in range(-(-count // Shares(count, degrees.dp).passes), degrees.dp):
+        fewer = replace(degrees, dp=dp)
+        is_allowed = not allowed or fewer.world_size in allowed
+        if is_allowed and refusal(fewer, limits, micro) is None:
+            return fewer
+    return degrees
 
 
 def replicated(case: Case, request: DegreeRequest) -> Iterator[Degrees]:

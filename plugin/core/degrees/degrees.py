@@ -152,6 +152,10 @@ class ModelLimits:
     """Whether an evaluation's micro-batch may not be a part of the training's."""
     optimizer_instances: int = 1
     """Copies of the optimizer's state, each split over a part of the data-parallel ranks."""
+    has_uneven_shares: bool = False
+    """Whether DP need not divide the micro-batches of a step: fillers take the missing places."""
+    has_uneven_stages: bool = False
+    """Whether PP and virtual stages need not divide the layers."""
     extra_layers: int = 0
     first_stage_layers: int | None = None
     """Layers of the first pipeline stage, where they are not as many as those of others."""
@@ -280,9 +284,28 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
     counted = f"num_layers={limits.num_layers}" + (
         f" plus {limits.extra_layers} (embedding and loss count)" if limits.extra_layers else ""
     )
-    if layers % (pp * vpp):
-        stages = f"pp={pp}" if vpp == 1 else f"pp*vpp={pp}*{vpp}"
+    stages = f"pp={pp}" if vpp == 1 else f"pp*vpp={pp}*{vpp}"
+    if limits.has_uneven_stages and layers < pp * vpp:
+        yield f"{stages} is more than {counted}"
+    elif layers % (pp * vpp) and not limits.has_uneven_stages:
         yield f"{stages} does not divide {counted}"
+
+
+def stage_counts(layers: int, limits: ModelLimits) -> list[int]:
+    """Return the numbers of pipeline stages to try, ascending: divisors, or the fewest stages for
+    each number of layers of the largest one."""
+    if not limits.has_uneven_stages:
+        return [n for n in range(1, layers + 1) if layers % n == 0]
+    return sorted({-(-layers // largest) for largest in range(1, layers + 1)})
+
+
+def stage_sizes(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the layers of each stage, as even as can be. The later ones have more, which keep
+    fewer activations, but for the last one with its head."""
+    each, rest = divmod(layers, stages)
+    order = [*range(stages - 2, 0, -1), *dict.fromkeys((stages - 1, 0))]
+    more = set(order[:rest])
+    return tuple(each + (stage in more) for stage in range(stages))
 
 
 def _sharded(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
@@ -332,10 +355,10 @@ def chunk_group(degrees: Degrees, limits: ModelLimits, micro: int) -> int:
     """
     stated = limits.chunk_group
     sizes = (limits.global_batch_size, *limits.ramp_batch_sizes)
-    counts = [size // (micro * degrees.dp) for size in sizes if size]
+    counts = [-(-size // (micro * degrees.dp)) for size in sizes if size]
     if limits.eval_batch_size:
-        each = limits.eval_batch_size // degrees.dp
-        counts.append(each // gcd(each, micro))
+        passes = _evaluation_passes(limits.eval_batch_size, degrees, limits, micro)
+        counts += [] if passes is None else [passes]
     fits = (
         stated is not None
         and bool(counts)
@@ -361,39 +384,56 @@ def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator
     for batch in (limits.global_batch_size, *limits.ramp_batch_sizes):
         once = (micro or 1) * degrees.dp
         name = "global_batch_size" if batch == limits.global_batch_size else "ramp-up batch size"
-        if batch % once:
+        if batch % once and not _is_dealt(batch, degrees, limits, micro):
             factor = f"micro_batch_size*dp={micro}*{degrees.dp}" if micro else f"dp={degrees.dp}"
             yield f"{factor} does not divide {name}={batch}"
-        elif micro and degrees.vpp > 1 and not _interleaves(batch // once, degrees.pp, group):
+        elif micro and degrees.vpp > 1 and not _interleaves(-(-batch // once), degrees.pp, group):
             yield (
-                f"{batch // once} micro-batches a replica are not a multiple of pp={degrees.pp}, "
-                f"which vpp={degrees.vpp} needs"
+                f"{-(-batch // once)} micro-batches a replica are not a multiple of "
+                f"pp={degrees.pp}, which vpp={degrees.vpp} needs"
             )
 
 
+def _is_dealt(batch: int, degrees: Degrees, limits: ModelLimits, micro: int | None) -> bool:
+    """Whether each replica has a micro-batch of a batch, where DP need not divide it."""
+    if not limits.has_uneven_shares or micro is None:
+        return False
+    return batch % micro == 0 and batch >= micro * degrees.dp
+
+
+def _evaluation_passes(batch: int, degrees: Degrees, limits: ModelLimits, micro: int) -> int | None:
+    """Return the passes of an evaluation's step, whose micro-batch may be a part of the training's;
+    None: DP does not divide its batch."""
+    each, rest = divmod(batch, degrees.dp)
+    if not rest:
+        return each // gcd(each, micro)
+    is_dealt = _is_dealt(batch, degrees, limits, micro)
+    return -(-batch // (micro * degrees.dp)) if is_dealt else None
+
+
 def _evaluation(degrees: Degrees, limits: ModelLimits, micro: int) -> Iterator[str]:
-    """Yield reasons against the samples of an evaluation's step; their micro-batch may be a part of
-    the training's."""
+    """Yield reasons against the samples of an evaluation's step."""
     batch = limits.eval_batch_size
     if batch is None:
         return
+    passes = _evaluation_passes(batch, degrees, limits, micro)
     each, rest = divmod(batch, degrees.dp)
     if not rest and each % micro and limits.eval_micro_batch_stays:
         yield (
             f"micro_batch_size*dp={micro}*{degrees.dp} does not divide the evaluation's batch of "
             f"{batch} samples, whose loss is a mean over micro-batches"
         )
-    if rest:
+    if passes is None:
         yield (
             f"dp={degrees.dp} does not divide the evaluation's batch of {batch} samples, which "
             "stays what it is (--eval-global-batch-size states it from the start)"
         )
     elif degrees.vpp > 1 and not _interleaves(
-        each // gcd(each, micro), degrees.pp, chunk_group(degrees, limits, micro)
+        passes, degrees.pp, chunk_group(degrees, limits, micro)
     ):
         yield (
-            f"{each // gcd(each, micro)} micro-batches a replica of the evaluation are not a "
-            f"multiple of pp={degrees.pp}, which vpp={degrees.vpp} needs"
+            f"{passes} micro-batches a replica of the evaluation are not a multiple of "
+            f"pp={degrees.pp}, which vpp={degrees.vpp} needs"
         )
 
 

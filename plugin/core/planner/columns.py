@@ -191,8 +191,8 @@ class Cases:
 
     @property
     def micro_batches(self) -> Floats:
-        """Micro-batches of one replica and step."""
-        return self.work.global_batch / (self.layout.micro_batch * self.layout.dp)
+        """Micro-batches of one replica and step; where shares are uneven, of the longest."""
+        return np.ceil(self.work.global_batch / (self.layout.micro_batch * self.layout.dp))
 
     @property
     def tokens(self) -> Floats:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.batches import Shares
+from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal, stage_counts
 from scalai.core.degrees.passes import MICRO_BATCHES, RECOMPUTES, Recompute
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, Cases, Layout, Workload, grid
@@ -183,21 +184,27 @@ def _degrees(
     layers = shape.layers + limits.extra_layers
     replicas = divisors(batch)
     for tp in (t for t in divisors(shape.heads) if t <= most):
-        for pp in divisors(layers):
+        for pp in stage_counts(layers, limits):
             for cp in choices.context_parallel:
                 room = devices // (tp * pp * cp)
-                for dp in [d for d in replicas if d <= room][-replica_counts:]:
-                    for micro in _micro_batches(batch // dp, choices):
-                        for vpp in divisors(layers // pp) if pp > 1 else [1]:
+                counts = [d for d in replicas if d <= room][-replica_counts:]
+                for micro in _micro_batches(batch, choices):
+                    count = batch // micro
+                    shared = [d for d in counts if count % d == 0]
+                    if limits.has_uneven_shares and 0 < room <= count:
+                        # As few as make as many passes as all; more shard the optimizer further.
+                        shared += [-(-count // Shares(count, room).passes), room]
+                    for dp in dict.fromkeys(shared):
+                        for vpp in divisors(-(-layers // pp)) if pp > 1 else [1]:
                             for ep in choices.expert_parallel:
                                 if cp * dp % ep == 0:
                                     yield Degrees(tp, pp, dp, vpp, cp, ep), micro
 
 
-def _micro_batches(each: int, choices: Choices) -> list[int]:
+def _micro_batches(batch: int, choices: Choices) -> list[int]:
     if choices.micro_batches:
-        return [micro for micro in choices.micro_batches if each % micro == 0]
-    return [micro for micro in divisors(each) if micro <= MICRO_BATCHES]
+        return [micro for micro in choices.micro_batches if batch % micro == 0]
+    return [micro for micro in divisors(batch) if micro <= MICRO_BATCHES]
 
 
 def divisors(number: int) -> list[int]:

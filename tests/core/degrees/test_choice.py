@@ -73,6 +73,31 @@ def test_ranks_that_do_not_fit_are_idle_and_the_reason_is_said(
 
 
 @pytest.mark.parametrize(
+    ("world", "batch", "micro", "degrees", "words"),
+    [
+        (3, 8, 1, Degrees(1, 1, 3), ""),
+        (7, 8, 1, Degrees(1, 1, 4), "ranks 4 to 6 idle (DP7 would need as many passes as DP4"),
+        (7, 12, 1, Degrees(1, 1, 6), "rank 6 idle (DP7 would need as many passes as DP6"),
+        (7, 16, 2, Degrees(1, 1, 4), "DP7 would need as many passes as DP4"),
+        (5, 14, 2, Degrees(1, 1, 4), ""),
+        (7, 21, 2, Degrees(1, 1, 7), ""),
+    ],
+)  # fmt: skip
+def test_replicas_that_do_not_divide_the_batch_are_as_many_as_shorten_a_step(
+    world: int, batch: int, micro: int, degrees: Degrees, words: str
+) -> None:
+    uneven = replace(TINY, global_batch_size=batch, micro_batch_size=micro, has_uneven_shares=True)
+    if batch % micro:
+        with pytest.raises(RefusedError, match=f"does not divide global_batch_size={batch}"):
+            choose(world, uneven, PLAIN, Degrees(1, 1, 1))
+        return
+    choice = choose(world, uneven, PLAIN, Degrees(1, 1, 1))
+    assert choice.degrees == degrees and words in choice.reason
+    as_asked = choose(world, uneven, PLAIN, None, requested=parse_request(f"dp{degrees.dp}"))
+    assert as_asked.degrees == degrees
+
+
+@pytest.mark.parametrize(
     ("world", "policy", "present", "requested", "words"),
     [
         (3, PLAIN, Degrees(2, 2, 1), None, r"TP·PP below 4 .*nearest: 4\b"),

@@ -1,5 +1,6 @@
 """Which rank stands where, which degrees and passes are refused and why, and who gets a rank."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from scalai.core.degrees.degrees import (
     ModelLimits,
     parse_request,
     refusal,
+    stage_counts,
+    stage_sizes,
 )
 from scalai.core.degrees.passes import (
     AS_GIVEN,
@@ -35,6 +38,20 @@ GPT = ModelLimits(
 )  # fmt: skip
 
 sizes = st.integers(1, 4)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), sizes)
+def test_stages_and_ranks_have_layers_as_even_as_can_be(layers: int, pp: int, vpp: int) -> None:
+    found = stage_sizes(layers, pp * vpp)
+    assert sum(found) == layers and max(found) - min(found) <= 1
+    by_rank = [sum(found[rank::pp]) for rank in range(pp)]
+    assert max(by_rank) == -(-layers // pp)
+    assert found[0] == min(found) and (len(found) == 2 or found[-1] <= max(found[:-1] or found))
+
+
+def test_stages_are_as_few_as_their_largest_one_allows() -> None:
+    assert stage_counts(12, GPT) == [1, 2, 3, 4, 6, 12]
+    assert stage_counts(7, replace(GPT, has_uneven_stages=True)) == [1, 2, 3, 4, 7]
 
 
 @given(sizes, sizes, sizes, sizes)
@@ -80,6 +97,12 @@ def test_degrees_print_and_read_back() -> None:
         (Degrees(3, 1, 1), GPT, "tp=3 does not divide num_attention_heads=8"),
         (Degrees(1, 5, 1), GPT, "pp=5 does not divide num_layers=12"),
         (Degrees(1, 6, 1, vpp=4), GPT, "pp*vpp=6*4 does not divide num_layers=12"),
+        (Degrees(1, 4, 1, vpp=2), replace(GPT, has_uneven_stages=True), None),
+        (Degrees(1, 6, 1, vpp=4), replace(GPT, has_uneven_stages=True),
+         "pp*vpp=6*4 is more than num_layers=12"),
+        (Degrees(1, 1, 5), replace(GPT, has_uneven_shares=True), None),
+        (Degrees(1, 1, 13), replace(GPT, has_uneven_shares=True),
+         "micro_batch_size*dp=2*13 does not divide global_batch_size=24"),
         (Degrees(1, 1, 2, vpp=2), GPT, "vpp=2 needs pp of 2 or more"),
         (Degrees(1, 1, 5), GPT, "micro_batch_size*dp=2*5 does not divide global_batch_size=24"),
         (Degrees(1, 3, 3, vpp=2), GPT,

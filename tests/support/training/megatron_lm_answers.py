@@ -32,15 +32,17 @@ from unittest import mock
 CHECKOUT = sys.argv[1]
 sys.path.insert(0, CHECKOUT)
 
-from scalai.patches.megatron import cpu_emulation
+from scalai.patches.megatron import cpu_emulation, shares
 
 warnings.filterwarnings("ignore")  # megatron's own, about what a CPU machine lacks
 logging.disable(logging.ERROR)
 cpu_emulation.install_training()
+shares.install()
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 import torch
 import torch.distributed as dist
+import wrapt
 from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module import language_module
@@ -62,6 +64,8 @@ except ImportError:
 PARSER = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 """It takes longer to build than all that a case needs."""
 arguments.add_megatron_arguments = lambda parser: PARSER
+
+wrapt.wrap_function_wrapper(arguments, "validate_args", shares.check_args)
 
 VOCABULARY = 128
 """Rows before padding."""
@@ -125,7 +129,7 @@ def _steps(args: Any, chunks: list[torch.nn.Module]) -> None:
     evaluated = getattr(args, "eval_global_batch_size", None)
     if evaluated:
         once = args.eval_micro_batch_size * args.data_parallel_size
-        _first_pass(args, chunks, evaluated // once, forward_only=True)
+        _first_pass(args, chunks, -(-evaluated // once), forward_only=True)
 
 
 def _called(function: Any, **values: Any) -> Any:
