@@ -29,29 +29,42 @@ class SampleCut(Protocol):
 class Batches:
     """Spread of a global batch over ``dp`` replicas.
 
+    Attributes:
+        has_fillers: DP need not divide the micro-batches (``Shares``). Of a replica with one
+            micro-batch less, the last one in all that follows is a filler: its first one again.
+
     Raises:
-        RefusedError: The global batch cannot be cut into equal micro-batches.
+        RefusedError: The global batch cannot be cut into equal micro-batches, or not into equal
+            shares without fillers.
     """
 
     global_batch_size: int
     micro_batch_size: int
     dp: int
+    has_fillers: bool = False
 
     def __post_init__(self) -> None:
-        block = self.micro_batch_size * self.dp
         if min(self.global_batch_size, self.micro_batch_size, self.dp) < 1:
             raise RefusedError(f"{self}: every size must be 1 or more.")
+        block, name = self.micro_batch_size, f"micro_batch_size={self.micro_batch_size}"
+        if not self.has_fillers:
+            block, name = block * self.dp, f"micro_batch_size*dp={self.micro_batch_size}*{self.dp}"
         if self.global_batch_size % block:
             raise RefusedError(
-                f"global_batch_size={self.global_batch_size} is not a multiple of "
-                f"micro_batch_size*dp={self.micro_batch_size}*{self.dp}. "
+                f"global_batch_size={self.global_batch_size} is not a multiple of {name}. "
                 "Choose another micro-batch size or DP degree."
             )
+        _ = self.shares  # refuses a replica without a micro-batch
+
+    @property
+    def shares(self) -> "Shares":
+        """Micro-batches of each replica."""
+        return Shares(self.global_batch_size // self.micro_batch_size, self.dp)
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each replica for one optimizer step."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp)
+        """Micro-batches of each replica for one optimizer step, fillers included."""
+        return self.shares.passes
 
     def samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
         """Return the samples of the next step, [num_micro_batches, micro_batch_size], as global
@@ -62,8 +75,7 @@ class Batches:
 
         Source: MegatronPretrainingSampler, megatron/training/datasets/data_samplers.py (0.16).
         """
-        shape = (self.num_micro_batches, self.dp, self.micro_batch_size)
-        return self._block(consumed_samples, dp_rank).reshape(shape)[:, dp_rank]
+        return self._in_turn(self._block(consumed_samples, dp_rank), dp_rank)
 
     def dealt_samples(
         self, consumed_samples: int, dp_rank: int, first: "SampleCut | None" = None
@@ -74,24 +86,40 @@ class Batches:
         step.
 
         Args:
-            first: The first layout; None, or one that does not divide the global batch: this one.
+            first: The first layout; None, or one whose micro-batch does not divide the global
+                batch: this one.
 
         Source: DistributedSampler, torch/utils/data/distributed.py (2.13): rank r takes every
-        ``dp``-th sample from the r-th on.
+        ``dp``-th sample from the r-th on; differs in the last block of uneven shares, dealt to
+        the replicas that are left alone.
         """
-        if first is None or self.global_batch_size % (first.micro_batch_size * first.dp):
+        if first is None or self.global_batch_size % first.micro_batch_size:
             first = self
         block = self._block(consumed_samples, dp_rank)
-        dealt = block.reshape(-1, first.micro_batch_size, first.dp).transpose(0, 2, 1)
-        shape = (self.num_micro_batches, self.dp, self.micro_batch_size)
-        return dealt.reshape(shape)[:, dp_rank]
+        rest = block.size // first.micro_batch_size % first.dp
+        whole, last = np.split(block, [block.size - rest * first.micro_batch_size])
+        dealt = whole.reshape(-1, first.micro_batch_size, first.dp).transpose(0, 2, 1).ravel()
+        left = last.reshape(first.micro_batch_size, rest).T.ravel()
+        return self._in_turn(np.concatenate([dealt, left]), dp_rank)
 
     def contiguous_samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
         """Return ``samples`` with one contiguous share of the global batch a replica, independent
-        of the micro-batch."""
-        shape = (self.dp, self.num_micro_batches, self.micro_batch_size)
-        shares = self._block(consumed_samples, dp_rank).reshape(shape)
-        return np.asarray(shares[dp_rank], dtype=np.int64)
+        of the micro-batch if shares are even."""
+        block, shares = self._block(consumed_samples, dp_rank), self.shares
+        each, rest = divmod(shares.micro_batches, shares.dp)
+        begin = dp_rank * each + min(dp_rank, rest)
+        return self._with_filler(block, np.arange(begin, begin + shares.of_replica(dp_rank)))
+
+    def _in_turn(self, block: npt.NDArray[np.int64], dp_rank: int) -> npt.NDArray[np.int64]:
+        numbers = np.arange(dp_rank, self.shares.micro_batches, self.dp)
+        return self._with_filler(block, numbers)
+
+    def _with_filler(
+        self, block: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return these micro-batches of a block of samples, the first one again for a filler."""
+        filled = np.append(numbers, numbers[: self.num_micro_batches - numbers.size])
+        return block.reshape(-1, self.micro_batch_size)[filled]
 
     def _block(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
         if not 0 <= dp_rank < self.dp:
@@ -139,27 +167,54 @@ class Shares:
         """Return the micro-batches of a replica."""
         return (self.micro_batches - dp_rank - 1) // self.dp + 1
 
+    def is_filler(self, number: int, dp_rank: int) -> bool:
+        """Return whether a replica's pass of this number, from 0 on, is a filler."""
+        return number >= self.of_replica(dp_rank)
+
     def weight_of(self, dp_rank: int) -> float:
         """Return the factor of a replica's mean over its micro-batches in a mean over replicas, so
         that each micro-batch counts alike."""
         return self.of_replica(dp_rank) * self.dp / self.micro_batches
 
 
-def fit_batches(global_batch_size: int, dp: int, micro_batch_size: int) -> Batches:
+LONGER = 9 / 8
+"""Most samples of the longest replica, over the fewest, for larger micro-batches."""
+
+
+def fit_batches(
+    global_batch_size: int, dp: int, micro_batch_size: int, *, has_fillers: bool = False
+) -> Batches:
     """Spread a global batch over ``dp`` replicas, in micro-batches of the given size or the largest
     divisor below it.
 
+    Args:
+        has_fillers: ``dp`` need not divide the batch. Then micro-batches are as large as leaves the
+            longest replica at most ``LONGER`` times the fewest samples.
+
     Raises:
-        RefusedError: ``dp`` does not divide the global batch.
+        RefusedError: ``dp`` does not divide the global batch, or is larger.
     """
-    if min(global_batch_size, dp, micro_batch_size) < 1 or global_batch_size % dp:
+    is_even = global_batch_size % dp == 0 if dp > 0 else False
+    if min(global_batch_size, dp, micro_batch_size) < 1 or not (is_even or has_fillers):
         raise RefusedError(
             f"dp={dp} does not divide global_batch_size={global_batch_size} into micro-batches of "
             f"{micro_batch_size} or fewer. Use a DP that divides it."
         )
-    share = global_batch_size // dp
-    micro = next(m for m in range(min(micro_batch_size, share), 0, -1) if share % m == 0)
-    return Batches(global_batch_size, micro, dp)
+    most = min(micro_batch_size, global_batch_size // dp)
+    if is_even:
+        share = global_batch_size // dp
+        micro = next(m for m in range(most, 0, -1) if share % m == 0)
+        return Batches(global_batch_size, micro, dp)
+    spreads = (
+        Batches(global_batch_size, m, dp, True)
+        for m in range(most, 0, -1)
+        if global_batch_size % m == 0
+    )
+    fewest = -(-global_batch_size // dp)
+    for spread in spreads:
+        if spread.num_micro_batches * spread.micro_batch_size <= LONGER * fewest:
+            return spread
+    raise RefusedError(f"dp={dp} is larger than global_batch_size={global_batch_size}.")
 
 
 def pass_length(samples: int, global_batch_size: int, *, drop_last: bool) -> int:

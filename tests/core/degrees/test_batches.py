@@ -1,5 +1,7 @@
 """Global batches are the same samples for every layout, and a hash proves it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -53,10 +55,12 @@ def test_samples_are_dealt_in_blocks_as_megatron_does() -> None:
         ((12, 0, 1), (0, 0), "1 or more"),
         ((12, 1, 3), (0, 3), "dp_rank=3"),
         ((12, 1, 3), (-1, 0), "negative"),
+        ((12, 5, 2, True), (0, 0), "12 is not a multiple of micro_batch_size=5"),
+        ((12, 4, 4, True), (0, 0), "3 micro-batches are too few for dp=4"),
     ],
 )
 def test_what_does_not_divide_is_refused(
-    sizes: tuple[int, int, int], taken: tuple[int, int], words: str
+    sizes: tuple[Any, ...], taken: tuple[int, int], words: str
 ) -> None:
     with pytest.raises(RefusedError, match=words):
         Batches(*sizes).samples(*taken)
@@ -138,12 +142,67 @@ def test_dealt_micro_batches_of_one_size_are_the_first_layouts_in_any_other(
     assert made[1] == made[0] and len(made[0]) == 12
 
 
+EVERY = ("samples", "dealt_samples", "contiguous_samples")
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(0, 9), st.integers(0, 99))
+def test_uneven_shares_are_the_micro_batches_of_one_replica_and_fillers(
+    dp: int, micro: int, more: int, consumed: int
+) -> None:
+    alone = Batches((dp + more) * micro, micro, 1)
+    batches = Batches(alone.global_batch_size, micro, dp, True)
+    for way in EVERY:
+        first = (alone,) if way == "dealt_samples" else ()
+        of_replicas = [getattr(batches, way)(consumed, rank, *first) for rank in range(dp)]
+        real = []
+        for rank, found in enumerate(of_replicas):
+            assert found.shape == (batches.num_micro_batches, micro)
+            is_filler = [batches.shares.is_filler(n, rank) for n in range(len(found))]
+            assert not any(is_filler[:-1])
+            if is_filler[-1]:
+                assert found[-1].tolist() == found[0].tolist()
+            real += [tuple(found[n]) for n in range(len(found)) if not is_filler[n]]
+        expected = [tuple(each) for each in getattr(alone, way)(consumed, 0)]
+        assert sorted(real) == expected
+        assert way != "contiguous_samples" or real == expected
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4, 5])
+def test_uneven_shares_dealt_sample_by_sample_keep_their_micro_batches(dp: int) -> None:
+    first, batches = Batches(16, 2, 3, True), Batches(16, 2, dp, True)
+    of_replicas = [batches.dealt_samples(0, rank, first).tolist() for rank in range(dp)]
+    assert {tuple(row) for rows in of_replicas for row in rows} == {
+        (0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11), (12, 14), (13, 15),
+    }  # fmt: skip
+    assert of_replicas[0][0] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("batch", "dp", "most", "micro", "passes"),
+    [
+        (8, 3, 4, 1, 3),  # two of 2 are as long as those of two replicas
+        (16, 3, 8, 2, 3),
+        (512, 7, 8, 8, 10),  # 80 samples, where 74 are the fewest
+        (512, 63, 8, 2, 5),
+        (24, 4, 4, 3, 2),  # even
+    ],
+)
+def test_micro_batches_of_uneven_shares_are_large_as_far_as_no_replica_is_much_longer(
+    batch: int, dp: int, most: int, micro: int, passes: int
+) -> None:
+    spread = fit_batches(batch, dp, most, has_fillers=True)
+    assert (spread.micro_batch_size, spread.num_micro_batches) == (micro, passes)
+    assert spread.has_fillers == bool(batch % dp)
+
+
 def test_micro_batches_are_the_largest_that_fit() -> None:
     assert fit_batches(24, 2, 4).micro_batch_size == 4
     assert fit_batches(24, 4, 4).micro_batch_size == 3
     assert fit_batches(24, 24, 4).micro_batch_size == 1
     with pytest.raises(RefusedError, match="dp=7 does not divide global_batch_size=24"):
         fit_batches(24, 7, 4)
+    with pytest.raises(RefusedError, match="dp=25 is larger than global_batch_size=24"):
+        fit_batches(24, 25, 4, has_fillers=True)
 
 
 def test_a_pass_is_whole_global_batches() -> None:
