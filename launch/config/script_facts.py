@@ -269,6 +269,7 @@ def read_script(
         sharding=_sharding(by_world, stage_of(deepspeed)),
         no_tp_in_stages=AUTOTP_ALONE if AUTOTP in deepspeed else "",
         fixed=DEEPSPEED_FIXED,
+        has_uneven_shares=config.deepspeed.data_order == "loader",
     )
     tp, pp = autotp_size(deepspeed), stated_stages(options.script_args) or 1
     initial = DegreeRequest(tp, pp) if tp * pp > 1 else None

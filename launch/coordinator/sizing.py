@@ -311,6 +311,8 @@ class Sizing:
             # A person may change the configuration's value before the job goes on.
             batch_size = facts.get("global_batch_size")
             self._limits = replace(self._limits, global_batch_size=batch_size)
+        if facts.get("has_uneven_shares"):
+            self._limits = replace(self._limits, has_uneven_shares=True)
         if (layers := facts.get("pipeline_layers")) is not None:
             is_alike = self._limits.is_in_stages or facts.get("is_in_stages", False)
             self._limits = replace(self._limits, most_pp=layers, is_in_stages=is_alike)

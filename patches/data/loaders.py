@@ -25,10 +25,16 @@ from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.data.clock import REMEMBERED, Clock, Clocks
 from scalai.patches.hooking import Call, given_to
+from scalai.runtime.session import Session
 
 LOOK_AHEAD = 8
 """Micro-batches a script may draw ahead of its steps, if two steps have no more."""
 TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader"
+
+
+def is_placed(session: Session) -> bool:
+    """True if the order of a job's samples is kept here, not by its script."""
+    return session.settings.get("data_order") != "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class FirstBatches:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of each replica for one optimizer step."""
-        return max(1, self.global_batch_size // (self.micro_batch_size * self.dp))
+        return -(-self.global_batch_size // (self.micro_batch_size * self.dp))
 
     def is_layout_of(self, batches: Batches) -> bool:
         """True if a round deals micro-batches as the first one did."""
@@ -86,6 +92,7 @@ class Feed:
         first_dp: Returns the number of replicas of the first round; None while it is this one.
         has_drawn: True once this round has drawn its first batch of the training.
         way_out: Advice for an order without a fixed place.
+        replica: The engine's replica.
         on_pass: Called at the begin of a trained pass, with the data set's name and the facts
             behind its order.
         observer: Hears of passes.
@@ -95,6 +102,7 @@ class Feed:
         self.clocks = Clocks()
         self.batches: Batches | None = None
         self.first: FirstBatches | None = None
+        self.replica = 0
         self._batch_sizes: frozenset[int] = frozenset()
         self.is_counting = True
         self.has_drawn = False
@@ -184,7 +192,7 @@ class Feed:
         layout = self.batches if self.has_drawn else self.first
         assert layout is not None
         length = pass_length(samples, layout.global_batch_size, drop_last=drop_last)
-        length //= layout.micro_batch_size * layout.dp
+        length = length // layout.global_batch_size * layout.num_micro_batches
         if not (self.has_drawn or self.is_evaluating()):
             self.observer.told(f"a loader of {length} micro-batches")
         return length
@@ -373,6 +381,11 @@ class ElasticBatchSampler(BatchSampler):
             raise RefusedError(
                 f"a DistributedSampler deals to {sampler.num_replicas} replicas, the job has "
                 f"DP{batches.dp}. Give it num_replicas and rank of the data-parallel group."
+            )
+        if not batches.shares.is_even and sampler.rank != self.feed.replica:
+            raise RefusedError(
+                f"a DistributedSampler deals to replica {sampler.rank}, the engine is replica "
+                f"{self.feed.replica}. Give it num_replicas and rank of the data-parallel group."
             )
         is_dropping = self.drop_last or sampler.drop_last
         order = pass_order(sampler, batches.global_batch_size, drop_last=is_dropping)

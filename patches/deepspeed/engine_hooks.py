@@ -18,15 +18,16 @@ import torch
 import torch.distributed
 import wrapt
 
-from scalai.converters.deepspeed.config import StatedBatch
+from scalai.converters.deepspeed.config import TRAIN, StatedBatch
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
 from scalai.converters.megatron.rules import allows_untested
 from scalai.core.dataset.drawn import Draw
+from scalai.core.degrees.batches import Batches
 from scalai.core.errors import RefusedError
 from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of
-from scalai.patches.data.loaders import Feed, FirstBatches
+from scalai.patches.data.loaders import Feed, FirstBatches, is_placed
 from scalai.patches.deepspeed import micro_batches, small_state, unsupported
 from scalai.patches.deepspeed.beside_engine import Auxiliary
 from scalai.patches.deepspeed.micro_batches import Accumulation, tell
@@ -85,6 +86,9 @@ class EngineHooks:
         drawn_elsewhere: Returns the draws of a step by its number, from a framework around the
             engine, without ``keeps_order``; None: unknown.
         keepers: The script's objects called by a framework around the engine.
+        accumulation: The micro-batches of a step.
+        total: Samples of a step, from a framework around the engine whose configuration counts
+            fillers; None: the configuration's.
         settle_config: Changes the engine's configuration for a framework around the engine.
     """
 
@@ -97,7 +101,8 @@ class EngineHooks:
         self.feed = Feed()
         self.replay = Replay(self.feed.clocks)
         self.auxiliary = Auxiliary(self.feed.clocks, self.replay)
-        self._accumulation = Accumulation()
+        self.accumulation = Accumulation()
+        self.total: int | None = None
         self.engine: Any = None
         self.keeps_order = True
         self.is_due = False
@@ -148,6 +153,8 @@ class EngineHooks:
             )
         warning = DEEPSPEED.check(self._version, allow_untested=allows_untested(os.environ))
         self.settle_config(config)
+        if self.total is not None:
+            config[TRAIN] = self.total
         order = self._order(given.get("model"), has_mpu=given.get("mpu") is not None)
         stages = stages_of(config, self._session.settings.get("zero_stages", {}))
         has_own = given.get("optimizer") is not None
@@ -157,8 +164,7 @@ class EngineHooks:
         first = self._first() or batches
         first = FirstBatches(batches.global_batch_size, first.micro_batch_size, first.dp)
         self.feed.start(batches, first, StatedBatch.of(config).micro or batches.micro_batch_size)
-        is_own = self._session.settings.get("data_order") == "own"
-        self.feed.is_counting = self.keeps_order and not is_own
+        self.feed.is_counting = self.keeps_order and is_placed(self._session)
         given["config"] = rewritten(config, order, batches)
         with _without_named_config(given.get("args")):
             built = wrapped(**given)
@@ -204,7 +210,7 @@ class EngineHooks:
         """An optimizer step has ended: its samples are consumed."""
         self._session.end_step()
         if self.feed.is_counting and _draws_samples(self.engine):
-            self._accumulation.end_step(self.engine.gradient_accumulation_steps())
+            self.accumulation.end_step(self.engine.gradient_accumulation_steps())
             self.feed.step()
             self._session.note_draws(*self.feed.clocks.draws)
         elif self.feed.is_counting:
@@ -286,6 +292,7 @@ class EngineHooks:
             session.settings.get("zero_stage"),
             has_mpu,
             isinstance(model, importlib.import_module("deepspeed.pipe").PipelineModule),
+            is_placed(session),
         )
 
     def _take_part(self, engine: Any) -> None:
@@ -294,8 +301,8 @@ class EngineHooks:
         from scalai.patches.deepspeed.checkpoints import Checkpoints
         from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
 
-        session, first = self._session, self.feed.first
-        assert first is not None
+        session, first, batches = self._session, self.feed.first, self.feed.batches
+        assert first is not None and batches is not None
         if (shared := getattr(engine, "sequence_parallel_size", 1)) != 1:
             raise RefusedError(
                 f"the engine has sequence_parallel_size {shared} (Ulysses), and the ranks that "
@@ -315,6 +322,7 @@ class EngineHooks:
             global_batch_size=first.global_batch_size,
             first_micro_batch_size=first.micro_batch_size,
             first_dp=first.dp,
+            has_uneven_shares=is_placed(session),
             zero_stage=engine.zero_optimization_stage(),
         )
         session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
@@ -340,7 +348,11 @@ class EngineHooks:
         checkpoints.install()
         tell(engine, self.feed)
         if not is_pipeline:
-            self._accumulation.install(engine)
+            self.accumulation.install(engine)
+        if not batches.shares.is_even:
+            self.feed.replica = torch.distributed.get_rank(engine.data_parallel_group)
+            self.accumulation.share(engine, batches.shares, self.feed.replica)
+            _count_without_fillers(engine, batches)
         self.numbers = StepNumbers(engine, self._version, is_pipeline=is_pipeline)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
             setattr(engine, name, self.after_a_step(name, getattr(engine, name)))
@@ -348,7 +360,7 @@ class EngineHooks:
         setattr(engine, name, self._counting_steps(getattr(engine, name)))
         if is_pipeline:
             engine.eval_batch = self._noting_evaluations(engine.eval_batch)
-        if is_pipeline and session.settings.get("data_order") != "own":
+        if is_pipeline and is_placed(session):
             self.replay.install(engine)
 
     def after_a_step(self, name: str, method: Call) -> Call:
@@ -406,7 +418,8 @@ class EngineHooks:
     def _measuring(self, name: str, method: Call, args: Args, kwargs: Kwargs) -> Any:
         if name == "backward":
             loss = args[0] if args else kwargs.get("loss")
-            self.numbers.note_loss(loss, is_share=kwargs.get("scale_wrt_gas") is False)
+            factor = self.accumulation.next_factor()
+            self.numbers.note_loss(loss, factor, is_share=kwargs.get("scale_wrt_gas") is False)
         elif name == "forward":
             return self.numbers.forward(method, args, kwargs)
         return method(*args, **kwargs)
@@ -438,6 +451,16 @@ class EngineHooks:
             return result
 
         return step
+
+
+def _count_without_fillers(engine: Any, batches: Batches) -> None:
+    """Have an engine that was built with the samples of all passes count those of the batch."""
+    stated = engine._config.train_batch_size
+    size = stated // batches.passed_samples * batches.global_batch_size
+    engine._config.train_batch_size = size
+    for name in ("tput_timer", "batch_timer"):
+        if hasattr(engine, name):
+            getattr(engine, name).batch_size = size
 
 
 def _is_pipeline(engine: Any) -> bool:

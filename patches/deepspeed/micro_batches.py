@@ -7,8 +7,13 @@ If the script counts micro-batches itself, DeepSpeed does not: a step has the sc
 micro-batches, whatever the configuration says. In a round with other replicas a number of the
 script's own is wrong. So is a sum of losses without a division by their number.
 
-Source: deepspeed/runtime/dataloader.py, runtime/pipe/engine.py,
-``set_gradient_accumulation_boundary`` and ``no_sync`` of runtime/engine.py, 0.19.8.
+Where replicas have uneven shares of the micro-batches, all make equally many passes. The last one
+of a replica with one micro-batch less is a filler, which DeepSpeed's collectives need: its gradient
+has the factor zero, its loss counts nowhere. The gradients of all others have one factor, so that
+each micro-batch counts alike. Where shares are even, nothing of it is wrapped.
+
+Source: deepspeed/runtime/dataloader.py, runtime/pipe/engine.py, ``backward``, ``step``,
+``set_gradient_accumulation_boundary`` and ``no_sync`` of runtime/engine.py, 0.16.9 to 0.19.8.
 """
 
 import functools
@@ -20,11 +25,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 import wrapt
 
+from scalai.core.degrees.batches import Shares
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed
 from scalai.patches.hooking import Args, Call, Kwargs
+from scalai.patches.step_proof import keep
 from scalai.patches.user_script import is_of_framework, script_place
 
 
@@ -153,18 +161,94 @@ def _is_trainers(frame: FrameType | None) -> bool:
     return False
 
 
+class _Weighed(torch.autograd.Function):
+    """A value whose gradient has a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
 class Accumulation:
-    """Micro-batches of a step, if the script of an engine decides on them."""
+    """Micro-batches of a step: the number made, if the script of an engine decides on it, and the
+    weight of each, if replicas have uneven shares.
+
+    Attributes:
+        weight: Factor of a micro-batch, if not the one of a mean over the step's passes; set by a
+            framework around the engine before each pass. None: that one.
+        factor: Factor of the newest backward pass; 0 for a filler.
+        has_fillers: True if replicas with a smaller share make a filler in the pass at hand.
+    """
 
     def __init__(self) -> None:
+        self._engine: Any = None
         self._is_the_scripts = False
         self._micro_batches = 0
+        self._shares: Shares | None = None
+        self._replica = 0
+        self.weight: float | None = None
+        self.factor = 1.0
+        self.has_fillers = False
 
     def install(self, engine: Any) -> None:
+        self._engine = engine
         for name in _DECIDES:
             if hasattr(engine, name):
                 setattr(engine, name, self._noting(getattr(engine, name)))
         engine.backward = self._counting(engine.backward)
+
+    def share(self, engine: Any, shares: Shares, replica: int) -> None:
+        """Weigh the passes of an engine in a round with uneven shares; of a pipeline, too."""
+        self._engine, self._shares, self._replica = engine, shares, replica
+        if hasattr(engine, "_exec_schedule"):
+            _Pipeline(engine, shares, is_short=self._is_short).install()
+            return
+        engine.forward = self._filling(engine.forward)
+        engine.backward = self._weighing(engine.backward)
+        plain = getattr(engine, "_backward_prologue_per_tensor", None)
+        if plain is not None:  # of losses whose own backward() is called
+            engine._backward_prologue_per_tensor = self._weighing_scaled(plain)
+
+    def next_factor(self) -> float:
+        """Return the factor of the next backward pass."""
+        if self._shares is None:
+            return 1.0
+        if self._is_short and self._is_last:
+            return 0.0
+        return self._shares.weight if self.weight is None else self.weight
+
+    def own_weight(self) -> float:
+        """Return the factor of a mean over this replica's micro-batches in a mean over replicas."""
+        if self._shares is None:
+            return 1.0
+        return self._shares.weight_of(self._replica)
+
+    def without_fillers(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Return the values of all replicas, [replicas * each, ...], without a filler's."""
+        if self._shares is None or not self.has_fillers or gathered.ndim == 0:
+            return gathered
+        full = self._shares.micro_batches % self._shares.dp
+        return gathered[: len(gathered) // self._shares.dp * full]
+
+    @property
+    def _is_short(self) -> bool:
+        """True if this replica's last pass of a step is a filler."""
+        assert self._shares is not None
+        return self._shares.of_replica(self._replica) < self._shares.passes
+
+    @property
+    def _is_last(self) -> bool:
+        """True if the pass at hand is the last of its step."""
+        assert self._shares is not None
+        is_stated = getattr(self._engine, "_is_gradient_accumulation_boundary", None) is not None
+        is_counted_here = is_stated or self._is_the_scripts
+        made = self._micro_batches if is_counted_here else self._engine.micro_steps
+        return bool(made % self._shares.passes == self._shares.passes - 1)
 
     def end_step(self, each: int) -> None:
         """Check the micro-batches of an optimizer step.
@@ -205,3 +289,98 @@ class Accumulation:
             return method(*args, **kwargs)
 
         return backward
+
+    def _filling(self, method: Call) -> Call:
+        @functools.wraps(method)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.has_fillers = torch.is_grad_enabled() and self._is_last
+            if not (self.has_fillers and self._is_short):
+                return method(*args, **kwargs)
+            put_back = keep([self._engine.module], [])
+            try:
+                return method(*args, **kwargs)
+            finally:
+                put_back()
+
+        return forward
+
+    def _weighing(self, method: Call) -> Call:
+        @functools.wraps(method)
+        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self.factor = self.next_factor()
+            return method(_Weighed.apply(loss, self.factor), *args, **kwargs)
+
+        return backward
+
+    def _weighing_scaled(self, plain: Call) -> Call:
+        @functools.wraps(plain)
+        def scale(gradient: Any) -> Any:
+            scaled = plain(gradient)
+            # Of the engine's own backward() it returns the gradient itself.
+            return scaled if scaled is gradient else scaled * self.next_factor()
+
+        return scale
+
+
+class _Pipeline:
+    """The passes of a pipeline's step where shares are uneven.
+
+    Args:
+        engine: A ``PipelineEngine``.
+        shares: Micro-batches of a step.
+        is_short: Whether the last pass of this replica is a filler.
+    """
+
+    def __init__(self, engine: Any, shares: Shares, *, is_short: bool) -> None:
+        self._engine, self._shares, self._is_short = engine, shares, is_short
+        self._made = 0
+        """Forward passes of training so far."""
+
+    def install(self) -> None:
+        engine, passes = self._engine, importlib.import_module("deepspeed.runtime.pipe.schedule")
+        table = dict(engine._INSTRUCTION_MAP)
+        table[passes.ForwardPass] = self._filling(table[passes.ForwardPass])
+        table[passes.BackwardPass] = self._weighing(table[passes.BackwardPass])
+        engine._INSTRUCTION_MAP = table
+        engine._aggregate_total_loss = self._aggregating(engine._aggregate_total_loss)
+
+    @property
+    def _is_filler(self) -> bool:
+        """True if the newest forward pass is a filler's."""
+        return self._is_short and self._made % self._shares.passes == 0
+
+    def _filling(self, run: Call) -> Call:
+        def forward(engine: Any, *args: Any, **kwargs: Any) -> None:
+            self._made += torch.is_grad_enabled()
+            if not (torch.is_grad_enabled() and self._is_filler):
+                run(engine, *args, **kwargs)
+                return
+            totals = [engine.total_loss, engine.total_additional_losses]
+            put_back = keep([engine.module], [{"totals": totals}])
+            run(engine, *args, **kwargs)
+            put_back()
+            engine.total_loss, engine.total_additional_losses = totals
+
+        return forward
+
+    def _weighing(self, run: Call) -> Call:
+        def backward(engine: Any, *args: Any, **kwargs: Any) -> None:
+            if engine.is_last_stage():  # there each forward pass is followed by its backward pass
+                factor = 0.0 if self._is_filler else self._shares.weight
+                engine.loss = _Weighed.apply(engine.loss, factor)
+            run(engine, *args, **kwargs)
+
+        return backward
+
+    def _aggregating(self, aggregate: Call) -> Call:
+        @functools.wraps(aggregate)
+        def total() -> Any:
+            engine, weight = self._engine, self._shares.weight
+            if engine.is_last_stage():
+                engine.total_loss = engine.total_loss * weight
+                others = engine.total_additional_losses or {}
+                for name in others:
+                    others[name] = others[name] * weight
+            return aggregate()
+
+        return total

@@ -43,6 +43,7 @@ class RoundOrder:
         has_mpu: True if the script gives DeepSpeed its replicas. With AutoTP alone it counts every
             rank as one.
         is_in_stages: True if the model is a pipeline, even of one stage.
+        has_fillers: True if DP need not divide the global batch.
     """
 
     tp: int
@@ -54,6 +55,7 @@ class RoundOrder:
     zero_stage: int | None = None
     has_mpu: bool = False
     is_in_stages: bool = False
+    has_fillers: bool = False
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
@@ -95,8 +97,9 @@ def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
         )
     total = stated.train or order.global_batch_size or resolved[0]
     if order.micro_batch_size is not None:
-        return Batches(total, order.micro_batch_size, order.dp)
-    return fit_batches(total, order.dp, stated.micro or order.usual_micro_batch_size or resolved[1])
+        return Batches(total, order.micro_batch_size, order.dp, order.has_fillers)
+    usual = stated.micro or order.usual_micro_batch_size or resolved[1]
+    return fit_batches(total, order.dp, usual, has_fillers=order.has_fillers)
 
 
 def _stated(config: Mapping[str, Any], order: RoundOrder) -> StatedBatch:
@@ -106,7 +109,8 @@ def _stated(config: Mapping[str, Any], order: RoundOrder) -> StatedBatch:
 
 
 def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) -> dict[str, Any]:
-    """Return the configuration of this round. The given one stays as it is.
+    """Return the configuration of this round, whose batch counts fillers. The given one stays as it
+    is.
 
     Raises:
         RefusedError: The stage or the degrees do not go together in DeepSpeed.
@@ -114,7 +118,7 @@ def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) ->
     _refuse_unfit(config, order)
     mine = copy.deepcopy(dict(config))
     counted = order.tp if AUTOTP in mine and not order.has_mpu else 1
-    mine[TRAIN] = batches.global_batch_size * counted
+    mine[TRAIN] = batches.passed_samples * counted
     mine[MICRO] = batches.micro_batch_size
     mine[ACCUMULATION] = batches.num_micro_batches
     if order.zero_stage is not None:

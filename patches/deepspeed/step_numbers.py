@@ -50,10 +50,11 @@ class StepNumbers:
         with self._draws:
             return method(*args, **kwargs)
 
-    def note_loss(self, loss: Any, *, is_share: bool) -> None:
-        """Note the loss of a micro-batch. ``is_share``: it was divided by their number before."""
+    def note_loss(self, loss: Any, factor: float, *, is_share: bool) -> None:
+        """Note the loss of a micro-batch, which has a factor. ``is_share``: it was divided by their
+        number before."""
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach())
+            self._losses.append(loss.detach() * factor)
             self._are_shares = is_share
 
     def at_the_door(self) -> None:

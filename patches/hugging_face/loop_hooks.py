@@ -21,6 +21,7 @@ import wrapt
 from scalai.converters.deepspeed.config import ACCUMULATION, BLOCK, MICRO, TRAIN
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
+from scalai.patches.data.loaders import is_placed
 from scalai.patches.deepspeed.beside_engine import OURS
 from scalai.patches.deepspeed.engine_hooks import EngineHooks
 from scalai.patches.deepspeed.micro_batches import told_accumulation
@@ -158,7 +159,7 @@ class LoopHooks:
             if is_now or is_of_framework(sys._getframe(1)):
                 return now
             session = self._get_session()
-            if self._is_own_order:
+            if not is_placed(session):
                 return now
             then = int(session.facts.get("first_dp", now))
             self._engines.auxiliary.record.note_told(f"{then} processes")
@@ -354,17 +355,12 @@ class LoopHooks:
         for stored, wrapper in zip(saved["schedules"], self._accelerator._schedulers, strict=False):
             if stored is None:
                 continue
-            told = self._accelerator.num_processes if self._is_own_order else None
+            told = None if is_placed(self._get_session()) else self._accelerator.num_processes
             stepping = put(stored, wrapper, told)
             if stepping is not None:
                 self._stepping[id(wrapper)], follows = stepping
                 if follows:
                     self._engines.auxiliary.schedules.following.add(id(wrapper.scheduler))
-
-    @property
-    def _is_own_order(self) -> bool:
-        """True if the script places its data itself, and needs this round's ranks."""
-        return bool(self._get_session().settings.get("data_order") == "own")
 
 
 def _is_ordered(loader: Any) -> bool:

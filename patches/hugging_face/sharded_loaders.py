@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler
 from scalai.core.degrees.batches import Batches, fit_batches, pass_length
 from scalai.core.errors import RefusedError
 from scalai.patches.data.clock import Clock
-from scalai.patches.data.loaders import Feed, LoaderPass
+from scalai.patches.data.loaders import Feed, LoaderPass, is_placed
 from scalai.runtime.session import Session
 
 SEEDED = ("SeedableRandomSampler", "SequentialSampler")
@@ -61,7 +61,8 @@ class EpochBatches(BatchSampler):
         return self.after(0)
 
     def __len__(self) -> int:
-        return self.samples // (self._batches.micro_batch_size * self._batches.dp)
+        steps = self.samples // self._batches.global_batch_size
+        return steps * self._batches.num_micro_batches
 
     def after(self, consumed: int, until: int | None = None) -> Iterator[list[int]]:
         """Yield the micro-batches of an epoch behind its consumed samples, up to an end."""
@@ -109,9 +110,10 @@ def round_batches(session: Session, micro_batch_size: int, accumulation: int, wh
     usual = session.facts.get("first_micro_batch_size", micro_batch_size)
     stated = micro_batch_size * accumulation * session.dp
     total = session.facts.get("global_batch_size", stated)
+    has_fillers = is_placed(session)
     if session.micro_batch_size is not None:
-        return Batches(total, session.micro_batch_size, session.dp)
-    return fit_batches(total, session.dp, usual)
+        return Batches(total, session.micro_batch_size, session.dp, has_fillers)
+    return fit_batches(total, session.dp, usual, has_fillers=has_fillers)
 
 
 class ShardedBatches(BatchSampler):

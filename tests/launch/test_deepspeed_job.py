@@ -82,17 +82,27 @@ def test_elastic_wins_over_the_block(read: Read, tmp_path: Path) -> None:
         read(config, "--elastic", str(other))
 
 
-def test_worlds_that_cannot_keep_the_global_batch_are_not_chosen(read: Read) -> None:
-    spec = read({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "scalai": {}})
+def test_where_a_script_places_its_data_replicas_divide_the_global_batch(read: Read) -> None:
+    own = {"deepspeed": {"data_order": "own"}}
+    spec = read({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "scalai": own})
     sizing = Sizing(spec)
     assert [assigned(sizing, slots) for slots in (4, 5, 7)] == [
         Degrees(1, 1, 4), Degrees(1, 1, 4), Degrees(1, 1, 6),
     ]  # fmt: skip
     report = check_elastic(spec.options, spec.config, 5, spec.deepspeed)
     assert "dp=5 does not divide global_batch_size=12" in report
-    strict = read({"train_batch_size": 12, "scalai": {"degrees": {"5": "dp5"}}})
+    strict = read({"train_batch_size": 12, "scalai": {"degrees": {"5": "dp5"}, **own}})
     with pytest.raises(ValueError, match="Correct the entry"):
         check_elastic(strict.options, strict.config, 5, strict.deepspeed)
+
+
+def test_replicas_need_not_divide_the_global_batch_and_none_makes_fillers_alone(
+    read: Read,
+) -> None:
+    sizing = Sizing(read({"train_batch_size": 12, "scalai": {}}))
+    found = [sizing.assign()((("a", slots),), None) for slots in (5, 7, 13)]
+    assert [each.degrees.dp for each in found if each] == [4, 6, 12]
+    assert found[1] and "DP7 would need as many passes as DP6" in found[1].reason
 
 
 def test_a_batch_that_only_the_first_round_knows_is_learned(read: Read) -> None:
@@ -100,6 +110,8 @@ def test_a_batch_that_only_the_first_round_knows_is_learned(read: Read) -> None:
     assert assigned(sizing, 5) == Degrees(1, 1, 5)
     sizing.learn({"facts": {"global_batch_size": 8}})
     assert assigned(sizing, 5) == Degrees(1, 1, 4)
+    sizing.learn({"facts": {"global_batch_size": 8, "has_uneven_shares": True}})
+    assert assigned(sizing, 3) == Degrees(1, 1, 3)
 
 
 def test_the_first_degrees_are_the_scripts_own(read: Read) -> None:
@@ -210,10 +222,10 @@ def planned(read: Read, *script_flags: str, **config: Any) -> Sizing:
 
 
 def test_degrees_are_computed_where_the_model_is_stated(read: Read) -> None:
-    """The global batch stays: 5 replicas do not divide it, and one rank is left idle."""
+    """The global batch stays, of which 5 replicas have uneven shares."""
     found = planned(read).assign()((("a", 5),), None)
-    assert found is not None and found.degrees == Degrees(1, 1, 4)
-    assert "by cost:" in found.reason and "rank 4 idle" in found.reason
+    assert found is not None and found.degrees == Degrees(1, 1, 5)
+    assert "by cost:" in found.reason
 
 
 def test_only_degrees_that_the_script_cuts_and_deepspeed_takes_are_computed(read: Read) -> None:

@@ -66,6 +66,11 @@ class Batches:
         """Micro-batches of each replica for one optimizer step, fillers included."""
         return self.shares.passes
 
+    @property
+    def passed_samples(self) -> int:
+        """Samples of all passes of a step: those of the global batch, and of fillers."""
+        return self.num_micro_batches * self.micro_batch_size * self.dp
+
     def samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
         """Return the samples of the next step, [num_micro_batches, micro_batch_size], as global
         indices.

@@ -329,9 +329,9 @@ def _fewest_replicas(case: Case, degrees: Degrees, micro: int | None) -> Degrees
     """Return valid degrees with the fewest replicas among those with as many passes a step: more
     would only make fillers."""
     limits, allowed = case.limits, case.policy.allowed_sizes
-    if not limits.has_uneven_shares or limits.global_batch_size is None or micro is None:
+    if not limits.has_uneven_shares or limits.global_batch_size is None:
         return degrees
-    count = limits.global_batch_size // micro
+    count = limits.global_batch_size // (micro or 1)
     for dp in range(-(-count // Shares(count, degrees.dp).passes), degrees.dp):
         fewer = replace(degrees, dp=dp)
         is_allowed = not allowed or fewer.world_size in allowed

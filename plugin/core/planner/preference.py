@@ -283,19 +283,20 @@ class Preference:
     def _of_choice(self, choice: Choice) -> _Key:
         return self._key(*choice.key)
 
-    def _fitted(self, degrees: Degrees, micro_batch: int) -> int:
-        if self.work.global_batch % degrees.dp:
-            return micro_batch
-        return fit_batches(self.work.global_batch, degrees.dp, micro_batch).micro_batch_size
+    def _fitted(self, degrees: Degrees, stated: int | None) -> int:
+        batch, dp = self.work.global_batch, degrees.dp
+        if stated or batch < dp:
+            return stated or self.micro_batch
+        return fit_batches(batch, dp, self.micro_batch, has_fillers=True).micro_batch_size
 
     def _key(self, degrees: Degrees, passes: Passes) -> _Key:
         """Return the layout, with the script's passes as defaults."""
-        micro = self._fitted(degrees, passes.micro_batch_size or self.micro_batch)
+        micro = self._fitted(degrees, passes.micro_batch_size)
         return degrees, Passes(micro, passes.recompute or self.recompute)
 
     def _case(self, degrees: Degrees, passes: Passes) -> tuple[Workload, Device, Layout]:
         layout = Layout(
-            degrees, self._fitted(degrees, passes.micro_batch_size or self.micro_batch),
+            degrees, self._fitted(degrees, passes.micro_batch_size),
             passes.recompute or self.recompute, self.sharding.on(degrees.world_size),
             self.is_sequence_parallel and degrees.tp > 1,
         )  # fmt: skip
