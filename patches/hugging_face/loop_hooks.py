@@ -8,6 +8,7 @@ so too.
 Source: accelerate/accelerator.py and ``AcceleratedScheduler`` of scheduler.py, 1.15.
 """
 
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -140,6 +141,7 @@ class LoopHooks:
         wrapt.wrap_function_wrapper(module, "Accelerator.prepare_data_loader", self.prepare_loader)
         wrapt.wrap_function_wrapper(module, "Accelerator.accumulate", self.accumulate)
         wrapt.wrap_function_wrapper(module, "Accelerator.backward", self.backward)
+        wrapt.wrap_function_wrapper(module, "Accelerator.gather_for_metrics", self.gather)
         wrapt.wrap_function_wrapper(module, "Accelerator.load_state", self.load_state)
         wrapt.wrap_function_wrapper(module, "Accelerator.save_state", self.save_state)
         wrapt.wrap_function_wrapper(module, "Accelerator.save_model", self.save_model)
@@ -248,7 +250,8 @@ class LoopHooks:
         )  # fmt: skip
         config[MICRO] = batches.micro_batch_size
         config[ACCUMULATION] = batches.num_micro_batches
-        config[TRAIN] = batches.global_batch_size
+        config[TRAIN] = batches.passed_samples
+        self._engines.total = batches.global_batch_size
 
     def _keep_schedule(self, plugin: Any) -> None:
         """Make the engine build the first round's schedule: its "auto" values follow from the
@@ -276,6 +279,14 @@ class LoopHooks:
         if is_mine and not self._accumulates and instance.gradient_accumulation_steps > 1:
             instance._do_sync()
         return wrapped(*args, **kwargs)
+
+    def gather(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Leave out of gathered values those of a filler."""
+        gathered, accumulation = wrapped(*args, **kwargs), self._engines.accumulation
+        if instance is not self._accelerator or not accumulation.has_fillers:
+            return gathered
+        apply = importlib.import_module("accelerate.utils.operations").recursively_apply
+        return apply(accumulation.without_fillers, gathered)
 
     def step_schedule(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Step a schedule as often as the script intends; not again in epochs of earlier rounds."""

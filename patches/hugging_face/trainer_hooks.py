@@ -25,6 +25,7 @@ from scalai.core.degrees.batches import Batches
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.deepspeed.engine_hooks import EngineHooks
+from scalai.patches.deepspeed.micro_batches import Accumulation
 from scalai.patches.hooking import Args, Call, Kwargs, given_to
 from scalai.patches.hugging_face.sharded_loaders import EpochBatches, check_ranks, round_batches
 from scalai.patches.plain import all_live, all_plain
@@ -115,6 +116,49 @@ def _attributes(trainer: Any, *, is_live: bool) -> Iterator[tuple[str, Any]]:
             yield type(callback).__name__, values
 
 
+def _leave_out_fillers(trainer: Any, accumulation: Accumulation, batches: Batches) -> None:
+    """Have a trainer count each micro-batch of a step alike in losses, items, tokens and
+    operations, and fillers not at all.
+
+    Source: ``training_step``, ``_get_num_items_in_batch`` and ``_run_epoch`` of
+    transformers/trainer.py, 5.23.
+    """
+    own = batches.shares.of_replica(trainer.args.process_index)
+    train, items = trainer.training_step, trainer._get_num_items_in_batch
+
+    def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None, *rest: Any) -> Any:
+        is_sum = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if is_sum is None:
+            takes_items = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+            is_sum = takes_items or trainer.compute_loss_func is not None
+        is_of_all = num_items_in_batch is not None and trainer.args.average_tokens_across_devices
+        accumulation.weight = (
+            None if not is_sum else 1.0 if is_of_all else accumulation.own_weight()
+        )
+        loss = train(model, inputs, num_items_in_batch, *rest)
+        return loss * accumulation.factor
+
+    def num_items(batch_samples: Any, *rest: Any) -> Any:
+        is_step = len(batch_samples) == batches.num_micro_batches
+        return items(batch_samples[:own] if is_step else batch_samples, *rest)
+
+    trainer.training_step, trainer._get_num_items_in_batch = training_step, num_items
+    for name in ("_track_num_input_tokens", "floating_point_ops"):
+        if hasattr(trainer, name):
+            setattr(trainer, name, _of_nothing(getattr(trainer, name), accumulation))
+
+
+def _of_nothing(count: Call, accumulation: Accumulation) -> Call:
+    """Return a function of a batch that counts nothing of a filler."""
+
+    def counted(inputs: Any) -> Any:
+        if accumulation.factor == 0.0:
+            inputs = {key: value[:0] for key, value in inputs.items() if hasattr(value, "shape")}
+        return count(inputs)
+
+    return counted
+
+
 _NEEDED = ("_init_training_state", "_prepare_for_training", "_run_epoch")
 _IN_MEMORY = "the generation"
 """Stands for a checkpoint's directory in Trainer's question for a resume."""
@@ -194,12 +238,12 @@ class TrainerHooks:
         sizes = {
             MICRO: batches.micro_batch_size,
             ACCUMULATION: batches.num_micro_batches,
-            TRAIN: batches.global_batch_size,
+            TRAIN: batches.passed_samples,
         }
         for key, size in sizes.items():
             if isinstance(instance.config.get(key), int):
                 instance.config[key] = size
-        self._batches = batches
+        self._batches, self._engines.total = batches, batches.global_batch_size
         check_ranks(self._get_session(), mine.world_size, "transformers' Trainer")
         return wrapped(*args, **kwargs)
 
@@ -240,6 +284,8 @@ class TrainerHooks:
             *(one for one in callbacks if not callable(getattr(one, "state", None))),
         )
         self._engines.drawn_elsewhere = self._drawn
+        if self._batches is not None and not self._batches.shares.is_even:
+            _leave_out_fillers(instance, self._engines.accumulation, self._batches)
         self._prepared = instance._prepare_for_training(
             given["max_steps"], self._loader, given["resume_from_checkpoint"]
         )

@@ -15,6 +15,7 @@ import pytest
 from support.accelerator import ACCELERATOR
 from support.agents import Agents
 from support.deepspeed_elastic import (
+    AUTOTP_CUTS,
     STEPS,
     STEPS_PER_EPOCH,
     arguments,
@@ -33,8 +34,10 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ZeRO stage follows the world as the block says."""
-    given = config(0, deepspeed={"zero_stage": {"default": 1, "2": 2}})
+    """The ZeRO stage follows the world as the block says. Three replicas do not divide the
+    batch."""
+    stages = {"zero_stage": {"default": 1, "2": 2}}
+    given = config(0, batch=10, micro=2, deepspeed=stages)
     alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0")
     worlds = (3, 1, 2)
     agents = train_through(
@@ -42,7 +45,8 @@ def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
     )
     assert alone.wait(60) == 0
     check(agents, lines_of(tmp_path / "alone"), worlds)
-    assert {(line["world"], line["stage"]) for line in agents.lines()} == {(3, 1), (1, 1), (2, 2)}
+    seen = {(line["world"], line["stage"], line["passes"]) for line in agents.lines()}
+    assert seen == {(3, 1, 6), (1, 1, 5), (2, 2, 10)}
 
 
 @pytest.mark.campaign
@@ -121,15 +125,10 @@ def test_a_plain_model_that_deepspeed_cuts_changes_its_tp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TP begins as the configuration's autotp_size says."""
-    layers = [
-        {"patterns": [r".*1\.weight$"], "partition_type": "column"},
-        {"patterns": [r".*3\.weight$"], "partition_type": "row"},
-    ]
-    cuts = {"use_default_specs": False, "layer_specs": layers}
     given = config(1, degrees={"2": "tp1", "2->4": "tp2"})
     alone = run_alone(tmp_path / "alone", given)
     given["train_batch_size"] *= 2  # DeepSpeed counts tensor-parallel ranks as replicas
-    given["tensor_parallel"] = {"autotp_size": 2, "partition_config": cuts}
+    given["tensor_parallel"] = {"autotp_size": 2, "partition_config": AUTOTP_CUTS}
     worlds = (4, 2, 4)
     agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch)
     assert alone.wait(60) == 0

@@ -3,7 +3,8 @@ samples, same losses, same learning rates, same logs."""
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,21 @@ TRAINER, ACCELERATE = SUPPORT / "trainer_script.py", SUPPORT / "accelerate_scrip
 TOLERANCE = 1e-6
 BATCH, MICRO_BATCH, SAMPLES, EPOCHS = 12, 2, 60, 6
 STEPS = SAMPLES // BATCH * EPOCHS
+UNEVEN = 15
+"""Samples of a global batch that two ranks do not divide, in micro-batches of one."""
 WORLDS = (3, 1, 2)
-Note = Mapping[str, Any]
+Note = dict[str, Any]
 STEP_S = 0.3
 
 
 def words(
-    script: Path, folder: Path, stage: int, accumulate: int, *flags: str, **settings: Any
+    script: Path,
+    folder: Path,
+    stage: int,
+    accumulate: int,
+    *flags: str,
+    micro: int = MICRO_BATCH,
+    **settings: Any,
 ) -> list[str]:
     """Return a command line; DeepSpeed's configuration is as Hugging Face's documentation has it,
     but for the block that makes it elastic."""
@@ -49,7 +58,7 @@ def words(
     given = {
         "--output": folder / "out", "--notes": folder / "notes" / "n",
         "--deepspeed": folder / "ds.json", "--samples": SAMPLES, "--epochs": EPOCHS,
-        "--micro-batch": MICRO_BATCH, "--accumulate": accumulate,
+        "--micro-batch": micro, "--accumulate": accumulate,
     }  # fmt: skip
     return [str(script), *(str(word) for pair in given.items() for word in pair), *flags]
 
@@ -72,16 +81,40 @@ def train_through(
     return agents
 
 
-def notes_of(folder: Path) -> list[Note]:
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Micro-batches of a step, steps, and whether notes have means over the passes of a replica."""
+
+    micro_batches: int = BATCH // MICRO_BATCH
+    steps: int = STEPS
+    is_mean: bool = False
+
+    def counted(self, notes: Sequence[Note]) -> Iterator[Note]:
+        """Yield the notes of a rank that count: where its last pass of a step may be a filler, and
+        repeats the first one, it does not, and a mean over passes is one over micro-batches."""
+        for (_, _, world), of in groupby(
+            notes, lambda note: (note["round"], note["step"], note["world"])
+        ):
+            made, passes = list(of), -(-self.micro_batches // world)
+            has_filler = self.micro_batches % world and len(made) == passes
+            if has_filler and made[-1]["samples"] == made[0]["samples"]:
+                filler = made.pop()
+                made[-1] |= {key: filler[key] for key in ("rate",) if key in filler}
+            weight = passes * world / self.micro_batches if self.is_mean else 1.0
+            yield from ({**note, "loss": note["loss"] * weight} for note in made)
+
+
+def notes_of(folder: Path, counts: Counts = Counts()) -> list[Note]:
     paths = (folder / "notes").glob("n.[0-9]*")
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    ranks = ([json.loads(line) for line in path.read_text().splitlines()] for path in paths)
+    return [note for notes in ranks for note in counts.counted(notes)]
 
 
-def without_proof(folder: Path, agents: Agents) -> list[Note]:
+def without_proof(folder: Path, agents: Agents, counts: Counts = Counts()) -> list[Note]:
     """Return the notes without those of passes that old workers made behind their stop, to prove a
     change: of the one step behind it, as noted by whoever makes that step for the training, and of
     a worker that has come to the door of its update all but the pass that ends there."""
-    reports, notes = agents.resizes(), notes_of(folder)
+    reports, notes = agents.resizes(), notes_of(folder, counts)
     rounds = {report["round"] for report in reports}  # of others all is given up
     notes = [note for note in notes if note["round"] in rounds]
     for before, change in pairwise(reports):
@@ -97,7 +130,8 @@ def without_proof(folder: Path, agents: Agents) -> list[Note]:
         }
         assert len(shares(extra)) == len(extra), "each pass is made once"
         if change.get("function", "").startswith(("proven", "differs")):
-            assert len(extra) == BATCH // MICRO_BATCH - extra[0]["world"], (change, extra)
+            count, world = counts.micro_batches, extra[0]["world"]
+            assert len(extra) == count - (count % world or world), (change, extra)
     return notes
 
 
@@ -120,25 +154,28 @@ def by_world(notes: Sequence[Note]) -> dict[tuple[int, int], tuple[float, list[s
     }
 
 
-def by_step(notes: Sequence[Note]) -> list[tuple[float, list[str]]]:
+def by_step(notes: Sequence[Note], steps: int = STEPS) -> list[tuple[float, list[str]]]:
     """Return by step the mean loss and the samples. Each step was made once."""
     found = by_world(notes)
-    assert sorted(step for step, _ in found) == list(range(STEPS))
+    assert sorted(step for step, _ in found) == list(range(steps))
     return [found[key] for key in sorted(found)]
 
 
-def check(folder: Path, agents: Agents, worlds: Sequence[int] = WORLDS) -> None:
+def check(
+    folder: Path, agents: Agents, worlds: Sequence[int] = WORLDS, counts: Counts = Counts()
+) -> None:
     """Each step was made once, on the samples and with the loss of the uninterrupted run, and each
     change is proven."""
     later = agents.resizes()[1:]
     changes = [each for each in later if not each["function"].startswith("differs")]
     assert [report.get("steps_lost", 0) for report in changes] == [0, 0]
     assert all(each["function"].startswith("proven") for each in changes), changes
-    notes = without_proof(folder / "elastic", agents)
-    expected, made = by_step(notes_of(folder / "alone")), by_step(notes)
+    notes = without_proof(folder / "elastic", agents, counts)
+    expected = by_step(notes_of(folder / "alone", counts), counts.steps)
+    made = by_step(notes, counts.steps)
     assert [samples for _, samples in made] == [samples for _, samples in expected]
     differences = [abs(a - b) / b for (a, _), (b, _) in zip(made, expected, strict=True)]
-    print(f"largest relative difference of {STEPS} losses: {max(differences):.1e}")
+    print(f"largest relative difference of {len(made)} losses: {max(differences):.1e}")
     assert max(differences) < TOLERANCE
     found = sorted((note["step"], note["world"]) for note in notes)
     assert [world for world, _ in groupby(world for _, world in found)] == list(worlds)
@@ -178,12 +215,12 @@ def check_heard(folder: Path, agents: Agents, odd: int) -> None:
         assert f"{before['round']} {change['step']}" not in heard
 
 
-def check_history(folder: Path) -> None:
+def check_history(folder: Path, steps: int = STEPS) -> None:
     reported, expected = (
         json.loads((folder / name / "notes" / "n.history").read_text())
         for name in ("elastic", "alone")
     )
-    assert reported["step"] == expected["step"] == STEPS
+    assert reported["step"] == expected["step"] == steps
     steps = [[line for line in of["log"] if "loss" in line] for of in (reported, expected)]
     for mine, its in zip(*steps, strict=True):
         assert mine == pytest.approx(its, rel=1e-5), mine
@@ -236,8 +273,30 @@ def test_a_loop_on_accelerate_goes_through_other_worlds(
     check_rates(tmp_path, agents)
 
 
-def check_rates(folder: Path, agents: Agents) -> None:
+@pytest.mark.parametrize("script", [TRAINER, ACCELERATE], ids=["Trainer", "Accelerate"])
+def test_replicas_may_have_uneven_shares(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script is told of no filler: losses, logs and rates are those of one rank."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    counts = Counts(UNEVEN, SAMPLES // UNEVEN * EPOCHS, is_mean=script == ACCELERATE)
+    alone, worlds = tmp_path / "alone", (3, 2, 3)
+    reference = start_alone(alone, words(script, alone, 2, UNEVEN, micro=1))
+    always = {"settle_s": 0.2, "standby": "never", "prove_function": "always"}
+    accumulate = UNEVEN // worlds[0]
+    job = words(script, tmp_path / "elastic", 2, accumulate, micro=1, resize=always)
+    agents = train_through(tmp_path / "elastic", job, worlds)
+    assert reference.wait(60) == 0, (alone / "log").read_text()[-3000:]
+    check(tmp_path, agents, worlds, counts)
+    if script == TRAINER:
+        check_history(tmp_path, counts.steps)
+    else:
+        check_rates(tmp_path, agents, counts)
+
+
+def check_rates(folder: Path, agents: Agents, counts: Counts = Counts()) -> None:
     """Each step leaves the schedule where that of the uninterrupted run is."""
-    made, expected = without_proof(folder / "elastic", agents), notes_of(folder / "alone")
+    made = without_proof(folder / "elastic", agents, counts)
+    expected = notes_of(folder / "alone", counts)
     rates = [{note["step"]: note["rate"] for note in notes} for notes in (made, expected)]
     assert rates[0] == pytest.approx(rates[1], rel=1e-9)

@@ -1,13 +1,27 @@
-"""Megatron-LM's own pretrain_gpt.py with a DP that does not divide the batch: what its steps
-consume, learn and count is what one rank's do, evaluations included."""
+"""Jobs with a DP that does not divide the batch, or a PP that does not divide the layers: what
+their steps consume, learn and count is what one rank's do. Megatron-LM's own pretrain_gpt.py with
+its evaluations, and a DeepSpeed script that knows nothing of Scalai."""
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support import megatron_lm_job
+from support.accelerator import ACCELERATOR
+from support.agents import Agents
+from support.deepspeed_elastic import (
+    AUTOTP_CUTS,
+    arguments,
+    check,
+    config,
+    lines_of,
+    run_alone,
+    train_through,
+)
 from support.megatron_lm_job import MODEL, Job, check_same_steps, evaluations, make_dataset
 
 STEPS, BEFORE = 40, 4
@@ -23,12 +37,7 @@ EXPERTS = (
     "--disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 )
 
-pytestmark = [
-    pytest.mark.skipif(
-        megatron_lm_job.skip_reason() is not None, reason=str(megatron_lm_job.skip_reason())
-    ),
-    pytest.mark.timeout(1800),
-]
+pytestmark = pytest.mark.timeout(1800)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,9 @@ def jobs() -> Iterator[list[Job]]:
 
 
 @pytest.mark.campaign
+@pytest.mark.skipif(
+    megatron_lm_job.skip_reason() is not None, reason=str(megatron_lm_job.skip_reason())
+)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_job_with_uneven_shares_learns_what_one_rank_does(
     case: Case, tmp_path: Path, jobs: list[Job]
@@ -122,3 +134,104 @@ def test_a_job_with_uneven_shares_learns_what_one_rank_does(
     assert evaluations(changed).keys() == evaluations(alone).keys() != set()
     for step, loss in evaluations(changed).items():
         assert loss == pytest.approx(evaluations(alone)[step], rel=case.tolerance), step
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroCase:
+    """A DeepSpeed job through ``worlds``, the widest first. Of ``world`` ranks the ``passes`` of a
+    step are one more than its micro-batches, or as many more as given."""
+
+    stage: int
+    worlds: tuple[int, ...]
+    zero_stage: dict[str, int] = field(default_factory=dict)
+    degrees: dict[str, str] = field(default_factory=dict)
+    batch: int = 10
+    is_own_loader: bool = False
+    flags: tuple[str, ...] = ()
+    tolerance: float = 1e-6
+    more: dict[str, Any] = field(default_factory=dict)
+    world: int = 3
+    passes: int = 6
+
+
+ZERO = {
+    "ZeRO 0, DP3 of 10": ZeroCase(0, (3, 2)),
+    "ZeRO 2 to 3, DP3 of 10": ZeroCase(2, (3, 2, 3), {"2": 3}, flags=("--zero-init",)),
+    "ZeRO 3, DP3 of 10, DeepSpeed's loader": ZeroCase(
+        3, (3, 2, 3), is_own_loader=True, flags=("--zero-init",)
+    ),
+    "ZeRO 1, DP5 of 12": ZeroCase(1, (5, 2), degrees={"5": "dp5"}, batch=12, world=5, passes=15),
+    "ZeRO 1, DP3 of 10, bf16": ZeroCase(
+        1, (3, 2, 3), tolerance=1e-3, more={"bf16": {"enabled": True}}
+    ),
+    "AutoTP, TP2·DP3 of 10": ZeroCase(1, (6, 2), degrees={"2": "tp1"}, world=6),
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("case", ZERO.values(), ids=ZERO)
+def test_a_deepspeed_job_with_uneven_shares_learns_what_one_rank_does(
+    case: ZeroCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = {"zero_stage": {"default": case.stage, **case.zero_stage}}
+    blocks = {"deepspeed": stages, "degrees": case.degrees}
+    given = config(case.stage, batch=case.batch, micro=2, **blocks) | case.more
+    loader = () if case.is_own_loader else ("--loader-workers", "0")
+    alone = run_alone(tmp_path / "alone", given, *loader)
+    if case.world == 6:
+        given["train_batch_size"] *= 2  # DeepSpeed counts tensor-parallel ranks as replicas
+        given["tensor_parallel"] = {"autotp_size": 2, "partition_config": AUTOTP_CUTS}
+    folder, words = tmp_path / "elastic", (*loader, *case.flags)
+    agents = train_through(folder, given, case.worlds, monkeypatch, *words)
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), case.worlds, tolerance=case.tolerance)
+    passes = {line["world"]: line["passes"] for line in agents.lines()}
+    assert passes[case.world] == case.passes
+
+
+@pytest.mark.campaign
+def test_a_pipeline_of_deepspeed_with_uneven_shares_learns_what_one_rank_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three replicas of one stage and of two share ten micro-batches or five."""
+    degrees = {"default": "pp2", "6": "pp2", "3": "pp1", "2": "pp2"}
+    given = config(1, batch=10, micro=2, degrees=degrees)
+    del given["gradient_clipping"]  # a pipeline's norm in DeepSpeed depends on its stages
+    alone = run_alone(tmp_path / "alone", given, "--num-stages", "1")
+    worlds, folder = (6, 3, 2), tmp_path / "elastic"
+    agents = train_through(folder, given, worlds, monkeypatch, "--num-stages", "2")
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+    after = [report["after"] for report in agents.resizes()]
+    assert after == ["TP1·PP2·DP3", "TP1·PP1·DP3", "TP1·PP2·DP1"]
+    functions = [report.get("function", "") for report in agents.resizes()[1:]]
+    assert all(each.startswith("proven") for each in functions), functions
+
+
+@pytest.mark.campaign
+@pytest.mark.fault
+def test_a_worker_is_killed_while_shares_are_uneven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three replicas lose one, and two have uneven shares, too: nothing is lost without ZeRO."""
+    monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
+    given, folder = config(0, batch=5, micro=1), tmp_path / "elastic"
+    words = ("--loader-workers", "0")
+    alone = run_alone(tmp_path / "alone", given, *words)
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    script, restarts = arguments(folder, "--step-s", "0.6", *words), ("--max-restarts", "3")
+    with Agents(folder, None, script, nodes="1", slots=3, flags=restarts) as agents:
+        agents.start("a")
+        agents.wait_for_step(3, world=3)
+        agents.kill_worker(2)
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "steps behind the failure")
+        agents.scale(nproc=2)
+        agents.wait_for_world(2)
+        agents.wait_until(lambda: len(agents.resizes()) == 3, "the change is made")
+        agents.kill_worker(1)
+        agents.wait_until(lambda: len(agents.resizes()) == 4, "steps behind the second failure")
+        (folder / "hurry").touch()
+        assert agents.exit_code("a") == 0, agents.logs()
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), (3, 2), changes=4)

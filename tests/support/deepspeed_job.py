@@ -75,7 +75,9 @@ def main():
     if is_torchs:
         sampler: Any = DistributedSampler(data)
         workers = options.loader_workers
-        loader = DataLoader(data, 3, sampler=sampler, num_workers=workers)
+        stated = json.loads(Path(options.deepspeed_config).read_text())
+        size = stated["train_micro_batch_size_per_gpu"]
+        loader = DataLoader(data, size, sampler=sampler, num_workers=workers)
     engine, _, deepspeed_loader, _ = deepspeed.initialize(
         args=options, model=model, model_parameters=model.parameters(),
         training_data=None if is_torchs else data,
@@ -85,7 +87,7 @@ def main():
     loads = options.save and (not options.resume or (options.save / "latest").exists())
     path, client = engine.load_checkpoint(str(options.save)) if loads else (None, {})
 
-    losses, seen = [], []
+    made = []
     for epoch in range(client["epoch"] + 1 if path else 0, options.epochs):
         if not options.same_order:
             sampler.set_epoch(epoch)
@@ -93,12 +95,11 @@ def main():
             rows, classes = rows.to(engine.device), classes.to(engine.device)
             loss = torch.nn.functional.cross_entropy(engine(rows), classes)
             engine.backward(loss)
-            losses.append(loss.detach())
-            seen += numbers.tolist()
+            made.append((tuple(numbers.tolist()), float(loss.detach())))
             line = None
             if engine.is_gradient_accumulation_boundary():
-                line = line_of(engine, losses, seen)
-                losses, seen = [], []
+                line = line_of(engine, made)
+                made = []
                 compute(options, engine)
             engine.step()
             # Behind the update: a step that proves a change comes to its door alone.
@@ -158,15 +159,16 @@ def compute(options, engine):
     time.sleep(options.step_s * (1 if engine.global_steps < steps / 2 else 8))
 
 
-def line_of(engine, losses, seen):
-    total = torch.stack(losses).mean()
-    dist.all_reduce(total)
+def line_of(engine, made):
+    """Return the line of a step; a micro-batch that a rank has made twice counts once."""
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, seen)
+    dist.all_gather_object(everyones, made)
+    losses = {samples: loss for each in everyones for samples, loss in each}
     return {
         "step": engine.global_steps + 1, "world": dist.get_world_size(),
-        "loss": float(total) / dist.get_world_size(), "lr": engine.get_lr()[0],
-        "samples": sorted({number for each in everyones for number in each}),
+        "loss": sum(losses.values()) / len(losses), "lr": engine.get_lr()[0],
+        "samples": sorted(number for samples in losses for number in samples),
+        "passes": sum(map(len, everyones)), "different": len(losses),
         "stage": engine.zero_optimization_stage(), "version": deepspeed.__version__,
     }  # fmt: skip
 
