@@ -127,7 +127,8 @@ def _keep(value: Any) -> Callable[[], None]:
 
 
 def _copy(value: torch.Tensor, saved: torch.Tensor) -> None:
-    value.detach().copy_(saved)
+    # By ``data``, so that a backward pass to come takes it as unchanged: a filler's has no effect.
+    value.data.copy_(saved)
 
 
 class RepeatedBatches:

@@ -92,7 +92,6 @@ class Feed:
         first_dp: Returns the number of replicas of the first round; None while it is this one.
         has_drawn: True once this round has drawn its first batch of the training.
         way_out: Advice for an order without a fixed place.
-        replica: The engine's replica.
         on_pass: Called at the begin of a trained pass, with the data set's name and the facts
             behind its order.
         observer: Hears of passes.
@@ -102,7 +101,7 @@ class Feed:
         self.clocks = Clocks()
         self.batches: Batches | None = None
         self.first: FirstBatches | None = None
-        self.replica = 0
+        self._replica: int | None = None
         self._batch_sizes: frozenset[int] = frozenset()
         self.is_counting = True
         self.has_drawn = False
@@ -157,6 +156,21 @@ class Feed:
             )
 
         wrapt.wrap_function_wrapper(module, "StatefulDataLoader.__init__", make)
+
+    def deal_to(self, replica: int) -> None:
+        """Note the replica of this process where shares are uneven, as a sampler or the engine
+        counts it.
+
+        Raises:
+            RefusedError: They count differently: a filler's sample would be none.
+        """
+        if self._replica not in (None, replica):
+            raise RefusedError(
+                f"this process is replica {self._replica} and {replica}: a DistributedSampler and "
+                "the engine count differently. Give it num_replicas and rank of the data-parallel "
+                "group."
+            )
+        self._replica = replica
 
     def step(self) -> None:
         """Count an optimizer step.
@@ -382,11 +396,8 @@ class ElasticBatchSampler(BatchSampler):
                 f"a DistributedSampler deals to {sampler.num_replicas} replicas, the job has "
                 f"DP{batches.dp}. Give it num_replicas and rank of the data-parallel group."
             )
-        if not batches.shares.is_even and sampler.rank != self.feed.replica:
-            raise RefusedError(
-                f"a DistributedSampler deals to replica {sampler.rank}, the engine is replica "
-                f"{self.feed.replica}. Give it num_replicas and rank of the data-parallel group."
-            )
+        if not batches.shares.is_even:
+            self.feed.deal_to(sampler.rank)
         is_dropping = self.drop_last or sampler.drop_last
         order = pass_order(sampler, batches.global_batch_size, drop_last=is_dropping)
         self.clock.size, self.clock.length = samples_of(sampler), len(order)

@@ -350,8 +350,9 @@ class EngineHooks:
         if not is_pipeline:
             self.accumulation.install(engine)
         if not batches.shares.is_even:
-            self.feed.replica = torch.distributed.get_rank(engine.data_parallel_group)
-            self.accumulation.share(engine, batches.shares, self.feed.replica)
+            replica = torch.distributed.get_rank(engine.data_parallel_group)
+            self.feed.deal_to(replica)
+            self.accumulation.share(engine, batches.shares, replica)
             _count_without_fillers(engine, batches)
         self.numbers = StepNumbers(engine, self._version, is_pipeline=is_pipeline)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):

@@ -164,7 +164,7 @@ ZERO = {
     "ZeRO 1, DP3 of 10, bf16": ZeroCase(
         1, (3, 2, 3), tolerance=1e-3, more={"bf16": {"enabled": True}}
     ),
-    "AutoTP, TP2·DP3 of 10": ZeroCase(1, (6, 2), degrees={"2": "tp1"}, world=6),
+    "AutoTP, TP2·DP3 of 10": ZeroCase(1, (6, 2), degrees={"2": "tp1"}, world=6, is_own_loader=True),
 }
 
 
@@ -229,6 +229,7 @@ def test_a_worker_is_killed_while_shares_are_uneven(
         agents.scale(nproc=2)
         agents.wait_for_world(2)
         agents.wait_until(lambda: len(agents.resizes()) == 3, "the change is made")
+        agents.wait_for_step(agents.lines()[-1]["step"] + 2)
         agents.kill_worker(1)
         agents.wait_until(lambda: len(agents.resizes()) == 4, "steps behind the second failure")
         (folder / "hurry").touch()

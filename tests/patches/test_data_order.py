@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scalai.core.dataset.drawn import Number
 from scalai.core.dataset.ledger import Ledger, judge
-from scalai.core.degrees.batches import Batches, fit_batches
+from scalai.core.degrees.batches import Batches, Shares, fit_batches
 from scalai.core.errors import RefusedError
 from scalai.patches.data.clock import REMEMBERED, Clock, Glances
 from scalai.patches.data.loaders import Feed, FirstBatches, PassObserver
@@ -741,6 +741,56 @@ def test_what_deepspeed_or_a_trainer_counts_is_left_to_it() -> None:
     called("accelerate.utils.deepspeed", call, engine=engine)
     by_deepspeed(engine, 4)
     accumulation.end_step(2)
+
+
+def with_shares(module: torch.nn.Module, shares: Shares, replica: int) -> tuple[Any, Accumulation]:
+    """Return an engine that counts as DeepSpeed does, in a round with shares."""
+    engine = engine_of(shares.passes)
+    engine.module, engine.forward, engine.micro_steps = module, module.forward, 0
+    engine.backward = lambda loss, retain_graph=False, scale_wrt_gas=True: loss.div(
+        shares.passes if scale_wrt_gas else 1
+    ).backward()
+    accumulation = Accumulation()
+    accumulation.install(engine)
+    accumulation.share(engine, shares, replica)
+    return engine, accumulation
+
+
+@pytest.mark.parametrize("is_stated", [False, True])
+@pytest.mark.parametrize(("micro_batches", "dp"), [(5, 3), (4, 3), (7, 2), (8, 5)])
+def test_each_micro_batch_of_uneven_shares_counts_alike_and_fillers_not_at_all(
+    micro_batches: int, dp: int, is_stated: bool
+) -> None:
+    """``is_stated``: a framework around the engine states the end of a step, and steps there."""
+    shares, rows = Shares(micro_batches, dp), torch.randn(2 * micro_batches, 8, 4).double()
+
+    def made() -> torch.nn.Module:
+        torch.manual_seed(5)
+        return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double()
+
+    whole, modules = made(), [made() for _ in range(dp)]
+    for each in rows:
+        (whole(each).square().sum() / micro_batches).backward()
+    for rank, module in enumerate(modules):
+        engine, accumulation = with_shares(module, shares, rank)
+        for step in range(2):
+            for count, batch in enumerate(
+                Batches(micro_batches, 1, dp, True).samples(step * micro_batches, rank).ravel(), 1
+            ):
+                loss = engine.forward(rows[batch]).square().sum()
+                assert accumulation.has_fillers == (count == shares.passes)
+                if is_stated:
+                    engine._is_gradient_accumulation_boundary = count == shares.passes
+                engine.backward(loss)
+                engine.micro_steps += not is_stated
+            accumulation.end_step(shares.passes)
+        assert module[1].num_batches_tracked == 2 * shares.of_replica(rank)
+    for expected, *of_replicas in zip(
+        whole.parameters(), *(m.parameters() for m in modules), strict=True
+    ):
+        mean = torch.stack([of.grad for of in of_replicas]).mean(0)
+        assert torch.allclose(mean, expected.grad, rtol=1e-5, atol=1e-6)
+    assert accumulation.without_fillers(torch.arange(dp)).tolist() == [*range(micro_batches % dp)]
 
 
 def test_a_number_that_is_stored_follows_what_the_round_has_drawn() -> None:

@@ -63,7 +63,7 @@ class Verdict:
         by: Who refused: ``job`` before anything runs, ``coordinator``, ``worker``.
         configs: The round's configuration; where there is none, what a person would write, for
             all stages of the job where it is refused whatever the round.
-        samples: Of a step; None: refused.
+        samples: Of a step's passes; None: refused.
     """
 
     refused: str | None
@@ -100,7 +100,7 @@ def judge(case: Case) -> Verdict:
         mine = rewritten(case.config, order, batches)
     except (RefusedError, UsageError) as error:
         return Verdict(str(error), "worker", (_plain(case, order),))
-    return Verdict(None, "", (mine,), batches.global_batch_size)
+    return Verdict(None, "", (mine,), batches.passed_samples)
 
 
 def offered(case: Case) -> Degrees | None:
@@ -115,6 +115,7 @@ def _order(case: Case, degrees: Degrees) -> RoundOrder:
     return RoundOrder(
         degrees.tp, degrees.pp, degrees.dp, case.micro_batch, zero_stage=stage,
         has_mpu=case.kind == "mpu", is_in_stages=case.kind in ("pipeline", "grid"),
+        has_fillers=True,
     )  # fmt: skip
 
 
