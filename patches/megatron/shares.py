@@ -29,8 +29,6 @@ from scalai.patches.step_proof import keep
 CALCULATOR = "megatron.core.num_microbatches_calculator"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-SCALES = ("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func")
-"""Functions of a model's configuration: the latter two from 0.20 on, where a script has them."""
 EVAL_BATCH = "eval_global_batch_size"
 
 
@@ -146,7 +144,7 @@ def _passes(training: Any, make: Callable[..., Any], **kwargs: Any) -> Any:
             kwargs["forward_step_func"], shares.passes, config.calculate_per_token_loss
         )
     is_weighed = is_training and not config.calculate_per_token_loss
-    with _weighed_losses(config, shares.weight) if is_weighed else nullcontext():
+    with _weighed_gradients(config, shares.weight) if is_weighed else nullcontext():
         made = make(**kwargs)
     made = made[:-1] if has_filler and made else made
     if not is_training and getattr(job, "sft", False):
@@ -155,18 +153,20 @@ def _passes(training: Any, make: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _weighed_losses(config: Any, weight: float) -> Iterator[None]:
-    """Scale the main loss and auxiliary ones by a weight."""
-    kept = {name: vars(config)[name] for name in SCALES if name in vars(config)}
-    own = kept["grad_scale_func"] or (lambda loss: loss)
-    for name, scale in {**kept, "grad_scale_func": own}.items():
-        if scale is not None:
-            setattr(config, name, lambda *args, scale=scale: scale(*args) * weight)
+def _weighed_gradients(config: Any, weight: float) -> Iterator[None]:
+    """Scale a step's complete gradients by a weight: losses in 16 bits would round otherwise."""
+    finalize = config.finalize_model_grads_func
+
+    def finalized(model: Any, *args: Any, **kwargs: Any) -> None:
+        finalize(model, *args, **kwargs)
+        for chunk in model:
+            chunk.scale_gradients(weight)
+
+    config.finalize_model_grads_func = finalized
     try:
         yield
     finally:
-        for name, scale in kept.items():
-            setattr(config, name, scale)
+        config.finalize_model_grads_func = finalize
 
 
 def _first(model: Any) -> Any:

@@ -93,13 +93,16 @@ class _Training:
     def __init__(self, values: list[float], **flags: Any) -> None:
         self.values, self.replica = values, 0
         self.config = SimpleNamespace(
-            grad_scale_func=lambda loss: loss * 3.0,
+            finalize_model_grads_func=lambda model, tokens: None,
             calculate_per_token_loss=flags.get("per_token", False),
         )
+        self.chunk: Any = torch.nn.Module()
+        self.chunk.scale_gradients = lambda factor: self.step.mul_(factor)
         self._job = SimpleNamespace(
             micro_batch_size=1, data_parallel_size=2, global_batch_size=len(values), **flags
         )
-        self.gradient = torch.zeros(())
+        self.gradient, self.step = torch.zeros(()), torch.zeros(())
+        """Of all replicas, and of the present one's step."""
         self.tokens = torch.zeros((), dtype=torch.int)
 
     def get_args(self) -> Any:
@@ -133,12 +136,16 @@ class _Training:
                 else:
                     value = value / num_microbatches
                 if is_training:
-                    self.gradient += self.config.grad_scale_func(value)
+                    self.step += value
                 reports.append(report)
+            if is_training:
+                self.config.finalize_model_grads_func(model, None)
+            self.gradient += self.step
+            self.step = torch.zeros(())
             return reports
 
         return shares._passes(
-            self, make, forward_step_func=forward, model=[torch.nn.Module()],
+            self, make, forward_step_func=forward, model=[self.chunk],
             forward_only=not is_training, num_microbatches=shares.PassCount.of(5, 2),
         )  # fmt: skip
 
@@ -153,15 +160,15 @@ def test_each_micro_batch_counts_alike(
     """Five micro-batches over two replicas have the gradient and the log of one replica's five."""
     training = _Training(VALUES, per_token=per_token)
     monkeypatch.setattr(shares, "_replica", lambda: training.replica)
-    scale, logged = training.config.grad_scale_func, []
+    finalize, logged = training.config.finalize_model_grads_func, []
     for training.replica in (0, 1):
         logged.append(training.passes(is_pair))
-        assert training.config.grad_scale_func is scale
+        assert training.config.finalize_model_grads_func is finalize
     assert [len(each) for each in logged] == [3, 2]
     if per_token:
-        assert training.gradient == 3.0 * sum(VALUES) and training.tokens == 5
+        assert training.gradient == sum(VALUES) and training.tokens == 5
     else:
-        assert training.gradient / 2 == pytest.approx(3.0 * sum(VALUES) / 5)
+        assert training.gradient / 2 == pytest.approx(sum(VALUES) / 5)
     values = torch.stack([one["lm loss"] for each in logged for one in each])
     expected = [sum(VALUES), 5.0] if is_pair else sum(VALUES)
     assert values.sum(dim=0).tolist() == expected

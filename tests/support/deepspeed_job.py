@@ -94,7 +94,7 @@ def main():
         for rows, classes, numbers in loader:
             dtype = engine.get_data_types()[0]
             rows, classes = rows.to(engine.device, dtype), classes.to(engine.device)
-            loss = torch.nn.functional.cross_entropy(engine(rows), classes)
+            loss = torch.nn.functional.cross_entropy(engine(rows).float(), classes)
             engine.backward(loss)
             made.append((tuple(numbers.tolist()), float(loss.detach())))
             line = None
