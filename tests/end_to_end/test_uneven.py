@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -80,7 +79,7 @@ CASES = [
          "--mtp-num-layers 1 --position-embedding-type rope"),
     Case("7 layers, PP3 to PP2 in virtual stages", 8, 3, "tp1 pp3", 2, "tp1 pp2 vpp2",
          "--num-layers 7", alone=3),
-    Case("bf16", 8, 3, "tp1 pp1", 2, "tp1 pp2", "--bf16", 2e-4),
+    Case("bf16", 8, 3, "tp1 pp1", 2, "tp1 pp2", "--bf16", 2e-4, ends="--train-iters 16"),
 ]  # fmt: skip
 
 
@@ -138,8 +137,8 @@ def test_a_job_with_uneven_shares_learns_what_one_rank_does(
 
 @dataclass(frozen=True, slots=True)
 class ZeroCase:
-    """A DeepSpeed job through ``worlds``, the widest first. Of ``world`` ranks the ``passes`` of a
-    step are one more than its micro-batches, or as many more as given."""
+    """A DeepSpeed job through ``worlds``, the widest first. ``world`` ranks make ``passes`` in a
+    step, fillers included."""
 
     stage: int
     worlds: tuple[int, ...]
@@ -148,8 +147,6 @@ class ZeroCase:
     batch: int = 10
     is_own_loader: bool = False
     flags: tuple[str, ...] = ()
-    tolerance: float = 1e-6
-    more: dict[str, Any] = field(default_factory=dict)
     world: int = 3
     passes: int = 6
 
@@ -161,10 +158,9 @@ ZERO = {
         3, (3, 2, 3), is_own_loader=True, flags=("--zero-init",)
     ),
     "ZeRO 1, DP5 of 12": ZeroCase(1, (5, 2), degrees={"5": "dp5"}, batch=12, world=5, passes=15),
-    "ZeRO 1, DP3 of 10, bf16": ZeroCase(
-        1, (3, 2, 3), tolerance=1e-3, more={"bf16": {"enabled": True}}
+    "AutoTP, TP2·DP3 of 10": ZeroCase(
+        1, (6, 2), degrees={"2": "tp1"}, world=6, passes=12, is_own_loader=True
     ),
-    "AutoTP, TP2·DP3 of 10": ZeroCase(1, (6, 2), degrees={"2": "tp1"}, world=6, is_own_loader=True),
 }
 
 
@@ -175,7 +171,7 @@ def test_a_deepspeed_job_with_uneven_shares_learns_what_one_rank_does(
 ) -> None:
     stages = {"zero_stage": {"default": case.stage, **case.zero_stage}}
     blocks = {"deepspeed": stages, "degrees": case.degrees}
-    given = config(case.stage, batch=case.batch, micro=2, **blocks) | case.more
+    given = config(case.stage, batch=case.batch, micro=2, **blocks)
     loader = () if case.is_own_loader else ("--loader-workers", "0")
     alone = run_alone(tmp_path / "alone", given, *loader)
     if case.world == 6:
@@ -184,7 +180,7 @@ def test_a_deepspeed_job_with_uneven_shares_learns_what_one_rank_does(
     folder, words = tmp_path / "elastic", (*loader, *case.flags)
     agents = train_through(folder, given, case.worlds, monkeypatch, *words)
     assert alone.wait(60) == 0
-    check(agents, lines_of(tmp_path / "alone"), case.worlds, tolerance=case.tolerance)
+    check(agents, lines_of(tmp_path / "alone"), case.worlds)
     passes = {line["world"]: line["passes"] for line in agents.lines()}
     assert passes[case.world] == case.passes
 

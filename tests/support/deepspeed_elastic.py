@@ -105,7 +105,6 @@ def check(
     reference: Sequence[Mapping[str, Any]],
     worlds: Sequence[int],
     odd: int = 0,
-    tolerance: float = TOLERANCE,
     changes: int | None = None,
 ) -> None:
     """Each step was made once, and was that of the uninterrupted run, but for those of ``odd``
@@ -118,15 +117,11 @@ def check(
     assert tuple(world for world, _ in groupby(line["world"] for line in made)) == worlds
     lost = [report.get("steps_lost", 0) for report in reports if report not in refuted]
     assert lost == [0] * (changes or len(worlds))
-    compare(made, reference, tolerance)
+    compare(made, reference)
 
 
-def compare(
-    made: Sequence[Mapping[str, Any]],
-    reference: Sequence[Mapping[str, Any]],
-    tolerance: float = TOLERANCE,
-) -> None:
+def compare(made: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> None:
     for line in made:
         expected = reference[line["step"] - 1]
         assert (line["samples"], line["lr"]) == (expected["samples"], expected["lr"]), line
-        assert line["loss"] == pytest.approx(expected["loss"], rel=tolerance), line
+        assert line["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE), line

@@ -92,9 +92,8 @@ def main():
         if not options.same_order:
             sampler.set_epoch(epoch)
         for rows, classes, numbers in loader:
-            dtype = engine.get_data_types()[0]
-            rows, classes = rows.to(engine.device, dtype), classes.to(engine.device)
-            loss = torch.nn.functional.cross_entropy(engine(rows).float(), classes)
+            rows, classes = rows.to(engine.device), classes.to(engine.device)
+            loss = torch.nn.functional.cross_entropy(engine(rows), classes)
             engine.backward(loss)
             made.append((tuple(numbers.tolist()), float(loss.detach())))
             line = None
