@@ -57,6 +57,14 @@ class ReplicatedState:
 
         self._optimizer.register_step_pre_hook(at_the_door)
 
+    @property
+    def why_even(self) -> str:
+        """Reason against uneven shares of the batch; empty: none."""
+        for name, part in self._model.named_modules():
+            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+                return f"{type(part).__name__} ({name}) counts the samples of each forward pass"
+        return ""
+
     def slots(self) -> Sequence[Slot]:
         return list(self._slots())
 

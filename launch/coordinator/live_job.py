@@ -279,11 +279,18 @@ class LiveJob:
         self.sizing.adopt(preference, assign)
         self.limit()
         self.memory.look(self.state, self.run)
+        self._look_again("the planner")
+
+    def _look_again(self, reason: str, *, for_more: bool = False) -> None:
+        """Begin a change if the job's limits lead to another assignment now; ``for_more``: if it
+        has more ranks."""
         target, current = next_assignment(self.state), self.state.current
         if target is None or current is None or target.is_same_as(current):
             return
+        if for_more and target.degrees.world_size <= current.degrees.world_size:
+            return
         if self.state.phase is m.Phase.RUNNING and self.state.change.at is None:
-            self.timeline.begin("the planner")
+            self.timeline.begin(reason)
             self.feed(events.Rescaled(self.sizing.assign(), self.clock()))
 
     def recount(self) -> tuple[m.Generation, ...]:
@@ -335,6 +342,8 @@ class LiveJob:
                 return  # the law has gone on without its actions
         if self.state.phase is m.Phase.RUNNING and self.state.change.at is None:
             self.timeline.forget()
+            if self.sizing.take_news():
+                self._look_again("uneven shares", for_more=True)
         if was_taking_over and self.state.takeover.pending is None:
             self._count_sealed()
             for number, host in self.generations.catalogue.found_damage():

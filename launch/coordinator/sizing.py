@@ -100,6 +100,8 @@ class Sizing:
         """Measurements of the coordinator before: steps, and the seconds of a change."""
         self._deepspeed = spec.config.deepspeed, spec.deepspeed
         self._told = None if spec.deepspeed is None else told_by(spec.deepspeed)
+        self._is_own_loop = self._arguments is None and self._told is None
+        self._has_news = False
         self._preference = self._read_preference()
         self._place = self._made_place()
         self._min_hosts, self._max_hosts = spec.min_hosts, spec.max_hosts
@@ -313,6 +315,8 @@ class Sizing:
             self._limits = replace(self._limits, global_batch_size=batch_size)
         if facts.get("has_uneven_shares"):
             self._limits = replace(self._limits, has_uneven_shares=True)
+        if self._is_own_loop and (sizes := facts.get("batch_sizes")):
+            self._learn_shares(sizes, is_weighted=facts.get("is_weighted", False))
         if (layers := facts.get("pipeline_layers")) is not None:
             is_alike = self._limits.is_in_stages or facts.get("is_in_stages", False)
             self._limits = replace(self._limits, most_pp=layers, is_in_stages=is_alike)
@@ -324,6 +328,22 @@ class Sizing:
             self._preference = self._preference or self._read_preference()
             self._assign = None
             self._place = self._made_place()
+
+    def _learn_shares(self, sizes: Sequence[int], *, is_weighted: bool) -> None:
+        """Adopt the global batches of a loop of one's own, the usual one last, and whether DP need
+        not divide them because it weighs its losses."""
+        limits = replace(self._limits, has_uneven_shares=is_weighted)
+        *others, usual = sizes
+        is_alike = limits.global_batch_size in (None, usual) and not limits.ramp_batch_sizes
+        if is_alike and (is_weighted or not others):
+            limits = replace(limits, global_batch_size=usual, ramp_batch_sizes=tuple(others))
+        self._has_news |= is_weighted and not self._limits.has_uneven_shares
+        self._limits = limits
+
+    def take_news(self) -> bool:
+        """Return, once, whether more degrees are valid now than the round's start knew."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
     def _fits(self) -> tuple[tuple[Degrees, Passes], ...]:
         """Layouts that have run on devices of the present kind."""

@@ -16,6 +16,7 @@ Outside ``scalai-run --elastic`` a session is inert: it returns the given degree
 and never stops the loop.
 """
 
+import logging
 import math
 import os
 import sys
@@ -32,6 +33,7 @@ import torch
 
 from scalai.core.dataset.drawn import Draw
 from scalai.core.dataset.order import GlobalOrder
+from scalai.core.degrees.batches import Batches
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
 from scalai.core.job.function_proof import MOST_STEPS, Numbers
 from scalai.core.job.spacing import Schedule
@@ -68,6 +70,7 @@ from scalai.runtime.live_files import fill_state
 from scalai.runtime.processes import imported
 from scalai.runtime.rank_snapshots import Snapshots
 from scalai.runtime.staging import StagingRing, rings_for
+from scalai.runtime.step_passes import PassAtHand, StepPasses
 
 
 class MadeSteps:
@@ -112,6 +115,12 @@ class _Copy:
 
 
 Row = tuple[Slot, Piece]
+
+SIZES, WEIGHTED = "batch_sizes", "is_weighted"
+"""Facts of a loop of one's own: sizes of its global batches, the usual one last; whether it weighs
+its losses."""
+
+log = logging.getLogger(__name__)
 
 _current: "Session | None" = None
 
@@ -197,6 +206,7 @@ class Session:
         is_measured: A framework's hooks call ``note_numbers``. Else the state may, from ``attach``
             on (``watch_steps``).
         replaying: Value of ``is_replaying``, set by a framework's hooks.
+        why_even: Reason of the attached state against uneven shares of the batch; empty: none.
     """
 
     def __init__(self, **defaults: int) -> None:
@@ -209,6 +219,7 @@ class Session:
         self.settings: Mapping[str, Json] = {}
         self.replaying: Callable[[], bool] = lambda: False
         self.is_measured = False
+        self.why_even = ""
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         self.run = "-"
@@ -228,6 +239,7 @@ class Session:
         shares = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
         of = f"{self.run}-{round_number()}"
         self._consumption = Consumption(of, shares, is_telling=self.rank == 0)
+        self._pass = PassAtHand()
 
     def _join(self, directory: Path) -> Mapping[str, int]:
         agent, round = call_agent(str(directory)), round_number()
@@ -340,6 +352,68 @@ class Session:
         """
         self._consumption.draw_from(order, contradiction)
 
+    def deal_passes(
+        self,
+        passes: Callable[[], StepPasses],
+        sizes: Sequence[int],
+        *,
+        is_weighted: bool,
+        is_drawing: Callable[[], bool],
+    ) -> None:
+        """Set the passes of the training's steps; call on every rank alike.
+
+        Args:
+            passes: Returns those of the step under way.
+            sizes: Samples of the global batches, the usual one last.
+            is_weighted: The loop says that it weighs its losses: DP need not divide the batches.
+            is_drawing: Whether this rank has drawn batches: then it asks in each pass for its
+                weight.
+
+        Raises:
+            UsageError: The loop weighs its losses, and ``attach`` was called already.
+        """
+        if is_weighted and self.is_elastic and self.is_attached:
+            raise UsageError(
+                "OrderedBatches with is_weighted=True were made behind attach(), which tells the "
+                "job of it. Make them before."
+            )
+        self._pass.deal(passes, is_drawing if is_weighted else None)
+        self.report_facts(**{SIZES: list(sizes), WEIGHTED: is_weighted})
+
+    def passes_of(self, batches: Batches, dp_rank: int, *, is_trained: bool) -> StepPasses:
+        """Return the passes of a step; ``is_trained`` False: of an evaluation."""
+        return StepPasses(batches, dp_rank, self._pass, is_trained=is_trained)
+
+    @property
+    def passes(self) -> StepPasses:
+        """Passes of each replica in the step under way, fillers included: a number, and ``for _ in
+        job.passes`` goes over them.
+
+        Raises:
+            UsageError: No ``OrderedBatches`` were made.
+            RefusedError: DP does not divide their batch, and the loop does not weigh its losses.
+        """
+        return self._pass.of_step()
+
+    @property
+    def is_filler(self) -> bool:
+        """True if the pass at hand repeats this replica's first micro-batch of the step.
+
+        Raises:
+            UsageError: No pass is at hand.
+        """
+        return self._pass.is_filler
+
+    @property
+    def weight(self) -> float:
+        """Factor of the loss of the pass at hand, so that a mean over passes and replicas counts
+        each micro-batch alike: 0 for a filler, 1 where shares are even.
+
+        Raises:
+            UsageError: No pass is at hand.
+        """
+        return self._pass.weight
+
     @property
     def stop_urgency(self) -> int:
         """Urgency of a change waiting for saves, as known to this host.
@@ -438,6 +512,9 @@ class Session:
             )
         attached = self._attached = _Attached(state)
         self.step, self.consumed_samples = step, samples
+        self.why_even = getattr(state, "why_even", "")
+        if self.why_even and self._reported.get(WEIGHTED) and self.rank == 0:
+            log.warning("event=even_shares DP divides the batch: %s", self.why_even)
         if self._link is None or self._welcome is None:
             return False
         slots = [*state.slots(), *self._registered.slots()]
@@ -458,7 +535,7 @@ class Session:
                 held=collection_of(attached.held),
                 wanted=collection_of(wanted),
                 coordinate=state.coordinate,
-                facts=JsonText.of({**self.facts, **self._reported}),
+                facts=JsonText.of(self._facts()),
                 uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
             )
         )
@@ -476,6 +553,13 @@ class Session:
             self._restore(wanted, source)
         self._link.report(self.step)
         return source is not None
+
+    def _facts(self) -> dict[str, Json]:
+        """Return the script's facts for later rounds."""
+        facts = {**self.facts, **self._reported}
+        if WEIGHTED in facts:  # each round's script says so anew
+            facts[WEIGHTED] = bool(self._reported.get(WEIGHTED)) and not self.why_even
+        return facts
 
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         """Report, after ``attach``, that the framework has loaded a checkpoint of its own.
@@ -547,7 +631,8 @@ class Session:
                 update, and leaves there.
 
         Raises:
-            RefusedError: The samples differ from those of ``OrderedBatches``.
+            RefusedError: The samples differ from those of ``OrderedBatches``, or the loop has not
+                weighed its losses although it says so.
         """
         if self._progress.is_stopped:
             return True  # a loop of one's own without an update behind its stop
@@ -555,6 +640,7 @@ class Session:
         before = self.consumed_samples
         self.consumed_samples = before + samples if consumed_samples is None else consumed_samples
         self._consumption.check(self.step, before, self.consumed_samples)
+        self._pass.step_ended(self.step)
         self.end_step()
         link, snapshots = self._link, self._attached.snapshots if self._attached else None
         if link is None or snapshots is None:

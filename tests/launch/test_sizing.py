@@ -444,3 +444,27 @@ def test_the_bytes_of_the_last_change_are_told_apart() -> None:
     failure = {"seconds": {"snapshot": 3.0, "move": 1.0, "restore": 1.0}, "is_emergency": True}
     assert read([stop, failure])[1] == ChangeTime(fixed_s=31.0, moves_s=10.0)
     assert read([])[1] == ChangeTime(fixed_s=41.0)
+
+
+@pytest.mark.parametrize("stated", ["", "global_batch_size = 12\n"])
+def test_a_loops_word_that_it_weighs_its_losses_frees_dp_until_it_says_so_no_more(
+    of_file: Callable[..., Sizing], stated: str
+) -> None:
+    sizing, hosts = of_file(f"[model]\n{stated}"), (("a", 3), ("b", 2))
+    told = {"batch_sizes": [12], "is_weighted": False}
+    sizing.learn({"facts": told})
+    assert taken(sizing, hosts).degrees == Degrees(1, 1, 4) and not sizing.take_news()
+    sizing.learn({"facts": {**told, "batch_sizes": [8, 16], "is_weighted": True}})
+    assert sizing.take_news() and not sizing.take_news()
+    sizing.rescale(5, None, "dp5")
+    assert taken(sizing, hosts).degrees == Degrees(1, 1, 5)
+    sizing.learn({"facts": told})
+    assert not sizing.take_news() and taken(sizing, hosts).degrees == Degrees(1, 1, 4)
+
+
+def test_no_word_of_a_loop_frees_the_dp_of_a_frameworks_job(of_file: Callable[..., Sizing]) -> None:
+    flags = "--tensor-model-parallel-size 1 --global-batch-size 12 --micro-batch-size 1"
+    script = f"pretrain_gpt.py {flags} --dataloader-type external"
+    sizing = of_file("", script=script)
+    sizing.learn({"facts": {"batch_sizes": [12], "is_weighted": True}})
+    assert not sizing.take_news() and taken(sizing, (("a", 3), ("b", 2))).degrees.dp == 4

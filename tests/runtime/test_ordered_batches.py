@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 import scalai
 from scalai.core.dataset.drawn import Draw, Number
 from scalai.core.dataset.ledger import Ledger, Lost, judge
 from scalai.core.dataset.order import GlobalBatches
-from scalai.core.errors import RefusedError
+from scalai.core.errors import RefusedError, UsageError
 from scalai.runtime.consumption import LEDGER, Consumption
 from scalai.runtime.session import Session
 
@@ -58,6 +59,146 @@ def test_a_dp_that_does_not_divide_the_batch_is_refused() -> None:
     batches = scalai.OrderedBatches(session(3), BLEND, 8)
     with pytest.raises(RefusedError, match="dp=3 does not divide"):
         next(iter(batches))
+
+
+# ------------------------------------------------------------------ uneven shares
+
+
+def weighs(job: Session, batch: int = 8, **more: Any) -> scalai.OrderedBatches:
+    return scalai.OrderedBatches(job, WIKI, batch, is_weighted=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("batch", "dp", "decided", "passes"),
+    [(8, 3, None, 3), (8, 3, 2, 2), (16, 5, 2, 2), (12, 4, 2, 2), (8, 4, None, 1), (8, 8, None, 1)],
+)
+def test_a_mean_over_weighted_passes_and_replicas_is_one_over_the_samples(
+    batch: int, dp: int, decided: int | None, passes: int
+) -> None:
+    values = np.random.default_rng(1).standard_normal(50)
+    drawn, mean = [], 0.0
+    for rank in range(dp):
+        job = session(dp, rank, consumed=20)
+        job.micro_batch_size = decided
+        given, made = iter(weighs(job, batch, micro_batch_size=4)), list[list[int]]()
+        assert job.passes == passes
+        for number in job.passes:
+            made.append(next(given))
+            mean += values[made[-1]].mean() * job.weight / job.passes / dp
+            if job.is_filler:
+                assert job.weight == 0 and number == passes - 1 and made[-1] == made[0]
+            else:
+                drawn += made[-1]
+    assert drawn == WIKI.samples_at(np.arange(20, 20 + batch)).tolist()
+    assert mean == pytest.approx(values[drawn].mean(), rel=1e-12)
+
+
+def test_even_shares_weigh_exactly_one() -> None:
+    job = session(4, 1)
+    weighs(job)
+    assert [(job.weight, job.is_filler) for _ in job.passes] == [(1.0, False)]
+
+
+def test_a_loop_that_says_nothing_has_even_shares_and_may_go_over_its_passes() -> None:
+    job = session(2)
+    next(iter(scalai.OrderedBatches(job, WIKI, 8)))
+    assert [(number, job.weight) for number in job.passes] == [(0, 1.0)]
+    assert not job.boundary(samples=8)
+
+
+@pytest.mark.fault
+def test_uneven_shares_are_refused_without_a_loops_word_or_against_its_state() -> None:
+    job = session(3)
+    with pytest.raises(RefusedError, match=r"global batch of 8 .*does not say is_weighted=True"):
+        next(iter(scalai.OrderedBatches(job, WIKI, 8)))
+    batches = weighs(job)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    job.attach(scalai.ReplicatedState(model, torch.optim.SGD(model.parameters(), 0.1)))
+    with pytest.raises(RefusedError, match=r"shares are even: SyncBatchNorm \(1\) counts"):
+        next(iter(batches))
+    with pytest.raises(RefusedError, match="dp=3 is larger than global_batch_size=2"):
+        next(iter(weighs(session(3), 2)))
+
+
+@pytest.mark.parametrize(
+    ("says", "why_even", "told"), [(True, "", True), (True, "batch norm", False),
+                                   (False, "", False), (None, "", False)],
+)  # fmt: skip
+def test_a_loops_word_holds_for_the_rounds_whose_script_gives_it(
+    says: bool | None, why_even: str, told: bool
+) -> None:
+    job = session()
+    job.facts, job.why_even = {"is_weighted": True, "batch_sizes": [4]}, why_even
+    if says is not None:
+        scalai.OrderedBatches(job, WIKI, RAMP, is_weighted=says)
+    sizes = [4] if says is None else [4, 8, 12]
+    assert job._facts() == {"is_weighted": told, "batch_sizes": sizes}
+
+
+def step_of_weights(job: Session, given: Any, *, asks: int, ends: bool = True) -> None:
+    for number in job.passes:
+        next(given)
+        if number < asks:
+            assert job.weight
+        if not ends:
+            break
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("dp", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("asks", "ends", "found"),
+    [(0, True, "3 of 3 passes asked"), (2, True, "1 of 3 passes asked"),
+     (3, False, "0 passes were made .* not ended")],
+)  # fmt: skip
+def test_a_loop_that_says_that_it_weighs_and_does_not_is_refused_at_any_degrees(
+    dp: int, asks: int, ends: bool, found: str
+) -> None:
+    job = session(dp)
+    given = iter(weighs(job, 3 * dp, micro_batch_size=1))
+    step_of_weights(job, given, asks=3)
+    assert not job.boundary(samples=3 * dp)
+    step_of_weights(job, given, asks=asks, ends=ends)
+    if not ends:
+        next(given), next(given)
+    with pytest.raises(RefusedError, match=f"step 2 {found}.*Multiply the loss"):
+        job.boundary(samples=3 * dp)
+
+
+def test_a_rank_without_batches_goes_over_the_passes_alone() -> None:
+    job = session(3)
+    weighs(job)
+    list(job.passes)
+    assert not job.boundary(samples=8)
+
+
+def test_the_passes_of_an_evaluation_within_a_step_are_its_own() -> None:
+    job = session(dp=3, rank=2)
+    given = iter(weighs(job))
+    seen = scalai.OrderedBatches(
+        job, scalai.Shuffled(12, is_shuffled=False, name="seen"), 4, samples=12,
+        is_training=False, is_weighted=True,
+    )  # fmt: skip
+    looked = iter(seen)
+    weights = []
+    for _ in job.passes:
+        next(given)
+        if _ == 0:
+            weights += [job.weight for _ in seen.passes]
+            assert [next(looked) for _ in seen.passes] == [[3], [3]]
+        weights.append(job.weight)
+    assert weights == [1.5, 0, 9 / 8, 9 / 8, 0]
+    assert not job.boundary(samples=8)
+
+
+def test_the_weight_of_no_pass_is_refused() -> None:
+    job = session()
+    with pytest.raises(UsageError, match=r"make scalai\.OrderedBatches before"):
+        list(job.passes)
+    weighs(job)
+    list(job.passes)
+    with pytest.raises(UsageError, match=r"ask within `for _ in job\.passes`"):
+        _ = job.weight
 
 
 def test_a_rank_whose_replica_is_not_known_is_refused() -> None:

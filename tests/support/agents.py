@@ -28,6 +28,7 @@ DEADLINE_S = 150.0
 """How long anything may take here; generous, because the machine may be busy."""
 SCALAI_RUN = Path(sys.executable).with_name("scalai-run")
 TINY_JOB = Path(__file__).with_name("tiny_job.py")
+TINY_MODEL = "global_batch_size = 12\nmicro_batch_size = 1\nnum_attention_heads = 12"
 
 
 class Timeout(AssertionError):
@@ -41,6 +42,7 @@ class Agents:
         folder: For logs, metrics and reports.
         degrees: The ``[degrees]`` table, as TOML lines; None: a plain job, not an elastic one.
         script: The script and its arguments.
+        model: Lines of its table ``[model]``.
         settings: More lines of the elastic configuration, by table.
         constants: Other values of ``CONSTANTS``, by ``section.key``.
         flags: More flags of ``scalai-run``.
@@ -56,6 +58,7 @@ class Agents:
         *,
         slots: int = 2,
         nodes: str = "1:2",
+        model: str = TINY_MODEL,
         settings: Mapping[str, str] | None = None,
         constants: Mapping[str, float] | None = None,
         flags: Sequence[str] = (),
@@ -74,16 +77,15 @@ class Agents:
             "--store-dir", str(self.store), "--probe", "none", "--settle-s", "0.2", *flags,
         ]  # fmt: skip
         if degrees is not None:
-            self._command += ["--elastic", str(self._configure(degrees, settings or {}))]
+            self._command += ["--elastic", str(self._configure(degrees, model, settings or {}))]
         self._script = list(script)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._all: list[subprocess.Popen[bytes]] = []
         self._lines: list[dict[str, Any]] = []
         self._read_bytes = 0
 
-    def _configure(self, degrees: str, settings: Mapping[str, str]) -> Path:
+    def _configure(self, degrees: str, model: str, settings: Mapping[str, str]) -> Path:
         """Write the elastic configuration and return where."""
-        model = "global_batch_size = 12\nmicro_batch_size = 1\nnum_attention_heads = 12"
         store = settings.get("store", "")
         if "snapshot_every" not in store:  # what comes at which step is the test's to say
             store += "\nsnapshot_every = 0"

@@ -81,13 +81,16 @@ def test_ranks_that_do_not_fit_are_idle_and_the_reason_is_said(
         (7, 16, 2, Degrees(1, 1, 4), "DP7 would need as many passes as DP4"),
         (5, 14, 2, Degrees(1, 1, 4), ""),
         (7, 21, 2, Degrees(1, 1, 7), ""),
+        (3, 8, None, Degrees(1, 1, 3), ""),
+        (7, 8, None, Degrees(1, 1, 4), "DP7 would need as many passes as DP4"),
+        (9, 8, None, Degrees(1, 1, 8), "dp=9 does not divide global_batch_size=8"),
     ],
 )  # fmt: skip
 def test_replicas_that_do_not_divide_the_batch_are_as_many_as_shorten_a_step(
-    world: int, batch: int, micro: int, degrees: Degrees, words: str
+    world: int, batch: int, micro: int | None, degrees: Degrees, words: str
 ) -> None:
     uneven = replace(TINY, global_batch_size=batch, micro_batch_size=micro, has_uneven_shares=True)
-    if batch % micro:
+    if batch % (micro or 1):
         with pytest.raises(RefusedError, match=f"does not divide global_batch_size={batch}"):
             choose(world, uneven, PLAIN, Degrees(1, 1, 1))
         return
