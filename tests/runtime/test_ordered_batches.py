@@ -3,7 +3,6 @@ the consumed samples alone, and the ledger: what it takes up, what it refuses, a
 
 import json
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -42,17 +41,15 @@ class Numbers(Dataset[int]):
 
 
 def step_of(dp: int, consumed: int, *, workers: int = 0) -> tuple[list[int], int]:
-    """Return what the replicas draw for one step, and its size."""
+    """Return what the replicas draw for one step, without fillers, and its size."""
     drawn: list[int] = []
     for rank in range(dp):
-        batches = scalai.OrderedBatches(
-            session(dp, rank, consumed), BLEND, RAMP, micro_batch_size=2
-        )
+        job = session(dp, rank, consumed)
+        batches = scalai.OrderedBatches(job, BLEND, RAMP, micro_batch_size=2, is_weighted=dp == 3)
         loader: Any = DataLoader(Numbers(), batch_sampler=batches, num_workers=workers)
-        count, size = batches.now.num_micro_batches, batches.now.global_batch_size
-        for batch in islice(loader, count):
-            drawn += batch.tolist()
-    return drawn, size
+        for _, batch in zip(job.passes, loader, strict=False):
+            drawn += [] if job.is_filler else batch.tolist()
+    return drawn, batches.now.global_batch_size
 
 
 def test_a_dp_that_does_not_divide_the_batch_is_refused() -> None:
@@ -233,7 +230,7 @@ def test_an_evaluation_leaves_the_ledger_alone_and_begins_at_its_first_sample() 
 
 def test_over_any_degrees_each_step_draws_its_places_of_the_order() -> None:
     consumed, number = 0, 0
-    for dp in [1, 2, 4, 2, 1, 4, 4, 1, 2, 2, 1, 4, 1] * 2:
+    for dp in [1, 2, 3, 4, 2, 3, 1, 4, 4, 1, 2, 3, 2, 1, 4, 1] * 2:
         drawn, size = step_of(dp, consumed)
         start, stop = GlobalBatches.of(RAMP).places(number)
         assert (start, stop) == (consumed, consumed + size)
