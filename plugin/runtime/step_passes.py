@@ -41,6 +41,10 @@ class StepPasses(int):
         """Yield the numbers of the passes, from 0 on."""
         return self._hand.over(self, is_trained=self._is_trained)
 
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """A copy is a plain number."""
+        return int, (int(self),)
+
     def is_filler(self, number: int) -> bool:
         """Return whether the pass of this number is a filler."""
         return self._batches.shares.is_filler(number, self._dp_rank)
@@ -63,7 +67,7 @@ class PassAtHand:
 
     def __init__(self) -> None:
         self._of_training: Callable[[], StepPasses] | None = None
-        self._is_weighted: Callable[[], bool] | None = None
+        self._is_drawing: Callable[[], bool] | None = None
         self._now: _Pass | None = None
         self._forget_step()
 
@@ -78,7 +82,7 @@ class PassAtHand:
             is_drawing: Whether this rank has batches, of a loop that weighs its losses; None: the
                 loop does not say so.
         """
-        self._of_training, self._is_weighted = passes, is_drawing
+        self._of_training, self._is_drawing = passes, is_drawing
 
     def of_step(self) -> StepPasses:
         """Return the passes of the step under way.
@@ -125,7 +129,7 @@ class PassAtHand:
         """
         made, unasked, is_whole = self._made, self._unasked, self._is_whole
         self._forget_step()
-        if self._is_weighted is None or (is_whole and not (unasked and self._is_weighted())):
+        if self._is_drawing is None or (is_whole and not (unasked and self._is_drawing())):
             return
         found = f"{unasked} of {made} passes asked for neither job.weight nor job.is_filler"
         if not is_whole:

@@ -3,6 +3,7 @@ the consumed samples alone, and the ledger: what it takes up, what it refuses, a
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,7 @@ def test_even_shares_weigh_exactly_one() -> None:
     job = session(4, 1)
     weighs(job)
     assert [(job.weight, job.is_filler) for _ in job.passes] == [(1.0, False)]
+    assert type(deepcopy(job.passes)) is int, "as it is logged, or sent to other ranks"
 
 
 def test_a_loop_that_says_nothing_has_even_shares_and_may_go_over_its_passes() -> None:
