@@ -123,7 +123,7 @@ class OrderedBatches(Sampler[list[int]]):
         has_fillers = self._is_weighted and not why
         if size % dp and not has_fillers:
             raise RefusedError(
-                f"dp={dp} does not divide a global batch of {size} samples, and shares are even: "
+                f"dp={dp} does not divide global_batch_size={size}, and shares are even: "
                 f"{why or 'the loop does not say is_weighted=True of its OrderedBatches'}. Use a "
                 "DP that divides it: [model] global_batch_size tells the job."
             )

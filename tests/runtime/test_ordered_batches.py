@@ -108,7 +108,7 @@ def test_a_loop_that_says_nothing_has_even_shares_and_may_go_over_its_passes() -
 @pytest.mark.fault
 def test_uneven_shares_are_refused_without_a_loops_word_or_against_its_state() -> None:
     job = session(3)
-    with pytest.raises(RefusedError, match=r"global batch of 8 .*does not say is_weighted=True"):
+    with pytest.raises(RefusedError, match=r"global_batch_size=8, .*does not say is_weighted=True"):
         next(iter(scalai.OrderedBatches(job, WIKI, 8)))
     batches = weighs(job)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
