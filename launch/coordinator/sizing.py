@@ -295,40 +295,6 @@ class Sizing:
         words = [f"--nproc {nproc}"] * bool(nproc) + [f"--degrees '{degrees}'"] * bool(degrees)
         self._say(f"event=asked before this start, and holds until scalai scale: {' '.join(words)}")
 
-    def learn(self, about: Mapping[str, Any], generation: int = 0) -> None:
-        """Adopt facts of the running script from a snapshot's ``about``: limits, and from the
-        newest generation persons' requests."""
-        if (asked := about.get("facts", {}).get(ASKED)) and generation >= self._asked_at:
-            self._asked_at = generation
-            self._recall(asked)
-        facts, before = about.get("facts", {}), (self._limits, self._told)
-        if facts.get("padded_vocab_size") is not None:
-            self._limits = replace(self._limits, padded_vocab_size=facts["padded_vocab_size"])
-        if self._told is not None and self._told.micro_batch_size is None:
-            micro = facts.get("first_micro_batch_size")
-            self._told = replace(self._told, micro_batch_size=micro)
-        if self._limits.eval_batch_size is None:
-            self._limits = replace(self._limits, eval_batch_size=facts.get("eval_batch_size"))
-        if self._limits.global_batch_size is None:
-            # A person may change the configuration's value before the job goes on.
-            batch_size = facts.get("global_batch_size")
-            self._limits = replace(self._limits, global_batch_size=batch_size)
-        if facts.get("has_uneven_shares"):
-            self._limits = replace(self._limits, has_uneven_shares=True)
-        if self._is_own_loop and (sizes := facts.get("batch_sizes")):
-            self._learn_shares(sizes, is_weighted=facts.get("is_weighted", False))
-        if (layers := facts.get("pipeline_layers")) is not None:
-            is_alike = self._limits.is_in_stages or facts.get("is_in_stages", False)
-            self._limits = replace(self._limits, most_pp=layers, is_in_stages=is_alike)
-        if (refused := facts.get("refused_layouts")) is not None:
-            self._limits = replace(self._limits, refused=tuple(map(tuple, refused)))
-        if (share := facts.get("first_share")) is not None:
-            self._limits = self._limits.with_first_dp(share[1])
-        if (self._limits, self._told) != before:
-            self._preference = self._preference or self._read_preference()
-            self._assign = None
-            self._place = self._made_place()
-
     def _learn_shares(self, sizes: Sequence[int], *, is_weighted: bool) -> None:
         """Adopt the global batches of a loop of one's own, the usual one last, and whether DP need
         not divide them because it weighs its losses."""
@@ -344,6 +310,40 @@ class Sizing:
         """Return, once, whether more degrees are valid now than the round's start knew."""
         has_news, self._has_news = self._has_news, False
         return has_news
+
+    def learn(self, about: Mapping[str, Any], generation: int = 0) -> None:
+        """Adopt facts of the running script from a snapshot's ``about``: limits, and from the
+        newest generation persons' requests."""
+        if (asked := about.get("facts", {}).get(ASKED)) and generation >= self._asked_at:
+            self._asked_at = generation
+            self._recall(asked)
+        facts, before = about.get("facts", {}), (self._limits, self._told)
+        if facts.get("padded_vocab_size") is not None:
+            self._limits = replace(self._limits, padded_vocab_size=facts["padded_vocab_size"])
+        if self._told is not None and self._told.micro_batch_size is None:
+            micro = facts.get("first_micro_batch_size")
+            self._told = replace(self._told, micro_batch_size=micro)
+        if facts.get("has_uneven_shares"):
+            self._limits = replace(self._limits, has_uneven_shares=True)
+        if self._is_own_loop and (sizes := facts.get("batch_sizes")):
+            self._learn_shares(sizes, is_weighted=facts.get("is_weighted", False))
+        if self._limits.eval_batch_size is None:
+            self._limits = replace(self._limits, eval_batch_size=facts.get("eval_batch_size"))
+        if self._limits.global_batch_size is None:
+            # A person may change the configuration's value before the job goes on.
+            batch_size = facts.get("global_batch_size")
+            self._limits = replace(self._limits, global_batch_size=batch_size)
+        if (layers := facts.get("pipeline_layers")) is not None:
+            is_alike = self._limits.is_in_stages or facts.get("is_in_stages", False)
+            self._limits = replace(self._limits, most_pp=layers, is_in_stages=is_alike)
+        if (refused := facts.get("refused_layouts")) is not None:
+            self._limits = replace(self._limits, refused=tuple(map(tuple, refused)))
+        if (share := facts.get("first_share")) is not None:
+            self._limits = self._limits.with_first_dp(share[1])
+        if (self._limits, self._told) != before:
+            self._preference = self._preference or self._read_preference()
+            self._assign = None
+            self._place = self._made_place()
 
     def _fits(self) -> tuple[tuple[Degrees, Passes], ...]:
         """Layouts that have run on devices of the present kind."""

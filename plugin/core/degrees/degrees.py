@@ -396,8 +396,9 @@ def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator
 
 def _is_dealt(batch: int, degrees: Degrees, limits: ModelLimits, micro: int | None) -> bool:
     """Whether each replica has a micro-batch of a batch, where DP need not divide it."""
-    each = micro or 1  # unknown: as small as need be
-    return limits.has_uneven_shares and batch % each == 0 and batch >= each * degrees.dp
+    if not limits.has_uneven_shares or micro is None:
+        return limits.has_uneven_shares and batch >= degrees.dp  # the micro-batch follows from DP
+    return batch % micro == 0 and batch >= micro * degrees.dp
 
 
 def _evaluation_passes(batch: int, degrees: Degrees, limits: ModelLimits, micro: int) -> int | None:
