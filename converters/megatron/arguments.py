@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalai.converters.megatron.rules import (
+    LAYOUT,
     QUERY_GROUPS_SHARED,
     Given,
     faults_of,
     fixed_axes,
+    is_derived_layout,
     layout_of,
+    may_have_uneven_stages,
     values_of,
 )
 from scalai.converters.megatron.sums import EVALUATION, Release, sums_of
@@ -157,8 +160,14 @@ def stages_of(text: str) -> tuple[str, ...]:
     return tuple(written.split("|"))
 
 
-def layout_fault(stages: tuple[str, ...], layers: int | None, pp: int) -> str | None:
-    """Return a reason against these stages on ``pp`` pipeline ranks; None: there is none."""
+def layout_fault(
+    stages: tuple[str, ...], layers: int | None, pp: int, predicted: int = 0
+) -> str | None:
+    """Return a reason against these stages on ``pp`` pipeline ranks; None: there is none.
+
+    Args:
+        predicted: Layers for further tokens (MTP).
+    """
     order = "".join(stages)
     if len(stages) % pp:
         return f"{LAYOUT_FLAG} has {len(stages)} stages, which pp={pp} does not divide"
@@ -166,6 +175,8 @@ def layout_fault(stages: tuple[str, ...], layers: int | None, pp: int) -> str | 
         return f"{LAYOUT_FLAG}: the first layer must be E, the last L, and both once"
     if layers is not None and order.count("t") != layers:
         return f"{LAYOUT_FLAG} has {order.count('t')} layers, --num-layers says {layers}"
+    if order.count("m") != predicted:
+        return f"{LAYOUT_FLAG} has {order.count('m')} m, {_PREDICTED} says {predicted}"
     return None
 
 
@@ -192,13 +203,7 @@ _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _CHUNK_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _FIRST_STAGE = "--decoder-first-pipeline-num-layers"
 _LAST_STAGE = "--decoder-last-pipeline-num-layers"
-_NEEDS_EVEN_STAGES = {
-    _FIRST_STAGE, _LAST_STAGE, "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split", "--mtp-num-layers", "--encoder-num-layers",
-    "--overlap-param-gather-with-optimizer-step",
-}  # fmt: skip
-"""Stages are divided in another way, or have layers of other kinds."""
-_STATED_STAGES = ("hybrid_layer_pattern", "pipeline_model_parallel_layout")
+_PREDICTED = "--mtp-num-layers"
 _SHARED_FFN = "--moe-shared-expert-intermediate-size"
 _RECOMPUTE: Mapping[Recompute | None, tuple[str, ...]] = {
     "selective": ("--recompute-granularity", "selective"),
@@ -352,6 +357,13 @@ def _counted_layers(given: Given) -> int | None:
     return None if layers is None else layers + _extra_layers(given)
 
 
+def _own_stages(given: Given, initial: DegreeRequest) -> tuple[int, int] | None:
+    """Return PP and VPP of stages that a person states; VPP 0: of any, None: nobody does."""
+    if LAYOUT_FLAG in given:
+        return None if is_derived_layout(values_of(given)) else (initial.pp, initial.vpp)
+    return (initial.pp, 0) if {_FIRST_STAGE, _LAST_STAGE} & set(given) else None
+
+
 def _extra_layers(given: Given) -> int:
     return sum(f"--account-for-{part}-in-pipeline-split" in given for part in ("embedding", "loss"))
 
@@ -361,8 +373,9 @@ def _limits(given: Given, initial: DegreeRequest, release: Release | None) -> Mo
     has_groups = "--group-query-attention" in given and "--multi-latent-attention" not in given
     experts = integer(given, "--num-experts") or None
     values = values_of(given)
-    # A layout of its own divides layers in its own way, and stays as it is.
-    is_stated = any(values.get(name) for name in _STATED_STAGES)
+    is_uneven = may_have_uneven_stages(values)
+    # Layers of several kinds, or a layout beside them, are divided in a way of their own.
+    is_stated = values.get("hybrid_layer_pattern") or (values.get(LAYOUT) and not is_uneven)
     final, others = _batches(given)
     ffn = _ffn_hidden_size(given)
     is_dense = experts is None or given.get("--moe-layer-freq", ("1",)) != ("1",)
@@ -387,7 +400,8 @@ def _limits(given: Given, initial: DegreeRequest, release: Release | None) -> Mo
         evaluates_one_micro_batch=SCHEDULE in given and not {_EVAL_BATCH, _EVAL_MICRO} & set(given),
         eval_micro_batch_stays=any(EVALUATION in each.stays for each in sums_of(values, release)),
         optimizer_instances=integer(given, "--num-distributed-optimizer-instances") or 1,
-        has_uneven_stages=not _NEEDS_EVEN_STAGES & set(given) and not is_stated,
+        has_uneven_stages=is_uneven,
+        own_stages=_own_stages(given, initial) if is_uneven else None,
         has_uneven_shares=not _NEEDS_EVEN_SHARES & set(given)
         and _GLOBAL_BALANCE not in given.get(_BALANCE, ())
         and given.get("--dataloader-type", ("single",)) in (("single",), ("cyclic",)),
@@ -458,6 +472,8 @@ def _evaluation(
 
 
 def _stage_faults(given: Given, pp: int) -> Iterator[str]:
+    if is_derived_layout(values_of(given)):
+        return  # it replaces the others
     ways = [flag for flag in (_LAYERS_PER_CHUNK, _CHUNKS, LAYOUT_FLAG) if flag in given]
     if len(ways) > 1:
         yield f"{' and '.join(ways)} both say what stages have; keep one"
@@ -468,7 +484,11 @@ def _stage_faults(given: Given, pp: int) -> Iterator[str]:
         yield f"{ends[0]}: embedding and loss cannot count as layers beside it; keep one"
     layout = given.get(LAYOUT_FLAG)
     if layout:
-        fault = layout_fault(stages_of(layout[0]), integer(given, "--num-layers"), pp)
+        if ends or _extra_layers(given):
+            flag = ends[0] if ends else "--account-for-..-in-pipeline-split"
+            yield f"{LAYOUT_FLAG} and {flag} both say what stages have; keep one"
+        stages, predicted = stages_of(layout[0]), integer(given, _PREDICTED) or 0
+        fault = layout_fault(stages, integer(given, "--num-layers"), pp, predicted)
         yield from [fault] if fault else []
 
 
@@ -508,9 +528,15 @@ def _virtual_stages(
         yield from (_CHUNK_GROUP, str(chunk_group(degrees, limits, size)))
     if any(axis == "vpp" for axis, _, _ in limits.fixed) and degrees.vpp == arguments.initial.vpp:
         return
-    layers = _counted_layers(given)
-    if limits.has_uneven_stages and layers and layers % (degrees.pp * degrees.vpp):
-        yield from (LAYOUT_FLAG, layout_of(layers, degrees.pp * degrees.vpp))
+    pp, vpp = limits.own_stages or (0, 0)
+    if vpp and degrees.pp == pp:
+        return
+    layers, own = _counted_layers(given), limits.num_layers
+    is_even = layers is not None and layers % (degrees.pp * degrees.vpp) == 0
+    is_as_given = degrees.pp == pp if pp else is_even and LAYOUT_FLAG not in given
+    if limits.has_uneven_stages and own and not is_as_given:
+        predicted = integer(given, _PREDICTED) or 0
+        yield from (LAYOUT_FLAG, layout_of(own, degrees.pp, degrees.vpp, predicted))
         return
     if _LAYERS_PER_CHUNK in given:
         if layers is None or layers % (degrees.pp * degrees.vpp):
@@ -529,6 +555,10 @@ def underived_notes(arguments: MegatronArguments) -> Iterator[str]:
     for flag, reason in _UNDERIVED.items():
         if flag in arguments.given:
             yield f"{flag}: {reason}"
+    if own := arguments.limits.own_stages:
+        for flag in (LAYOUT_FLAG, _FIRST_STAGE, _LAST_STAGE):
+            if flag in arguments.given:
+                yield f"{flag}: holds at pp={own[0]}; at another pp, stages are as even as can be"
 
 
 def evaluates_by_replicas(arguments: MegatronArguments) -> bool:

@@ -92,15 +92,35 @@ UNEVEN_STAGES = (
 )
 
 
-def layout_of(layers: int, stages: int) -> str:
-    """Return the ``--pipeline-model-parallel-layout`` of stages as even as can be."""
-    return f"E{'|'.join('t' * size for size in stage_sizes(layers, stages))}L"
+_EVEN_STAGES = ("hybrid_layer_pattern", "overlap_param_gather_with_optimizer_step")
+"""Arguments with which no layout of stages goes: layers of other kinds, chunks of one size."""
 
 
-def _is_own_layout(values: Values) -> bool:
-    """Whether the layout of stages is the one that a round derives."""
+def layout_of(layers: int, pp: int, vpp: int = 1, predicted: int = 0) -> str:
+    """Return the ``--pipeline-model-parallel-layout`` of stages as even as can be.
+
+    Args:
+        predicted: Layers for further tokens (MTP), which the last stage has.
+    """
+    stages = "|".join("t" * size for size in stage_sizes(layers, pp, vpp, predicted))
+    return f"E{stages}{'m' * predicted}L"
+
+
+def is_derived_layout(values: Values) -> bool:
+    """Whether the layout of stages is one that a round derives, not a person's."""
     text, layers = str(values.get(LAYOUT) or ""), values.get("num_layers")
-    return layers is not None and text == layout_of(int(layers), text.count("|") + 1)
+    if not text or layers is None:
+        return False
+    stages, predicted = text.count("|") + 1, int(values.get("mtp_num_layers") or 0)
+    pp = int(values.get("pipeline_model_parallel_size") or 1)
+    is_cut = stages % pp == 0 and stages <= int(layers)
+    return is_cut and text == layout_of(int(layers), pp, stages // pp, predicted)
+
+
+def may_have_uneven_stages(values: Values) -> bool:
+    """Whether a round may derive a layout of stages."""
+    is_t5 = values.get("encoder_num_layers") and values.get("decoder_num_layers")
+    return bool(values.get("num_layers") and not is_t5 and not any(map(values.get, _EVEN_STAGES)))
 
 
 def values_of(given: Given) -> dict[str, Any]:
@@ -172,10 +192,8 @@ def fixed_axes(values: Values, release: Release | None = None) -> Iterator[tuple
         release: Release of Megatron-core; None: unknown.
     """
     yield "cp", "another split of sequences is not supported"
-    for name in UNEVEN_STAGES:
+    for name in () if may_have_uneven_stages(values) else UNEVEN_STAGES:
         pattern = values.get(name)
-        if name == LAYOUT and _is_own_layout(values):
-            continue
         if pattern and (name != "hybrid_layer_pattern" or "|" in str(pattern)):
             yield "pp", f"{_flag(name)} fits this number of stages only"
             yield "vpp", f"{_flag(name)} fits this number of chunks only"

@@ -50,7 +50,7 @@ SECTIONS = (
 DERIVED_LIMITS = (
     "fixed", "min_pp_with_vpp", "min_tp", "min_tp_reason",
     "sharding", "is_in_stages", "most_pp", "no_tp_in_stages",
-    "has_uneven_shares", "has_uneven_stages",
+    "has_uneven_shares", "has_uneven_stages", "own_stages",
 )  # fmt: skip
 """Limits that follow from a script's flags; no file states them."""
 STANDBY = ("auto", "always", "never")

@@ -28,7 +28,13 @@ from scalai.patches.step_proof import keep
 
 CALCULATOR = "megatron.core.num_microbatches_calculator"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+OTHER_STAGES: dict[str, object] = {
+    "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}  # fmt: skip
+"""Arguments that a layout of stages replaces, and their values without flags."""
 EVAL_BATCH = "eval_global_batch_size"
 
 
@@ -94,15 +100,16 @@ class _Divisible(int):
 
 def check_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have ``validate_args`` accept an evaluation's batch that replicas do not divide, and a
-    round's layout of stages beside the script's virtual stages.
+    round's layout of stages beside the script's own flags of stages.
 
     Raises:
         RefusedError: A replica would have no micro-batch, or the micro-batch does not divide it.
     """
     job = next(iter(given_to(wrapped, args, kwargs).values()))
     if getattr(job, LAYOUT, None):  # a person's script with both has been refused
-        for name in VIRTUAL_STAGES:
-            setattr(job, name, None)
+        for name, value in OTHER_STAGES.items():
+            if hasattr(job, name):
+                setattr(job, name, value)
     batch = getattr(job, EVAL_BATCH, None) or getattr(job, "global_batch_size", None)
     is_dealt = getattr(job, "dataloader_type", None) in (None, "single", "cyclic")
     if not hasattr(job, EVAL_BATCH) or batch is None or not is_dealt:

@@ -81,16 +81,22 @@ def test_abbreviations_are_another_flag_as_in_megatrons_parser() -> None:
         ("--eval-global-batch-size 6 --eval-micro-batch-size 1", "eval_batch_size", None),
         ("--num-distributed-optimizer-instances 2", "optimizer_instances", 2),
         ("--no-overlap-p2p-communication", "min_pp_with_vpp", 3),
-        ("--pipeline-model-parallel-layout Et*4|t*4L", "num_layers", None),
+        ("--pipeline-model-parallel-layout Et*4|t*4L --pipeline-model-parallel-size 2",
+         "own_stages", (2, 1)),
+        ("--pipeline-model-parallel-layout Ettt|tttttL --pipeline-model-parallel-size 1",
+         "own_stages", (1, 2)),
+        ("--decoder-last-pipeline-num-layers 2 --pipeline-model-parallel-size 2",
+         "own_stages", (2, 0)),
         ("--hybrid-layer-pattern M|M", "num_layers", None),
         ("--dataloader-type cyclic --num-experts 4", "has_uneven_shares", True),
         ("--dataloader-type external", "has_uneven_shares", False),
         ("--moe-router-load-balancing-type global_aux_loss", "has_uneven_shares", False),
         ("--step-batch-size-schedule 0:12 1B:24", "has_uneven_shares", False),
         ("--cuda-graph-impl local", "has_uneven_shares", False),
-        ("--account-for-loss-in-pipeline-split", "has_uneven_stages", False),
-        ("--decoder-last-pipeline-num-layers 2", "has_uneven_stages", False),
-        ("--pipeline-model-parallel-layout Et*4|t*4L", "has_uneven_stages", False),
+        ("--account-for-loss-in-pipeline-split --mtp-num-layers 1", "has_uneven_stages", True),
+        ("--decoder-num-layers 8 --encoder-num-layers 8", "has_uneven_stages", False),
+        ("--overlap-param-gather-with-optimizer-step", "has_uneven_stages", False),
+        ("--hybrid-layer-pattern MMMM", "has_uneven_stages", False),
     ],
 )  # fmt: skip
 def test_each_limit_is_read(flags: str, field: str, value: object) -> None:
@@ -133,6 +139,9 @@ def test_cyclic_data_without_sharding_passes() -> None:
         ("--pipeline-model-parallel-layout Et*8xL", "'x' is no layer"),
         ("--pipeline-model-parallel-layout Et*7L", "has 7 layers, --num-layers says 8"),
         ("--pipeline-model-parallel-layout t*8L", "the first layer must be E"),
+        ("--pipeline-model-parallel-layout Et*8mL", "has 1 m, --mtp-num-layers says 0"),
+        ("--pipeline-model-parallel-layout Et*8L --decoder-last-pipeline-num-layers 2",
+         "both say what stages have"),
         ("--pipeline-model-parallel-layout (t*9999)*9999", "beyond all models"),
         ("--pipeline-model-parallel-layout Et*8L --num-virtual-stages-per-pipeline-rank 2",
          "both say what stages have"),
@@ -153,8 +162,14 @@ def test_a_malformed_value_is_named(flags: str, why: str) -> None:
         ("--context-parallel-size 2", Degrees(1, 1, 2), "cp=1 must stay 2"),
         ("--tp-comm-overlap --sequence-parallel", Degrees(1, 1, 1), "--tp-comm-overlap needs"),
         ("--distribute-saved-activations", Degrees(1, 1, 1), "--distribute-saved-activations"),
+        ("--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 3",
+         Degrees(1, 3, 1), "the 2 middle stages do not divide the 5 layers"),
         ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3",
-         Degrees(1, 4, 1), "pp=4 must stay 2: --decoder-first-pipeline-num-layers fits"),
+         Degrees(1, 9, 1), "pp=9 is more than num_layers=8"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*5L",
+         Degrees(1, 2, 1, vpp=2), "pp=2 has vpp=1 by the script's own layout of stages"),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+         "--overlap-param-gather-with-optimizer-step", Degrees(1, 4, 1), "pp=4 must stay 2"),
         ("--rampup-batch-size 8 8 100", Degrees(1, 1, 12), "ramp-up batch size=8"),
         ("--eval-global-batch-size 6", Degrees(1, 1, 4), "dp=4 does not divide the evaluation's"),
         ("--eval-global-batch-size 12 --num-virtual-stages-per-pipeline-rank 2",
@@ -211,7 +226,22 @@ def test_a_pinned_vocabulary_must_be_the_jobs() -> None:
         ("", Degrees(1, 2, 1, vpp=2), "--num-virtual-stages-per-pipeline-rank 2"),
         ("", Degrees(1, 3, 1), "--pipeline-model-parallel-layout Ett|ttt|tttL"),
         ("--num-virtual-stages-per-pipeline-rank 2", Degrees(1, 3, 1, vpp=2),
-         "--pipeline-model-parallel-layout Et|t|t|tt|tt|tL"),
+         "--pipeline-model-parallel-layout Et|t|tt|t|tt|tL"),
+        ("--mtp-num-layers 1", Degrees(1, 3, 1), "--pipeline-model-parallel-layout Ettt|ttt|ttmL"),
+        ("--mtp-num-layers 1", Degrees(1, 2, 1), "--make-vocab-size-divisible-by 50304"),
+        ("--account-for-loss-in-pipeline-split", Degrees(1, 3, 1),
+         "--make-vocab-size-divisible-by 50304"),
+        ("--account-for-loss-in-pipeline-split", Degrees(1, 2, 1), "-layout Etttt|ttttL"),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3",
+         Degrees(1, 2, 1), "--make-vocab-size-divisible-by 50304"),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3",
+         Degrees(1, 4, 1), "-layout Ett|tt|tt|ttL"),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3",
+         Degrees(1, 1, 1), "-layout EttttttttL"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*5L",
+         Degrees(1, 2, 2), "--make-vocab-size-divisible-by 50304"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*5L",
+         Degrees(1, 4, 2), "-layout Ett|tt|tt|ttL"),
     ],
 )  # fmt: skip
 def test_virtual_stages_are_derived_by_the_flag_in_use(
@@ -223,7 +253,10 @@ def test_virtual_stages_are_derived_by_the_flag_in_use(
 def test_chunks_of_one_whole_stage_turn_the_interleaved_schedule_off() -> None:
     derived = derive("--num-layers-per-virtual-pipeline-stage 2", Degrees(1, 4, 1))
     assert derived.endswith("--num-layers-per-virtual-pipeline-stage 2")  # 8 / 4: one chunk
-    kept = "--num-layers-per-virtual-pipeline-stage 2 --account-for-loss-in-pipeline-split"
+    kept = (
+        "--num-layers-per-virtual-pipeline-stage 2 --account-for-loss-in-pipeline-split "
+        "--overlap-param-gather-with-optimizer-step"
+    )
     with pytest.raises(RefusedError, match="cannot be derived for TP1·PP2·DP1"):
         derive(kept, Degrees(1, 2, 1))
 
@@ -344,7 +377,7 @@ def test_a_stated_group_of_micro_batches_stays_where_the_batch_goes_with_it() ->
         refusal(Degrees(1, 4, 2, vpp=3), replace(arguments.limits, chunk_group=4))
     )
     # Also where virtual stages may not change.
-    fixed = read_arguments([*flags.split(), "--decoder-first-pipeline-num-layers", "3"])
+    fixed = read_arguments([*flags.split(), "--overlap-param-gather-with-optimizer-step"])
     assert ("vpp", 3) in {(axis, size) for axis, size, _ in fixed.limits.fixed}
     assert _group_for(fixed, Degrees(1, 4, 5, vpp=3)) == "4"
 

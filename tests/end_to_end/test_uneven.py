@@ -79,6 +79,15 @@ CASES = [
          "--mtp-num-layers 1 --position-embedding-type rope"),
     Case("7 layers, PP3 to PP2 in virtual stages", 8, 3, "tp1 pp3", 2, "tp1 pp2 vpp2",
          "--num-layers 7", alone=3),
+    Case("7 layers and further tokens, PP3 to PP2 in virtual stages", 8, 3, "tp1 pp3", 2,
+         "tp1 pp2 vpp2", "--num-layers 7 --mtp-num-layers 1 --position-embedding-type rope",
+         alone=3),
+    Case("stated ends, PP3 to PP2 and back", 8, 3, "tp1 pp3", 2, "tp1 pp2",
+         "--num-layers 7 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 "
+         "--decoder-last-pipeline-num-layers 2", ends="--train-iters 80", alone=3, is_back=True),
+    Case("an embedding that counts as a layer, PP3 to PP2 in virtual stages", 8, 3, "tp1 pp3", 2,
+         "tp1 pp2 vpp2", "--num-layers 7 --account-for-embedding-in-pipeline-split "
+         "--untie-embeddings-and-output-weights", alone=3),
     Case("bf16", 8, 3, "tp1 pp1", 2, "tp1 pp2", "--bf16", 2e-4, ends="--train-iters 16"),
 ]  # fmt: skip
 

@@ -58,7 +58,9 @@ def judge(case: Case, *, release: tuple[int, ...] | None) -> Verdict:
     try:
         arguments = read_arguments(case.flags, release=release)
         limits = replace(arguments.limits, padded_vocab_size=padded)
-        workload_of(arguments, VOCABULARY)
+        # The planner does not speak of layers for further tokens, a running job does.
+        given = {flag: of for flag, of in arguments.given.items() if flag != "--mtp-num-layers"}
+        workload_of(replace(arguments, given=given), VOCABULARY)
         why = refusal(degrees, limits, case.micro_batch)
         flags, _ = derived_flags(
             replace(arguments, limits=limits), degrees, padded, case.micro_batch,
@@ -101,14 +103,14 @@ def random_case(draw: random.Random, *, has_newest_flags: bool) -> Case:
 def _any(draw: random.Random, has_newest_flags: bool) -> Case:
     pick = draw.choice
     degrees = Degrees(
-        pick((1, 1, 2, 2, 3, 4, 8)), pick((1, 1, 2, 2, 3, 4)), pick((1, 2, 2, 3, 4, 6)),
+        pick((1, 1, 2, 2, 3, 4, 8)), pick((1, 1, 2, 2, 3, 4)), pick((1, 2, 2, 3, 4, 5, 6)),
         cp=pick((1, 1, 1, 1, 2, 4)),
     )  # fmt: skip
-    layers, final = pick((2, 4, 6, 8, 12, 12)), pick((12, 24, 24, 48, 72, 96))
+    layers, final = pick((2, 4, 6, 7, 8, 11, 12, 12)), pick((12, 24, 24, 48, 72, 96))
     flags, words = _model(draw, layers, final)
     degrees = replace(degrees, ep=_experts(draw, flags, words))
     _switches(draw, flags, words)
-    vpp, is_fixed = _stages(draw, flags, words, layers, degrees.pp)
+    vpp = _stages(draw, flags, words, layers, degrees.pp)
     _batches(draw, flags, final, has_newest_flags)
     first = replace(degrees, vpp=vpp)
     flags |= {
@@ -117,7 +119,7 @@ def _any(draw: random.Random, has_newest_flags: bool) -> Case:
     }  # fmt: skip
     degrees, micro_batch = first, None
     if draw.random() < 0.5:
-        degrees = _changed(draw, first, is_fixed=is_fixed, has_experts="num-experts" in flags)
+        degrees = _changed(draw, first, has_experts="num-experts" in flags)
         micro_batch = pick((None, 1, 2, 4))
     ranks = degrees.world_size + (pick((1, 2)) if draw.random() < 0.03 else 0)
     return Case((*FLAGS, *_given(flags), *words), degrees, micro_batch, ranks, first.tp)
@@ -177,11 +179,11 @@ def _switches(draw: random.Random, flags: dict[str, object], words: list[str]) -
         flags["padded-vocab-size"] = draw.choice((128, 132, 144, 160))
 
 
-def _changed(draw: random.Random, first: Degrees, *, is_fixed: bool, has_experts: bool) -> Degrees:
-    """Return degrees that the script's own may change to; stages that are fixed stay."""
+def _changed(draw: random.Random, first: Degrees, *, has_experts: bool) -> Degrees:
+    """Return degrees that the script's own may change to."""
     pick = draw.choice
-    degrees = replace(first, tp=pick((1, 2, 3, 4)), dp=pick((1, 2, 3, 4, 6)))
-    if not is_fixed:
+    degrees = replace(first, tp=pick((1, 2, 3, 4)), dp=pick((1, 2, 3, 4, 5, 6)))
+    if draw.random() < 0.8:
         degrees = replace(degrees, pp=pick((1, 2, 3, 4)), vpp=pick((1, 1, 2, 3)))
     return replace(degrees, ep=pick((1, 2, 4))) if has_experts else degrees
 
@@ -195,27 +197,29 @@ def _given(flags: Mapping[str, object]) -> list[str]:
 
 def _stages(
     draw: random.Random, flags: dict[str, object], words: list[str], layers: int, pp: int
-) -> tuple[int, bool]:
-    """Add flags of the pipeline's stages; return virtual stages, and whether both are fixed."""
-    kind = draw.random()
-    if kind < 0.45:
-        return 1, False
-    if kind < 0.65:
+) -> int:
+    """Add flags of the pipeline's stages; return virtual stages."""
+    kind, predicted = draw.random(), draw.choice((0, 0, 0, 0, 1, 2))
+    if predicted:
+        flags |= {"mtp-num-layers": predicted, "position-embedding-type": "rope"}
+    if kind < 0.4:
+        return 1
+    if kind < 0.55:
         vpp = draw.choice((1, 2, 2, 3))
         flags["num-virtual-stages-per-pipeline-rank"] = vpp
-        return vpp, False
-    if kind < 0.8:
+        return vpp
+    if kind < 0.7:
         each = flags["num-layers-per-virtual-pipeline-stage"] = draw.choice((1, 1, 2, 3))
-        return max(1, layers // pp // each), False
-    if kind < 0.88:
+        return max(1, layers // pp // each)
+    if kind < 0.8:
         words += draw.choice((
             ["--account-for-embedding-in-pipeline-split"],
             ["--account-for-loss-in-pipeline-split"],
             ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"],
         ))  # fmt: skip
-        return 1, False
+        return 1
     vpp = 1
-    if kind < 0.97:
+    if kind < 0.92:
         if draw.random() < 0.7:
             flags["decoder-first-pipeline-num-layers"] = draw.choice((1, 2, 3, 4))
         if draw.random() < 0.7:
@@ -224,15 +228,18 @@ def _stages(
             vpp = flags["num-virtual-stages-per-pipeline-rank"] = 2
         if draw.random() < 0.1:
             words.append("--account-for-loss-in-pipeline-split")
-        return vpp, True
-    vpp, stages = draw.choice((1, 1, 2)), pp * 2
+        return vpp
+    vpp = draw.choice((1, 1, 2))
     stages = pp * vpp + (draw.random() < 0.1)
     cuts = sorted(draw.choices(range(layers + 1), k=stages - 1))
     sizes = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
     sizes[-1] += draw.random() < 0.1
     rest = "|".join("t" * size for size in sizes)
-    flags["pipeline-model-parallel-layout"] = f"E{rest}L"
-    return vpp, True
+    last = "m" * (predicted + (draw.random() < 0.1))
+    flags["pipeline-model-parallel-layout"] = f"E{rest}{last}L"
+    if draw.random() < 0.1:
+        words.append("--account-for-embedding-in-pipeline-split")
+    return vpp
 
 
 def _batches(

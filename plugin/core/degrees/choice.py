@@ -25,16 +25,20 @@ def splits(case: Case, most: int, least: int) -> Iterator[DegreeRequest]:
     fixed = case.policy.kept_axes
     tps = [kept.tp] if "tp" in fixed else _divisors(limits.num_attention_heads or kept.tp)
     is_uneven = limits.first_stage_layers is not None or limits.last_stage_layers is not None
+    is_uneven = is_uneven and not limits.has_uneven_stages
     is_known = limits.num_layers is not None and not is_uneven and "pp" not in fixed
-    layers = (limits.num_layers or 0) + limits.extra_layers
+    layers = limits.num_layers or 0
     pps = stage_counts(layers, limits) if is_known else [kept.pp]
+    pp_of, vpp_of = limits.own_stages or (0, 0)
     has_all_stages = is_known and case.policy.freedom.is_free("virtual-stages", for_memory=False)
     pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
     for tp, pp in pairs:
         if least <= tp * pp <= most:
             stages = [kept.vpp, 1] if pp > 1 else [1]
             if has_all_stages and pp > 1:
-                stages += _divisors(-(-layers // pp))
+                stages += _divisors(-(-(layers + limits.extra_layers) // pp))
+            if vpp_of and pp == pp_of:
+                stages = [vpp_of]
             for vpp in dict.fromkeys(stages):
                 yield DegreeRequest(tp, pp, vpp=vpp)
 

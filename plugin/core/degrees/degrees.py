@@ -156,6 +156,8 @@ class ModelLimits:
     """Whether DP need not divide the micro-batches of a step: fillers take the missing places."""
     has_uneven_stages: bool = False
     """Whether PP and virtual stages need not divide the layers."""
+    own_stages: tuple[int, int] | None = None
+    """(PP, VPP) whose stages the script states itself, where others are computed; VPP 0: of any."""
     extra_layers: int = 0
     first_stage_layers: int | None = None
     """Layers of the first pipeline stage, where they are not as many as those of others."""
@@ -277,35 +279,62 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
         yield f"vpp={vpp} needs pp of {limits.min_pp_with_vpp} or more"
     if limits.num_layers is None:
         return
-    if limits.first_stage_layers is not None or limits.last_stage_layers is not None:
-        yield from _uneven_stages(degrees, limits, limits.num_layers)
+    pp_of, vpp_of = limits.own_stages or (0, 0)
+    if vpp_of and pp == pp_of:
+        if vpp != vpp_of:
+            yield f"pp={pp} has vpp={vpp_of} by the script's own layout of stages, not vpp={vpp}"
+        return
+    is_ended = limits.first_stage_layers is not None or limits.last_stage_layers is not None
+    if is_ended and pp_of in (0, pp):
+        yield from _stated_ends(degrees, limits, limits.num_layers)
         return
     layers = limits.num_layers + limits.extra_layers
     counted = f"num_layers={limits.num_layers}" + (
         f" plus {limits.extra_layers} (embedding and loss count)" if limits.extra_layers else ""
     )
     stages = f"pp={pp}" if vpp == 1 else f"pp*vpp={pp}*{vpp}"
-    if limits.has_uneven_stages and layers < pp * vpp:
-        yield f"{stages} is more than {counted}"
-    elif layers % (pp * vpp) and not limits.has_uneven_stages:
+    if layers % (pp * vpp) == 0 and not is_ended:
+        return
+    if not limits.has_uneven_stages:
         yield f"{stages} does not divide {counted}"
+    elif limits.num_layers < pp * vpp:
+        yield f"{stages} is more than num_layers={limits.num_layers}"
 
 
 def stage_counts(layers: int, limits: ModelLimits) -> list[int]:
-    """Return the numbers of pipeline stages to try, ascending: divisors, or the fewest stages for
-    each number of layers of the largest one."""
-    if not limits.has_uneven_stages:
-        return [n for n in range(1, layers + 1) if layers % n == 0]
-    return sorted({-(-layers // largest) for largest in range(1, layers + 1)})
+    """Return the numbers of pipeline stages to try, ascending: divisors of all that counts as a
+    layer, where stages may be uneven also the fewest for each number of layers of the largest one,
+    and the script's own."""
+    counted = layers + limits.extra_layers
+    found = {n for n in range(1, counted + 1) if counted % n == 0}
+    if limits.has_uneven_stages:
+        found |= {-(-layers // largest) for largest in range(1, layers + 1)}
+        found |= {limits.own_stages[0]} if limits.own_stages else set()
+    return sorted(found)
 
 
-def stage_sizes(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage, as even as can be. The later ones have more, which keep
-    fewer activations, but for the last one with its head."""
-    each, rest = divmod(layers, stages)
-    order = [*range(stages - 2, 0, -1), *dict.fromkeys((stages - 1, 0))]
-    more = set(order[:rest])
-    return tuple(each + (stage in more) for stage in range(stages))
+def stage_sizes(layers: int, pp: int, vpp: int = 1, predicted: int = 0) -> tuple[int, ...]:
+    """Return the layers of each of ``pp * vpp`` virtual stages, in the order of the layers.
+
+    Ranks are as even as can be where embedding, head and each of ``predicted`` layers for further
+    tokens, which the last one has, count as a layer too; but none has more layers than the even
+    share, rounded up. Later ranks have more of the rest: they keep fewer activations.
+    """
+    most = -(-(layers + predicted) // pp)
+    ranks = [vpp] * pp
+    weights = [vpp + (rank == 0) + (rank == pp - 1) * (1 + predicted) for rank in range(pp)]
+    turns = [*range(pp - 2, 0, -1), *dict.fromkeys((pp - 1, 0))]
+    for _ in range(layers - pp * vpp):
+        rank = min((r for r in turns if ranks[r] < most), key=lambda r: weights[r])
+        ranks[rank] += 1
+        weights[rank] += 1
+    chunks = []
+    for rank, size in enumerate(ranks):
+        each, rest = divmod(size, vpp)
+        # Away from the embedding and from the head.
+        begin = 0 if rank == pp - 1 else vpp - rest
+        chunks.append([each + (begin <= chunk < begin + rest) for chunk in range(vpp)])
+    return tuple(chunk[turn] for turn in range(vpp) for chunk in chunks)
 
 
 def _sharded(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
@@ -327,8 +356,8 @@ def _sharded(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
         )
 
 
-def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:
-    """Yield reasons against a first or last stage with another number of layers."""
+def _stated_ends(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:
+    """Yield reasons against a first or last stage with a stated number of layers."""
     ends = [n for n in (limits.first_stage_layers, limits.last_stage_layers) if n is not None]
     if degrees.pp == 1:
         # One stage is the first and the last: Megatron-LM takes what it says of the last.

@@ -312,11 +312,44 @@ def last(x: Cases) -> Floats:
     return x.layout.pp - 1
 
 
+def fuller(x: Cases) -> Floats:
+    """Return the number of the first stage in the middle with as many layers as the longest."""
+    return np.minimum(_short_stages(x) + 1, np.maximum(x.layout.pp - 2, 0))
+
+
+def has_short_stages(x: Cases) -> bool:
+    """Whether a stage in the middle of some case has fewer layers than the longest."""
+    return bool(np.any(_short_stages(x) > 0))
+
+
+def _short_stages(x: Cases) -> Floats:
+    """Return how many stages behind the first have a layer less than the longest."""
+    lacking, is_twice = _lacking(x)
+    return np.maximum(lacking - 2 - 2 * is_twice, 0)
+
+
+def _lacking(x: Cases) -> tuple[Floats, Floats]:
+    """Return how many layers even stages of the longest one's size would have more, and whether
+    the ends can give two of them each."""
+    longest = np.ceil(x.model.layers / x.layout.pp)
+    return x.layout.pp * longest - x.model.layers, longest - 2 >= x.layout.vpp
+
+
 def layers_of(x: Cases, stage: Floats) -> tuple[Floats, Floats]:
     """Return how many layers of a stage have no experts, and how many do: these are spread evenly,
-    those without them first, and stages are cut as if none were virtual."""
-    layers = np.ceil(x.model.layers / x.layout.pp)
-    before = np.minimum(stage * layers, x.model.layers - layers)
+    those without them first. The stages are those of ``degrees.stage_sizes``."""
+    longest, (lacking, is_twice) = np.ceil(x.model.layers / x.layout.pp), _lacking(x)
+    short = _short_stages(x)
+    begin = longest - (lacking >= 1) - is_twice * (lacking >= 3)
+    end = longest - (lacking >= 2) - is_twice * (lacking >= 4)
+    middle = longest - (stage <= short)
+    layers = np.where(stage == 0, begin, np.where(stage == x.layout.pp - 1, end, middle))
+    before = begin + (stage - 1) * longest - np.minimum(stage - 1, short)
+    return _kinds(x, np.where(stage == 0, 0.0, before), layers)
+
+
+def _kinds(x: Cases, before: Floats, layers: Floats) -> tuple[Floats, Floats]:
+    """Return how many of the layers behind these have no experts, and how many do."""
     end = np.floor((before + layers) * x.model.moe_layers / x.model.layers)
     moe = end - np.floor(before * x.model.moe_layers / x.model.layers)
     return layers - moe, moe
@@ -324,17 +357,26 @@ def layers_of(x: Cases, stage: Floats) -> tuple[Floats, Floats]:
 
 def parameters_of(x: Cases, stage: Floats) -> tuple[Floats, Floats]:
     """Return the parameters of one rank of a stage: all but the routed experts', and these."""
-    dense, moe = layers_of(x, stage)
+    return _parameters(x, stage, layers_of(x, stage))
+
+
+def _parameters(x: Cases, stage: Floats, layers: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+    dense, moe = layers
     own = dense * dense_layer(x) + moe * expert_layer(x) + _ends(x, stage)
     return own, moe * experts(x)
 
 
 def most_parameters(x: Cases) -> tuple[Floats, Floats]:
     """Return the same of the stage that has most of either: the first or, of layers with experts,
-    the second."""
-    own, routed = parameters_of(x, first(x))
-    others = parameters_of(x, second(x))
-    return np.maximum(own, others[0]), np.maximum(routed, others[1])
+    the second, each with as many layers as the longest."""
+    layers = np.ceil(x.model.layers / x.layout.pp)
+
+    def of(stage: Floats) -> tuple[Floats, Floats]:
+        before = np.minimum(stage * layers, x.model.layers - layers)
+        return _parameters(x, stage, _kinds(x, before, layers))
+
+    begin, others = of(first(x)), of(second(x))
+    return np.maximum(begin[0], others[0]), np.maximum(begin[1], others[1])
 
 
 def dense_layer(x: Cases) -> Floats:

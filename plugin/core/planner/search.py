@@ -184,7 +184,7 @@ def _degrees(
     layers = shape.layers + limits.extra_layers
     replicas = divisors(batch)
     for tp in (t for t in divisors(shape.heads) if t <= most):
-        for pp in stage_counts(layers, limits):
+        for pp in stage_counts(shape.layers, limits):
             for cp in choices.context_parallel:
                 room = devices // (tp * pp * cp)
                 counts = [d for d in replicas if d <= room][-replica_counts:]

@@ -15,6 +15,8 @@ from scalai.core.planner.columns import (
     expert_layer,
     experts,
     first,
+    fuller,
+    has_short_stages,
     last,
     layers_of,
     parameters_of,
@@ -66,14 +68,15 @@ def step_memory(x: Cases) -> StepMemory:
 
     The first keeps the most passes in flight and has the embedding, the last has head and logits;
     those between have less than the first, unless layers without experts come first: then the
-    second has more of them.
+    second has more of them. Where stages are uneven, the first of the longest stages counts too.
 
     Source:
         Korthikanti et al., arXiv 2205.05198, table 2 and equations 5 to 9, by width of each saved
         tensor; Megatron-LM, training/theoretical_memory_usage.py and pipeline_parallel/schedules.py
         (passes in flight); Rajbhandari et al., arXiv 1910.02054 (sharding).
     """
-    stages = [stage_memory(x, stage) for stage in (first(x), second(x), last(x))]
+    numbers = [first(x), second(x), last(x), *([fuller(x)] if has_short_stages(x) else [])]
+    stages = [stage_memory(x, stage) for stage in numbers]
     fullest = np.argmax([each.total for each in stages], axis=0)
     return StepMemory(
         **{

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from scalai.core.degrees.assignment import make_assign, place_ranks
@@ -40,18 +40,42 @@ GPT = ModelLimits(
 sizes = st.integers(1, 4)
 
 
-@given(st.integers(1, 40), st.integers(1, 8), sizes)
-def test_stages_and_ranks_have_layers_as_even_as_can_be(layers: int, pp: int, vpp: int) -> None:
-    found = stage_sizes(layers, pp * vpp)
-    assert sum(found) == layers and max(found) - min(found) <= 1
-    by_rank = [sum(found[rank::pp]) for rank in range(pp)]
-    assert max(by_rank) == -(-layers // pp)
-    assert found[0] == min(found) and (len(found) == 2 or found[-1] <= max(found[:-1] or found))
+@given(st.integers(1, 60), st.integers(1, 8), sizes, st.integers(0, 2))
+def test_stages_and_ranks_have_layers_as_even_as_can_be(
+    layers: int, pp: int, vpp: int, predicted: int
+) -> None:
+    assume(layers >= pp * vpp and (pp > 1 or vpp == 1))
+    found = stage_sizes(layers, pp, vpp, predicted)
+    assert sum(found) == layers and len(found) == pp * vpp and min(found) >= 1
+    for rank in range(pp):
+        assert max(found[rank::pp]) - min(found[rank::pp]) <= 1
+    ranks = [sum(found[rank::pp]) for rank in range(pp)]
+    assert max(ranks) <= -(-(layers + predicted) // pp)
+    assert ranks[1:-1] == sorted(ranks[1:-1])
+    assert predicted or max(ranks) == -(-layers // pp)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "predicted", "sizes"),
+    [
+        (80, 5, 0, (16,) * 5),
+        (79, 5, 0, (15, 16, 16, 16, 16)),
+        (78, 5, 0, (15, 16, 16, 16, 15)),
+        (80, 6, 0, (12, 14, 14, 14, 14, 12)),
+        (61, 8, 1, (7, 8, 8, 8, 8, 8, 8, 6)),
+        (5, 4, 2, (1, 1, 2, 1)),
+    ],
+)
+def test_embedding_head_and_layers_for_further_tokens_count_as_layers(
+    layers: int, pp: int, predicted: int, sizes: tuple[int, ...]
+) -> None:
+    assert stage_sizes(layers, pp, 1, predicted) == sizes
 
 
 def test_stages_are_as_few_as_their_largest_one_allows() -> None:
     assert stage_counts(12, GPT) == [1, 2, 3, 4, 6, 12]
-    assert stage_counts(7, replace(GPT, has_uneven_stages=True)) == [1, 2, 3, 4, 7]
+    uneven = replace(GPT, has_uneven_stages=True, extra_layers=2, own_stages=(5, 0))
+    assert stage_counts(7, uneven) == [1, 2, 3, 4, 5, 7, 9]
 
 
 @given(sizes, sizes, sizes, sizes)

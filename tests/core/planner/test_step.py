@@ -7,13 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.core.degrees.degrees import Degrees
+from scalai.core.degrees.degrees import Degrees, stage_sizes
 from scalai.core.degrees.passes import Recompute
 from scalai.core.errors import UsageError
-from scalai.core.planner.columns import Cases, Layout, Workload, columns_of, first, parameters_of
+from scalai.core.planner.columns import (
+    Cases,
+    Layout,
+    Workload,
+    columns_of,
+    first,
+    layers_of,
+    parameters_of,
+)
 from scalai.core.planner.devices import Device, device_named
 from scalai.core.planner.shape import ModelShape
-from scalai.core.planner.step_memory import fits, is_too_large, step_memory
+from scalai.core.planner.step_memory import fits, is_too_large, stage_memory, step_memory
 from scalai.core.planner.step_time import (
     DEFAULT,
     NAMES,
@@ -269,6 +277,22 @@ def test_the_stage_counts_that_has_most() -> None:
     sparse = replace(EXPERTS, ffn=1_024, vocab=1_024, seq=128, experts=64, moe_layers=7)
     second = memory_of(sparse, Degrees(1, 4, 8, ep=8), 1)
     assert second["weights"] > 2 * 2 * 8 * sparse.parameters.expert
+
+
+def test_uneven_stages_have_the_memory_of_their_own_layers_and_the_fullest_counts() -> None:
+    cuts = [(layers, pp, vpp) for layers in range(1, 30) for pp in range(1, 10) for vpp in (1, 2)]
+    shape = replace(EXPERTS, moe_layers=0, experts=0, top_k=0)
+    for layers, pp, vpp in cuts:
+        if layers < pp * vpp or vpp > pp:
+            continue
+        work = Workload(replace(shape, layers=layers), 64)
+        x = columns_of([(work, A100, Layout(Degrees(1, pp, 1, vpp), 1))])
+        stages = [np.array([float(rank)]) for rank in range(pp)]
+        sizes = stage_sizes(layers, pp, vpp)
+        assert [sum(layers_of(x, stage))[0] for stage in stages] == [
+            sum(sizes[rank::pp]) for rank in range(pp)
+        ]
+        assert step_memory(x).total[0] == max(stage_memory(x, each).total[0] for each in stages)
 
 
 def test_nothing_is_held_impossible_that_hardly_misses() -> None:
