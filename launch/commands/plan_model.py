@@ -240,7 +240,9 @@ def _of_deepspeed(
         fixed.append(("tp", 1, f"the configuration has no {AUTOTP} (AutoTP)"))
     if stated_stages(script) is None:
         fixed.append(("pp", 1, "no flag of the script states stages, such as --num-stages"))
-    limits = limits_of(work, fixed=tuple(fixed), no_tp_in_stages=AUTOTP_ALONE)
+    limits = limits_of(
+        work, fixed=tuple(fixed), no_tp_in_stages=AUTOTP_ALONE, has_uneven_stages=True
+    )
     return work, limits, _narrowed(Choices(sharding=stages, is_sequence_parallel=False), args)
 
 

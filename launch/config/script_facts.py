@@ -268,6 +268,7 @@ def read_script(
         global_batch_size=step_samples(deepspeed),
         sharding=_sharding(by_world, stage_of(deepspeed)),
         no_tp_in_stages=AUTOTP_ALONE if AUTOTP in deepspeed else "",
+        has_uneven_stages=True,  # PipelineModule divides any number of layers
         fixed=DEEPSPEED_FIXED,
         has_uneven_shares=config.deepspeed.data_order == "loader",
     )
@@ -284,7 +285,8 @@ def read_script(
 
 
 def _even_cuts(model: Mapping[str, int | bool]) -> ModelLimits:
-    """Return the limits of a stated model; only its even cuts are computed and offered."""
+    """Return the limits of a stated model; only even cuts of its layers by TP are computed and
+    offered."""
     shape = read_table_shape(model, "[planner] model")
     return ModelLimits(
         num_attention_heads=shape.heads, num_query_groups=shape.kv_groups,

@@ -101,6 +101,7 @@ FIXED = [
      {"optimizer": "muon", "muon_tp_mode": "blockwise"}, "tp", "--muon-tp-mode blockwise"),
     ("--encoder-num-layers 4 --decoder-num-layers 4",
      {"encoder_num_layers": 4, "decoder_num_layers": 4}, "pp", "T5 without pipeline parallelism"),
+    ("--mtp-num-layers 1", {"mtp_num_layers": 1, "num_layers": 8}, "pp", "with tied embeddings"),
     ("--pipeline-model-parallel-layout Et*8L --overlap-param-gather-with-optimizer-step",
      {"pipeline_model_parallel_layout": "Et*8L", "num_layers": 8,
       "overlap_param_gather_with_optimizer_step": True}, "pp", "this number of stages"),

@@ -72,12 +72,13 @@ def test_every_stage_goes_through_four_changes_of_dp(
 
 @pytest.mark.campaign
 def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script asks for two stages; the block says on how many ranks there are others. Each
-    change is proven to compute the same, and one rank, which does not, is left again.
+    """The script asks for two stages; the block says on how many ranks there are others, which may
+    be uneven. Each change is proven to compute the same, and one rank, which does not, is left
+    again.
 
     No clipping: a pipeline's norm in DeepSpeed depends on its stages.
     """
-    degrees = {"default": "pp2", "4": "pp2", "2": "pp2", "3": "pp1", "1": "pp1"}
+    degrees = {"default": "pp2", "4": "pp2", "2": "pp2", "3": "pp3", "1": "pp1"}
     always = {"settle_s": 0.2, "prove_function": "always"}
     given = config(1, degrees=degrees, resize=always) | {"steps_per_print": 1}
     del given["gradient_clipping"]
@@ -88,7 +89,7 @@ def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.Monke
     assert alone.wait(60) == 0
     check(agents, lines_of(tmp_path / "alone"), worlds, odd=1)
     stages = {(line["world"], line["stages"]) for line in agents.lines()}
-    assert stages >= {(4, 2), (2, 2), (3, 1)}
+    assert stages >= {(4, 2), (2, 2), (3, 3)}
     proven = [each.get("function", "").partition(":")[0] for each in agents.resizes()]
     assert proven[-3:] == ["proven"] * 3, agents.resizes()
     printed = re.findall(r"steps: (\d+) loss", (folder / "a.log").read_text())

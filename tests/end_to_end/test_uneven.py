@@ -80,8 +80,8 @@ CASES = [
     Case("7 layers, PP3 to PP2 in virtual stages", 8, 3, "tp1 pp3", 2, "tp1 pp2 vpp2",
          "--num-layers 7", alone=3),
     Case("7 layers and further tokens, PP3 to PP2 in virtual stages", 8, 3, "tp1 pp3", 2,
-         "tp1 pp2 vpp2", "--num-layers 7 --mtp-num-layers 1 --position-embedding-type rope",
-         alone=3),
+         "tp1 pp2 vpp2", "--num-layers 7 --mtp-num-layers 1 --position-embedding-type rope "
+         "--untie-embeddings-and-output-weights", alone=3),
     Case("stated ends, PP3 to PP2 and back", 8, 3, "tp1 pp3", 2, "tp1 pp2",
          "--num-layers 7 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 "
          "--decoder-last-pipeline-num-layers 2", ends="--train-iters 80", alone=3, is_back=True),

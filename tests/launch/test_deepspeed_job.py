@@ -192,6 +192,21 @@ def test_what_a_round_has_told_of_its_pipeline_holds_for_the_next(read: Read) ->
     assert "ZeRO stage 3 on 1 ranks" in refused(sizing, 1, "pp1")
 
 
+def test_stages_need_not_divide_the_layers_and_may_be_fewer(read: Read) -> None:
+    block = {"degrees": {"default": "pp4"}, "resize": {"min_model_parallel": 1}}
+    sizing = Sizing(read({"train_batch_size": 12, "scalai": block}))
+    sizing.learn({"facts": {"pipeline_layers": 10}})
+    ran = Assignment((("a", 8),), Degrees(1, 4, 2), 1, "why")
+    found = sizing.assign()((("a", 3),), ran)
+    assert found is not None and found.degrees == Degrees(1, 1, 3)
+    block = {"planner": {"kind": "cost", "gpu": "a100-80gb", "model": MODEL}}
+    given = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1, "scalai": block}
+    spec = read(given, script_flags=("--num-stages", "2"))
+    assert "may change: pp 1 to 4, 8;" in check_elastic(
+        spec.options, spec.config, 8, spec.deepspeed
+    )
+
+
 def test_axes_that_deepspeed_does_not_have_are_refused(read: Read) -> None:
     config: dict[str, Any] = {"train_batch_size": 24, "scalai": {}}
     sizing = Sizing(read(config))

@@ -117,7 +117,7 @@ def train_pipeline(options):
         return factor * torch.nn.functional.cross_entropy(logits, classes)
 
     model = PipelineModule(
-        list(build_model()), num_stages=options.num_stages, partition_method="uniform",
+        list(build_model()), num_stages=options.num_stages, partition_method="parameters",
         loss_fn=loss_fn,
     )  # fmt: skip
     rows = Rows()

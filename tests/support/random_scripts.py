@@ -202,6 +202,7 @@ def _stages(
     kind, predicted = draw.random(), draw.choice((0, 0, 0, 0, 1, 2))
     if predicted:
         flags |= {"mtp-num-layers": predicted, "position-embedding-type": "rope"}
+        words.append("--untie-embeddings-and-output-weights")
     if kind < 0.4:
         return 1
     if kind < 0.55:

@@ -19,7 +19,8 @@ from scalai.core.errors import RefusedError, ScalaiError
 def splits(case: Case, most: int, least: int) -> Iterator[DegreeRequest]:
     """Yield TP and PP to try, of ``least`` to ``most`` ranks a replica, the kept ones first.
 
-    With unknown heads or layers only divisors of the kept sizes are safe.
+    With unknown heads or layers only divisors of the kept sizes are safe, or fewer stages where
+    these may be uneven.
     """
     kept, limits = case.kept, case.limits
     fixed = case.policy.kept_axes
@@ -29,6 +30,8 @@ def splits(case: Case, most: int, least: int) -> Iterator[DegreeRequest]:
     is_known = limits.num_layers is not None and not is_uneven and "pp" not in fixed
     layers = limits.num_layers or 0
     pps = stage_counts(layers, limits) if is_known else [kept.pp]
+    if limits.num_layers is None and limits.has_uneven_stages and "pp" not in fixed:
+        pps = [*range(kept.pp, 0, -1)]
     pp_of, vpp_of = limits.own_stages or (0, 0)
     has_all_stages = is_known and case.policy.freedom.is_free("virtual-stages", for_memory=False)
     pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
