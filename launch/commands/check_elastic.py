@@ -5,9 +5,10 @@ It has no rules of its own: ``converters/megatron/rules.py`` refuses and fixes s
 ``core/degrees/choice.py`` chooses degrees, as in a job.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from scalai.converters.megatron.arguments import evaluates_by_replicas, underived_notes
@@ -22,18 +23,38 @@ from scalai.launch.config.options import Options
 from scalai.launch.config.script_facts import ScriptFacts, read_script
 
 _WIDEST_WORLD = 1024
-"""More lines than this nobody reads."""
+"""Largest world with parts of a host to report; larger ones are whole hosts."""
+_FOLDED = 3
+"""Fewest lines that differ in DP alone to be one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorldLine:
-    """Worlds of the report with equal degrees. ``choice`` None: nothing is valid; ``reason``
-    explains."""
+    """Worlds of the report, from ``least`` to ``most`` ranks, with equal degrees or with DP growing
+    from ``least_dp``; ``change``: the line is of this change. ``choice`` None: nothing is valid;
+    ``reason`` explains."""
 
-    world: str
+    least: int
+    most: int
     choice: Choice | None
     reason: str
-    idle: str
+    idle: tuple[int, int] | None
+    """Fewest and most idle ranks; None: all are."""
+    change: str = ""
+    least_dp: int | None = None
+
+    def cells(self) -> tuple[str, str, str, str]:
+        degrees = "none"
+        if self.choice is not None:
+            degrees, dp = str(self.choice.degrees), self.choice.degrees.dp
+            if self.least_dp is not None:
+                degrees = degrees.replace(f"DP{dp}", f"DP{self.least_dp}-{dp}")
+        idle = "all" if self.idle is None else _span(*self.idle)
+        return self.change or _span(self.least, self.most), degrees, idle, self.reason
+
+
+def _span(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least}-{most}"
 
 
 def check_elastic(
@@ -68,8 +89,9 @@ def check_elastic(
             f"--replicas {replicas}: other hosts keep them, and --nnodes has {options.max_nodes} "
             f"at most. Use {options.max_nodes - 1}."
         )
-    worlds = worlds_of(facts.policy, options.max_nodes * slots)
-    lines = folded(report(facts.limits, facts.policy, worlds))
+    worlds = worlds_of(facts.policy, options.max_nodes * slots, slots)
+    gap = 1 if facts.policy.allowed_sizes else slots
+    lines = folded(report(facts.limits, facts.policy, worlds), gap)
     if all(line.choice is None for line in lines):
         raise RefusedError(f"no world has valid degrees; the last one: {lines[-1].reason}")
     offered = offered_degrees(facts.limits, facts.policy, worlds)
@@ -92,17 +114,18 @@ def offered_degrees(
     )
 
 
-def worlds_of(policy: DegreePolicy, most: int) -> tuple[int, ...]:
+def worlds_of(policy: DegreePolicy, most: int, slots: int = 1) -> tuple[int, ...]:
     """Return the worlds to report: the allowed ones, else all up to ``most`` and the table's."""
     if policy.allowed_sizes:
         return policy.allowed_sizes
     largest = max([most, *(rule.world_size for rule in policy.rules)])
-    return tuple(range(1, min(largest, _WIDEST_WORLD) + 1))
+    whole = (_WIDEST_WORLD // slots + 1) * slots
+    return (*range(1, min(largest, _WIDEST_WORLD) + 1), *range(whole, largest + 1, slots))
 
 
 def report(limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]) -> list[WorldLine]:
     """Return a line for each world, as at the first start, then one for each change with a rule."""
-    lines = [_line(str(world), world, limits, policy, None) for world in worlds]
+    lines = [_line("", world, limits, policy, None) for world in worlds]
     for rule in policy.rules:
         if rule.from_world_size is not None:
             before = _line("", rule.from_world_size, limits, policy, None).choice
@@ -113,34 +136,74 @@ def report(limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]) -> 
 
 
 def _line(
-    name: str, world: int, limits: ModelLimits, policy: DegreePolicy, present: Degrees | None
+    change: str, world: int, limits: ModelLimits, policy: DegreePolicy, present: Degrees | None
 ) -> WorldLine:
     try:
         choice = choose(world, limits, policy, present)
     except RefusedError as error:
-        return WorldLine(name, None, str(error).partition(": ")[2], "all")
-    return WorldLine(name, choice, choice.reason.partition(", ")[2], str(len(choice.idle_ranks)))
+        return WorldLine(world, world, None, str(error).partition(": ")[2], None, change)
+    idle = len(choice.idle_ranks)
+    reason = choice.reason.partition(", ")[2]
+    return WorldLine(world, world, choice, reason, (idle, idle), change)
 
 
-def folded(lines: Sequence[WorldLine]) -> list[WorldLine]:
-    """Return the report with one line for consecutive worlds of equal degrees; the last one's
-    reason includes idle ranks."""
+def folded(lines: Sequence[WorldLine], gap: int = 1) -> list[WorldLine]:
+    """Return the report with one line for consecutive worlds of equal degrees, and for lines of
+    which each has as many replicas more; the last one's reason includes idle ranks.
 
-    def key(numbered: tuple[int, WorldLine]) -> tuple[object, ...]:
-        place, line = numbered
-        run = int(line.world) - place if line.world.isdigit() else line.world
-        return run, line.choice and line.choice.key
+    Args:
+        gap: Ranks between consecutive worlds beyond the widest with parts of a host.
+    """
+    equal: list[list[WorldLine]] = []
+    for line in lines:
+        if equal and _is_next(equal[-1][-1], line, gap) and _key(equal[-1][-1]) == _key(line):
+            equal[-1].append(line)
+        else:
+            equal.append([line])
+    growing: list[list[WorldLine]] = []
+    for line in map(_as_one, equal):
+        if growing and _is_next(growing[-1][-1], line, gap) and _grows([*growing[-1][-2:], line]):
+            growing[-1].append(line)
+        else:
+            growing.append([line])
+    return [each for run in growing for each in ([_as_one(run)] if len(run) >= _FOLDED else run)]
 
-    found: list[WorldLine] = []
-    for _, group in groupby(enumerate(lines), key):
-        same = [line for _, line in group]
-        first, last = same[0], same[-1]
-        if first is not last:
-            idle = last.idle if first.idle == last.idle else f"{first.idle}-{last.idle}"
-            last = replace(last if last.choice else first, idle=idle)
-            last = replace(last, world=f"{first.world}-{same[-1].world}")
-        found.append(last)
-    return found
+
+def _key(line: WorldLine) -> object:
+    return line.choice and line.choice.key
+
+
+def _is_next(before: WorldLine, line: WorldLine, gap: int) -> bool:
+    between = line.least - before.most
+    is_next = between == 1 or (line.least > _WIDEST_WORLD and 1 < between <= gap)
+    return is_next and not before.change and not line.change
+
+
+def _grows(run: Sequence[WorldLine]) -> bool:
+    """Whether each line has as many replicas more than the one before, on as many ranks more, and
+    nothing else differs but numbers in the reason."""
+    likes, dps = set(), []
+    for line in run:
+        if line.choice is None:
+            return False
+        kind = re.sub(r"\branks? \d+( to \d+)?|[\d.]+", "", line.reason)
+        degrees, passes = line.choice.key
+        likes.add((replace(degrees, dp=1), passes, line.most - line.least, kind))
+        dps.append((degrees.dp, line.least))
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(dps)}
+    return len(likes) == len(steps) == 1
+
+
+def _as_one(same: Sequence[WorldLine]) -> WorldLine:
+    begin, end = same[0], same[-1]
+    if begin is end:
+        return begin
+    spans = [line.idle for line in same if line.idle is not None]
+    idle = (min(span[0] for span in spans), max(span[1] for span in spans)) if spans else None
+    shown = end if end.choice else begin
+    if begin.choice and end.choice and begin.choice.degrees.dp < end.choice.degrees.dp:
+        shown = replace(shown, least_dp=begin.choice.degrees.dp)
+    return replace(shown, least=begin.least, most=end.most, idle=idle)
 
 
 def _header(facts: ScriptFacts, config: ElasticConfig) -> Iterator[str]:
@@ -229,12 +292,7 @@ def _stated(limits: ModelLimits) -> str:
 
 
 def _table(lines: Sequence[WorldLine]) -> Iterator[str]:
-    rows = [("ranks", "degrees", "idle", "why")]
-    for line in lines:
-        if line.choice is None:
-            rows.append((line.world, "none", line.idle, line.reason))
-        else:
-            rows.append((line.world, str(line.choice.degrees), line.idle, line.reason))
+    rows = [("ranks", "degrees", "idle", "why"), *(line.cells() for line in lines)]
     wide = [max(len(row[column]) for row in rows) for column in range(3)]
     for name, degrees, idle, why in rows:
         yield f"{name:>{wide[0]}}  {degrees:<{wide[1]}}  {idle:>{wide[2]}}  {why}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,8 @@ def check(flags: str, config: ElasticConfig | None = None, slots: int = 4) -> st
 
 
 def rows(report: str) -> dict[str, list[str]]:
-    """Return what is said of each world; of several that have one line, of each the same."""
+    """Return what is said of each world; of several that have one line, of each the same, but for
+    DP where it grows."""
     table = report.split("\n\n")[-1].splitlines()[1:]
     found: dict[str, list[str]] = {}
     for line in table:
@@ -36,6 +38,11 @@ def rows(report: str) -> dict[str, list[str]]:
         first, _, last = name.partition("-")
         names = range(int(first), int(last or first) + 1) if last.isdigit() or not last else [name]
         found |= {str(each): said for each in names}
+        if growing := re.search(r"DP(\d+)-(\d+)", said[0]):
+            least, most = map(int, growing.groups())
+            for place, each in enumerate(names):
+                dp = least + place * (most - least + 1) // len(names)
+                found[str(each)] = [said[0].replace(growing[0], f"DP{dp}"), *said[1:]]
     return found
 
 
@@ -43,10 +50,26 @@ def test_every_world_is_reported_with_degrees_idle_ranks_and_the_reason() -> Non
     found = rows(check(f"--nnodes 1:2 {GPT}"))
     assert list(found) == [str(world) for world in range(1, 9)]
     assert found["4"][:2] == found["5"][:2] == ["TP2·PP1·DP2", "0-1"]
-    assert found["4"][2].startswith("initial degrees; rank 4 idle (5 is not a multiple of 2")
+    assert found["4"][2].startswith("initial degrees; rank 6 idle (7 is not a multiple of 2")
     assert found["8"] == ["TP2·PP1·DP4", "0", "initial degrees"]
     assert found["1"][:2] == ["none", "all"]
     assert "TP2·PP1 does not fit on 1 rank" in found["1"][2]
+
+
+def test_rows_that_repeat_are_one_with_all_worlds_and_the_reason_for_what_idles() -> None:
+    flags = GPT.replace("size 12", "size 64").replace("--num-layers 4", "--num-layers 7")
+    report = check(f"--nnodes 1:300 {flags} --pipeline-model-parallel-size 3", slots=8)
+    table = [line.split(maxsplit=3) for line in report.split("\n\n")[-1].splitlines()[1:]]
+    assert [row[:3] for row in table[:4]] == [
+        ["1-5", "none", "all"],
+        ["6-47", "TP2·PP3·DP1-7", "0-5"],
+        ["48-59", "TP2·PP3·DP8", "0-11"],
+        ["60-65", "TP2·PP3·DP10", "0-5"],
+    ]
+    assert "ranks 42 to 46 idle (47 is not a multiple of 6)" in table[1][3]
+    assert "ranks 48 to 58 idle (DP9 would need as many passes as DP8)" in table[2][3]
+    assert table[-1][:3] == ["384-2400", "TP2·PP3·DP64", "0-2016"], "beyond 1,024 by whole hosts"
+    assert "micro_batch_size*dp=1*400 is more than global_batch_size=64" in table[-1][3]
 
 
 def test_only_allowed_worlds_are_reported() -> None:
@@ -193,7 +216,7 @@ def test_a_host_that_can_run_a_job_is_told_so(
     assert code == 0, report
     assert f"free in {tmp_path}" in report
     assert "deepspeed" in report and ", hooked: tried" in report
-    assert "4  TP1·PP1·DP4" in report
+    assert "1-4  TP1·PP1·DP1-4" in report
     assert "mount  " in report
 
 

@@ -415,7 +415,8 @@ def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator
         name = "global_batch_size" if batch == limits.global_batch_size else "ramp-up batch size"
         if batch % once and not _is_dealt(batch, degrees, limits, micro):
             factor = f"micro_batch_size*dp={micro}*{degrees.dp}" if micro else f"dp={degrees.dp}"
-            yield f"{factor} does not divide {name}={batch}"
+            is_many = limits.has_uneven_shares and micro and batch % micro == 0
+            yield f"{factor} {'is more than' if is_many else 'does not divide'} {name}={batch}"
         elif micro and degrees.vpp > 1 and not _interleaves(-(-batch // once), degrees.pp, group):
             yield (
                 f"{-(-batch // once)} micro-batches a replica are not a multiple of "

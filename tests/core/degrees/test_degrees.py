@@ -126,7 +126,7 @@ def test_degrees_print_and_read_back() -> None:
          "pp*vpp=6*4 is more than num_layers=12"),
         (Degrees(1, 1, 5), replace(GPT, has_uneven_shares=True), None),
         (Degrees(1, 1, 13), replace(GPT, has_uneven_shares=True),
-         "micro_batch_size*dp=2*13 does not divide global_batch_size=24"),
+         "micro_batch_size*dp=2*13 is more than global_batch_size=24"),
         (Degrees(1, 1, 2, vpp=2), GPT, "vpp=2 needs pp of 2 or more"),
         (Degrees(1, 1, 5), GPT, "micro_batch_size*dp=2*5 does not divide global_batch_size=24"),
         (Degrees(1, 3, 3, vpp=2), GPT,
