@@ -3,14 +3,15 @@
 Four jobs on H100 hosts of 8, sequence 4,096, each on every number of hosts from a third to all. A
 row's figure is the throughput of a present device over that of the full job; an idle device counts
 as present. Rows whose memory needs more recomputation than the full job's have a bound of their
-own: the full job with that recomputation.
+own: the full job with that recomputation, the most that a device can do which recomputes so.
 
 * ``mean``, ``least``: of the other rows; ``even_mean``, ``even_least``: the same where DP divides
   the batch, PP the layers, and the rest is idle;
-* ``of_bound_mean``, ``of_bound_least``: of rows with more recomputation, over their bound.
+* ``of_bound_mean``, ``of_bound_least``: of rows with more recomputation, over their bound;
+* ``rows_without_layout``: numbers of hosts on which nothing fits.
 
-``--picture FILE.png`` draws both; ``--hosts`` and ``--batch`` with ``--layers --hidden --heads
---kv-heads --ffn --vocab`` ask for another shape instead.
+``--picture FILE`` draws both (.svg or .png); ``--hosts`` and ``--batch`` with ``--layers --hidden
+--heads --kv-heads --ffn --vocab`` ask for another shape instead.
 """
 
 import argparse
@@ -69,6 +70,7 @@ class Row:
     bound: float | None
     """The same ratio of the full job with this row's recomputation; None: it is the full job's."""
     layout: str
+    """Empty: nothing fits."""
 
 
 def best(job: Job, hosts: int, *, is_even: bool, recompute: str | None = None) -> Estimate | None:
@@ -95,6 +97,7 @@ def rows_of(job: Job) -> list[Row]:
     for hosts in range(job.hosts, -(-job.hosts // 3) - 1, -1):
         found = best(job, hosts, is_even=False)
         if found is None:
+            rows.append(Row(hosts, 0.0, 0.0, None, ""))
             continue
         kind = found.layout.recompute
         is_more = RECOMPUTES.index(kind) > RECOMPUTES.index(full.layout.recompute)
@@ -109,13 +112,14 @@ def rows_of(job: Job) -> list[Row]:
 
 def add(report: Report, rows: Sequence[Row]) -> None:
     """Add the figures over all rows."""
-    free = [row for row in rows if row.bound is None]
+    free = [row for row in rows if row.bound is None and row.layout]
     forced = [(row, row.bound) for row in rows if row.bound is not None]
     report.add("rows", len(free))
     report.add("mean", fmean(row.ratio for row in free))
     report.add("least", min(row.ratio for row in free))
     report.add("even_mean", fmean(row.even for row in free))
     report.add("even_least", min(row.even for row in free))
+    report.add("rows_without_layout", sum(not row.layout for row in rows))
     report.add("rows_with_more_recomputation", len(forced))
     if forced:
         report.add("of_bound_mean", fmean(row.ratio / bound for row, bound in forced))
@@ -130,18 +134,25 @@ def draw(path: Path, jobs: Sequence[tuple[Job, Sequence[Row]]]) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(
-        1, len(jobs), figsize=(4 * len(jobs), 3), sharey=True, squeeze=False
+        1, len(jobs), figsize=(3 * len(jobs), 2.6), sharey=True, squeeze=False
     )
     for panel, (job, rows) in zip(panels[0], jobs, strict=True):
-        hosts = [row.hosts for row in rows]
-        panel.plot(hosts, [row.even for row in rows], ".-", color="0.6", label="even")
-        panel.plot(hosts, [row.ratio for row in rows], ".-", color="C0", label="uneven")
+        found = [row for row in rows if row.layout]
+        hosts = [row.hosts for row in found]
+        panel.plot(hosts, [row.even for row in found], ".--", color="0.55", label="even")
+        panel.plot(hosts, [row.ratio for row in found], ".-", color="C0", label="uneven")
+        bounds = [(row.hosts, row.bound) for row in found if row.bound is not None]
+        if bounds:
+            panel.plot(*zip(*bounds, strict=True), "_", color="C3", label="bound")
         panel.set(title=f"{job.name}, batch {job.batch}", xlabel="hosts of 8", ylim=(0, 1.1))
+        panel.title.set_fontsize(10)
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("throughput a present device")
-    panels[0][0].legend(loc="lower right")
+    panels[0][0].legend(loc="lower right", frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    # The same figures make the same file; letters are text.
+    pyplot.rcParams |= {"svg.hashsalt": "utilisation", "svg.fonttype": "none"}
+    figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:
@@ -166,7 +177,8 @@ def main() -> None:
         report.say(f"{job.name}, batch {job.batch}: hosts, uneven, even, bound, layout")
         for row in rows:
             bound = "" if row.bound is None else f"{row.bound:.3f}"
-            report.say(f"{row.hosts:3} {row.ratio:.3f} {row.even:.3f} {bound:5} {row.layout}")
+            layout = row.layout or "nothing fits"
+            report.say(f"{row.hosts:3} {row.ratio:.3f} {row.even:.3f} {bound:5} {layout}")
     add(report, [row for _, rows in found for row in rows])
     if given.picture is not None:
         draw(given.picture, found)

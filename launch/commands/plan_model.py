@@ -79,7 +79,9 @@ def read_question(args: argparse.Namespace) -> Question:
         work, limits, choices, arguments = _of_script(script, args)
         return Question(work, device, limits, choices, calibration, arguments)
     work = _work(_stored_model(args.model, args.seq_length, args.vocab), args)
-    return Question(work, device, limits_of(work), _narrowed(Choices(), args), calibration)
+    # No framework is named: as Megatron-LM may divide batch and layers.
+    limits = limits_of(work, has_uneven_shares=True, has_uneven_stages=True)
+    return Question(work, device, limits, _narrowed(Choices(), args), calibration)
 
 
 def read_table(path: Path) -> tuple[Row, ...]:

@@ -120,6 +120,10 @@ def test_a_range_has_a_line_for_each_number_of_devices(plan: Plan, llama: Path) 
     said = plan(*words, "--json").json["range"]
     assert [line["gpus"] for line in said] == list(range(1, 9))
     assert "refused" in said[0] and said[7]["best"]["idle"] == 0
+    assert said[5]["best"]["pp"] == 3, "of 32 layers"
+    words = ("--model", llama, "--range", "5:7", "--gpu", "h200", "--global-batch-size", "64")
+    said = plan(*words, "--seq-length", "2048", "--json").json["range"]
+    assert [line["best"]["dp"] for line in said] == [5, 6, 7]
 
 
 def test_a_shape_may_be_stated_in_toml(plan: Plan, tmp_path: Path) -> None:

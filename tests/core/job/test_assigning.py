@@ -152,6 +152,19 @@ def test_where_nothing_is_valid_it_says_so() -> None:
     assert more.degrees == Degrees(4, 1, 1)
 
 
+def test_what_is_looked_at_ahead_may_have_uneven_shares_and_stages() -> None:
+    limits = ModelLimits(
+        num_layers=7, global_batch_size=8, micro_batch_size=1, has_uneven_shares=True,
+        has_uneven_stages=True,
+    )  # fmt: skip
+    policy = DegreePolicy(initial=DegreeRequest(1, 2))
+    assign = make_assign(limits, policy, min_hosts=1, max_hosts=8)
+    plans = dict(plans_ahead(assign, FOUR, ran(Degrees(1, 2, 4))))
+    assert {name: plan and plan.degrees for name, plan in plans.items()} == {
+        "one less": Degrees(1, 2, 3), "two less": Degrees(1, 2, 2), "one more": Degrees(1, 2, 4),
+    }  # fmt: skip
+
+
 def test_what_was_chosen_is_known_when_another_host_of_its_kind_goes() -> None:
     asked = []
 
