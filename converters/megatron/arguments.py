@@ -464,8 +464,9 @@ def _evaluation(
     if batch is not None and evaluates_by_replicas(arguments):
         yield from (_EVAL_BATCH, str(batch))
         stated = batch
-    is_stated = stated is not None and micro is not None and _EVAL_MICRO not in given
-    if is_stated and stated % dp == 0:
+    if stated is None or micro is None or _EVAL_MICRO in given:
+        return
+    if stated % dp == 0:
         share = math.gcd(stated // dp, micro)
         if share != micro:
             yield from (_EVAL_MICRO, str(share))
