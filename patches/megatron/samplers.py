@@ -131,7 +131,7 @@ def _own_order(sampler: Any) -> ShuffledBlocks:
 
 def _shuffled(batches: Iterator[Sequence[int]], order: ShuffledBlocks) -> Iterator[Sequence[int]]:
     for places in batches:
-        yield type(places)(_samples_at(np.asarray(places), order))
+        yield type(places)(_samples_at(np.asarray(places), order))  # type: ignore[call-arg]
 
 
 def _samples_at(places: Places, first: ShuffledBlocks) -> list[int]:

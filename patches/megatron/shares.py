@@ -284,7 +284,7 @@ class _Passes:
         finally:
             FILLING.end()
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output = _Marked.apply(output, model)
+            output = _Marked.apply(output, model)  # type: ignore[no-untyped-call]
         return output, None if loss_of is None else functools.partial(self._silent, loss_of)
 
     def _silent(self, loss_of: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
