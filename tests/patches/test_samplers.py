@@ -173,7 +173,7 @@ def test_ranks_with_uneven_shares_have_the_ledger_of_one(workers: int) -> None:
     for rank in range(3):
         draws, train = built(samplers(8, dp=3), 16, dp=3, rank=rank, workers=workers)
         for _ in range(3):
-            batches = []
+            batches: list[Any] = []
             for batch in islice(train, 2):
                 assert draws.newest is not None
                 batches += [] if draws.newest.is_filler else batch.tolist()

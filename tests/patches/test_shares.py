@@ -30,7 +30,9 @@ def test_the_calculator_of_megatron_counts_the_whole_batch(batch: int, micro: in
 
 
 def test_a_growing_batch_has_the_sizes_of_one_replica() -> None:
-    ramp, of_one, of_three = [4, 4, 40], [], []
+    ramp = [4, 4, 40]
+    of_one: list[int] = []
+    of_three: list[int] = []
     for found, dp in ((of_one, 1), (of_three, 3)):
         calculator, consumed = _calculator(16, 2, dp, ramp), 0
         while consumed < 200:
@@ -191,7 +193,12 @@ def test_an_evaluation_of_means_over_replicas_counts_each_micro_batch_alike(
 def test_even_shares_are_left_alone() -> None:
     training, seen = _Training(VALUES[:4]), []
     given = {"model": [object()], "forward_step_func": object(), "num_microbatches": 2}
-    assert shares._passes(training, lambda **rest: seen.append(rest) or "made", **given) == "made"
+
+    def made(**rest: object) -> str:
+        seen.append(rest)
+        return "made"
+
+    assert shares._passes(training, made, **given) == "made"
     assert seen == [given]
     job = SimpleNamespace(
         **vars(training.get_args()),
