@@ -22,7 +22,7 @@ from statistics import fmean
 
 from report import Report
 
-from scalai.core.degrees.passes import RECOMPUTES
+from scalai.core.degrees.passes import RECOMPUTES, Recompute
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Workload
 from scalai.core.planner.devices import device_named
@@ -73,7 +73,9 @@ class Row:
     """Empty: nothing fits."""
 
 
-def best(job: Job, hosts: int, *, is_even: bool, recompute: str | None = None) -> Estimate | None:
+def best(
+    job: Job, hosts: int, *, is_even: bool, recompute: Recompute | None = None
+) -> Estimate | None:
     """Return the best layout; None: none fits."""
     work = Workload(job.shape, job.batch, has_dropout=False)
     limits = replace(limits_of(work), has_uneven_shares=not is_even, has_uneven_stages=not is_even)
@@ -164,7 +166,7 @@ def main() -> None:
                        ("ffn", 14_336), ("vocab", 128_256)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=size)
     given = parser.parse_args()
-    jobs = JOBS
+    jobs: tuple[Job, ...] = JOBS
     if given.hosts is not None:
         shape = llama(
             given.layers, given.hidden, given.heads, given.kv_heads, given.ffn, given.vocab

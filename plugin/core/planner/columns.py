@@ -332,7 +332,7 @@ def _lacking(x: Cases) -> tuple[Floats, Floats]:
     """Return how many layers even stages of the longest one's size would have more, and whether
     the ends can give two of them each."""
     longest = np.ceil(x.model.layers / x.layout.pp)
-    return x.layout.pp * longest - x.model.layers, 1.0 * (longest - 2 >= x.layout.vpp)
+    return x.layout.pp * longest - x.model.layers, np.where(longest - 2 >= x.layout.vpp, 1.0, 0.0)
 
 
 def layers_of(x: Cases, stage: Floats) -> tuple[Floats, Floats]:
