@@ -230,3 +230,14 @@ def test_megatron_takes_an_evaluations_batch_that_replicas_do_not_divide(
     else:
         with pytest.raises((AssertionError, RefusedError)):
             shares.check_args(validate, None, (job,), {})
+
+
+def test_a_rounds_layout_of_stages_replaces_the_scripts_other_flags_of_them() -> None:
+    flags = {
+        "num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 1,
+        "account_for_loss_in_pipeline_split": True,
+    }  # fmt: skip
+    for layout, expected in (("Et|tL", [None, None, False]), (None, [2, 1, True])):
+        job = SimpleNamespace(**flags, pipeline_model_parallel_layout=layout)
+        shares.check_args(lambda job: job, None, (job,), {})
+        assert [getattr(job, name) for name in flags] == expected
