@@ -286,7 +286,7 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
         return
     is_ended = limits.first_stage_layers is not None or limits.last_stage_layers is not None
     if is_ended and pp_of in (0, pp):
-        yield from _stated_ends(degrees, limits, limits.num_layers)
+        yield from _uneven_stages(degrees, limits, limits.num_layers)
         return
     layers = limits.num_layers + limits.extra_layers
     counted = f"num_layers={limits.num_layers}" + (
@@ -356,8 +356,8 @@ def _sharded(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
         )
 
 
-def _stated_ends(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:
-    """Yield reasons against a first or last stage with a stated number of layers."""
+def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:
+    """Yield reasons against a first or last stage with another number of layers."""
     ends = [n for n in (limits.first_stage_layers, limits.last_stage_layers) if n is not None]
     if degrees.pp == 1:
         # One stage is the first and the last: Megatron-LM takes what it says of the last.
