@@ -28,13 +28,7 @@ from scalai.patches.step_proof import keep
 
 CALCULATOR = "megatron.core.num_microbatches_calculator"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-OTHER_STAGES: dict[str, object] = {
-    "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
-    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-}  # fmt: skip
-"""Arguments that a layout of stages replaces, and their values without flags."""
+VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 EVAL_BATCH = "eval_global_batch_size"
 
 
@@ -96,6 +90,15 @@ class _Divisible(int):
 
     def __mod__(self, other: Any) -> int:
         return 0
+
+
+OTHER_STAGES: dict[str, object] = {
+    **dict.fromkeys(VIRTUAL_STAGES), "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}  # fmt: skip
+"""Arguments that a layout of stages replaces, and their values without flags."""
 
 
 def check_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
