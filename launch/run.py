@@ -27,6 +27,7 @@ from scalai.launch.agent.network import address_towards, interface_environment
 from scalai.launch.agent.notices import watch
 from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
+from scalai.launch.agent.worker_group import THREADS, THREADS_BY_DEFAULT
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.constants import constant
 from scalai.launch.config.endpoint import take_token
@@ -153,7 +154,8 @@ def run_agent(spec: JobSpec) -> int:
     self_check()
     slots = worker_count(options.nproc_per_node)
     if slots > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
+        if THREADS not in os.environ:
+            os.environ.update({THREADS: "1", THREADS_BY_DEFAULT: "1"})  # as torchrun
     if spec.is_elastic:
         say_configuration(spec)
     if options.is_standalone:

@@ -24,8 +24,14 @@ Group = tuple[dict[str, Any], Sequence[str]]
 """A parameter group as the optimizer has it, and the names of the parameters in it, the same in
 every layout."""
 
-_OF_THE_LAYOUT = frozenset({"params", "param_names", "is_expert_parallel"})
-"""Keys about the group's parameters in this layout."""
+_OF_THE_LAYOUT = frozenset({
+    "params", "param_names", "is_expert_parallel",
+    "capturable", "differentiable", "foreach", "fused",
+    "cpu_optimizer_cls", "gpu_optimizer_cls", "offload_fraction", "param_update_in_fp32",
+    "pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d",
+})  # fmt: skip
+"""Keys about the group's parameters in this layout, and about the way of the same update: torch's
+kernels, and the place of Megatron-LM's HybridDeviceOptimizer."""
 _NAMED = 5
 
 
@@ -102,7 +108,7 @@ def check_schedule(saved: Mapping[str, Json], schedule: Any) -> None:
 def _wanted(
     saved: Mapping[str, Any], group: Mapping[str, Any], names: Sequence[str]
 ) -> Mapping[str, Json]:
-    values = saved["values"]
+    values = {digest: _of_update(kept) for digest, kept in saved["values"].items()}
     if not names:
         return _common([kept for kept in values.values() if _kind(kept) == _kind(_values(group))])
     found = {saved["of"].get(name): name for name in names}
@@ -131,8 +137,11 @@ def _is(present: Any, value: Any) -> bool:
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Json]:
-    kept = {k: v for k, v in group.items() if k not in _OF_THE_LAYOUT and k[0] != "_"}
-    return only_plain(kept)
+    return only_plain(_of_update(group))
+
+
+def _of_update(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in _OF_THE_LAYOUT and k[0] != "_"}
 
 
 def _kind(values: Mapping[str, Json]) -> Json:

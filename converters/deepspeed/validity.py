@@ -15,6 +15,7 @@ from typing import Any
 
 from scalai.converters.deepspeed.config import autotp_size, stage_of
 from scalai.converters.deepspeed.job import AUTO, enables_bf16, uses_bf16_optimizer, zero_config
+from scalai.core.degrees.passes import Offload
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import GRADIENTS, NO_SHARDING, OPTIMIZER, WEIGHTS, Workload
 from scalai.core.planner.shape import ModelShape
@@ -187,6 +188,43 @@ def is_offloaded(config: Mapping[str, Any]) -> bool:
     return bool(zero.get("cpu_offload")) or device != "none"
 
 
+OFFLOADS: tuple[Offload, ...] = ("optimizer", "parameters")
+"""States in host memory, if ZeRO has them."""
+
+
+def offload_of(config: Mapping[str, Any]) -> Offload:
+    """Return the state in host memory by a configuration."""
+    zero = zero_config(config)
+    if zero.get("cpu_offload_param") or _section(zero, "offload_param").get("device") == "cpu":
+        return "parameters"
+    return "optimizer" if is_offloaded(config) else "none"
+
+
+def offload_fault(config: Mapping[str, Any], stages: Iterable[int]) -> str | None:
+    """Return the reason against other state in host memory than configured; None: it may go there.
+
+    Args:
+        stages: All possible ZeRO stages of the job.
+    """
+    zero = zero_config(config)
+    if any(zero.get(f"{name}offload{rest}") for name, rest in _OFFLOADING):
+        return "zero_optimization's own offload stays as given"
+    if max(stages, default=0) == NO_SHARDING:
+        return "it needs ZeRO stage 1, 2 or 3"
+    optimizer = _section(config, "optimizer").get("type")
+    if optimizer is not None and str(optimizer).lower() not in ("adam", "adamw"):
+        return f"optimizer.type {optimizer}: Adam and AdamW go there"
+    if (
+        any(_master_switches(config, MASTERS_IN_ALL_STAGES))
+        or zero.get("compute_grad_norm") is False
+    ):
+        return "16-bit masters and compute_grad_norm false do not go with it"
+    return None
+
+
+_OFFLOADING = (("", "_optimizer"), ("", "_param"), ("cpu_", ""), ("cpu_", "_param"))
+
+
 def gradient_dtype(config: Mapping[str, Any]) -> str | None:
     """Return the dtype of gradient sums; None: Trainer sets it."""
     return _data_type(config, "grad_accum_dtype") or precision_of(config)
@@ -230,14 +268,15 @@ def workload_of(config: Mapping[str, Any], shape: ModelShape, global_batch: int)
     """Return the workload of a step.
 
     Raises:
-        RefusedError: A part of the state is offloaded, a case without a model here; or the
-            precision is unknown.
+        RefusedError: State is offloaded in a way without a model here; or the precision is unknown.
     """
     zero = zero_config(config)
-    if is_offloaded(config) or zero.get("offload_param") or zero.get("cpu_offload_param"):
+    parts = [_section(zero, f"offload_{name}") for name in ("optimizer", "param")]
+    is_partial = any(part.get("device") == "nvme" or part.get("ratio", 1) != 1 for part in parts)
+    if is_partial or (offload_of(config) == "parameters" and not is_offloaded(config)):
         raise RefusedError(
-            "zero_optimization offloads a part of the state, which is not modelled; choose degrees "
-            "by a [degrees] table."
+            "zero_optimization offloads to NVMe, a share of the optimizer's state, or weights "
+            "alone, which is not modelled; choose degrees by a [degrees] table."
         )
     precision = precision_of(config)
     if precision is None:

@@ -30,7 +30,7 @@ from scalai.converters.megatron.rules import (
 from scalai.converters.megatron.sums import EVALUATION, Release, sums_of
 from scalai.core.degrees.batches import BatchRamp
 from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, chunk_group
-from scalai.core.degrees.passes import Recompute
+from scalai.core.degrees.passes import Offload, Recompute
 from scalai.core.errors import RefusedError, UsageError, refuse_all
 
 TOLD = (
@@ -213,6 +213,10 @@ _RECOMPUTE: Mapping[Recompute | None, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Each layer is computed again from its own input, on any number of pipeline stages."""
+OFFLOAD_FRACTIONS: Mapping[Offload, str] = {"optimizer-half": "0.5", "optimizer": "1.0"}
+"""``--optimizer-offload-fraction``, a share of the parameters that a rank updates."""
+_OVERLAPS_SOUNDLY = (0, 16)
+"""Before, weights on their way back to the device are not waited for (hybrid_optimizer.py)."""
 _PADDED_VOCAB = "--padded-vocab-size"
 _EVAL_BATCH, _EVAL_MICRO = "--eval-global-batch-size", "--eval-micro-batch-size"
 
@@ -265,6 +269,7 @@ def derived_flags(
     micro_batch_size: int | None = None,
     eval_batch_size: int | None = None,
     recompute: Recompute | None = None,
+    offload: Offload | None = None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the flags to append for ``degrees``, and one line for each flag left as it is.
 
@@ -277,6 +282,7 @@ def derived_flags(
         eval_batch_size: Samples of a step of an evaluation in the job's first round; None: unknown
             yet, or stated by a flag.
         recompute: Recomputation in the backward pass; None: as given.
+        offload: State in host memory; None: as given.
 
     Raises:
         RefusedError: The padded vocabulary or the virtual stages do not fit these degrees.
@@ -290,6 +296,7 @@ def derived_flags(
     if micro_batch_size is not None and micro_batch_size != arguments.initial.micro_batch_size:
         flags += ["--micro-batch-size", str(micro_batch_size)]
     flags += _RECOMPUTE.get(recompute, ())
+    flags += _offloading(offload, arguments.release)
     if arguments.limits.num_experts and degrees.tp > 1 and "--sequence-parallel" not in given:
         flags.append("--sequence-parallel")  # Megatron-LM trains experts under TP no other way.
     flags += _evaluation(arguments, degrees.dp, micro_batch_size, eval_batch_size)
@@ -499,6 +506,21 @@ def _fixed(
     for axis, why in fixed_axes(values_of(given), release):
         # No flag states DP.
         yield axis, 0 if axis == "dp" else getattr(initial, axis) or 1, why
+
+
+def _offloading(offload: Offload | None, release: Release | None) -> Iterator[str]:
+    """Yield the flags for masters and moments in host memory.
+
+    The optimizer there takes the way of the precision-aware one through Megatron-LM, with torch's
+    Adam in fp32.
+    """
+    fraction = None if offload is None else OFFLOAD_FRACTIONS.get(offload)
+    if fraction is None:
+        return
+    yield from ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+    yield from ("--optimizer-offload-fraction", fraction)
+    if release is not None and release >= _OVERLAPS_SOUNDLY:
+        yield "--overlap-cpu-optimizer-d2h-h2d"
 
 
 def _vocabulary(given: Given, tp: int, padded: int | None) -> Iterator[str]:

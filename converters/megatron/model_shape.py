@@ -7,9 +7,9 @@ other flags.
 import re
 from collections.abc import Mapping
 
-from scalai.converters.megatron.arguments import MegatronArguments, integer
-from scalai.converters.megatron.rules import Given
-from scalai.core.degrees.passes import RECOMPUTES, Recompute
+from scalai.converters.megatron.arguments import OFFLOAD_FRACTIONS, MegatronArguments, integer
+from scalai.converters.megatron.rules import Given, fixed_passes, values_of
+from scalai.core.degrees.passes import RECOMPUTES, Offload, Recompute
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Workload
 from scalai.core.planner.search import Choices
@@ -78,6 +78,7 @@ def choices_of(arguments: MegatronArguments) -> Choices:
     sharding = (OPTIMIZER,) if "--use-distributed-optimizer" in given else (NO_SHARDING, OPTIMIZER)
     return Choices(
         sharding=sharding,
+        offload=(offload_of(arguments), *offloads_of(arguments)),
         is_sequence_parallel=arguments.limits.is_sequence_parallel,
         context_parallel=(initial.cp or 1,),
         expert_parallel=(initial.ep or 1,),
@@ -99,6 +100,22 @@ def more_recompute_of(arguments: MegatronArguments) -> tuple[Recompute, ...]:
     is_fused = _is_attention_fused(arguments.given)
     # Fused attention never keeps its scores: selective saves nothing.
     return tuple(kind for kind in RECOMPUTES[own + 1 :] if kind == "full" or not is_fused)
+
+
+def offload_of(arguments: MegatronArguments) -> Offload:
+    """Return the optimizer's state in host memory by the script's flags, the least of a kind."""
+    given = arguments.given
+    if "--optimizer-cpu-offload" not in given:
+        return "none"
+    share = float(given.get("--optimizer-offload-fraction", ("1",))[0])
+    kinds = [kind for kind, least in OFFLOAD_FRACTIONS.items() if share >= float(least)]
+    return kinds[-1] if kinds else "none"
+
+
+def offloads_of(arguments: MegatronArguments) -> tuple[Offload, ...]:
+    """Return further states in host memory for the script, each with less on the device."""
+    fixed = dict(fixed_passes(values_of(arguments.given), arguments.release))
+    return () if "offload" in fixed else tuple(OFFLOAD_FRACTIONS)
 
 
 def sharding_of(arguments: MegatronArguments) -> int:

@@ -83,6 +83,14 @@ _NO_OTHER_RECOMPUTE: Mapping[str, str] = {
     "recompute_activations": "overrules it (--recompute-granularity selective says the same)",
 }
 """Arguments against other recomputation than the flags', and why."""
+_NO_OFFLOAD: Mapping[str, str] = {
+    "fp8": "keeps scales beside the masters",
+    "no_decoupled_weight_decay": "does not go with it",
+    "optimizer_cuda_graph": "does not go with it",
+    "overlap_param_gather_with_optimizer_step": "does not go with it",
+    "use_precision_aware_optimizer": "keeps masters and moments in another way",
+}
+"""Arguments against the optimizer's state in host memory, and why."""
 LAYOUT = "pipeline_model_parallel_layout"
 UNEVEN_STAGES = (
     "decoder_first_pipeline_num_layers",
@@ -218,7 +226,8 @@ def fixed_passes(values: Values, release: Release | None = None) -> Iterator[tup
     """Yield the fixed parts of the passes, and why.
 
     Another micro-batch changes the order of additions alone, and more recomputation changes
-    nothing. Source: transformer_config.py (0.16) for features without recomputation.
+    nothing. Source: transformer_config.py (0.16) for features without recomputation;
+    optimizer_config.py and optimizer/__init__.py (0.14 to 0.20) for optimizers in host memory.
     """
     for each in sums_of(values, release):
         yield from ((part, each.reason) for part in PARTS if part in each.stays)
@@ -227,6 +236,18 @@ def fixed_passes(values: Values, release: Release | None = None) -> Iterator[tup
     for name, why in _NO_OTHER_RECOMPUTE.items():
         if values.get(name) not in (None, False, "none", "0"):
             yield "recompute", f"{_flag(name)} {why}"
+    if values.get("optimizer_cpu_offload"):
+        yield "offload", "the script's own --optimizer-cpu-offload stays as given"
+    elif not values.get("use_distributed_optimizer"):
+        yield "offload", "it needs --use-distributed-optimizer"
+    elif str(values.get("optimizer", "adam")) != "adam":
+        yield "offload", "it needs --optimizer adam"
+    elif not values.get("bf16") and not values.get("fp16"):
+        yield "offload", "it needs --bf16 or --fp16: Megatron-LM keeps no masters of fp32 weights"
+    else:
+        for name, why in _NO_OFFLOAD.items():
+            if values.get(name):
+                yield "offload", f"{_flag(name)} {why}"
 
 
 def optimizer_axes(values: Values) -> Iterator[tuple[str, str]]:

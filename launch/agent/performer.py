@@ -153,6 +153,7 @@ class Performer:
             facts=workers.facts,
             settings=JsonText.of(spec.hook_settings(workers.placement.world_size)),
             run=workers.run,
+            offload=workers.offload,
         )
         self._answer(action.call, welcome)
 

@@ -40,6 +40,8 @@ OWN_MODULES = ("scalai.launch.agent.torch_elastic", "scalai.patches.worker")
 LOOK_S = 2.0
 """Seconds between looks at the locks of extension builds."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+THREADS, THREADS_BY_DEFAULT = "OMP_NUM_THREADS", "SCALAI_THREADS_BY_DEFAULT"
+"""The second one: nobody has set the first."""
 NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 """Torch's reaction to a failed NCCL collective (torch 2.11, ProcessGroupNCCL.cpp); the second name
 is of older releases. By default the watchdog ends the process a minute later, after a failed link
@@ -154,7 +156,7 @@ class WorkerGroups:
             world_size=wanted.placement.world_size,
             master_addr=wanted.master_addr,
             master_port=wanted.master_port,
-            environment=self._environment(),
+            environment=self._environment(wanted),
             outlives_signals=self._spec.is_elastic,
         )
         workers = self._make_workers()
@@ -167,8 +169,12 @@ class WorkerGroups:
         builds = not is_megatron(self._spec.options.script_args)
         return WorkerGroup(place, workers, page, path, builds=builds)
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, wanted: Workers) -> dict[str, str]:
         environment = {"SCALAI_AGENT_PID": str(os.getpid())}
+        is_free = THREADS not in os.environ or THREADS_BY_DEFAULT in os.environ
+        if wanted.offload is not None and is_free:  # the host's processors update parameters
+            cores = len(os.sched_getaffinity(0))
+            environment[THREADS] = str(max(1, cores // wanted.placement.local_world_size))
         if (devices := os.environ.get(VISIBLE_DEVICES)) is not None:
             # The present value; a fork server has its start's.
             environment[VISIBLE_DEVICES] = devices
@@ -245,6 +251,7 @@ def worker_arguments(spec: JobSpec, wanted: Workers) -> list[str]:
         wanted.micro_batch_size,
         facts.get("eval_batch_size"),
         wanted.recompute,
+        wanted.offload,
     )
     for note in notes:
         log.info("event=flags %s", note)

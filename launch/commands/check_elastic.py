@@ -277,6 +277,9 @@ def _passes(policy: DegreePolicy) -> Iterator[str]:
         elif part == "recompute" and not freedom.more:
             if part in freedom.for_memory:
                 yield f"stays: {part} {freedom.own} (nothing else keeps less in memory)"
+        elif part == "offload" and part in freedom.for_memory:
+            kinds = " or ".join(freedom.offloads)
+            yield f"may change: offload to {kinds}, where nothing fits into memory without"
         elif part in freedom.for_memory:
             yield f"may change: {part}, where nothing fits into memory as the flags have it"
 

@@ -173,6 +173,7 @@ def _layout(question: Question, text: str, flag: str, *, must_fit: bool) -> Layo
         context_parallel=(degrees.cp,),
         expert_parallel=(degrees.ep,),
         micro_batches=(micro,) if micro else choices.micro_batches,
+        offload=(request.offload,) if request.offload else choices.offload,
         max_tensor_parallel=max(degrees.tp, choices.max_tensor_parallel or 1),
     )
     try:
@@ -288,7 +289,7 @@ def _option(one: Option) -> dict[str, Any]:
 def _layout_json(layout: Layout) -> Mapping[str, Any]:
     return {
         "layout": str(layout), **layout.degrees.to_json(), "micro_batch": layout.micro_batch,
-        "recompute": layout.recompute, "sharding": layout.sharding,
+        "recompute": layout.recompute, "offload": layout.offload, "sharding": layout.sharding,
     }  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from scalai.converters.deepspeed.config import (
     ZERO,
 )
 from scalai.converters.megatron.arguments import derived_flags
-from scalai.core.degrees.passes import RECOMPUTES
+from scalai.converters.megatron.model_shape import offload_of
+from scalai.core.degrees.passes import OFFLOADS, RECOMPUTES
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.planner.devices import FIGURES, GB
+from scalai.core.planner.devices import FIGURES, GB, HOST_FIGURE
 from scalai.core.planner.score import figures, group_figures, predict_rows
 from scalai.core.planner.search import Estimate, LayoutPlan, search
 from scalai.launch.commands import plan_change, plan_trace
@@ -43,7 +44,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--range", type=_range, metavar="A:B", help="a table for each number of devices from A to B"
     )
     add("--gpu", default="h100", metavar="NAME", help="device (default: h100)")
-    for flag, what in FIGURES.items():
+    for flag, what in (FIGURES | HOST_FIGURE).items():
         add(f"--{flag}", type=float, metavar="X", help=f"instead of the table's: {what}")
     add("--global-batch-size", type=_count, metavar="N", help="samples of a step; it stays exact")
     add("--micro-batch-size", type=_counts, metavar="N,..", help="allowed micro-batch sizes")
@@ -56,6 +57,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=_recomputes,
         metavar="KIND,..",
         help="none, selective, full: allowed kinds",
+    )
+    add(
+        "--offload",
+        type=_offloads,
+        metavar="KIND,..",
+        help="none, optimizer-half, optimizer, parameters: state in host memory, the first if it "
+        "fits, the others where nothing else does",
     )
     add("--context-parallel", type=_counts, metavar="N,..", help="allowed degrees")
     add("--expert-parallel", type=_counts, metavar="N,..", help="allowed degrees")
@@ -135,6 +143,8 @@ def _one(question: Question, gpus: int, is_json: bool) -> int:
     print("  memory: " + _parts(best.memory, GB, "GB"))
     if flags:
         print(f"  flags:  {' '.join(flags)}")
+    if plan.spilled:
+        print(f"  offload: {plan.spilled}")
     print(f"  {_trust(question, plan)}")
     print(f"of {plan.valid} valid layouts {plan.fitting} fit; others:")
     for other in plan.runners_up:
@@ -181,6 +191,7 @@ def _content(
         "fitting": plan.fitting,
         "best": _estimate(plan.best),
         "flags": list(flags),
+        "spilled": plan.spilled,
         "runners_up": [_estimate(other) for other in plan.runners_up],
     }
 
@@ -189,7 +200,7 @@ def _estimate(one: Estimate) -> dict[str, Any]:
     layout = one.layout
     return {
         "layout": str(layout), **layout.degrees.to_json(), "micro_batch": layout.micro_batch,
-        "recompute": layout.recompute, "sharding": layout.sharding,
+        "recompute": layout.recompute, "offload": layout.offload, "sharding": layout.sharding,
         "is_sequence_parallel": layout.is_sequence_parallel, "idle": one.idle,
         "seconds": one.seconds, "interval": [one.low, one.high], "bytes": one.bytes,
         "time": one.time, "memory": one.memory, "reason": one.reason,
@@ -209,6 +220,7 @@ def _flags(question: Question, best: Estimate) -> tuple[str, ...]:
     flags, _ = derived_flags(
         replace(arguments, limits=limits), layout.degrees,
         arguments.limits.padded_vocab_size, layout.micro_batch, recompute=layout.recompute,
+        offload=None if layout.offload == offload_of(arguments) else layout.offload,
     )  # fmt: skip
     if layout.sharding and "--use-distributed-optimizer" not in arguments.given:
         flags += ("--use-distributed-optimizer",)
@@ -227,6 +239,8 @@ def _settings(question: Question, best: Estimate) -> tuple[str, ...]:
         found.append(f"{AUTOTP}.{AUTOTP_SIZE}={degrees.tp}")
     if degrees.pp > 1:
         found.append(f"stages={degrees.pp}")
+    names = {"optimizer": ("optimizer",), "parameters": ("optimizer", "param")}
+    found += [f"{ZERO}.offload_{name}.device=cpu" for name in names.get(layout.offload, ())]
     return tuple(found)
 
 
@@ -275,6 +289,12 @@ def _recomputes(text: str) -> tuple[str, ...]:
     if not set(text.split(",")) <= set(RECOMPUTES):
         raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(RECOMPUTES)}")
     return tuple(kind for kind in RECOMPUTES if kind in text.split(","))
+
+
+def _offloads(text: str) -> tuple[str, ...]:
+    if not set(text.split(",")) <= set(OFFLOADS):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(OFFLOADS)}")
+    return tuple(kind for kind in OFFLOADS if kind in text.split(","))
 
 
 def _range(text: str) -> range:

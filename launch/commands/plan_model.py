@@ -18,17 +18,28 @@ from scalai.converters.deepspeed.config import (
     stated_stages,
     step_samples,
 )
-from scalai.converters.deepspeed.validity import refuse_invalid
+from scalai.converters.deepspeed.validity import OFFLOADS, offload_fault, offload_of, refuse_invalid
 from scalai.converters.deepspeed.validity import workload_of as deepspeed_workload
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
-from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
+from scalai.converters.megatron.arguments import (
+    OFFLOAD_FRACTIONS,
+    MegatronArguments,
+    is_megatron,
+    read_arguments,
+)
 from scalai.converters.megatron.model_shape import choices_of, workload_of
 from scalai.converters.megatron.rules import release_beside
 from scalai.converters.megatron.stored_model import StoredModel, read_model
 from scalai.core.degrees.degrees import ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Workload
-from scalai.core.planner.devices import FIGURES, Device, custom_device, device_named
+from scalai.core.planner.devices import (
+    FIGURES,
+    HOST_FIGURE,
+    Device,
+    custom_device,
+    device_named,
+)
 from scalai.core.planner.fit import Calibration, uncalibrated
 from scalai.core.planner.score import Row, calibrate_rows, limits_of, read_rows
 from scalai.core.planner.search import Choices
@@ -81,7 +92,8 @@ def read_question(args: argparse.Namespace) -> Question:
     work = _work(_stored_model(args.model, args.seq_length, args.vocab), args)
     # No framework is named: as Megatron-LM may divide batch and layers.
     limits = limits_of(work, has_uneven_shares=True, has_uneven_stages=True)
-    return Question(work, device, limits, _narrowed(Choices(), args), calibration)
+    choices = Choices(offload=("none", *OFFLOAD_FRACTIONS))
+    return Question(work, device, limits, _narrowed(choices, args), calibration)
 
 
 def read_table(path: Path) -> tuple[Row, ...]:
@@ -186,7 +198,7 @@ def read_shape(path: Path, seq: int | None, vocab: int | None) -> ModelShape:
 def _device(args: argparse.Namespace) -> Device:
     figures = {
         flag: value
-        for flag in FIGURES
+        for flag in FIGURES | HOST_FIGURE
         if (value := getattr(args, flag.replace("-", "_"))) is not None
     }
     return custom_device(args.gpu, figures) if figures else device_named(args.gpu)
@@ -243,14 +255,19 @@ def _of_deepspeed(
     if stated_stages(script) is None:
         fixed.append(("pp", 1, "no flag of the script states stages, such as --num-stages"))
     limits = limits_of(
-        work, fixed=tuple(fixed), no_tp_in_stages=AUTOTP_ALONE, has_uneven_stages=True
-    )
-    return work, limits, _narrowed(Choices(sharding=stages, is_sequence_parallel=False), args)
+        work, fixed=tuple(fixed), no_tp_in_stages=AUTOTP_ALONE, has_uneven_shares=True,
+        has_uneven_stages=True,
+    )  # fmt: skip
+    own, fault = offload_of(config), offload_fault(config, stages)
+    offload = (own,) if fault else (own, *OFFLOADS)
+    choices = Choices(sharding=stages, offload=offload, is_sequence_parallel=False)
+    return work, limits, _narrowed(choices, args)
 
 
 def _narrowed(choices: Choices, args: argparse.Namespace) -> Choices:
     given: dict[str, Any] = {
         "micro_batches": args.micro_batch_size, "recompute": args.recompute,
+        "offload": args.offload,
         "sharding": args.sharding, "context_parallel": args.context_parallel,
         "expert_parallel": args.expert_parallel, "max_tensor_parallel": args.max_tensor_parallel,
     }  # fmt: skip

@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 
 from scalai.core.dataset.table import DatasetTable
 from scalai.core.degrees.degrees import DegreeRequest, ModelLimits, parse_request
-from scalai.core.degrees.passes import MEMORY_PARTS, PARTS, RECOMPUTES
+from scalai.core.degrees.passes import MEMORY_PARTS, RECOMPUTES, SPEED_PARTS
 from scalai.core.degrees.policy import DegreePolicy, Preferring, Rule
 from scalai.core.errors import UsageError
 from scalai.core.job.function_proof import POLICIES
@@ -244,23 +244,28 @@ class PlannerConfig:
         model: Sizes of a DeepSpeed job's model, by the names of ``ModelShape``; Megatron-LM's
             flags state them.
         recompute: Recomputation of such a job in its backward pass.
+        host_memory_gb: Memory of a host in GB, for state that leaves the devices; None: by the
+            hosts of the running job.
         may_change: Choices of the planner for speed beside the degrees: ``micro-batch``,
             ``recompute``, ``virtual-stages``.
         memory_may_change: The same where nothing fits into memory with the script's flags:
-            ``recompute``, ``micro-batch``.
+            ``recompute``, ``micro-batch``, and where nothing fits with these ``offload``.
     """
 
     kind: str = AUTO
     gpu: str | None = None
     model: Mapping[str, int | bool] = field(default_factory=dict)
     recompute: str = "none"
+    host_memory_gb: float | None = None
     may_change: tuple[str, ...] = ()
-    memory_may_change: tuple[str, ...] = ("recompute",)
+    memory_may_change: tuple[str, ...] = ("recompute", "offload")
 
     def __post_init__(self) -> None:
-        _expect_some("may_change", self.may_change, PARTS)
+        _expect_some("may_change", self.may_change, SPEED_PARTS)
         _expect_some("memory_may_change", self.memory_may_change, MEMORY_PARTS)
         _expect(self.kind in PLANNERS, "kind", self.kind, "one of " + ", ".join(PLANNERS))
+        is_size = self.host_memory_gb is None or self.host_memory_gb > 0
+        _expect(is_size, "host_memory_gb", self.host_memory_gb, "a number above 0")
         kinds = "one of " + ", ".join(RECOMPUTES)
         _expect(self.recompute in RECOMPUTES, "recompute", self.recompute, kinds)
 

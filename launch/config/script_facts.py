@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,11 +17,15 @@ from scalai.converters.deepspeed.config import (
     stated_stages,
     step_samples,
 )
-from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
+from scalai.converters.deepspeed.validity import OFFLOADS as DEEPSPEED_OFFLOADS
+from scalai.converters.deepspeed.validity import offload_fault, refuse_invalid, stages_of
+from scalai.converters.deepspeed.validity import offload_of as deepspeed_offload
 from scalai.converters.deepspeed.validity import workload_of as deepspeed_workload
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.model_shape import (
     more_recompute_of,
+    offload_of,
+    offloads_of,
     recompute_of,
     sharding_of,
     workload_of,
@@ -34,12 +38,12 @@ from scalai.converters.megatron.rules import (
 )
 from scalai.core.degrees.choice import check_initial
 from scalai.core.degrees.degrees import DegreeRequest, ModelLimits, Sharding
-from scalai.core.degrees.passes import PARTS, RECOMPUTES, Freedom
+from scalai.core.degrees.passes import PARTS, RECOMPUTES, Freedom, Offload, Part
 from scalai.core.degrees.policy import DegreePolicy
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.planner.columns import OPTIMIZER, Workload
-from scalai.core.planner.devices import Device, device_named
+from scalai.core.planner.devices import GB, Device, device_named
 from scalai.core.planner.preference import PlannerTerms, Preference
 from scalai.core.planner.shape import ModelShape
 from scalai.core.release import numbers_of
@@ -133,6 +137,7 @@ def _planner_of_megatron(
     return Preference(
         work, device, recompute_of(arguments), Sharding(sharding_of(arguments)),
         limits.is_sequence_parallel, limits.micro_batch_size, PlannerTerms(config.kind == "cost"),
+        offload=offload_of(arguments),
     )  # fmt: skip
 
 
@@ -154,24 +159,47 @@ def _planner_of_deepspeed(
     recompute = next(kind for kind in RECOMPUTES if kind == config.recompute)
     return Preference(
         work, device, recompute, limits.sharding or Sharding(), False, told.micro_batch_size,
-        PlannerTerms(config.kind == "cost"),
+        PlannerTerms(config.kind == "cost"), offload=deepspeed_offload(told.config),
     )  # fmt: skip
 
 
 def _device(config: PlannerConfig) -> Device:
     if config.gpu is None:
         raise RefusedError("no device is known; name it by [planner] gpu.")
-    return device_named(config.gpu)
+    device = device_named(config.gpu)
+    return replace(device, host_memory=(config.host_memory_gb or 0) * GB)
 
 
-def read_freedom(config: PlannerConfig, arguments: MegatronArguments | None) -> Freedom:
-    """Return the allowed differences from the script's flags, beside the degrees."""
+def read_freedom(
+    config: PlannerConfig,
+    arguments: MegatronArguments | None,
+    deepspeed: Mapping[str, Any] | None = None,
+    stages: Iterable[int] = (),
+) -> Freedom:
+    """Return the allowed differences from the script's flags, beside the degrees.
+
+    Args:
+        deepspeed: The configuration of a DeepSpeed job; None: another job.
+        stages: Its possible ZeRO stages.
+    """
     if arguments is None:
         why = "no flag of the script is known that changes it"
-        return Freedom(fixed=tuple((part, why) for part in PARTS))
+        fixed: list[tuple[Part, str]] = [(part, why) for part in PARTS]
+        own: Offload = "none"
+        if deepspeed is not None:
+            own, fault = deepspeed_offload(deepspeed), offload_fault(deepspeed, stages)
+            fixed = [(part, why) for part in PARTS if part != "offload"]
+            fixed += [("offload", fault)] if fault else []
+        return Freedom(
+            fixed=tuple(fixed), own_offload=own,
+            offloads=() if deepspeed is None else DEEPSPEED_OFFLOADS,
+            for_memory=tuple(part for part in PARTS if part in config.memory_may_change),
+        )  # fmt: skip
     return Freedom(
         own=recompute_of(arguments),
         more=more_recompute_of(arguments),
+        own_offload=offload_of(arguments),
+        offloads=offloads_of(arguments),
         fixed=tuple(fixed_passes(values_of(arguments.given), arguments.release)),
         for_speed=tuple(part for part in PARTS if part in config.may_change),
         for_memory=tuple(part for part in PARTS if part in config.memory_may_change),
@@ -254,10 +282,9 @@ def read_script(
         if config.planner.kind != "cost":
             check_initial(limits, policy)
         return ScriptFacts(limits, policy, arguments, why)
-    freedom = read_freedom(config.planner, None)
     if deepspeed is None:
         why = str(read_planner(config.planner, None, config.model))
-        policy = replace(config.policy(), freedom=freedom)
+        policy = replace(config.policy(), freedom=read_freedom(config.planner, None))
         return ScriptFacts(config.model, policy, why_no_planner=why)
     by_world = config.deepspeed.zero_stage
     refuse_fixed(deepspeed)
@@ -280,6 +307,7 @@ def read_script(
     planner = read_planner(config.planner, None, limits, told_by(deepspeed))
     preference, why = (None, planner) if isinstance(planner, str) else (planner, "")
     policy = config.policy(initial, preference)
+    freedom = read_freedom(config.planner, None, deepspeed, stages)
     policy = replace(policy, freedom=freedom, kept_axes=_kept_axes(policy, deepspeed))
     return ScriptFacts(limits, policy, why_no_planner=why)
 

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from scalai.core.degrees.passes import PARTS
 from scalai.core.errors import ProofError
 from scalai.core.job import membership as m
 from scalai.core.job import proof_rules
@@ -573,8 +574,9 @@ class LiveJob:
                 self.timeline.note(function=function.found, prove_s=round(function.seconds, 6))
             report = self.timeline.close()
             self._ahead.changed(report)
-            again = (report.get("passes_after") or {}).get("recompute")
-            self.log(_resized(report) + (f" recompute={again}" if again else ""))
+            passes = report.get("passes_after") or {}
+            parts = (f" {part}={passes[part]}" for part in PARTS if passes.get(part))
+            self.log(_resized(report) + "".join(parts))
         if action.keep is not None:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))

@@ -50,8 +50,9 @@ class Calibrating:
         if micro is None:
             return None
         measured = Measured(
-            current.degrees, micro, reading.steps, reading.seconds, current.recompute
-        )
+            current.degrees, micro, reading.steps, reading.seconds, current.recompute,
+            current.offload,
+        )  # fmt: skip
         return measured, change_time(job.change.pace, self._moves)
 
 
@@ -151,6 +152,7 @@ def _learned_line(found: Learned | None, preference: Preference) -> str:
     return (
         f"event=measured degrees={steps.degrees} micro_batch={steps.micro_batch} "
         f"recompute={steps.recompute or preference.recompute} "
+        f"offload={steps.offload or preference.offload} "
         f"step_s={steps.seconds:.4g} steps={steps.steps} {layouts}"
     )
 

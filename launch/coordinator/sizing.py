@@ -8,7 +8,7 @@ from typing import Any
 from scalai.converters.megatron.model_shape import recompute_of
 from scalai.core.degrees.assignment import make_assign
 from scalai.core.degrees.degrees import Degrees, parse_request
-from scalai.core.degrees.passes import Passes, recompute_of_json
+from scalai.core.degrees.passes import Passes, offload_of_json, recompute_of_json
 from scalai.core.degrees.policy import Choice, Needing, Preferring
 from scalai.core.errors import ScalaiError
 from scalai.core.job.membership import Assign, Assignment, Place
@@ -69,6 +69,10 @@ class GuardedPlanner:
         except Exception as error:  # our own slip: the job has degrees that run
             self.say(f"event=planner failed: {error!r}\n{traceback.format_exc()}")
             raise ScalaiError(f"{error!r}, and the coordinator's log says where") from error
+
+    def spilled(self, choice: Choice) -> str:
+        """The reason for a choice's state in host memory."""
+        return self.planner.spilled(choice)
 
     def on_hosts(self, slots: int) -> "GuardedPlanner":
         """The planner for hosts with ``slots`` ranks each."""
@@ -196,7 +200,13 @@ class Sizing:
     def request(self) -> JsonText:
         """Persons' requests, layouts out of memory, and measurements, for the next coordinator."""
         excluded = [
-            [each.degrees.to_json(), each.micro_batch_size, each.reason, each.recompute]
+            [
+                each.degrees.to_json(),
+                each.micro_batch_size,
+                each.reason,
+                each.recompute,
+                each.offload,
+            ]
             for each in self._excluded
         ]
         measured, change = self._recalled
@@ -340,10 +350,25 @@ class Sizing:
             self._limits = replace(self._limits, refused=tuple(map(tuple, refused)))
         if (share := facts.get("first_share")) is not None:
             self._limits = self._limits.with_first_dp(share[1])
+        if fault := facts.get("offload_fault"):
+            freedom = self._policy.freedom
+            if "offload" not in dict(freedom.fixed):
+                freedom = replace(freedom, fixed=(*freedom.fixed, ("offload", fault)))
+                self._policy, self._assign = replace(self._policy, freedom=freedom), None
+        if (size := facts.get("host_memory")) and self._planner.host_memory_gb is None:
+            self._know_host(float(size))
         if (self._limits, self._told) != before:
             self._preference = self._preference or self._read_preference()
             self._assign = None
             self._place = self._made_place()
+
+    def _know_host(self, size_bytes: float) -> None:
+        """Adopt the memory of a host, as its workers found it."""
+        planner = self._preference
+        if planner is None or 0 < planner.device.host_memory <= size_bytes:
+            return  # the smallest of them counts
+        device = replace(planner.device, host_memory=size_bytes)
+        self._preference, self._assign = replace(planner, device=device), None
 
     def _fits(self) -> tuple[tuple[Degrees, Passes], ...]:
         """Layouts that have run on devices of the present kind."""
@@ -367,6 +392,7 @@ class Sizing:
                     passes.recompute or own,
                     read_sharding(degrees.world_size, *of_job),
                     parallel and degrees.tp > 1,
+                    passes.offload or self._policy.freedom.own_offload,
                 )
                 for degrees, passes in layouts
             ]
@@ -406,12 +432,20 @@ def _stepped_of_json(data: Iterable[object]) -> Iterator[Stepped]:
         match each:
             case [dict() as degrees, int() | None as size, again, str(gpu)]:
                 yield Degrees.from_json(degrees), Passes(size, recompute_of_json(again)), gpu
+            case [dict() as degrees, int() | None as size, again, spilled, str(gpu)]:
+                passes = Passes(size, recompute_of_json(again), offload_of_json(spilled))
+                yield Degrees.from_json(degrees), passes, gpu
             case _:
-                raise ValueError(f"{each!r} is no layout: degrees, samples, recompute, device")
+                raise ValueError(
+                    f"{each!r} is no layout: degrees, samples, recompute, offload, device"
+                )
 
 
 def _choice_of_json(data: object) -> Choice:
     match data:
-        case [dict() as degrees, int() | None as size, str(reason), again]:
-            return Choice(Degrees.from_json(degrees), (), reason, size, recompute_of_json(again))
-    raise ValueError(f"{data!r} is no choice: degrees, samples of a pass, why, recompute")
+        case [dict() as degrees, int() | None as size, str(reason), again, *spilled] if (
+            len(spilled) < 2
+        ):
+            passes = size, recompute_of_json(again), offload_of_json((*spilled, None)[0])
+            return Choice(Degrees.from_json(degrees), (), reason, *passes)
+    raise ValueError(f"{data!r} is no choice: degrees, samples of a pass, why, recompute, offload")

@@ -218,6 +218,7 @@ class Starter:
                 facts=JsonText.of(facts),
                 snapshot_every=every,
                 recompute=assignment.recompute,
+                offload=assignment.offload,
             )
             for host, placement in place_ranks(assignment).items()
         }

@@ -9,7 +9,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -37,6 +37,7 @@ from scalai.patches.deepspeed.round_config import (
     batches_of,
     config_of,
     rewritten,
+    spilled,
     without_batches,
 )
 from scalai.patches.deepspeed.step_numbers import (
@@ -50,6 +51,7 @@ from scalai.patches.hooking import Args, Call, Kwargs, given_to, without
 from scalai.patches.step_proof import agreed, random_parts, tell_numbers
 from scalai.patches.versions import DEEPSPEED
 from scalai.runtime.session import Session
+from scalai.store.pool import host_memory
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +157,7 @@ class EngineHooks:
         self.settle_config(config)
         if self.total is not None:
             config[TRAIN] = self.total
-        order = self._order(given.get("model"), has_mpu=given.get("mpu") is not None)
+        order = self._order(given, config)
         stages = stages_of(config, self._session.settings.get("zero_stages", {}))
         has_own = given.get("optimizer") is not None
         refuse_invalid(config, stages, numbers_of(self._version), has_own_optimizer=has_own)
@@ -177,6 +179,8 @@ class EngineHooks:
             )  # fmt: skip
             if warning:
                 log.warning("event=hook detail=%r", warning)
+        fault = unsupported.offload_fault(given.get("optimizer"))
+        self._session.report_facts(offload_fault=fault, host_memory=host_memory())
         self._take_part(built[0])
         return built
 
@@ -201,7 +205,8 @@ class EngineHooks:
         name = "config_dict_or_path" if "config_dict_or_path" in given else "config"
         config = config_of(None, given.get(name), None)
         if config is not None:
-            given[name] = without_batches(config)
+            order = RoundOrder(1, 1, 1, offload=self._session.offload)
+            given[name] = spilled(without_batches(config), order)
         if self._session.settings.get("zero_stage") not in (None, PARTITIONED):
             given["enabled"] = False
         wrapped(**given)
@@ -280,8 +285,14 @@ class EngineHooks:
             facts["global_batch_size"], facts["first_micro_batch_size"], facts["first_dp"]
         )
 
-    def _order(self, model: Any, *, has_mpu: bool) -> RoundOrder:
+    def _order(self, given: Mapping[str, Any], config: Mapping[str, Any]) -> RoundOrder:
         session, first = self._session, self._first()
+        model, optimizer = given.get("model"), given.get("optimizer")
+        if session.offload and (fault := unsupported.offload_fault(optimizer)):
+            raise RefusedError(f"offload={session.offload} cannot be had: {fault}.")
+        is_compiled = (
+            bool(session.offload) and optimizer is None and unsupported.needs_cpu_adam(config)
+        )
         return RoundOrder(
             session.tp,
             session.pp,
@@ -290,9 +301,12 @@ class EngineHooks:
             first.global_batch_size if first else None,
             first.micro_batch_size if first else None,
             session.settings.get("zero_stage"),
-            has_mpu,
+            given.get("mpu") is not None,
             isinstance(model, importlib.import_module("deepspeed.pipe").PipelineModule),
             is_placed(session),
+            session.offload,
+            optimizer is not None,
+            not is_compiled or unsupported.has_cpu_adam(),
         )
 
     def _take_part(self, engine: Any) -> None:

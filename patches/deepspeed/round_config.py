@@ -25,6 +25,7 @@ from scalai.converters.deepspeed.config import (
 )
 from scalai.core.degrees.batches import Batches, fit_batches
 from scalai.core.degrees.degrees import MOST_SHARDED_WITH_STAGES
+from scalai.core.degrees.passes import Offload
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import WEIGHTS
 
@@ -44,6 +45,9 @@ class RoundOrder:
             rank as one.
         is_in_stages: True if the model is a pipeline, even of one stage.
         has_fillers: True if DP need not divide the global batch.
+        offload: State in host memory; None: as configured.
+        has_own_optimizer: True if the script gives DeepSpeed its optimizer.
+        has_cpu_adam: False if DeepSpeedCPUAdam cannot be compiled here.
     """
 
     tp: int
@@ -56,6 +60,9 @@ class RoundOrder:
     has_mpu: bool = False
     is_in_stages: bool = False
     has_fillers: bool = False
+    offload: Offload | None = None
+    has_own_optimizer: bool = False
+    has_cpu_adam: bool = True
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
@@ -124,6 +131,7 @@ def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) ->
     if order.zero_stage is not None:
         stated = mine.get(ZERO)
         mine[ZERO] = {**(stated if isinstance(stated, dict) else {}), "stage": order.zero_stage}
+    mine = spilled(mine, order)
     if counted > 1 and stage_of(mine) == WEIGHTS:
         # Stage 3 reads it once more, without tensor-parallel ranks: both have to come out.
         del mine[TRAIN]
@@ -133,6 +141,27 @@ def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) ->
         mine[AUTOTP] = {**mine[AUTOTP], AUTOTP_SIZE: 0}  # 1 leaves its groups unmade
     if "data_parallel_size" in mine:
         mine["data_parallel_size"] = order.dp
+    return mine
+
+
+def spilled(config: Mapping[str, Any], order: RoundOrder) -> dict[str, Any]:
+    """Return the configuration with the round's state in host memory.
+
+    Torch's Adam updates there where the script brings it, or DeepSpeedCPUAdam cannot be compiled.
+    Source: ``_configure_optimizer`` and ``get_optimizer_configuration`` of runtime/engine.py.
+    """
+    mine, stated = dict(config), config.get(ZERO)
+    if order.offload in (None, "none") or not isinstance(stated, dict):
+        return mine
+    names = ["offload_optimizer"] + ["offload_param"] * (order.offload == "parameters")
+    mine[ZERO] = {**stated, **{name: {"device": "cpu", "pin_memory": True} for name in names}}
+    optimizer = mine.get("optimizer")
+    if order.has_own_optimizer:
+        mine["zero_force_ds_cpu_optimizer"] = False
+    elif not order.has_cpu_adam and isinstance(optimizer, dict):
+        params = optimizer.get("params") or {}
+        mine["optimizer"] = {**optimizer, "params": {**params, "torch_adam": True}}
+        mine["zero_force_ds_cpu_optimizer"] = False
     return mine
 
 

@@ -15,6 +15,7 @@ zero/stage_1_and_2.py (``independent_gradient_partition_epilogue``).
 """
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ import wrapt
 
 from scalai.core.errors import refuse_all
 from scalai.core.release import numbers_of
+
+log = logging.getLogger(__name__)
 
 _ZERO_FLAGS: Mapping[str, str] = {
     "zero_quantized_weights": "ZeRO++ keeps weights in eight bits with scales",
@@ -87,6 +90,42 @@ def _faults_of_offloading(zero: Any) -> Iterator[str]:
                 f"zero_optimization.{name}.ratio {offload.ratio}: two optimizers keep a part of "
                 "the state each. Leave it out"
             )
+
+
+_ON_HOSTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def offload_fault(optimizer: Any) -> str | None:
+    """Return the reason against the state of a script's own optimizer in host memory; None: none,
+    or DeepSpeed builds the optimizer."""
+    if optimizer is None or type(optimizer).__name__ in ("DummyOptim", "DeepSpeedCPUAdam"):
+        return None
+    if type(optimizer) not in _ON_HOSTS:
+        known = ", ".join(f"torch.optim.{kind.__name__}" for kind in _ON_HOSTS)
+        return f"the script's optimizer is {type(optimizer).__name__}; {known} work there"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "the script's optimizer is capturable, which needs devices"
+    return None
+
+
+def needs_cpu_adam(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed takes DeepSpeedCPUAdam for an offloaded optimizer."""
+    params = (config.get("optimizer") or {}).get("params") or {}
+    return not params.get("torch_adam")
+
+
+def has_cpu_adam() -> bool:
+    """Whether DeepSpeedCPUAdam is compiled, or can be: at its first use, in about a minute."""
+    builder = importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder()
+    try:
+        builder.load(verbose=False)
+    except Exception as error:  # whatever compilers raise
+        log.warning(
+            "event=offload detail=%r", f"DeepSpeedCPUAdam cannot be compiled, torch's slower Adam "
+            f"updates in host memory: {error!r:.300}",
+        )  # fmt: skip
+        return False
+    return True
 
 
 def _base(optimizer: Any) -> Any:

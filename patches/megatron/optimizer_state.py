@@ -29,6 +29,7 @@ from scalai.patches.plain import all_live, all_plain, only_plain, plain
 
 log = logging.getLogger(__name__)
 
+_STEP = "step"
 _MASTER = "master_param"
 """Key of the masters in the state of FusedAdam and HybridDeviceOptimizer."""
 _KEEPS_MASTERS = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
@@ -75,6 +76,8 @@ def owned_parameters(optimizer: Any) -> Iterator[Owned]:
         for parameter, main, low, high in _parameters(leaf):
             state = dict(leaf.optimizer.state[main])
             master = state.pop(_MASTER, None)
+            if _counts_by_group(leaf.optimizer):
+                state.pop(_STEP, None)
             yield Owned(parameter, main, low, high, is_distributed(leaf), state, master)
 
 
@@ -162,6 +165,65 @@ def _let_megatron_make_state(leaf: Any) -> None:
     leaf.init_state_fn(leaf.optimizer, leaf.config)
 
 
+def _counts_by_group(inner: Any) -> bool:
+    """Whether a HybridDeviceOptimizer's steps are told with its groups.
+
+    Transformer Engine's and Apex's FusedAdam count once a group, torch's Adam once a parameter. The
+    parts of a hybrid optimizer may be of both; as one they count like the optimizer of a round
+    without it.
+    """
+    if not hasattr(inner, "sub_optimizers"):
+        return False
+    from megatron.core import optimizer
+
+    return not issubclass(optimizer.Adam, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _parts_of(inner: Any, group: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the entry with the number of steps of each parameter: a state or a group of the part
+    that updates it, and the parameter there."""
+    members = {id(inner.param_to_inner_param[parameter]) for parameter in group["params"]}
+    for part in inner.sub_optimizers:
+        for its in part.param_groups:
+            for parameter in its["params"]:
+                if id(parameter) in members:
+                    state = part.state[parameter]
+                    yield (state if _STEP in state else its), parameter
+
+
+def _steps_of(inner: Any, group: Mapping[str, Any]) -> int:
+    """Return the steps of a group of a HybridDeviceOptimizer.
+
+    Raises:
+        RefusedError: Its parts have made different numbers of steps.
+    """
+    found = {int(entry.get(_STEP, 0)) for entry, _ in _parts_of(inner, group)}
+    if len(found) > 1:
+        raise RefusedError(
+            f"the parts of HybridDeviceOptimizer have made {', '.join(map(str, sorted(found)))} "
+            "steps; expected one number. Go on from an older state, or from Megatron-LM's own "
+            "checkpoint."
+        )
+    return next(iter(found), 0)
+
+
+def _put_steps(inner: Any) -> None:
+    """Give the parts of a HybridDeviceOptimizer the steps of its groups, and no other copy of them:
+    it would overwrite those of its parts."""
+    for group in inner.param_groups:
+        count = group.pop(_STEP, None)
+        if count is None and group["params"]:
+            raise RefusedError(
+                "the state has no number of steps for a group of HybridDeviceOptimizer. Go on from "
+                "Megatron-LM's own checkpoint."
+            )
+        for entry, _ in _parts_of(inner, group):
+            if isinstance(entry.get(_STEP), torch.Tensor):
+                entry[_STEP].fill_(int(count))
+            else:
+                entry[_STEP] = int(count)
+
+
 Names = Mapping[int, Sequence[str]]
 """Names of the parts of a tensor under the optimizer, by its ``id``."""
 
@@ -185,7 +247,7 @@ def take_scalars(optimizer: Any, scheduler: Any, names: Names, asked: Json) -> M
         "scheduler": all_plain(scheduler.state_dict(), "scheduler") if scheduler else None,
         "schedule": _attributes(scheduler) if _is_megatrons(scheduler) else None,
         "grad_scaler": all_plain(scalers[0].state_dict(), "grad scaler") if scalers else None,
-        "groups": take_groups(_groups(leaves, names)),
+        "groups": take_groups(_counted(leaves, names)),
         "asked": asked,
     }
 
@@ -214,6 +276,9 @@ def put_scalars(
         _put_scheduler(scalars, scheduler)
     if is_complete:  # last: a schedule sets some of it while it is loaded
         put_groups(scalars["groups"], groups)
+    for leaf in leaves:
+        if _counts_by_group(leaf.optimizer):
+            _put_steps(leaf.optimizer)
     if scheduler and scalars["scheduler"] is not None and not _is_megatrons(scheduler):
         check_schedule(scalars["scheduler"], scheduler)
     if asked and scalars["scheduler"] is not None:
@@ -240,6 +305,15 @@ def _groups(leaves: Sequence[Any], names: Names) -> Iterator[Group]:
         for group in leaf.optimizer.param_groups:
             members = (names.get(id(parameter), ()) for parameter in group["params"])
             yield group, [name for of in members for name in of]
+
+
+def _counted(leaves: Sequence[Any], names: Names) -> Iterator[Group]:
+    """Yield the groups with their steps, where groups have them."""
+    for leaf in leaves:
+        is_counted = _counts_by_group(leaf.optimizer)
+        for group, members in _groups([leaf], names):
+            steps = {_STEP: _steps_of(leaf.optimizer, group)} if is_counted and members else {}
+            yield {**group, **steps}, members
 
 
 def _is_megatrons(scheduler: Any) -> bool:

@@ -51,6 +51,7 @@ from scalai.patches.megatron.step_logs import LEDGER_DIR, StepLedger
 from scalai.patches.step_proof import agreed, other_streams, tell_numbers
 from scalai.patches.versions import MEGATRON
 from scalai.runtime.session import Session
+from scalai.store.pool import host_memory
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +238,9 @@ class TrainingHooks:
         self._iteration, self._flops = job.iteration, job.num_floating_point_operations_so_far
         self._wandb_run_id = _run_id(job)
         session.report_facts(
-            padded_vocab_size=job.padded_vocab_size, **{TOLD_FACT: told_of(vars(job))}
+            host_memory=host_memory(),
+            padded_vocab_size=job.padded_vocab_size,
+            **{TOLD_FACT: told_of(vars(job))},
         )
         is_stated = getattr(job, "_is_global_batch_size_explicitly_specified", True)
         if not is_stated and job.eval_global_batch_size == job.global_batch_size:

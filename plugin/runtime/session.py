@@ -34,6 +34,7 @@ import torch
 from scalai.core.dataset.drawn import Draw
 from scalai.core.dataset.order import GlobalOrder
 from scalai.core.degrees.batches import Batches
+from scalai.core.degrees.passes import Offload
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
 from scalai.core.job.function_proof import MOST_STEPS, Numbers
 from scalai.core.job.spacing import Schedule
@@ -196,6 +197,7 @@ class Session:
     Attributes:
         tp, pp, dp, vpp, cp, ep: Degrees of this round.
         micro_batch_size: Samples a forward pass and replica; None: undecided.
+        offload: State in host memory; None: by the script's flags.
         step, consumed_samples: Progress: 0 on a fresh start, the generation's after ``attach``.
         restorable_step: Step of the generation for ``attach``, or None. A standby worker will find
             a later one.
@@ -213,6 +215,7 @@ class Session:
         self.step = 0
         self.consumed_samples = 0
         self.micro_batch_size: int | None = None
+        self.offload: Offload | None = None
         self.restorable_step: int | None = None
         self.is_standby = False
         self.facts: Mapping[str, Json] = {}
@@ -254,6 +257,7 @@ class Session:
         )
         welcome = self._welcome = agent.call(Hello(self.rank, round))
         self.micro_batch_size = welcome.micro_batch_size
+        self.offload = welcome.offload
         self.restorable_step = welcome.restorable_step
         self.is_standby = welcome.is_standby
         self.facts, self.settings = welcome.facts.value(), welcome.settings.value()

@@ -210,6 +210,14 @@ def _is_in_memory(directory: Path) -> bool:
     return kind in {"tmpfs", "ramfs"}
 
 
+def host_memory() -> int:
+    """Return the bytes of memory for this host's processes: of the host, or of its container."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError, ValueError):  # no limit, or no such group
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes)
+
+
 def available_memory(unknown: int = 1 << 62) -> int:
     """Return the bytes available to new processes and files of this host before it swaps.
 

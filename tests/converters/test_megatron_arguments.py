@@ -11,15 +11,17 @@ from scalai.converters.megatron.arguments import (
     is_megatron,
     read_arguments,
 )
-from scalai.converters.megatron.model_shape import more_recompute_of, recompute_of
+from scalai.converters.megatron.model_shape import more_recompute_of, offload_of, recompute_of
 from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, refusal
-from scalai.core.degrees.passes import Recompute
+from scalai.core.degrees.passes import Offload, Recompute
 from scalai.core.errors import RefusedError, UsageError
 
 GPT = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --lr 1e-3 "
     "--micro-batch-size 2 --global-batch-size 24 --vocab-size 50257"
 )
+
+SPILLED = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
 
 
 def read(flags: str = "") -> MegatronArguments:
@@ -313,6 +315,31 @@ def test_what_is_computed_again_is_said_by_flags_behind_all_others(
 ) -> None:
     found = derived_flags(read(), Degrees(1, 2, 1), None, 1, recompute=recompute)[0]
     assert " ".join(found[4:]) == f"--micro-batch-size 1 {flags}".strip()
+
+
+@pytest.mark.parametrize(
+    ("offload", "release", "flags"),
+    [
+        (None, (0, 16, 1), ""),
+        ("optimizer-half", (0, 14, 0), f"{SPILLED} 0.5"),
+        ("optimizer", (0, 16, 1), f"{SPILLED} 1.0 --overlap-cpu-optimizer-d2h-h2d"),
+        ("optimizer", None, f"{SPILLED} 1.0"),
+    ],
+)
+def test_what_goes_to_host_memory_is_said_by_flags_behind_all_others(
+    offload: Offload | None, release: tuple[int, int, int] | None, flags: str
+) -> None:
+    job = replace(read("--bf16 --use-distributed-optimizer"), release=release)
+    found = derived_flags(job, Degrees(1, 2, 1), None, 1, offload=offload)[0]
+    assert " ".join(found[4:]) == f"--micro-batch-size 1 {flags}".strip()
+
+
+@pytest.mark.parametrize(
+    ("fraction", "own"), [("", "optimizer"), ("0.5", "optimizer-half"), ("0.3", "none")]
+)
+def test_what_the_script_itself_has_in_host_memory_is_known(fraction: str, own: Offload) -> None:
+    stated = f"--optimizer-offload-fraction {fraction}" if fraction else ""
+    assert offload_of(read(f"{SPILLED.rsplit(' ', 1)[0]} {stated}")) == own
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from scalai.converters.megatron import sums
 from scalai.converters.megatron.arguments import read_arguments
+from scalai.converters.megatron.model_shape import offloads_of
 from scalai.converters.megatron.rules import (
     faults_of,
     fixed_axes,
@@ -139,6 +140,10 @@ def test_flags_become_the_arguments_that_they_set() -> None:
     }
 
 
+SPILLING = "--use-distributed-optimizer --bf16"
+"""Flags with which the optimizer may go to host memory."""
+
+
 @pytest.mark.parametrize(
     ("flags", "fixed"),
     [
@@ -156,10 +161,27 @@ def test_flags_become_the_arguments_that_they_set() -> None:
 def test_what_of_the_passes_stays_is_said_with_the_reason(
     flags: str, fixed: dict[str, str]
 ) -> None:
-    found = dict(fixed_passes(values_of(read_arguments(f"{GPT} {flags}".split()).given)))
+    flags = f"{GPT} {SPILLING} {flags}"
+    found = dict(fixed_passes(values_of(read_arguments(flags.split()).given)))
     assert found.keys() == fixed.keys()
     for part, why in found.items():
         assert fixed[part] in why
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--bf16", "--use-distributed-optimizer"),
+        ("--use-distributed-optimizer", "no masters of fp32 weights"),
+        (f"{SPILLING} --optimizer sgd", "--optimizer adam"),
+        (f"{SPILLING} --overlap-param-gather-with-optimizer-step", "does not go with it"),
+        (f"{SPILLING} --use-precision-aware-optimizer --optimizer-cpu-offload", "stays as given"),
+    ],
+)
+def test_an_optimizer_that_cannot_go_to_the_host_is_said_to_stay(flags: str, why: str) -> None:
+    read = read_arguments(f"{GPT} {flags}".split())
+    assert why in dict(fixed_passes(values_of(read.given)))["offload"]
+    assert offloads_of(read) == ()
 
 
 @pytest.mark.parametrize("flag", ["--hybrid-override-pattern", "--hybrid-layer-pattern"])

@@ -156,6 +156,11 @@ def test_it_is_said_what_of_the_passes_may_change_and_when(tmp_path: Path) -> No
     assert "may change: recompute, where nothing fits into memory as the flags have it" in check(
         GPT
     )
+    split = "--bf16 --use-distributed-optimizer"
+    assert (
+        "may change: offload to optimizer-half or optimizer, where nothing fits into memory without"
+    ) in check(f"{GPT} {split}")
+    assert "stays: offload (it needs --use-distributed-optimizer)" in check(GPT)
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     assert "stays: recompute full (nothing else keeps less in memory)" in check(f"{GPT} {full}")
     path.write_text('[planner]\nmay_change = ["micro-batch"]\nmemory_may_change = []\n')
@@ -178,6 +183,7 @@ def test_a_world_on_which_nothing_fits_is_shown_with_what_is_recomputed(tmp_path
     found = rows(check(f"--elastic {path} --nnodes 1:8 {large}", slots=8))
     assert "recompute none -> full" in found["8"][2]
     assert "recompute" not in found["64"][2]
+    assert "nothing fits in 85.2 GB without it: the optimizer's " in found["4"][2]
 
 
 def test_it_is_said_who_chooses_degrees(tmp_path: Path) -> None:

@@ -272,9 +272,36 @@ def test_the_planner_says_what_it_needs_of_a_deepspeed_job(read: Read) -> None:
     block["planner"]["model"] = {**MODEL, "depth": 3}  # type: ignore[assignment]
     with pytest.raises(RefusedError, match="'depth' is no size of a model"):
         Sizing(read({"train_batch_size": 12, "scalai": block}))
-    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    offload = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}
     with pytest.raises(RefusedError, match="which is not modelled"):
         planned(read, zero_optimization=offload)
+
+
+def test_the_state_of_a_deepspeed_job_may_go_to_host_memory_where_nothing_else_is_left(
+    read: Read,
+) -> None:
+    def next_after(*tried: Assignment, **config: Any) -> tuple[Sizing, Assignment | None]:
+        sizing = Sizing(read({"train_batch_size": 12, "scalai": {}, **config}))
+        for each in tried:
+            sizing.exclude(each)
+        return sizing, sizing.assign()((("a", 2),), None)
+
+    zero3 = {"zero_optimization": {"stage": 3}}
+    _, plain = next_after(**zero3)
+    assert plain is not None and plain.offload is None
+    sizing, spilled = next_after(plain, **zero3)
+    assert spilled is not None and spilled.offload == "optimizer"
+    assert "offload none -> optimizer" in spilled.reason
+    _, most = next_after(plain, spilled, **zero3)
+    assert most is not None and most.offload == "parameters"
+    _, none = next_after(plain, spilled, zero_optimization={"stage": 2})
+    assert none is None, "stage 3 alone spills weights"
+    sizing.learn({"facts": {"offload_fault": "the script's optimizer is Ranger"}})
+    assert sizing.assign()((("a", 2),), None) is None
+    _, own = next_after(
+        plain, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    )
+    assert own is None, "the script's own stays as it is"
 
 
 def test_a_micro_batch_that_only_the_first_round_knows_lets_the_planner_begin(read: Read) -> None:

@@ -27,6 +27,9 @@ OFFLOADED = {
 }
 FUSED = {"fused": True}
 COMPILED = {"zero": {"offload_optimizer": {"device": "cpu"}}, "compiled": "DeepSpeedCPUAdam"}
+HOST = {"device": "cpu", "pin_memory": True}
+SPILLED = {**OFFLOADED, "zero": {"offload_optimizer": HOST}}
+ALL_SPILLED = {**OFFLOADED, "zero": {"offload_optimizer": HOST, "offload_param": HOST}}
 UNTIED = {"stage": 1, "tied": False}
 UNCLIPPED = {"config": {"gradient_clipping": 0.0}}
 """DeepSpeed clips a pipeline's gradients without ZeRO by the norm of its first stage alone."""
@@ -50,6 +53,8 @@ CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("zero0-to-zero2", {}, ranks(2, 0), ranks(3, 2), FP32),
     ("bf16-zero3-to-zero1", {"precision": "bf16"}, ranks(3, 3), ranks(2, 1), BF16),
     ("pipeline-2x2-to-1x3", {"stage": 1}, pipeline(2, 2), pipeline(1, 3), FP32),
+    ("zero2-to-the-host", {}, ranks(2, 2), ranks(1, 2, **SPILLED), FP32),
+    ("all-from-the-host-to-zero3", {}, ranks(1, 3, **ALL_SPILLED), ranks(2, 3), FP32),
 ]
 
 MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
@@ -65,6 +70,48 @@ MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("zero3-frozen-shards", FROZEN_SHARDS, ranks(4, 3), ranks(3, 3), FP32),
     ("zero2-to-zero1-round-robin", ROUND_ROBIN, ranks(3, 2), ranks(4, 1), FP32),
     *((f"offloaded-zero{s}", OFFLOADED, ranks(3, s), ranks(2, s), FP32) for s in (1, 2, 3)),
+    *(
+        (f"zero{s}-{way}-the-host", {"precision": p}, *layouts, limit)
+        for s, p, limit in (
+            (1, "fp32", FP32),
+            (2, "bf16", BF16),
+            (3, "bf16", BF16),
+            (2, "fp16", FP16),
+        )
+        for way, layouts in (
+            ("to", (ranks(3, s), ranks(2, s, **SPILLED))),
+            ("from", (ranks(2, s, **SPILLED), ranks(3, s))),
+        )
+    ),
+    (
+        "bf16-zero3-all-to-the-host",
+        {"precision": "bf16"},
+        ranks(2, 3),
+        ranks(1, 3, **ALL_SPILLED),
+        BF16,
+    ),
+    (
+        "bf16-optimizer-to-the-host",
+        {"precision": "bf16-fp32"},
+        ranks(2, 1),
+        ranks(1, 1, **SPILLED),
+        BF16,
+    ),
+    (
+        "fused-to-cpu-adam",
+        {"precision": "bf16"},
+        ranks(3, 2, **FUSED),
+        ranks(2, 2, **COMPILED),
+        BF16,
+    ),
+    (
+        "cpu-adam-to-fused",
+        {"precision": "bf16"},
+        ranks(2, 2, **COMPILED),
+        ranks(3, 2, **FUSED),
+        BF16,
+    ),
+    ("pipeline-to-the-host", {"stage": 1}, pipeline(2, 2), pipeline(1, 3, **SPILLED), FP32),
     *(
         (f"bf16-zero{a}-to-zero{b}", {"precision": "bf16"}, ranks(2, a), ranks(3, b), BF16)
         for a, b in ((0, 1), (1, 0), (1, 3), (2, 2), (3, 0))
@@ -132,7 +179,7 @@ def test_a_resized_job_goes_on_as_the_uninterrupted_one(
     after: Layout,
     tolerance: float,
 ) -> None:
-    if "compiled" in model:
+    if "compiled" in {**model, **before, **after}:
         request.getfixturevalue("compiled_cpu_adam")
     old, new = (Job(**{**model, **layout}) for layout in (before, after))
     check(resize(deepspeed_pool, old, new, tmp_path), tolerance)

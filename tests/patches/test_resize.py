@@ -47,7 +47,9 @@ NO_REDUCTIONS = {"is_tied": False, "clip": 0.0}
 """Without tied weights and clipping no sum runs over pipeline stages."""
 INSTANCES = {"distributed": True, "overlap": True, "instances": 2}
 TWICE = {**TP2DP2, "micro_batch_size": 2}
-OFFLOADED = {"distributed": True, "precision": "bf16", "is_offloaded": True}
+SPLIT16 = {"distributed": True, "precision": "bf16"}
+FUSED16 = {**SPLIT16, "is_fused": True}
+HALF, SPILLED = {"offloaded": 0.5}, {"offloaded": 1.0}
 
 CASES: list[tuple[str, Fields, Fields, Fields, float]] = [
     ("tp2-to-tp1", {}, TP2, ONE, FP32),
@@ -84,8 +86,16 @@ CASES: list[tuple[str, Fields, Fields, Fields, float]] = [
     ("fp16-tp2-to-pp2", {"precision": "fp16"}, TP2, PP2, FP16),
     ("instances-dp4-to-tp2dp2", INSTANCES, DP4, TP2DP2, FP32),
     ("instances-dp4-to-one-of-dp2", BUCKETS, {**DP4, "instances": 2}, DP2, FP32),
-    ("offloaded-dp2-to-tp2", OFFLOADED, DP2, TP2, BF16),
-    ("offloaded-tp2-to-pp2dp2", OFFLOADED, TP2, PP2DP2, BF16),
+    ("offloaded-dp2-to-tp2", {**SPLIT16, **HALF}, DP2, TP2, BF16),
+    ("offloaded-tp2-to-pp2dp2", {**SPLIT16, **HALF}, TP2, PP2DP2, BF16),
+    ("spilled-fewer-ranks", SPLIT16, TP2DP2, {**TP2, **SPILLED}, BF16),
+    ("back-from-the-host", SPLIT16, {**TP2, **SPILLED}, TP2DP2, BF16),
+    ("half-to-all-spilled", SPLIT16, {**DP2, **HALF}, {**DP2, **SPILLED}, BF16),
+    ("spilled-fp16", {**SPLIT, "precision": "fp16"}, DP2, {**ONE, **SPILLED}, FP16),
+    ("spilled-fused", FUSED16, DP2, {**ONE, **SPILLED}, BF16),
+    ("half-spilled-fused", FUSED16, DP2, {**ONE, **HALF}, BF16),
+    ("back-from-the-host-fused", FUSED16, {**ONE, **HALF}, DP2, BF16),
+    ("spilled-experts", {**MOE, **SPLIT16}, EP2, {**EP2, **SPILLED}, BF16),
     ("experts-ep2-to-dp2", {**MOE, **SPLIT}, EP2, DP2, FP32),
     ("experts-dp2-to-ep2", {**MOE, **BUCKETS}, DP2, EP2, FP32),
     ("experts-ep2-to-tp2ep2", {**MOE, **SPLIT}, {**DP4, "ep": 2}, TP2EP2, FP32),

@@ -1,6 +1,7 @@
 """DeepSpeed's configuration of a round: the global batch stays, whatever the degrees."""
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -211,3 +212,19 @@ def test_what_goes_on_as_it_was_passes(
     config: dict[str, Any], stages: set[int], version: str
 ) -> None:
     refuse_unfit_stages(config, frozenset(stages), None, version)
+
+
+def test_state_in_host_memory_is_stated_and_torch_updates_it_where_nothing_is_compiled() -> None:
+    host = {"device": "cpu", "pin_memory": True}
+    config = {**STATED, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+    order = RoundOrder(1, 1, 2, offload="optimizer")
+    found = rewrite(config, order)
+    assert found["zero_optimization"] == {"stage": 3, "offload_optimizer": host}
+    assert found["optimizer"] == {"type": "AdamW"} and "zero_force_ds_cpu_optimizer" not in found
+    both = rewrite(config, replace(order, offload="parameters"))["zero_optimization"]
+    assert both == {"stage": 3, "offload_optimizer": host, "offload_param": host}
+    torchs = rewrite(config, replace(order, has_cpu_adam=False))
+    assert torchs["optimizer"]["params"] == {"torch_adam": True}
+    own = rewrite(config, replace(order, has_own_optimizer=True))
+    assert own["zero_force_ds_cpu_optimizer"] is False
+    assert rewrite(config, RoundOrder(1, 1, 2))["zero_optimization"] == {"stage": 3}

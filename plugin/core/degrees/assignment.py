@@ -85,8 +85,9 @@ def make_assign(
             (h, 0) for h, _ in hosts[max_hosts:]
         )
         return Assignment(
-            workers, choice.degrees, choice.micro_batch_size, choice.reason, choice.recompute
-        )
+            workers, choice.degrees, choice.micro_batch_size, choice.reason, choice.recompute,
+            choice.offload,
+        )  # fmt: skip
 
     return assign
 

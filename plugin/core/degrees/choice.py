@@ -2,16 +2,31 @@
 
 :func:`choose` alone decides. The user's degrees come first, then the order of the job's planner
 (``planner/preference.py``), then the running degrees. Micro-batch and recomputation are the
-script's, unless the user frees them or memory forces others (``passes.Freedom``).
+script's, unless the user frees them or memory forces others (``passes.Freedom``). State goes to
+host memory only where no layout fits without.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from scalai.core.degrees.batches import Shares
-from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, refusal, stage_counts
-from scalai.core.degrees.passes import AS_GIVEN, MEMORY_PARTS, MICRO_BATCHES, Passes, difference
+from scalai.core.degrees.degrees import (
+    DegreeRequest,
+    Degrees,
+    ModelLimits,
+    refusal,
+    spill_refusal,
+    stage_counts,
+)
+from scalai.core.degrees.passes import (
+    AS_GIVEN,
+    MEMORY_PARTS,
+    MICRO_BATCHES,
+    OFFLOADS,
+    Passes,
+    difference,
+)
 from scalai.core.degrees.policy import Case, Choice, DegreePolicy
 from scalai.core.errors import RefusedError, ScalaiError
 
@@ -50,39 +65,50 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def with_passes(case: Case, split: DegreeRequest, *, for_memory: bool) -> Iterator[DegreeRequest]:
-    """Yield a split with each of its allowed passes, the script's own first."""
+def with_passes(
+    case: Case, split: DegreeRequest, *, for_memory: bool, spills: bool = False
+) -> Iterator[DegreeRequest]:
+    """Yield a split with each of its allowed passes, the script's own first.
+
+    Args:
+        spills: Only passes with state in host memory.
+    """
     freedom, own = case.policy.freedom, case.own.micro_batch_size
     micros: list[int | None] = [None]
     if own is not None and freedom.is_free("micro-batch", for_memory=for_memory):
         most = MICRO_BATCHES if freedom.is_free("micro-batch", for_memory=False) else own
         batch = case.limits.global_batch_size or own
         micros += [size for size in range(most, 0, -1) if batch % size == 0 and size != own]
-    for recompute in freedom.recomputes(for_memory=for_memory):
-        for micro in micros:
-            yield replace(split, micro_batch_size=micro, recompute=recompute)
+    for offload in freedom.spills if spills else (None,):
+        for recompute in freedom.recomputes(for_memory=for_memory):
+            for micro in micros:
+                yield replace(split, micro_batch_size=micro, recompute=recompute, offload=offload)
 
 
 def smaller(case: Case, splits: Iterator[DegreeRequest]) -> Iterator[DegreeRequest]:
-    """Yield the splits; after an out-of-memory each also with passes of less memory."""
+    """Yield the splits; after an out-of-memory each also with passes of less memory, and with these
+    and state in host memory."""
     recompute = case.policy.freedom.recomputes(for_memory=True)[-1]
     own = case.own.micro_batch_size or 1
     for split in splits:
         yield split
         if not case.excluded:
             continue
-        for request in with_passes(case, split, for_memory=True):
-            is_less = request.micro_batch_size is None or request.micro_batch_size < own
-            if request.recompute == recompute and is_less and request != split:
-                yield request
+        for spills in (False, True):
+            for request in with_passes(case, split, for_memory=True, spills=spills):
+                is_less = request.micro_batch_size is None or request.micro_batch_size < own
+                if request.recompute == recompute and is_less and request != split:
+                    yield request
 
 
 def after_failure(case: Case, request: DegreeRequest) -> int:
-    """Return a split's turn after an out-of-memory: larger TP·PP, passes of less memory, the rest.
-    Without a failure all share one turn."""
+    """Return a split's turn after an out-of-memory: larger TP·PP, passes of less memory, state in
+    host memory, the rest. Without a failure all share one turn."""
+    if request.offload is not None:
+        return 2 + OFFLOADS.index(request.offload)
     if request.micro_batch_size is not None or request.recompute is not None:
         return 1
-    return 2 if request.tp * request.pp <= case.failed else 0
+    return 2 + len(OFFLOADS) if request.tp * request.pp <= case.failed else 0
 
 
 def choose(
@@ -207,10 +233,13 @@ def _preferred(case: Case, sizes: Sequence[int]) -> Sequence[Choice]:
     forced = _valid(case, sizes, for_memory=True)
     if runs is not None and runs not in forced:
         forced = (runs, *forced)
-    return [
-        replace(choice, reason=f"{choice.reason}; no layout fits with the script's flags alone")
-        for choice in preference.order(forced, case.present, case.ran, case.excluded)
-    ]
+    ordered = preference.order(forced, case.present, case.ran, case.excluded)
+    if ordered or not freedom.spills:
+        why = "no layout fits with the script's flags alone"
+        return [replace(each, reason=f"{each.reason}; {why}") for each in ordered]
+    forced = _valid(case, sizes, for_memory=True, spills=True)
+    ordered = preference.order(forced, case.present, case.ran, case.excluded)
+    return [replace(each, reason=f"{each.reason}; {preference.spilled(each)}") for each in ordered]
 
 
 def _that_runs(case: Case, sizes: Sequence[int]) -> Choice | None:
@@ -225,13 +254,16 @@ def _that_runs(case: Case, sizes: Sequence[int]) -> Choice | None:
     return next((each for each in found if each is not None and each.key not in failed), None)
 
 
-def _valid(case: Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choice, ...]:
-    """Return all valid choices, with passes free for speed, or also for memory."""
+def _valid(
+    case: Case, sizes: Sequence[int], *, for_memory: bool, spills: bool = False
+) -> tuple[Choice, ...]:
+    """Return all valid choices, with passes free for speed, or also for memory, or those with state
+    in host memory."""
     least = max(case.policy.min_model_parallel or 0, case.failed)
     failed = {each.key for each in case.excluded}
     known: dict[tuple[Degrees, Passes], Choice] = {}
     for split in splits(case, max(sizes, default=0), least):
-        for request in with_passes(case, split, for_memory=for_memory):
+        for request in with_passes(case, split, for_memory=for_memory, spills=spills):
             for size in sizes:
                 choice = _fit(case, request, size, "computed", [])
                 if choice is not None and choice.key not in failed:
@@ -255,7 +287,8 @@ def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterato
             source = "the next candidate after an out-of-memory"
         elif not is_kept:
             source = "TP and PP changed"
-        is_own = request.micro_batch_size is None and request.recompute is None
+        passes = request.micro_batch_size, request.recompute, request.offload
+        is_own = passes == (None, None, None)
         for size in sizes:
             choice = _fit(case, request, size, source, refused)
             if choice is not None and is_own and choice.degrees == case.present:
@@ -281,7 +314,9 @@ def _as_it_ran(case: Case, split: DegreeRequest, size: int, source: str) -> Choi
     """Return present degrees with their passes, possibly from an entry for one change; None: no
     longer valid."""
     ran = case.ran
-    request = replace(split, micro_batch_size=ran.micro_batch_size, recompute=ran.recompute)
+    request = replace(
+        split, micro_batch_size=ran.micro_batch_size, recompute=ran.recompute, offload=ran.offload
+    )
     choice = _fit(case, request, size, source, [])
     return choice if choice is not None and choice.degrees == case.present else None
 
@@ -296,7 +331,8 @@ def _fit(
     allowed = case.policy.allowed_sizes
     cp, ep = request.cp or case.kept.cp or 1, request.ep or case.kept.ep or 1
     micro = request.micro_batch_size or case.own.micro_batch_size
-    if (fault := case.policy.freedom.refusal(request.recompute)) is not None:
+    fault = case.policy.freedom.refusal(request.recompute, request.offload)
+    if fault is not None:
         refused.append(fault)
         return None
     replica = request.tp * request.pp * cp
@@ -311,6 +347,7 @@ def _fit(
     for dp in range(most, 0 if request.dp is None else most - 1, -1):
         degrees = Degrees(request.tp, request.pp, dp, request.vpp, cp, ep)
         fault = refusal(degrees, case.limits, micro)
+        fault = fault or spill_refusal(degrees, case.limits, request.offload)
         if fault is None and allowed and degrees.world_size not in allowed:
             fault = f"{_ranks(degrees.world_size)} are not an allowed size"
         if fault is None:
@@ -324,8 +361,9 @@ def _fit(
                 if fewest.dp < dp:
                     why_idle = f"DP{dp} would need as many passes as DP{fewest.dp}"
                 degrees = fewest
-            recompute = request.recompute if request.recompute != case.policy.freedom.own else None
-            passes = Passes(micro, recompute)
+            passes = case.policy.freedom.differing(
+                Passes(micro, request.recompute, request.offload)
+            )
             return _chosen(case, degrees, passes, source, why_idle, refused)
         first_fault = first_fault or f"not {degrees}: {fault}"
     refused.append(first_fault)
@@ -369,7 +407,7 @@ def _chosen(
     before = case.present
     change = f"{before} -> {degrees}" if before and before != degrees else str(degrees)
     ran = case.ran if before else case.own
-    if changed := difference(ran, passes, case.policy.freedom.own):
+    if changed := difference(ran, passes, case.policy.freedom):
         change += f", {changed}"
     line = f"{_ranks(case.world)}: {change}, {source}"
     if refused:
@@ -378,7 +416,7 @@ def _chosen(
     if idle:
         names = f"rank {idle[0]}" if len(idle) == 1 else f"ranks {idle[0]} to {idle[-1]}"
         line += f"; {names} idle ({why_idle})"
-    return Choice(degrees, idle, line, passes.micro_batch_size, passes.recompute)
+    return Choice(degrees, idle, line, *astuple(passes))
 
 
 def _nearest_worlds(case: Case, requested: DegreeRequest | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import gcd
 from typing import Any, NamedTuple
 
-from scalai.core.degrees.passes import RECOMPUTES, Recompute
+from scalai.core.degrees.passes import OFFLOADS, RECOMPUTES, Offload, Recompute
 from scalai.core.errors import RefusedError, UsageError
 
 AXES = ("tp", "pp", "dp", "vpp", "cp", "ep")
@@ -356,6 +356,23 @@ def _sharded(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
         )
 
 
+def spill_refusal(degrees: Degrees, limits: ModelLimits, offload: Offload | None) -> str | None:
+    """Return the reason against this state in host memory at these degrees, or None.
+
+    Source: ``_configure_zero_optimizer`` of deepspeed/runtime/engine.py: ZeRO alone offloads, and
+    stage 3 alone the weights.
+    """
+    if offload in (None, "none") or limits.sharding is None:
+        return None
+    stage, needed = limits.sharding.on(degrees.world_size), 3 if offload == "parameters" else 1
+    if stage < needed:
+        return (
+            f"offload={offload} needs ZeRO stage {needed}, and {degrees.world_size} ranks have "
+            f"stage {stage}"
+        )
+    return None
+
+
 def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:
     """Yield reasons against a first or last stage with another number of layers."""
     ends = [n for n in (limits.first_stage_layers, limits.last_stage_layers) if n is not None]
@@ -501,8 +518,8 @@ def _optimizer_copies(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
 class DegreeRequest:
     """Requested degrees.
 
-    ``dp`` None: as many replicas as fit; ``cp``, ``ep``, ``micro_batch_size``, ``recompute`` None:
-    the job's own.
+    ``dp`` None: as many replicas as fit; ``cp``, ``ep``, ``micro_batch_size``, ``recompute``,
+    ``offload`` None: the job's own.
     """
 
     tp: int = 1
@@ -513,11 +530,13 @@ class DegreeRequest:
     ep: int | None = None
     micro_batch_size: int | None = None
     recompute: Recompute | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        if self.recompute is not None and self.recompute not in RECOMPUTES:
-            kinds = ", ".join(RECOMPUTES)
-            raise UsageError(f"recompute={self.recompute!r} is none of {kinds}.")
+        for part, kinds in (("recompute", RECOMPUTES), ("offload", OFFLOADS)):
+            kind = getattr(self, part)
+            if kind is not None and kind not in kinds:
+                raise UsageError(f"{part}={kind!r} is none of {', '.join(kinds)}.")
         for axis in (*AXES, "micro_batch_size"):
             size = getattr(self, axis)
             if size is not None and (
@@ -529,11 +548,14 @@ class DegreeRequest:
         sizes = {**asdict(self), "vpp": self.vpp if self.vpp > 1 else None}
         text = "·".join(f"{a.upper()}{sizes[a]}" for a in AXES if sizes[a] is not None)
         text += f"·MBS{self.micro_batch_size}" if self.micro_batch_size else ""
-        return text + (f"·recompute={self.recompute}" if self.recompute else "")
+        text += f"·recompute={self.recompute}" if self.recompute else ""
+        return text + (f"·offload={self.offload}" if self.offload else "")
 
 
-_WORD = re.compile(r"(tp|pp|dp|vpp|cp|ep|mbs|micro_batch_size)=?(\d+)|(recompute)=([a-z]+)")
-_NAMES = (*AXES, "micro_batch_size", "recompute")
+_WORD = re.compile(
+    r"(tp|pp|dp|vpp|cp|ep|mbs|micro_batch_size)=?(\d+)|(recompute|offload)=([a-z-]+)"
+)
+_NAMES = (*AXES, "micro_batch_size", "recompute", "offload")
 
 
 def parse_request(value: object) -> DegreeRequest:

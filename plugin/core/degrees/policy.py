@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits
-from scalai.core.degrees.passes import AS_GIVEN, NO_FREEDOM, Freedom, Passes, Recompute
+from scalai.core.degrees.passes import AS_GIVEN, NO_FREEDOM, Freedom, Offload, Passes, Recompute
 from scalai.core.errors import UsageError
 
 
@@ -33,7 +33,7 @@ class Rule:
 
 class Preferring(Protocol):
     """Orders valid choices by cost. Returns none if it does not decide; raises ``ScalaiError`` if
-    it cannot."""
+    it cannot. ``spilled`` is the reason for a choice's state in host memory."""
 
     def order(
         self,
@@ -44,6 +44,8 @@ class Preferring(Protocol):
     ) -> Sequence["Choice"]: ...  # pragma: no cover
 
     def on_hosts(self, slots: int) -> "Preferring": ...  # pragma: no cover
+
+    def spilled(self, choice: "Choice") -> str: ...  # pragma: no cover
 
 
 class Needing(Protocol):
@@ -103,10 +105,12 @@ class Choice:
     """Samples a forward pass and replica; None: unknown, the job's own."""
     recompute: Recompute | None = None
     """Recomputation; None: by the script's flags."""
+    offload: Offload | None = None
+    """State in host memory; None: by the script's flags."""
 
     @property
     def passes(self) -> Passes:
-        return Passes(self.micro_batch_size, self.recompute)
+        return Passes(self.micro_batch_size, self.recompute, self.offload)
 
     @property
     def key(self) -> tuple[Degrees, Passes]:

@@ -73,4 +73,5 @@ def underway(state: HostState, seen: GroupSeen | None) -> Underway | None:
         is_finished=isinstance(current.outcome, reports.Finished),
         every=current.snapshot_every,
         recompute=workers.recompute,
+        offload=workers.offload,
     )

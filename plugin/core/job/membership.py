@@ -25,7 +25,7 @@ from operator import attrgetter
 
 from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees.degrees import Degrees
-from scalai.core.degrees.passes import Passes, Recompute
+from scalai.core.degrees.passes import Offload, Passes, Recompute
 from scalai.core.job.copies import GenerationCopies
 from scalai.core.job.fitness import Fitness, hearing_with
 from scalai.core.job.function_proof import FunctionProof
@@ -100,6 +100,8 @@ class Assignment:
     reason: str
     recompute: Recompute | None = None
     """Recomputed activations; None: by the script's flags."""
+    offload: Offload | None = None
+    """State in host memory; None: by the script's flags."""
     active: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Hosts with workers. Computed once: every report of a host reads it."""
     members: frozenset[str] = field(init=False, repr=False, compare=False)
@@ -112,11 +114,11 @@ class Assignment:
 
     @property
     def passes(self) -> Passes:
-        return Passes(self.micro_batch_size, self.recompute)
+        return Passes(self.micro_batch_size, self.recompute, self.offload)
 
     @property
     def layout(self) -> str:
-        """Its degrees, with a recomputation other than the script's flags."""
+        """Its degrees, with what its passes have beside the script's flags."""
         return f"{self.degrees}{self.passes.beside(self.passes)}"
 
     def is_same_as(self, other: "Assignment") -> bool:

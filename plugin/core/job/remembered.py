@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees.degrees import Degrees
-from scalai.core.degrees.passes import Recompute
+from scalai.core.degrees.passes import Offload, Recompute
 from scalai.core.messages.shared import JsonText
 
 ASKED = "asked"
@@ -28,6 +28,7 @@ class KeptAssignment:
     degrees: Mapping[str, int]
     micro_batch_size: int | None
     recompute: Recompute | None = None
+    offload: Offload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Underway:
         round: Its number.
         workers: All hosts of the round with their number of workers, in rank order.
         degrees: As in ``Degrees.to_json``.
-        micro_batch_size, recompute: None: the script's own.
+        micro_batch_size, recompute, offload: None: the script's own.
         generation: Its source; None: the script's own initial state.
         newest: Furthest step of this host's workers.
         is_proven: They may train: their source is proven.
@@ -118,6 +119,7 @@ class Underway:
     is_finished: bool
     every: int
     recompute: Recompute | None = None
+    offload: Offload | None = None
 
     @property
     def members(self) -> frozenset[str]:

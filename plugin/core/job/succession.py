@@ -135,13 +135,14 @@ def failed_before(job: Job) -> tuple[FailedChange, ...]:
 def _run(assignment: Assignment) -> KeptAssignment:
     degrees = assignment.degrees.to_json()
     return KeptAssignment(
-        assignment.workers, degrees, assignment.micro_batch_size, assignment.recompute
-    )
+        assignment.workers, degrees, assignment.micro_batch_size, assignment.recompute,
+        assignment.offload,
+    )  # fmt: skip
 
 
 def _assignment(run: KeptAssignment) -> Assignment:
     degrees, why = Degrees.from_json(run.degrees), "it ran under the coordinator before"
-    return Assignment(run.workers, degrees, run.micro_batch_size, why, run.recompute)
+    return Assignment(run.workers, degrees, run.micro_batch_size, why, run.recompute, run.offload)
 
 
 HEARD_S = 6.0
@@ -239,7 +240,7 @@ def adopt(job: Job) -> Result:
         round=one.round,
         change=replace(job.change, last_round=max(job.change.last_round, one.round), at=job.now),
         current=Assignment(
-            one.workers, one.layout, one.micro_batch_size, "it ran so", one.recompute
+            one.workers, one.layout, one.micro_batch_size, "it ran so", one.recompute, one.offload
         ),
         newest=max(each.newest for each in found.values()),
         attempt=Attempt(

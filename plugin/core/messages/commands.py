@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scalai.core.dataset.ledger import Lost
-from scalai.core.degrees.passes import Recompute
+from scalai.core.degrees.passes import Offload, Recompute
 from scalai.core.job.remembered import Remembered
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.tensors.fingerprint import CommitStatement
@@ -57,7 +57,7 @@ class Workers:
     Attributes:
         run: Name of this run of the job.
         degrees: As in ``Degrees.to_json``.
-        micro_batch_size, recompute: None: by the script's flags.
+        micro_batch_size, recompute, offload: None: by the script's flags.
         master_addr, master_port: Rendezvous of the workers.
         generation: The newest one; None: none.
         restorable_step, facts: Of that generation.
@@ -76,6 +76,7 @@ class Workers:
     facts: JsonText
     snapshot_every: int
     recompute: Recompute | None = None
+    offload: Offload | None = None
 
 
 @dataclass(frozen=True, slots=True)

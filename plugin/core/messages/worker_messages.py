@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.dataset.ledger import Lost
+from scalai.core.degrees.passes import Offload
 from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText, Request
@@ -88,6 +89,7 @@ class Welcome:
         facts: Facts of the job's first workers.
         settings: The elastic configuration's values for a framework's hooks.
         run: Name of this run of the job.
+        offload: State in host memory; None: by the script's flags.
     """
 
     degrees: Mapping[str, int]
@@ -100,6 +102,7 @@ class Welcome:
     facts: JsonText
     settings: JsonText
     run: str = "-"
+    offload: Offload | None = None
 
 
 @dataclass(frozen=True, slots=True)

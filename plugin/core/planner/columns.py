@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.degrees.degrees import Degrees
-from scalai.core.degrees.passes import RECOMPUTES, Recompute
+from scalai.core.degrees.passes import OFFLOADS, RECOMPUTES, Offload, Recompute
 from scalai.core.errors import UsageError
 from scalai.core.planner.devices import PRECISIONS, Device
 from scalai.core.planner.shape import LARGEST, ModelShape
@@ -72,10 +72,12 @@ class Layout:
     recompute: Recompute = "none"
     sharding: int = OPTIMIZER
     is_sequence_parallel: bool = False
+    offload: Offload = "none"
 
     def __str__(self) -> str:
         words = [f"{self.degrees}·MBS{self.micro_batch}"]
         words += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        words += [f"offload {self.offload}"] * (self.offload != "none")
         words += [["no sharding", "", "ZeRO 2", "ZeRO 3"][self.sharding]]
         return ", ".join(word for word in words if word)
 
@@ -151,11 +153,13 @@ class LayoutColumns:
     """0, 1, 2: none, selective, full."""
     sharding: Floats
     is_sequence_parallel: Floats
+    offload: Floats
+    """0 to 3: none, optimizer-half, optimizer, parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceColumns:
-    """Rates in FLOP/s and bytes/s, memory in bytes."""
+    """Rates in FLOP/s and bytes/s, memory in bytes; ``host_memory`` is the device's share."""
 
     peak: Floats
     half_peak: Floats
@@ -166,6 +170,7 @@ class DeviceColumns:
     link: Floats
     network: Floats
     per_host: Floats
+    host_memory: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +223,11 @@ class Cases:
         """
         apart = np.maximum(self.layout.tp * self.replicas / (self.etp * self.layout.ep), 1)
         return np.where(self.layout.ep > 1, apart, self.replicas)
+
+    @property
+    def spilled(self) -> Floats:
+        """Share of masters and moments in host memory."""
+        return np.minimum(self.layout.offload / 2, 1.0)
 
     @property
     def world_size(self) -> Floats:
@@ -283,6 +293,7 @@ def _device_values(device: Device, precision: str) -> dict[str, float]:
         "link": device.link,
         "network": device.network,
         "per_host": float(device.per_host),
+        "host_memory": device.host_share,
     }
 
 
@@ -294,6 +305,7 @@ def _layout_values(layout: Layout) -> dict[str, float]:
         "recompute": float(RECOMPUTES.index(layout.recompute)),
         "sharding": float(layout.sharding),
         "is_sequence_parallel": float(layout.is_sequence_parallel and layout.degrees.tp > 1),
+        "offload": float(OFFLOADS.index(layout.offload)),
     }
 
 

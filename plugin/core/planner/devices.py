@@ -14,6 +14,11 @@ from types import MappingProxyType
 from scalai.core.errors import RefusedError
 
 GB, MIB, TERA = 1e9, 2.0**20, 1e12
+HOST_COPY = 25e9
+"""Bytes/s between a device and its host's memory (PCIe 4 x16: 31.5 GB/s; CUDA's bandwidthTest with
+pinned memory on an A100)."""
+HOST_MEMORY = 125e9
+"""Bytes of host memory a device, where nothing says it (NVIDIA DGX A100 datasheet: 1 TB for 8)."""
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 MEASURED = "mamf-finder, stas00/ml-engineering, compute/accelerator"
 UNMEASURED = "not measured; as of the devices of its vendor that were"
@@ -43,6 +48,13 @@ class Device:
     matrix_efficiency: float
     source: str
     matrix_source: str = UNMEASURED
+    host_memory: float = 0.0
+    """Bytes of a host; 0: unknown."""
+
+    @property
+    def host_share(self) -> float:
+        """Bytes of host memory for each of its devices."""
+        return self.host_memory / self.per_host or HOST_MEMORY
 
     def peak(self, precision: str) -> float:
         """Return FLOP/s in ``precision``.
@@ -181,6 +193,8 @@ FIGURES = {
     "per-host": "devices of a host",
 }
 """What is needed of a device that the table does not know, by its flag."""
+HOST_FIGURE = {"host-memory-gb": "memory of a host, GB"}
+"""The same, with a default for any device."""
 
 
 def device_named(name: str) -> Device:
@@ -234,7 +248,7 @@ def custom_device(name: str, figures: Mapping[str, float]) -> Device:
     scaled = {
         "memory": ("memory-gb", GB), "memory_bandwidth": ("memory-gb-s", GB),
         "link": ("link-gb-s", GB), "network": ("network-gbit-s", GB / 8),
-        "per_host": ("per-host", 1),
+        "per_host": ("per-host", 1), "host_memory": ("host-memory-gb", GB),
     }  # fmt: skip
     changed = {
         field: figures[flag] * unit for field, (flag, unit) in scaled.items() if flag in figures

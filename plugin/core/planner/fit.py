@@ -9,7 +9,7 @@ import numpy as np
 from scalai.core.planner.columns import Cases, Floats
 from scalai.core.planner.step_time import Coefficients, from_logs, prior_logs, step_time
 
-KINDS = ("recompute", "sharding", "is_sequence_parallel", "is_attention_fused")
+KINDS = ("recompute", "sharding", "is_sequence_parallel", "is_attention_fused", "offload")
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "hidden", "layers", "seq")
 """Cases for the likeness of cases."""
 NEAR, FAR = 0.7, 4.0

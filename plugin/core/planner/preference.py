@@ -14,7 +14,14 @@ import numpy.typing as npt
 
 from scalai.core.degrees.batches import fit_batches
 from scalai.core.degrees.degrees import Degrees, Sharding
-from scalai.core.degrees.passes import AS_GIVEN, Passes, Recompute, recompute_of_json
+from scalai.core.degrees.passes import (
+    AS_GIVEN,
+    Offload,
+    Passes,
+    Recompute,
+    offload_of_json,
+    recompute_of_json,
+)
 from scalai.core.degrees.policy import Choice
 from scalai.core.errors import ScalaiError
 from scalai.core.planner.columns import Cases, Layout, Workload, columns_of
@@ -22,7 +29,8 @@ from scalai.core.planner.devices import Device
 from scalai.core.planner.fit import Calibration, calibrate, uncalibrated
 from scalai.core.planner.meter import ChangeTime
 from scalai.core.planner.reconfiguration import reconfiguration
-from scalai.core.planner.step_memory import USABLE, step_memory
+from scalai.core.planner.search import spill_line
+from scalai.core.planner.step_memory import USABLE, fits_host, step_memory
 from scalai.core.planner.weighing import (
     MEASURED_SPREAD,
     RESIDENCE_S,
@@ -50,7 +58,7 @@ class Measured:
         micro_batch: Samples of a pass.
         steps: Number of steps measured.
         seconds: Typical seconds of one step.
-        recompute: None: by the script's flags.
+        recompute, offload: None: by the script's flags.
     """
 
     degrees: Degrees
@@ -58,10 +66,11 @@ class Measured:
     steps: int
     seconds: float
     recompute: Recompute | None = None
+    offload: Offload | None = None
 
     @property
     def passes(self) -> Passes:
-        return Passes(self.micro_batch, self.recompute)
+        return Passes(self.micro_batch, self.recompute, self.offload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,8 @@ class Preference:
     terms: PlannerTerms = PlannerTerms()
     measured: tuple[Measured, ...] = ()
     calibration: Calibration = field(default_factory=uncalibrated, compare=False)
+    offload: Offload = "none"
+    """State in host memory for a choice without its own."""
 
     @property
     def is_deciding(self) -> bool:
@@ -166,6 +177,10 @@ class Preference:
     def on_hosts(self, slots: int) -> "Preference":
         """Return the planner for hosts with ``slots`` ranks each."""
         return replace(self, device=replace(self.device, per_host=max(1, slots)))
+
+    def spilled(self, choice: Choice) -> str:
+        """Return the reason for a choice's state in host memory, where nothing else fits."""
+        return spill_line(columns_of([self._of(choice)]), self.calibration)
 
     def order(
         self,
@@ -260,7 +275,7 @@ class Preference:
     def _fits(self, x: Cases, failed: Sequence[Choice]) -> Bools:
         """Return a mask of the cases that fit in memory by the model and by past failures."""
         needed = step_memory(x).total
-        fits: Bools = needed <= USABLE * self.device.memory
+        fits: Bools = fits_host(x) & (needed <= USABLE * self.device.memory)
         if failed:
             too_much = step_memory(columns_of([self._of(choice) for choice in failed])).total
             fits &= needed < too_much.min()
@@ -292,13 +307,14 @@ class Preference:
     def _key(self, degrees: Degrees, passes: Passes) -> _Key:
         """Return the layout, with the script's passes as defaults."""
         micro = self._fitted(degrees, passes.micro_batch_size)
-        return degrees, Passes(micro, passes.recompute or self.recompute)
+        again, spilled = passes.recompute or self.recompute, passes.offload or self.offload
+        return degrees, Passes(micro, again, spilled)
 
     def _case(self, degrees: Degrees, passes: Passes) -> tuple[Workload, Device, Layout]:
         layout = Layout(
             degrees, self._fitted(degrees, passes.micro_batch_size),
             passes.recompute or self.recompute, self.sharding.on(degrees.world_size),
-            self.is_sequence_parallel and degrees.tp > 1,
+            self.is_sequence_parallel and degrees.tp > 1, passes.offload or self.offload,
         )  # fmt: skip
         return self.work, self.device, layout
 
@@ -306,7 +322,14 @@ class Preference:
 def measured_to_json(measured: Sequence[Measured]) -> list[list[object]]:
     """Return the input of ``measured_of_json``."""
     return [
-        [each.degrees.to_json(), each.micro_batch, each.steps, each.seconds, each.recompute]
+        [
+            each.degrees.to_json(),
+            each.micro_batch,
+            each.steps,
+            each.seconds,
+            each.recompute,
+            each.offload,
+        ]
         for each in measured
     ]
 
@@ -334,14 +357,20 @@ def change_of_json(data: Sequence[object]) -> ChangeTime | None:
 
 
 def _measured_of_json(entry: object) -> Measured:
-    wrong = f"{entry!r} is no measured step: degrees, samples of a pass, steps, seconds, recompute"
+    wrong = (
+        f"{entry!r} is no measured step: degrees, samples of a pass, steps, seconds, recompute, "
+        "offload"
+    )
     match entry:
-        case (dict() as degrees, int(micro), int(steps), float() | int() as seconds, again) if (
+        case (
+            dict() as degrees, int(micro), int(steps), float() | int() as seconds, again, *spilled,
+        ) if (
+            len(spilled) < 2 and
             all(isinstance(size, int) for size in degrees.values())
             and micro > 0 and 0 < seconds < inf
         ):  # fmt: skip
-            recompute = recompute_of_json(again)
-            return Measured(Degrees.from_json(degrees), micro, steps, float(seconds), recompute)
+            passes = recompute_of_json(again), offload_of_json((*spilled, None)[0])
+            return Measured(Degrees.from_json(degrees), micro, steps, float(seconds), *passes)
     raise ValueError(wrong)
 
 

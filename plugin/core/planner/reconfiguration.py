@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from scalai.core.errors import UsageError
 from scalai.core.planner.columns import Layout, Workload
-from scalai.core.planner.devices import Device
+from scalai.core.planner.devices import HOST_COPY, Device
 from scalai.core.planner.overlaps import Overlap, by_place, joined, overlaps_of, summed
 from scalai.core.planner.step_time import DEFAULT, Coefficients
 from scalai.core.tensors.boxes import expand
@@ -16,9 +16,6 @@ from scalai.core.tensors.collection import Columns
 
 PHASES = ("quiesce", "snapshot", "relaunch", "move", "restore")
 """Parts of the pause, in order."""
-HOST_COPY = 25e9
-"""Bytes/s between a device and its host's memory (PCIe 4 x16: 31.5 GB/s; CUDA's bandwidthTest with
-pinned memory on an A100)."""
 DATA_PLANE = 0.61e9
 """Bytes/s into or out of a host, sealed: a loopback connection on two cores (docs/security.md)."""
 RELAUNCH_S = 79.0

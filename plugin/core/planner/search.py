@@ -12,12 +12,34 @@ import numpy as np
 
 from scalai.core.degrees.batches import Shares
 from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal, stage_counts
-from scalai.core.degrees.passes import MICRO_BATCHES, RECOMPUTES, Recompute
+from scalai.core.degrees.passes import (
+    MICRO_BATCHES,
+    OFFLOADS,
+    RECOMPUTES,
+    Offload,
+    Recompute,
+)
 from scalai.core.errors import RefusedError
-from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, Cases, Layout, Workload, grid
+from scalai.core.planner.columns import (
+    GRADIENTS,
+    NO_SHARDING,
+    OPTIMIZER,
+    WEIGHTS,
+    Cases,
+    Layout,
+    Workload,
+    grid,
+)
 from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration, uncalibrated
-from scalai.core.planner.step_memory import USABLE, StepMemory, step_memory
+from scalai.core.planner.step_memory import (
+    HOST_USABLE,
+    USABLE,
+    StepMemory,
+    fits,
+    host_memory,
+    step_memory,
+)
 from scalai.core.planner.step_time import StepTime, step_time
 
 REPLICA_COUNTS = 3
@@ -33,6 +55,8 @@ class Choices:
 
     Attributes:
         micro_batches: Sizes to try; empty: all divisors up to ``MICRO_BATCHES``.
+        offload: State in host memory; the first is the script's own, others are for layouts that
+            fit in no other way.
         sharding: Kinds by ``columns.py``. Pipelines do not shard gradients and weights.
         context_parallel, expert_parallel: Degrees to try.
         max_tensor_parallel: None: the devices of a host.
@@ -40,6 +64,7 @@ class Choices:
 
     micro_batches: tuple[int, ...] = ()
     recompute: tuple[Recompute, ...] = RECOMPUTES
+    offload: tuple[Offload, ...] = ("none",)
     sharding: tuple[int, ...] = (OPTIMIZER,)
     is_sequence_parallel: bool = True
     context_parallel: tuple[int, ...] = (1,)
@@ -83,6 +108,8 @@ class LayoutPlan:
     """Unmeasured properties of the best layout; empty also without measurements."""
     refused: dict[str, int] = field(default_factory=dict)
     """Reasons against invalid layouts: an example of each kind, with its count."""
+    spilled: str = ""
+    """Reason for state in host memory; empty: there is none."""
 
 
 def search(
@@ -106,14 +133,23 @@ def search(
     choices, calibration = choices or Choices(), calibration or uncalibrated()
     if devices < 1:
         raise RefusedError(f"{devices} devices: a job needs at least one.")
-    layouts, refused = _layouts(work, device, devices, limits, choices)
+    own = replace(choices, offload=choices.offload[:1])
+    layouts, refused = _layouts(work, device, devices, limits, own)
     if not layouts:
-        raise RefusedError(_why_none(work, device, devices, limits, choices, refused))
+        raise RefusedError(_why_none(work, device, devices, limits, own, refused))
     x = _columns(work, device, layouts, choices)
+    is_fit = fits(x)
+    is_spilled = not is_fit.any()
+    if is_spilled:
+        spilling = replace(choices, offload=choices.offload[1:])
+        spilled, _ = _layouts(work, device, devices, limits, spilling)
+        y = _columns(work, device, spilled, choices) if spilled else x
+        if not fits(y).any():
+            raise RefusedError(
+                _what_would_fit(work, device, devices, limits, choices, x) + _host_fault(y)
+            )
+        layouts, x, is_fit = spilled, y, fits(y)
     memory = step_memory(x)
-    is_fit = memory.total <= USABLE * device.memory
-    if not is_fit.any():
-        raise RefusedError(_what_would_fit(work, device, devices, limits, choices, x, memory))
     seconds = calibration.seconds(x)
     order = np.argsort(seconds, kind="stable")
     fitting = order[is_fit[order]]
@@ -131,7 +167,40 @@ def search(
     return LayoutPlan(
         best, tuple(others), len(layouts), len(fitting),
         calibration.never_seen(x, numbers[0]) if calibration.rows else (), refused,
+        spill_line(x.select(numbers[:1]), calibration) if is_spilled else "",
     )  # fmt: skip
+
+
+def spill_line(x: Cases, calibration: Calibration) -> str:
+    """Return the reason for the state in host memory of one case, the first."""
+    without = replace(x, layout=replace(x.layout, offload=np.zeros_like(x.layout.offload)))
+    before, after = step_memory(without), step_memory(x)
+    weights = float(np.ravel(before.weights - after.weights)[0])
+    updated = float(np.ravel(before.total - after.total)[0]) - weights
+    room, ratio = (
+        np.ravel(x.device.memory)[0],
+        calibration.seconds(x) / calibration.seconds(without),
+    )
+    moved = f"the optimizer's {updated / GB:.3g} GB"
+    if weights:
+        moved += f" and the weights' {weights / GB:.3g} GB"
+    return (
+        f"nothing fits in {room / GB:.3g} GB without it: {moved} a device go to host memory, steps "
+        f"{float(np.ravel(ratio)[0]):.2f} times as long"
+    )
+
+
+def _host_fault(x: Cases) -> str:
+    """Return the reason against state in host memory where it would fit the device; else empty."""
+    fits_device = step_memory(x).total <= USABLE * x.device.memory
+    if not fits_device.any():
+        return ""
+    needed, room = host_memory(x)[fits_device].min(), np.ravel(x.device.host_memory)[0]
+    return (
+        f" With state in host memory it would fit, but needs {needed / GB:.3g} GB there a device, "
+        f"and there are {HOST_USABLE * room / GB:.3g} GB (--host-memory-gb, [planner] "
+        "host_memory_gb)."
+    )
 
 
 def _layouts(
@@ -142,17 +211,22 @@ def _layouts(
     choices: Choices,
     replica_counts: int = REPLICA_COUNTS,
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """Return the valid layouts as (tp, pp, dp, vpp, cp, ep, micro, recompute, sharding), and the
-    reasons against others: an example of each kind with its count."""
+    """Return the valid layouts as numbers of ``NAMES``, and the reasons against others: an example
+    of each kind with its count."""
     found: list[tuple[int, ...]] = []
     refused: dict[str, int] = {}
     examples: dict[str, str] = {}
+    # Fused attention never keeps its scores: selective saves nothing.
+    saves = [
+        each for each in choices.recompute if each != "selective" or not work.is_attention_fused
+    ]
     kinds = [
-        (RECOMPUTES.index(kind), sharding)
-        for kind in choices.recompute
+        (RECOMPUTES.index(kind), sharding, OFFLOADS.index(offload))
+        for kind in saves or ["none"]
         for sharding in choices.sharding
-        if not (kind == "selective" and work.is_attention_fused)
-    ] or [(0, sharding) for sharding in choices.sharding]
+        for offload in choices.offload
+        if sharding >= _SHARDED_TO_SPILL.get(offload, OPTIMIZER)
+    ]
     for degrees, micro in _degrees(work, device, devices, limits, choices, replica_counts):
         why = refusal(degrees, limits, micro)
         if why is not None:
@@ -163,8 +237,8 @@ def _layouts(
             continue
         sizes = (degrees.tp, degrees.pp, degrees.dp, degrees.vpp, degrees.cp, degrees.ep, micro)
         found += [
-            (*sizes, again, sharding)
-            for again, sharding in kinds
+            (*sizes, again, sharding, offload)
+            for again, sharding, offload in kinds
             if sharding < GRADIENTS or degrees.pp == 1
         ]
     return found, refused
@@ -213,7 +287,9 @@ def divisors(number: int) -> list[int]:
     return low + [number // n for n in reversed(low) if n * n != number]
 
 
-NAMES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "recompute", "sharding")
+NAMES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "recompute", "sharding", "offload")
+_SHARDED_TO_SPILL: dict[Offload, int] = {"none": NO_SHARDING, "parameters": WEIGHTS}
+"""The least sharding for a state in host memory; for others that of the optimizer."""
 
 
 def _columns(
@@ -226,10 +302,10 @@ def _columns(
 
 
 def _layout(row: Sequence[int], choices: Choices) -> Layout:
-    tp, pp, dp, vpp, cp, ep, micro, again, sharding = row
+    tp, pp, dp, vpp, cp, ep, micro, again, sharding, offload = row
     return Layout(
         Degrees(tp, pp, dp, vpp, cp, ep), micro, RECOMPUTES[again], sharding,
-        choices.is_sequence_parallel and tp > 1,
+        choices.is_sequence_parallel and tp > 1, OFFLOADS[offload],
     )  # fmt: skip
 
 
@@ -326,9 +402,9 @@ def _what_would_fit(
     limits: ModelLimits,
     choices: Choices,
     x: Cases,
-    memory: StepMemory,
 ) -> str:
     """Return the message for no fitting layout: the least need of memory, and the way out."""
+    memory = step_memory(x)
     least = int(np.argmin(memory.total))
     parts = _parts(memory, least)
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
@@ -351,7 +427,9 @@ def nearest_fitting(
     """Return the smallest number of devices above ``devices`` with a fitting layout."""
     shape = work.shape
     most = device.per_host * shape.layers * max(choices.context_parallel) * work.global_batch
-    least = replace(choices, micro_batches=choices.micro_batches or (1,))
+    least = replace(
+        choices, micro_batches=choices.micro_batches or (1,), offload=choices.offload[:1]
+    )
     size, found = devices, None
     while size < most and found is None:
         size = min(size * 2, most)
@@ -359,7 +437,7 @@ def nearest_fitting(
         if not layouts:
             continue
         x = _columns(work, device, layouts, choices)
-        is_fit = step_memory(x).total <= USABLE * device.memory
+        is_fit = fits(x)
         if is_fit.any():
             found = int(x.world_size[is_fit].min())
     return found

@@ -19,6 +19,7 @@ from scalai.core.planner.columns import (
     has_short_stages,
     last,
     layers_of,
+    most_parameters,
     parameters_of,
     second,
 )
@@ -37,6 +38,12 @@ INDEX_BYTES, MAP_BYTES = 20.0, 3.0
 """Of a router, for each copy of a token and for each expert that a token may go to (Megatron-LM,
 transformer/moe/moe_utils.py: two indices of 8 and a probability in fp32; a probability in 16 bit
 and whether it is chosen)."""
+HOST_USABLE = 0.5
+"""Share of a host's memory for spilled state: snapshots of the whole state may take as much."""
+HOST_BYTES = 16.0
+"""In host memory of a parameter with its master there: master, two moments and gradient in fp32
+(Megatron-LM, core/optimizer/cpu_offloading/hybrid_optimizer.py; DeepSpeed,
+runtime/zero/stage_1_and_2.py and stage3.py)."""
 UNCERTAINTY = 0.15
 """Of the total: 14 measured jobs are within 11 %, and 6 % in the mean."""
 
@@ -87,9 +94,30 @@ def step_memory(x: Cases) -> StepMemory:
 
 
 def fits(x: Cases) -> npt.NDArray[np.bool_]:
-    """Return whether the step fits its device, [cases]."""
-    is_fit: npt.NDArray[np.bool_] = step_memory(x).total <= USABLE * x.device.memory
+    """Return whether the step fits its device and, with spilled state, its host, [cases]."""
+    return fits_host(x) & (step_memory(x).total <= USABLE * x.device.memory)
+
+
+def fits_host(x: Cases) -> npt.NDArray[np.bool_]:
+    """Return whether a device's state in host memory fits there, [cases]."""
+    is_fit: npt.NDArray[np.bool_] = host_memory(x) <= HOST_USABLE * x.device.host_memory
     return is_fit
+
+
+def host_memory(x: Cases) -> Floats:
+    """Return the bytes of a device's state in host memory, on the stage with most, [cases]."""
+    own, routed = most_parameters(x)
+    updated, weights = shard_of(x, own, routed, OPTIMIZER), shard_of(x, own, routed, WEIGHTS)
+    has_weights = x.layout.offload == 3
+    return x.spilled * HOST_BYTES * updated + np.where(
+        has_weights, x.work.weight_bytes * weights, 0.0
+    )
+
+
+def shard_of(x: Cases, own: Floats, routed: Floats, sharding: int) -> Floats:
+    """Return the parameters of a rank's shard, if this kind of state is sharded, [cases]."""
+    shared = own / x.replicas + routed / x.expert_replicas
+    return np.where(x.layout.sharding >= sharding, shared, own + routed)
 
 
 def is_too_large(x: Cases) -> npt.NDArray[np.bool_]:
@@ -123,14 +151,16 @@ def stage_memory(x: Cases, stage: Floats) -> StepMemory:
     shape = np.zeros(np.broadcast(x.layout.pp, x.layout.tp, x.layout.micro_batch).shape)
 
     def held(bytes_each: Floats, sharding: int) -> Floats:
-        shared = own / x.replicas + routed / x.expert_replicas
-        return bytes_each * np.where(x.layout.sharding >= sharding, shared, own + routed) + shape
+        return bytes_each * shard_of(x, own, routed, sharding) + shape
 
     has_masters = (x.work.weight_bytes < 4) | (
         (x.work.has_flat_masters > 0) & (x.layout.sharding >= OPTIMIZER)
     )
     master = np.where(has_masters, 12.0, 8.0)
     update = held(np.where(has_masters & (x.work.has_flat_masters > 0), 4.0, 0.0), OPTIMIZER)
+    stays = 1 - x.spilled
+    # Behind offloaded masters ZeRO 2 and 3 keep the sums of gradients in host memory.
+    sums_go = (x.spilled >= 1) & (x.work.has_flat_masters > 0) & (x.layout.sharding >= GRADIENTS)
     # The first stage of ZeRO leaves 16-bit gradients where they are while their sums are in fp32.
     is_summed_apart = (x.work.weight_bytes < x.work.gradient_bytes) & (x.work.has_flat_masters > 0)
     both = np.where(is_summed_apart & (x.layout.sharding == OPTIMIZER), x.work.weight_bytes, 0.0)
@@ -139,14 +169,14 @@ def stage_memory(x: Cases, stage: Floats) -> StepMemory:
     passes, has_logits = _passes(x, stage), stage == x.layout.pp - 1
     kept = dense * kept_activations(x) + moe * kept_activations(x, is_moe=True)
     return StepMemory(
-        weights=held(x.work.weight_bytes, WEIGHTS),
-        gradients=held(x.work.gradient_bytes + both, GRADIENTS),
-        optimizer=held(master, OPTIMIZER),
+        weights=np.where(x.layout.offload == 3, 0.0, held(x.work.weight_bytes, WEIGHTS)),
+        gradients=np.where(sums_go, 0.0, held(x.work.gradient_bytes + both, GRADIENTS)),
+        optimizer=stays * held(master, OPTIMIZER),
         activations=passes * kept + _embedded(x, stage),
         working=_working(x, dense, moe) + shape,
         logits=np.where(has_logits, LOGITS_BYTES * x.tokens * x.model.vocab / x.layout.tp, 0.0)
         + shape,
-        buffers=_buffers(x, dense, moe) + update + buckets + shape,
+        buffers=_buffers(x, dense, moe) + stays * update + buckets + shape,
         reserve=RESERVE_BYTES + shape,
     )
 

@@ -608,7 +608,7 @@ def _variants(
             for sharding in choices.sharding:
                 if sharding < GRADIENTS or degrees.pp == 1:
                     is_split = choices.is_sequence_parallel and degrees.tp > 1
-                    yield Layout(degrees, micro, kind, sharding, is_split)
+                    yield Layout(degrees, micro, kind, sharding, is_split, choices.offload[0])
 
 
 def _with_replicas(model: _Model, start: Layout, gpus: int) -> Iterator[Layout]:

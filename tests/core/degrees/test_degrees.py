@@ -21,10 +21,12 @@ from scalai.core.degrees.degrees import (
 from scalai.core.degrees.passes import (
     AS_GIVEN,
     NO_FREEDOM,
+    OFFLOADS,
     RECOMPUTES,
     Freedom,
     Passes,
     difference,
+    offload_of_json,
     recompute_of_json,
 )
 from scalai.core.degrees.policy import DegreePolicy, Rule
@@ -174,6 +176,8 @@ def test_another_micro_batch_size_is_checked_instead_of_the_models() -> None:
         ("pp2 vpp2 mbs4", DegreeRequest(1, 2, vpp=2, micro_batch_size=4)),
         ({"tp": 2, "ep": 2, "micro_batch_size": 1}, DegreeRequest(2, 1, ep=2, micro_batch_size=1)),
         ("tp2 recompute=full", DegreeRequest(2, 1, recompute="full")),
+        ("tp2 offload=optimizer-half", DegreeRequest(2, 1, offload="optimizer-half")),
+        (str(DegreeRequest(2, offload="parameters")), DegreeRequest(2, offload="parameters")),
         (str(DegreeRequest(2, 1, recompute="selective")), DegreeRequest(2, recompute="selective")),
         (DegreeRequest(4, 1), DegreeRequest(4, 1)),
     ],
@@ -235,6 +239,11 @@ def test_a_request_is_refused_for_what_cannot_be_had_and_says_why() -> None:
     assert full.refusal("none") == "recompute=none cannot be had: the script has full"
     assert FIXED.refusal("full") == "recompute=full cannot be had: of graphs"
     assert NO_FREEDOM.refusal("full") is not None
+    spills = Freedom(offloads=("optimizer-half", "optimizer"), for_memory=("offload",))
+    assert spills.refusal(None, "optimizer") is None and spills.spills == spills.offloads
+    why = "offload=parameters cannot be had: the script has none; optimizer-half or optimizer can"
+    assert spills.refusal(None, "parameters") == why
+    assert replace(spills, fixed=(("offload", "of fp32"),)).spills == ()
 
 
 @pytest.mark.parametrize(
@@ -244,15 +253,18 @@ def test_a_request_is_refused_for_what_cannot_be_had_and_says_why() -> None:
         (Passes(2), Passes(2, "selective"), ""),
         (Passes(4), Passes(2, "full"), "micro-batch 4 -> 2, recompute selective -> full"),
         (Passes(None, "full"), Passes(2), "recompute full -> selective"),
+        (Passes(2), Passes(2, None, "optimizer"), "offload none -> optimizer"),
+        (Passes(2, "full", "optimizer"), Passes(2, "full"), "offload optimizer -> none"),
     ],
 )
 def test_a_change_is_said_in_words(before: Passes, after: Passes, words: str) -> None:
-    assert difference(before, after, "selective") == words
+    assert difference(before, after, Freedom("selective")) == words
 
 
 def test_layouts_are_told_apart_behind_their_degrees() -> None:
     assert Passes(2).beside(Passes(2)) == ""
     assert Passes(1, "full").beside(Passes(2)) == "·MBS1·recompute=full"
+    assert Passes(2, None, "optimizer").beside(Passes(2)) == "·offload=optimizer"
 
 
 @pytest.mark.parametrize("wrong", ["some", 1, [], {}])
@@ -261,6 +273,9 @@ def test_what_nobody_can_recompute_is_none(wrong: object) -> None:
     assert recompute_of_json(None) is None
     with pytest.raises(ValueError, match="is none of none, selective, full"):
         recompute_of_json(wrong)
+    assert [offload_of_json(kind) for kind in (None, *OFFLOADS)] == [None, *OFFLOADS]
+    with pytest.raises(ValueError, match="is none of none, optimizer-half"):
+        offload_of_json(wrong)
 
 
 # ------------------------------------------------------------------ assignments

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import RefusedError
-from scalai.core.planner.devices import DEVICES, FIGURES, GB, custom_device, device_named
+from scalai.core.planner.devices import DEVICES, FIGURES, GB, HOST_COPY, custom_device, device_named
 from scalai.core.planner.placement import EXACT_HOSTS
-from scalai.core.planner.reconfiguration import DATA_PLANE, HOST_COPY, PHASES, RELAUNCH_S
+from scalai.core.planner.reconfiguration import DATA_PLANE, PHASES, RELAUNCH_S
 from scalai.core.planner.step_time import NAMES, PRIORS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "degrees.md").read_text()

@@ -1,5 +1,6 @@
 """The planner of a running job: what it takes and keeps, of degrees and of passes."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from scalai.core.degrees.choice import candidates, choose
 from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
-from scalai.core.degrees.passes import AS_GIVEN, NO_FREEDOM, PARTS, Freedom, Passes
+from scalai.core.degrees.passes import AS_GIVEN, NO_FREEDOM, SPEED_PARTS, Freedom, Passes
 from scalai.core.degrees.policy import Choice, DegreePolicy
-from scalai.core.errors import LayoutError
+from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.planner.columns import OPTIMIZER, Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.meter import ChangeTime
@@ -276,7 +277,9 @@ def test_the_micro_batch_is_made_smaller_and_never_larger_where_a_person_allows_
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 64), st.sampled_from([FREEDOM, Freedom(more=("full",), for_speed=PARTS)]))
+@given(
+    st.integers(1, 64), st.sampled_from([FREEDOM, Freedom(more=("full",), for_speed=SPEED_PARTS)])
+)
 def test_the_global_batch_stays_exact(world: int, freedom: Freedom) -> None:
     choice = next(iter(candidates(world, LARGE, policy(freedom), None)), None)
     if choice is not None:
@@ -284,10 +287,10 @@ def test_the_global_batch_stays_exact(world: int, freedom: Freedom) -> None:
 
 
 def test_what_is_freed_for_speed_is_chosen_by_what_a_step_takes() -> None:
-    free, kept = chosen(64, Freedom(more=("full",), for_speed=PARTS)), chosen(64)
+    free, kept = chosen(64, Freedom(more=("full",), for_speed=SPEED_PARTS)), chosen(64)
     best, *_ = PLANNER.order([free, kept], None)
     assert free.key != kept.key and best.key == free.key
-    offered = candidates(64, LARGE, policy(Freedom(for_speed=PARTS)), None)
+    offered = candidates(64, LARGE, policy(Freedom(for_speed=SPEED_PARTS)), None)
     assert {choice.degrees.vpp for choice in offered} > {1, 2}
 
 
@@ -309,6 +312,49 @@ def test_what_ran_out_of_memory_says_that_nothing_as_large_fits() -> None:
     second = chosen(64, ran=tried, excluded=[tried])
     sizes = needed(tried, second)
     assert sizes[1] < sizes[0]
+
+
+SPILLS = replace(
+    FREEDOM, for_memory=("recompute", "offload"), offloads=("optimizer-half", "optimizer")
+)
+
+
+@pytest.mark.fault
+def test_too_few_devices_have_state_in_host_memory_and_bring_it_back_with_more() -> None:
+    assert chosen(8, SPILLS, chosen(64)).passes == Passes(MICRO, "full"), "behind recomputation"
+    few = chosen(4, SPILLS, chosen(64))
+    assert few.passes == Passes(MICRO, "full", "optimizer-half"), "the least that is enough"
+    assert "recompute none -> full, offload none -> optimizer-half" in few.reason
+    assert re.search(
+        r"; nothing fits in 85\.2 GB without it: the optimizer's 3\d(\.\d)? GB a device go to host "
+        r"memory, steps 1\.\d\d times as long$", few.reason,
+    )  # fmt: skip
+    kept = chosen(4, SPILLS, few)
+    assert kept.key == few.key
+    back = chosen(8, SPILLS, few)
+    assert back.passes == Passes(MICRO, "full") and "offload optimizer-half -> none" in back.reason
+
+
+def test_state_that_fits_no_host_stays_on_the_devices() -> None:
+    narrow = replace(PLANNER, device=replace(A100, host_memory=64e9))
+    with pytest.raises(RefusedError, match="not known to fit in memory"):
+        chosen(4, SPILLS, chosen(64), planner=narrow)
+
+
+@pytest.mark.fault
+def test_without_a_planner_an_out_of_memory_with_recomputation_leads_to_host_memory() -> None:
+    tried: list[Choice] = []
+    for _ in range(40):
+        tried.append(chosen(8, SPILLS, planner=None, excluded=tried))
+        if tried[-1].offload == "optimizer":
+            break
+    passes = [choice.passes for choice in tried]
+    first = [passes.index(Passes(MICRO, again, host)) for again, host in (
+        (None, None), ("full", None), ("full", "optimizer-half"), ("full", "optimizer"),
+    )]  # fmt: skip
+    assert first == sorted(first)
+    back = chosen(16, SPILLS, ran=tried[-1], planner=None, excluded=tried[:-1])
+    assert back.passes == Passes(MICRO), "more devices have it as the flags say"
 
 
 @pytest.mark.fault

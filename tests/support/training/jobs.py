@@ -26,8 +26,10 @@ class Job:
     """Overlap communication, which makes several buckets."""
     instances: int = 1
     """Copies of the distributed optimizer's state, each over a part of the replicas."""
-    is_offloaded: bool = False
-    """Half of the masters and moments on the host, kept by the optimizer itself."""
+    offloaded: float = 0.0
+    """Share of masters and moments on the host, kept by the optimizer itself."""
+    is_fused: bool = False
+    """Its Adam counts steps once a group, as FusedAdam."""
     precision: str = "fp32"
     layers: int = 4
     hidden: int = 32

@@ -49,6 +49,7 @@ from scalai.core.job.function_proof import Numbers
 from scalai.patches.megatron.bare_step import SKIPPED, BareStep, NormInDouble
 from scalai.patches.megatron.megatron_state import MegatronState
 from scalai.patches.megatron.shapes import unwrap
+from support.training import fused_adam
 from support.training.jobs import AFTER, SEED, Job
 from support.training.tiny_muon import muon_optimizer
 from support.training.tiny_t5 import translate, translator
@@ -88,6 +89,7 @@ class Training:
         if job.overlap:
             functions = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = functions if job.vpp else functions[0]
+        fused_adam.use(job.is_fused)
         make = muon_optimizer if job.optimizer == "muon" else get_megatron_optimizer
         self.optimizer = make(_optimizer(job), self.chunks)
         if job.precision != "fp32":
@@ -325,10 +327,9 @@ def _optimizer(job: Job) -> OptimizerConfig:
         fp16=job.precision == "fp16",
         params_dtype=DTYPES[job.precision],
         use_distributed_optimizer=job.distributed,
-        use_precision_aware_optimizer=job.is_offloaded,
-        optimizer_cpu_offload=job.is_offloaded,
-        optimizer_offload_fraction=0.5,
-        use_torch_optimizer_for_cpu_offload=job.is_offloaded,
+        use_precision_aware_optimizer=job.offloaded > 0,
+        optimizer_cpu_offload=job.offloaded > 0,
+        optimizer_offload_fraction=job.offloaded,
         initial_loss_scale=job.loss_scale if job.precision == "fp16" else None,
         loss_scale_window=2,
         hysteresis=1,
