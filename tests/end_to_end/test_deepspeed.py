@@ -50,6 +50,27 @@ def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_job_that_fits_in_no_other_way_goes_on_in_host_memory_and_comes_back(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device has memory for 4 models: 3 ranks keep 3 each, one alone would keep 5."""
+    given = config(stage)
+    alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0")
+    worlds = (3, 1, 3)
+    flags = ("--loader-workers", "0", "--device-models", "4")
+    agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch, *flags)
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+    assert {(line["world"], line["is_spilled"]) for line in agents.lines()} == {
+        (3, False), (1, True),
+    }  # fmt: skip
+    logs = agents.text()
+    assert "offload none -> optimizer, the next candidate after an out-of-memory" in logs
+    assert "offload optimizer -> none" in logs and " offload=optimizer" in logs
+
+
+@pytest.mark.campaign
 @pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_stage_goes_through_four_changes_of_dp(

@@ -327,6 +327,29 @@ def test_a_job_of_each_kind_changes_as_if_it_had_not(
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("offload", ["optimizer-half", "optimizer"])
+def test_an_optimizer_goes_to_host_memory_and_comes_back(
+    offload: str, tmp_path: Path, start_kind: StartKind
+) -> None:
+    flags = "--use-distributed-optimizer --bf16"
+    kind = Kind("spilled", 2, "tp1 pp1", "", flags, ends="--train-iters 60", tolerance=BF16)
+    data = mock_data(tmp_path)
+    alone = start_kind("alone", kind, data)
+    alone.finish()
+    changed = start_kind("changed", kind, data)
+    changed.wait_for_step(BEFORE)
+    changed.scale(1, f"tp1 pp1 offload={offload}")
+    changed.wait_until(lambda: changed.status()["offload"] == offload, "state in host memory")
+    changed.wait_for_step(len(changed.ledger()) + 2)
+    changed.scale(2)
+    changed.finish()
+    assert f"offload none -> {offload}, as requested" in changed.log
+    assert f"offload {offload} -> none" in changed.log
+    compare(changed, alone, kind.tolerance, rounds=3)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
 def test_what_megatron_saves_beside_a_change_is_resumed_at_other_degrees(
     tmp_path: Path, start_kind: StartKind
 ) -> None:

@@ -60,6 +60,7 @@ def main():
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
     parser.add_argument("--resume", action="store_true", help="load only where there is one")
     parser.add_argument("--same-order", action="store_true", help="in every epoch")
+    parser.add_argument("--device-models", type=float, help="a device's memory, in models")
     deepspeed.add_config_arguments(parser)
     options = parser.parse_args()
 
@@ -84,6 +85,7 @@ def main():
     )  # fmt: skip
     if not is_torchs:
         loader, sampler = deepspeed_loader, deepspeed_loader.data_sampler
+    fill_device(options.device_models, engine)
     loads = options.save and (not options.resume or (options.save / "latest").exists())
     path, client = engine.load_checkpoint(str(options.save)) if loads else (None, {})
 
@@ -108,6 +110,17 @@ def main():
                     file.write(json.dumps(line) + "\n")
         if options.save:
             engine.save_checkpoint(str(options.save), client_state={"epoch": epoch})
+
+
+def fill_device(models, engine):
+    """Take what a step keeps from a device with memory for so many copies of the weights."""
+    if models is None:
+        return
+    kept = 2.0  # weights and gradients
+    if not engine.zero_cpu_offload():
+        kept += 3.0 / dist.get_world_size()  # masters and two moments
+    if kept > models:
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {kept:.1f} of {models:.1f} models")
 
 
 def train_pipeline(options):
@@ -169,7 +182,8 @@ def line_of(engine, made):
         "loss": sum(losses.values()) / len(losses), "lr": engine.get_lr()[0],
         "samples": sorted(number for samples in losses for number in samples),
         "passes": sum(map(len, everyones)), "different": len(losses),
-        "stage": engine.zero_optimization_stage(), "version": deepspeed.__version__,
+        "stage": engine.zero_optimization_stage(), "is_spilled": engine.zero_cpu_offload(),
+        "version": deepspeed.__version__,
     }  # fmt: skip
 
 
