@@ -184,6 +184,7 @@ def test_a_fresh_job_makes_its_start_generation_from_what_was_built() -> None:
     session = FakeSession()
     framework = hooked(session)
     assert session.attached == {"step": 0, "samples": 0, "restore": False}
+    assert session.facts.pop("host_memory") > 1e9
     assert session.facts == {
         "padded_vocab_size": 128, "arguments": {"global_batch_size": 4}, "first_share": [2, 1],
     }  # fmt: skip

@@ -427,9 +427,7 @@ def nearest_fitting(
     """Return the smallest number of devices above ``devices`` with a fitting layout."""
     shape = work.shape
     most = device.per_host * shape.layers * max(choices.context_parallel) * work.global_batch
-    least = replace(
-        choices, micro_batches=choices.micro_batches or (1,), offload=choices.offload[:1]
-    )
+    least = replace(choices, micro_batches=choices.micro_batches or (1,))
     size, found = devices, None
     while size < most and found is None:
         size = min(size * 2, most)
