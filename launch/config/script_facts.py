@@ -185,15 +185,14 @@ def read_freedom(
     if arguments is None:
         why = "no flag of the script is known that changes it"
         fixed: list[tuple[Part, str]] = [(part, why) for part in PARTS]
-        own: Offload = "none"
-        if deepspeed is not None:
-            own, fault = deepspeed_offload(deepspeed), offload_fault(deepspeed, stages)
-            fixed = [(part, why) for part in PARTS if part != "offload"]
-            fixed += [("offload", fault)] if fault else []
+        if deepspeed is None:
+            return Freedom(fixed=tuple(fixed))
+        fault = offload_fault(deepspeed, stages)
+        fixed = [(part, why) for part in PARTS if part != "offload"]
         return Freedom(
-            fixed=tuple(fixed), own_offload=own,
-            offloads=() if deepspeed is None else DEEPSPEED_OFFLOADS,
-            for_memory=tuple(part for part in PARTS if part in config.memory_may_change),
+            fixed=(*fixed, *([("offload", fault)] if fault else [])),
+            for_memory=("offload",) if "offload" in config.memory_may_change else (),
+            own_offload=deepspeed_offload(deepspeed), offloads=DEEPSPEED_OFFLOADS,
         )  # fmt: skip
     return Freedom(
         own=recompute_of(arguments),

@@ -5,8 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scalai.converters.deepspeed.validity import BF16_SUMS_ARE_BF16, refuse_invalid, stages_of
+from scalai.converters.deepspeed.config import stage_of
+from scalai.converters.deepspeed.validity import (
+    BF16_SUMS_ARE_BF16,
+    offload_fault,
+    refuse_invalid,
+    stages_of,
+)
 from scalai.core.degrees.degrees import DegreeRequest, Degrees
+from scalai.core.degrees.passes import Offload
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.job.membership import Assignment
 from scalai.launch.config import script_facts as script
@@ -97,7 +104,7 @@ def judge(case: Case) -> Verdict:
         return Verdict(str(error), "worker", _plain_in_all_stages(case, order))
     try:
         batches = batches_of(case.config, order)
-        mine = rewritten(case.config, order, batches)
+        mine = rewritten(case.config, replace(order, offload=_spilled(case, order)), batches)
     except (RefusedError, UsageError) as error:
         return Verdict(str(error), "worker", (_plain(case, order),))
     return Verdict(None, "", (mine,), batches.passed_samples)
@@ -108,6 +115,14 @@ def offered(case: Case) -> Degrees | None:
     sizing = Sizing(_spec(case))
     found = sizing.assign()((("a", case.ranks),), None)
     return found.degrees if found else None
+
+
+def _spilled(case: Case, order: RoundOrder) -> Offload | None:
+    """Return a state in host memory that we would choose; None: none, or none here."""
+    stage = stage_of(case.config) if order.zero_stage is None else order.zero_stage
+    if offload_fault(case.config, {stage}) or case.ranks % 2:
+        return None
+    return "parameters" if stage == 3 and case.ranks % 4 else "optimizer"
 
 
 def _order(case: Case, degrees: Degrees) -> RoundOrder:

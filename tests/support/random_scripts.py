@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from scalai.converters.megatron.arguments import derived_flags, read_arguments
-from scalai.converters.megatron.model_shape import workload_of
+from scalai.converters.megatron.model_shape import offloads_of, workload_of
 from scalai.core.degrees.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError, UsageError
 
@@ -62,8 +62,10 @@ def judge(case: Case, *, release: tuple[int, ...] | None) -> Verdict:
         given = {flag: of for flag, of in arguments.given.items() if flag != "--mtp-num-layers"}
         workload_of(replace(arguments, given=given), VOCABULARY)
         why = refusal(degrees, limits, case.micro_batch)
+        # As where nothing fits, if it is offered.
+        offload = next(reversed(offloads_of(arguments)), None) if case.ranks % 2 else None
         flags, _ = derived_flags(
-            replace(arguments, limits=limits), degrees, padded, case.micro_batch,
+            replace(arguments, limits=limits), degrees, padded, case.micro_batch, offload=offload,
         )  # fmt: skip
     except (RefusedError, UsageError) as error:
         return Verdict(str(error), _plain(case), padded)
