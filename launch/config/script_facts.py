@@ -38,7 +38,7 @@ from scalai.converters.megatron.rules import (
 )
 from scalai.core.degrees.choice import check_initial
 from scalai.core.degrees.degrees import DegreeRequest, ModelLimits, Sharding
-from scalai.core.degrees.passes import PARTS, RECOMPUTES, Freedom, Offload, Part
+from scalai.core.degrees.passes import PARTS, RECOMPUTES, Freedom, Part
 from scalai.core.degrees.policy import DegreePolicy
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.jsonable import Json
@@ -189,8 +189,10 @@ def read_freedom(
             return Freedom(fixed=tuple(fixed))
         fault = offload_fault(deepspeed, stages)
         fixed = [(part, why) for part in PARTS if part != "offload"]
+        if fault is not None:
+            fixed.append(("offload", fault))
         return Freedom(
-            fixed=(*fixed, *([("offload", fault)] if fault else [])),
+            fixed=tuple(fixed),
             for_memory=("offload",) if "offload" in config.memory_may_change else (),
             own_offload=deepspeed_offload(deepspeed), offloads=DEEPSPEED_OFFLOADS,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from scalai.converters.megatron.model_shape import recompute_of
 from scalai.core.degrees.assignment import make_assign
@@ -38,6 +38,9 @@ from scalai.launch.config.script_facts import (
 )
 
 
+Answer = TypeVar("Answer")
+
+
 @dataclass(frozen=True, slots=True)
 class GuardedPlanner:
     """Asks a planner and logs its unexpected errors.
@@ -62,17 +65,20 @@ class GuardedPlanner:
         Raises:
             ScalaiError: No order, or a failure; its traceback is in the log.
         """
+        return self._told(lambda: self.planner.order(choices, present, ran, failed))
+
+    def spilled(self, choice: Choice) -> str:
+        """The reason for a choice's state in host memory. Errors as of ``order``."""
+        return self._told(lambda: self.planner.spilled(choice))
+
+    def _told(self, ask: Callable[[], Answer]) -> Answer:
         try:
-            return self.planner.order(choices, present, ran, failed)
+            return ask()
         except ScalaiError:
             raise
         except Exception as error:  # our own slip: the job has degrees that run
             self.say(f"event=planner failed: {error!r}\n{traceback.format_exc()}")
             raise ScalaiError(f"{error!r}, and the coordinator's log says where") from error
-
-    def spilled(self, choice: Choice) -> str:
-        """The reason for a choice's state in host memory."""
-        return self.planner.spilled(choice)
 
     def on_hosts(self, slots: int) -> "GuardedPlanner":
         """The planner for hosts with ``slots`` ranks each."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -321,9 +322,30 @@ def test_a_slip_of_the_placement_is_told_and_hosts_stay_where_they_are(
 def test_who_takes_over_knows_what_was_recomputed(planned: Planned) -> None:
     before, after = planned(), planned()
     learned(before, Measured(SLOW, 1, 50, 2.0, "full"), 10.0)
-    before.exclude(ran(FAST, "full"))
+    before.exclude(replace(ran(FAST, "full"), offload="optimizer"))
+    assert before.note_ran(replace(ran(SLOW), offload="optimizer-half"))
     after.take_over(before.request)
     assert after.request == before.request
+
+
+LARGE = (
+    "pretrain_gpt.py --num-layers 64 --hidden-size 5120 --num-attention-heads 40 --bf16 "
+    "--seq-length 2048 --max-position-embeddings 2048 --padded-vocab-size 51200 "
+    "--micro-batch-size 4 --global-batch-size 64 --use-distributed-optimizer"
+)
+
+
+def test_a_running_job_knows_the_memory_of_its_hosts(of_file: Callable[..., Sizing]) -> None:
+    cost = '[planner]\ngpu = "a100-80gb"\nkind = "cost"\n'
+    sizing = of_file(cost, script=LARGE)
+    assert taken(sizing, FOUR).offload == "optimizer-half"
+    sizing.learn({"facts": {"host_memory": 2e12}})
+    assert taken(sizing, FOUR).offload == "optimizer-half"
+    sizing.learn({"facts": {"host_memory": 64e9}})
+    assert taken(sizing, FOUR).offload is None, "the smallest counts, and is too small"
+    stated = of_file(f"{cost}host_memory_gb = 2000\n", script=LARGE)
+    stated.learn({"facts": {"host_memory": 64e9}})
+    assert taken(stated, FOUR).offload == "optimizer-half"
 
 
 def test_a_person_may_ask_a_running_job_to_recompute_at_the_same_degrees(planned: Planned) -> None:

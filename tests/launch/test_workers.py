@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from fcntl import F_DUPFD, fcntl
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,8 @@ from scalai.launch.agent.progress import KNOWN, Progress, ProgressWatch
 from scalai.launch.agent.torch_elastic import GroupPlacement
 from scalai.launch.agent.worker_group import (
     NCCL_ERRORS,
+    THREADS,
+    THREADS_BY_DEFAULT,
     WorkerCalls,
     WorkerGroups,
     obstacle,
@@ -59,6 +62,7 @@ from support.stopping import stop
 from support.wire_words import workers as wanted
 
 DEADLINE_S = 60.0
+CORES = len(os.sched_getaffinity(0))
 GPT = "pretrain_gpt.py --micro-batch-size 1 --num-attention-heads 4 --num-layers 4"
 
 
@@ -167,6 +171,31 @@ def test_forks_see_the_devices_that_their_agent_sees_now(
         made.start(wanted(number))
     found = [place.environment.get("CUDA_VISIBLE_DEVICES") for place in workers.places]
     assert found == [None, "GPU-aa,GPU-bb", "GPU-bb"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, [None, str(CORES)]),
+        ({THREADS: "1", THREADS_BY_DEFAULT: "1"}, [None, str(CORES)]),
+        ({THREADS: "3"}, [None, None]),
+    ],
+    ids=["nobody says", "as torchrun", "a person says"],
+)
+def test_workers_with_state_in_host_memory_have_its_cores(
+    groups: Starter,
+    environment: dict[str, str],
+    found: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (THREADS, THREADS_BY_DEFAULT):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    made, workers = groups()
+    made.start(wanted())
+    made.start(replace(wanted(2), offload="optimizer"))
+    assert [place.environment.get(THREADS) for place in workers.places] == found
 
 
 @pytest.mark.parametrize(("script", "tells"), [("script.py", True), (GPT, False)])
