@@ -37,7 +37,6 @@ from scalai.launch.config.script_facts import (
     told_by,
 )
 
-
 Answer = TypeVar("Answer")
 
 

@@ -50,24 +50,28 @@ def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("stage", "models", "spilled"),
+    [(2, "4", [True, False]), (3, "1.8", [True, True])],
+    ids=["optimizer", "parameters"],
+)
 def test_a_job_that_fits_in_no_other_way_goes_on_in_host_memory_and_comes_back(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: int, models: str, spilled: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device has memory for 4 models: 3 ranks keep 3 each, one alone would keep 5."""
+    """A device has memory for so many models. In stage 2 three ranks keep 3 each, and one would
+    keep 5, or 2 without the optimizer; in stage 3 a third of 5 each, and one 5, 2, or 1."""
     given = config(stage)
     alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0")
     worlds = (3, 1, 3)
-    flags = ("--loader-workers", "0", "--device-models", "4")
+    flags = ["--loader-workers", "0", "--device-models", models] + ["--zero-init"] * (stage == 3)
     agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch, *flags)
     assert alone.wait(60) == 0
     check(agents, lines_of(tmp_path / "alone"), worlds)
-    assert {(line["world"], line["is_spilled"]) for line in agents.lines()} == {
-        (3, False), (1, True),
-    }  # fmt: skip
-    logs = agents.text()
-    assert "offload none -> optimizer, the next candidate after an out-of-memory" in logs
-    assert "offload optimizer -> none" in logs and " offload=optimizer" in logs
+    for line in agents.lines():
+        assert line["is_spilled"] == (spilled if line["world"] == 1 else [False, False])
+    logs, name = agents.text(), "parameters" if spilled[1] else "optimizer"
+    assert f"offload none -> {name}, the next candidate after an out-of-memory" in logs
+    assert f"offload {name} -> none" in logs and f" offload={name}" in logs
 
 
 @pytest.mark.campaign

@@ -116,9 +116,10 @@ def fill_device(models, engine):
     """Take what a step keeps from a device with memory for so many copies of the weights."""
     if models is None:
         return
-    kept = 2.0  # weights and gradients
-    if not engine.zero_cpu_offload():
-        kept += 3.0 / dist.get_world_size()  # masters and two moments
+    updated = 0 if engine.zero_cpu_offload() else 3  # masters and two moments
+    others = 1 if engine.zero_offload_param() else 2  # gradients, and weights
+    ranks, is_all_sharded = dist.get_world_size(), engine.zero_optimization_stage() == 3
+    kept = updated / ranks + others / (ranks if is_all_sharded else 1)
     if kept > models:
         raise torch.OutOfMemoryError(f"CUDA out of memory: {kept:.1f} of {models:.1f} models")
 
@@ -182,7 +183,8 @@ def line_of(engine, made):
         "loss": sum(losses.values()) / len(losses), "lr": engine.get_lr()[0],
         "samples": sorted(number for samples in losses for number in samples),
         "passes": sum(map(len, everyones)), "different": len(losses),
-        "stage": engine.zero_optimization_stage(), "is_spilled": engine.zero_cpu_offload(),
+        "stage": engine.zero_optimization_stage(),
+        "is_spilled": (engine.zero_cpu_offload(), engine.zero_offload_param() is not None),
         "version": deepspeed.__version__,
     }  # fmt: skip
 

@@ -297,9 +297,12 @@ def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterato
                 refused.append(case.floor_reason())
                 choice = None
             if choice is not None:
-                # The same TP and PP move the fewest bytes; then idle ranks cost most.
+                # The same TP and PP move the fewest bytes; then idle ranks cost most. From host
+                # memory a job comes back to what it ran.
+                is_back = case.ran.offload is not None and choice.key in case.policy.stepped
                 cost = (
-                    not (is_kept and is_own), after_failure(case, request),
+                    not (is_back and is_own), not (is_kept and is_own),
+                    after_failure(case, request),
                     not is_own and not is_kept, -(request.micro_batch_size or MICRO_BATCHES),
                     len(choice.idle_ranks),
                     request.tp * request.pp, request.tp != kept.tp, request.pp != kept.pp,

@@ -360,6 +360,10 @@ def test_without_a_planner_an_out_of_memory_with_recomputation_leads_to_host_mem
     assert first == sorted(first)
     back = chosen(16, SPILLS, ran=tried[-1], planner=None, excluded=tried[:-1])
     assert back.passes == Passes(MICRO), "more devices have it as the flags say"
+    before = Degrees(8, 2, 1), Passes(MICRO)
+    has_run = replace(policy(SPILLS, None), stepped=(before,))
+    again = choose(16, LARGE, has_run, tried[-1].degrees, excluded=tried[:-1], ran=tried[-1].passes)
+    assert again.key == before, "it goes back to what ran"
 
 
 @pytest.mark.fault
