@@ -308,7 +308,8 @@ class Accumulation:
         @functools.wraps(method)
         def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
             self.factor = self.next_factor()
-            return method(_Weighed.apply(loss, self.factor), *args, **kwargs)
+            weighed = _Weighed.apply(loss, self.factor)  # type: ignore[no-untyped-call]
+            return method(weighed, *args, **kwargs)
 
         return backward
 
@@ -367,7 +368,7 @@ class _Pipeline:
         def backward(engine: Any, *args: Any, **kwargs: Any) -> None:
             if engine.is_last_stage():  # there each forward pass is followed by its backward pass
                 factor = 0.0 if self._is_filler else self._shares.weight
-                engine.loss = _Weighed.apply(engine.loss, factor)
+                engine.loss = _Weighed.apply(engine.loss, factor)  # type: ignore[no-untyped-call]
             run(engine, *args, **kwargs)
 
         return backward

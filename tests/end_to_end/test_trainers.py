@@ -221,8 +221,8 @@ def check_history(folder: Path, steps: int = STEPS) -> None:
         for name in ("elastic", "alone")
     )
     assert reported["step"] == expected["step"] == steps
-    steps = [[line for line in of["log"] if "loss" in line] for of in (reported, expected)]
-    for mine, its in zip(*steps, strict=True):
+    logs = [[line for line in of["log"] if "loss" in line] for of in (reported, expected)]
+    for mine, its in zip(*logs, strict=True):
         assert mine == pytest.approx(its, rel=1e-5), mine
     assert reported["log"][-1]["train_loss"] == pytest.approx(expected["log"][-1]["train_loss"])
 

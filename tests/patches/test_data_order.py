@@ -764,7 +764,7 @@ def test_each_micro_batch_of_uneven_shares_counts_alike_and_fillers_not_at_all(
     """``is_stated``: a framework around the engine states the end of a step, and steps there."""
     shares, rows = Shares(micro_batches, dp), torch.randn(2 * micro_batches, 8, 4).double()
 
-    def made() -> torch.nn.Module:
+    def made() -> torch.nn.Sequential:
         torch.manual_seed(5)
         return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double()
 

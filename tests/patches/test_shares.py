@@ -98,13 +98,14 @@ class _Training:
             finalize_model_grads_func=lambda model, tokens: None,
             calculate_per_token_loss=flags.get("per_token", False),
         )
-        self.chunk: Any = torch.nn.Module()
-        self.chunk.scale_gradients = lambda factor: self.step.mul_(factor)
         self._job = SimpleNamespace(
             micro_batch_size=1, data_parallel_size=2, global_batch_size=len(values), **flags
         )
         self.gradient, self.step = torch.zeros(()), torch.zeros(())
         """Of all replicas, and of the present one's step."""
+        chunk: Any = torch.nn.Module()
+        chunk.scale_gradients = self.step.mul_
+        self.model = [chunk]
         self.tokens = torch.zeros((), dtype=torch.int)
 
     def get_args(self) -> Any:
@@ -143,11 +144,11 @@ class _Training:
             if is_training:
                 self.config.finalize_model_grads_func(model, None)
             self.gradient += self.step
-            self.step = torch.zeros(())
+            self.step.zero_()
             return reports
 
         return shares._passes(
-            self, make, forward_step_func=forward, model=[self.chunk],
+            self, make, forward_step_func=forward, model=self.model,
             forward_only=not is_training, num_microbatches=shares.PassCount.of(5, 2),
         )  # fmt: skip
 
