@@ -473,6 +473,8 @@ def _count_without_fillers(engine: Any, batches: Batches) -> None:
     stated = engine._config.train_batch_size
     size = stated // batches.passed_samples * batches.global_batch_size
     engine._config.train_batch_size = size
+    if TRAIN in engine.config:  # checkpoints keep it
+        engine.config[TRAIN] = size
     for name in ("tput_timer", "batch_timer"):
         if hasattr(engine, name):
             getattr(engine, name).batch_size = size
