@@ -27,7 +27,7 @@ def through_json(saved: Any) -> Any:
 
 def test_all_values_come_back_with_their_types() -> None:
     kept = {
-        "lr": 0.1 + 0.2, "betas": (0.9, 0.95), "step": 7, "fused": None, "rate": torch.tensor(0.3),
+        "lr": 0.1 + 0.2, "betas": (0.9, 0.95), "step": 7, "decay": None, "rate": torch.tensor(0.3),
         "numpy": np.float32(0.1), "nesterov": True, "kind": "adam",
     }  # fmt: skip
     saved = through_json(take_groups([group("a b", **kept)]))
@@ -36,6 +36,16 @@ def test_all_values_come_back_with_their_types() -> None:
     put_groups(saved, [into])
     assert {key: into[0][key] for key in kept} == {**kept, "numpy": float(np.float32(0.1))}
     assert into[0]["rate"] is fresh["rate"]  # captured in a graph: it keeps its place
+
+
+def test_the_way_of_the_same_update_stays_the_constructors() -> None:
+    saved = take_groups([group("a", lr=0.1, foreach=None, fused=None)])
+    here = group("a", lr=0.5, fused=True, offload_fraction=0.5)
+    put_groups(saved, [here])
+    assert {key: here[0][key] for key in ("lr", "fused", "offload_fraction")} == {
+        "lr": 0.1, "fused": True, "offload_fraction": 0.5,
+    }  # fmt: skip
+    assert "foreach" not in here[0]
 
 
 def test_groups_that_say_the_same_are_told_apart_by_their_parameters() -> None:
