@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from scalai.converters.megatron.model_shape import recompute_of
 from scalai.core.degrees.assignment import make_assign
 from scalai.core.degrees.degrees import Degrees, parse_request
@@ -16,7 +18,7 @@ from scalai.core.job.remembered import ASKED
 from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText
 from scalai.core.planner.columns import Layout, columns_of
-from scalai.core.planner.devices import device_named
+from scalai.core.planner.devices import GB, device_named
 from scalai.core.planner.meter import ChangeTime
 from scalai.core.planner.placement import make_place
 from scalai.core.planner.preference import (
@@ -28,7 +30,7 @@ from scalai.core.planner.preference import (
     measured_to_json,
 )
 from scalai.core.planner.reconfiguration import Hosts
-from scalai.core.planner.step_memory import step_memory
+from scalai.core.planner.step_memory import fits_host, step_memory
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.config.script_facts import (
     read_planner,
@@ -105,6 +107,7 @@ class Sizing:
         facts, self._say = spec.script, say
         self._planner, self._arguments = spec.config.planner, facts.arguments
         self._limits, self._policy = facts.limits, facts.policy
+        self._host_memory = (self._planner.host_memory_gb or 0) * GB
         self._recalled: tuple[tuple[Measured, ...], ChangeTime | None] = ((), None)
         """Measurements of the coordinator before: steps, and the seconds of a change."""
         self._deepspeed = spec.config.deepspeed, spec.deepspeed
@@ -295,7 +298,10 @@ class Sizing:
 
     def _read_preference(self) -> Preference | None:
         found = read_planner(self._planner, self._arguments, self._limits, self._told)
-        return None if isinstance(found, str) else found.recalling(*self._recalled)
+        if isinstance(found, str):
+            return None
+        found = replace(found, device=replace(found.device, host_memory=self._host_memory))
+        return found.recalling(*self._recalled)
 
     def _recall(self, asked: object) -> None:
         """Adopt a request to the coordinator of an ended run, until the next request."""
@@ -369,11 +375,12 @@ class Sizing:
 
     def _know_host(self, size_bytes: float) -> None:
         """Adopt the memory of a host, as its workers found it."""
-        planner = self._preference
-        if planner is None or 0 < planner.device.host_memory <= size_bytes:
+        if 0 < self._host_memory <= size_bytes:
             return  # the smallest of them counts
-        device = replace(planner.device, host_memory=size_bytes)
-        self._preference, self._assign = replace(planner, device=device), None
+        self._host_memory, self._assign = size_bytes, None
+        if (planner := self._preference) is not None:
+            device = replace(planner.device, host_memory=size_bytes)
+            self._preference = replace(planner, device=device)
 
     def _fits(self) -> tuple[tuple[Degrees, Passes], ...]:
         """Layouts that have run on devices of the present kind."""
@@ -387,7 +394,7 @@ class Sizing:
             return None
         of_job, parallel = (arguments, *self._deepspeed), self._limits.is_sequence_parallel
         own, usual = recompute_of(arguments), self._limits.micro_batch_size or 1
-        device = device_named(ANY_DEVICE)
+        device = replace(device_named(ANY_DEVICE), host_memory=self._host_memory)
 
         def needed(layouts: Sequence[tuple[Degrees, Passes]]) -> Sequence[float]:
             cases = [
@@ -402,7 +409,7 @@ class Sizing:
                 for degrees, passes in layouts
             ]
             x = columns_of([(work, device, each) for each in cases])
-            return [float(each) for each in step_memory(x).total]
+            return [float(each) for each in np.where(fits_host(x), step_memory(x).total, np.inf)]
 
         return needed
 

@@ -327,25 +327,33 @@ def test_a_job_of_each_kind_changes_as_if_it_had_not(
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("offload", ["optimizer-half", "optimizer"])
-def test_an_optimizer_goes_to_host_memory_and_comes_back(
-    offload: str, tmp_path: Path, start_kind: StartKind
+@pytest.mark.parametrize(
+    ("cut", "wish", "offload"),
+    [("tensor", None, "optimizer"), ("pipeline", None, "optimizer-half"),
+     ("", "tp1 pp1 offload=optimizer-half", "optimizer-half")],
+    ids=["one of two shards", "one of two stages", "as requested"],
+)  # fmt: skip
+def test_a_job_of_too_few_devices_goes_on_in_host_memory_and_comes_back(
+    cut: str, wish: str | None, offload: str, tmp_path: Path, start: Start
 ) -> None:
-    flags = "--use-distributed-optimizer --bf16"
-    kind = Kind("spilled", 2, "tp1 pp1", "", flags, ends="--train-iters 60", tolerance=BF16)
-    data = mock_data(tmp_path)
-    alone = start_kind("alone", kind, data)
+    """On one rank nothing else is known to fit, by the bytes of the layout that ran."""
+    flags = ["--use-distributed-optimizer", "--bf16", "--train-iters", "60", *mock_data(tmp_path)]
+    flags += [f"--{cut}-model-parallel-size", "2"] if cut else []
+    alone = start("alone", 2, {}, flags)
     alone.finish()
-    changed = start_kind("changed", kind, data)
+    changed = start("changed", 2, {}, flags)
     changed.wait_for_step(BEFORE)
-    changed.scale(1, f"tp1 pp1 offload={offload}")
+    before = changed.status()["degrees"]
+    changed.scale(1, wish)
     changed.wait_until(lambda: changed.status()["offload"] == offload, "state in host memory")
     changed.wait_for_step(len(changed.ledger()) + 2)
     changed.scale(2)
+    changed.wait_until(lambda: changed.status()["degrees"] == before, "what ran before")
     changed.finish()
-    assert f"offload none -> {offload}, as requested" in changed.log
+    why = "as requested" if wish else "as nothing is known to fit without state in host memory"
+    assert f"offload none -> {offload}" in changed.log and why in changed.log
     assert f"offload {offload} -> none" in changed.log
-    compare(changed, alone, kind.tolerance, rounds=3)
+    compare(changed, alone, BF16, rounds=3)
 
 
 @pytest.mark.campaign

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from scalai.core.errors import RefusedError
 from scalai.core.tensors.fingerprint import differing_replicas
-from scalai.patches.megatron.optimizer_state import Owned, owned_parameters
+from scalai.patches.megatron.optimizer_state import (
+    Owned,
+    owned_parameters,
+    put_scalars,
+    take_scalars,
+)
 from scalai.patches.megatron.shapes import global_name
 from support.training.deepspeed_jobs import Job as EngineJob
 from support.training.jobs import Job
@@ -270,7 +276,9 @@ class Hybrid:
             self.state[parameter] = {**states[id(copy)], "master_param": copy}
 
 
-def test_masters_of_a_hybrid_optimizer_are_those_that_are_updated() -> None:
+def hybrid_leaf() -> tuple[Any, FusedAdam, list[torch.Tensor], list[torch.Tensor]]:
+    """Return Megatron-LM's optimizer of two parameters, the first one's master on the host, the
+    part of the second, and both shards and masters."""
     model = [torch.ones(6, dtype=torch.bfloat16) * n for n in (1, 2)]
     shards = [parameter[2:5] for parameter in model]
     masters = [shard.float() for shard in shards]
@@ -283,6 +291,11 @@ def test_masters_of_a_hybrid_optimizer_are_those_that_are_updated() -> None:
         shard_fp32_from_float16_groups=[[None, None]],
         _get_model_param_range_map=lambda _: {"param": SimpleNamespace(start=2, end=5)},
     )  # fmt: skip
+    return leaf, fused, shards, masters
+
+
+def test_masters_of_a_hybrid_optimizer_are_those_that_are_updated() -> None:
+    leaf, fused, shards, masters = hybrid_leaf()
     first, second = owned_parameters(leaf)
     for owned, shard, master in zip((first, second), shards, masters, strict=True):
         assert isinstance(owned, Owned)
@@ -293,6 +306,30 @@ def test_masters_of_a_hybrid_optimizer_are_those_that_are_updated() -> None:
     assert fused.remainders == [False]
     assert list(owned_parameters(leaf))[1].state.keys() == second.state.keys()  # made once
     assert fused.remainders == [False]
+
+
+@pytest.mark.fault
+def test_beside_fused_adam_both_halves_of_a_hybrid_optimizer_have_one_number_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
+    leaf, fused, shards, masters = hybrid_leaf()
+    inner = leaf.optimizer
+    inner.param_groups = [{"params": shards, "lr": 0.1}]
+    inner.param_to_inner_param = dict(zip(shards, masters, strict=True))
+    names = {id(shard): [name] for name, shard in zip("ab", shards, strict=True)}
+    assert all("step" not in owned.state for owned in owned_parameters(leaf))
+    on_host = inner.sub_optimizers[0].state[masters[0]]["step"]
+    fused.param_groups[0]["step"] = 4
+    with pytest.raises(RefusedError, match="have made 0, 4 steps"):
+        take_scalars(leaf, None, names, None)
+    on_host.fill_(4)
+    saved = take_scalars(leaf, None, names, None)
+    on_host.fill_(0)
+    fused.param_groups[0]["step"] = 0
+    put_scalars(saved, leaf, None, names, None)
+    assert on_host == fused.param_groups[0]["step"] == 4
+    assert "step" not in inner.param_groups[0], "it would go to the halves again"
 
 
 # ------------------------------------------------------------------ pieces of a parameter

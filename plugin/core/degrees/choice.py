@@ -86,13 +86,14 @@ def with_passes(
 
 
 def smaller(case: Case, splits: Iterator[DegreeRequest]) -> Iterator[DegreeRequest]:
-    """Yield the splits; after an out-of-memory each also with passes of less memory, and with these
-    and state in host memory."""
+    """Yield the splits; after an out-of-memory, and below the size known to fit, each also with
+    passes of less memory, and with these and state in host memory."""
     recompute = case.policy.freedom.recomputes(for_memory=True)[-1]
     own = case.own.micro_batch_size or 1
     for split in splits:
         yield split
-        if not case.excluded:
+        is_small = case.is_modelled and split.tp * split.pp < case.floor
+        if not case.excluded and not is_small:
             continue
         for spills in (False, True):
             for request in with_passes(case, split, for_memory=True, spills=spills):
@@ -287,6 +288,8 @@ def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterato
             source = "the next candidate after an out-of-memory"
         elif not is_kept:
             source = "TP and PP changed"
+        if request.offload is not None and not case.excluded:
+            source += ", as nothing is known to fit without state in host memory"
         passes = request.micro_batch_size, request.recompute, request.offload
         is_own = passes == (None, None, None)
         for size in sizes:

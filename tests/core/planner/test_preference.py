@@ -366,6 +366,31 @@ def test_without_a_planner_an_out_of_memory_with_recomputation_leads_to_host_mem
     assert again.key == before, "it goes back to what ran"
 
 
+def needs(layouts: Sequence[tuple[Degrees, Passes]]) -> list[float]:
+    cases = [
+        Layout(degrees, passes.micro_batch_size or MICRO, passes.recompute or "none", OPTIMIZER,
+               offload=passes.offload or "none")
+        for degrees, passes in layouts
+    ]  # fmt: skip
+    return [float(each) for each in step_memory(columns_of(
+        [(PLANNER.work, PLANNER.device, layout) for layout in cases]
+    )).total]  # fmt: skip
+
+
+@pytest.mark.fault
+def test_without_a_planner_too_few_devices_have_state_in_host_memory_at_once() -> None:
+    """Below the size known to fit, where modelled bytes say that it fits so."""
+    before = Degrees(4, 2, 2), Passes(MICRO)
+    ran = replace(policy(SPILLS, None), stepped=(before,), needs=needs)
+    few = choose(4, LARGE, ran, before[0], ran=before[1])
+    assert few.offload is not None and few.degrees.world_size == 4
+    assert "as nothing is known to fit without state in host memory" in few.reason
+    both = replace(ran, stepped=(before, few.key))
+    assert choose(16, LARGE, both, few.degrees, ran=few.passes).key == before
+    with pytest.raises(RefusedError, match="not known to fit in memory"):
+        choose(4, LARGE, replace(ran, freedom=NO_FREEDOM), before[0], ran=before[1])
+
+
 @pytest.mark.fault
 def test_without_a_planner_an_out_of_memory_leads_to_recomputation_before_the_job_is_given_up() -> (
     None
