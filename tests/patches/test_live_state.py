@@ -251,7 +251,7 @@ class FusedAdam:
     """By the names that Megatron-LM uses of Transformer Engine's."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self.param_groups = [{"params": parameters}]
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
         self.state: dict[torch.Tensor, dict[str, Any]] = {p: {} for p in parameters}
         self.remainders: list[bool] = []
 
