@@ -48,10 +48,11 @@ def leased(folder: Path, at: str = "192.0.2.1:29400") -> tuple[JobSpec, FolderRe
     return spec_of(folder, *flags), FolderRegister(root, "j")
 
 
-def durable(folder: Path, *flags: str) -> tuple[JobSpec, FolderRegister]:
+def durable(folder: Path, *flags: str, timeout_s: float = 2.0) -> tuple[JobSpec, FolderRegister]:
     """A job whose durable directory is its register."""
     config = folder / "elastic.toml"
-    config.write_text("[model]\nglobal_batch_size = 12\n[resize]\ncoordinator_timeout_s = 2.0\n")
+    resize = f"[resize]\ncoordinator_timeout_s = {timeout_s}\n"
+    config.write_text(f"[model]\nglobal_batch_size = 12\n{resize}")
     at = "--coordinator", "192.0.2.1:29400", "--durable-dir", str(folder / "disk")
     spec = spec_of(folder, "--elastic", str(config), *at, *flags)
     return spec, FolderRegister(folder / "disk", "j")
@@ -196,7 +197,9 @@ def test_where_its_machine_is_gone_a_host_that_has_seen_its_entry_renewed_takes_
 ) -> None:
     """The folder of the durable directory says it, without a flag."""
     waits(CLAIM_S=1.0, JITTER_S=0.0, RENEW_S=0.2)
-    (spec, register), entry = durable(tmp_path), LeaseEntry(7, *ELSEWHERE.address)
+    # Where nothing refuses a connection to that address, one takes seconds to fail.
+    spec, register = durable(tmp_path, timeout_s=60.0)
+    entry = LeaseEntry(7, *ELSEWHERE.address)
     assert register.claim(entry)
     found = Succession(spec, "127.0.0.1")
     found.watch_while(lambda: False)
