@@ -110,11 +110,16 @@ def _check_all() -> None:
     cases = json.load(sys.stdin)
     reported = sys.stdout
     sys.stdout = sys.stderr  # Megatron-LM prints
-    from scalai.patches.megatron import cpu_emulation
+    import wrapt
+
+    from scalai.patches.megatron import cpu_emulation, shares
 
     cpu_emulation.install()
     cpu_emulation.install_training()
+    shares.install()
     from megatron.training import arguments
+
+    wrapt.wrap_function_wrapper(arguments, "validate_args", shares.check_args)
 
     # Nine tenths of the time went into making the same parser anew.
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
