@@ -63,7 +63,7 @@ def judge(case: Case, *, release: tuple[int, ...] | None) -> Verdict:
         workload_of(replace(arguments, given=given), VOCABULARY)
         why = refusal(degrees, limits, case.micro_batch)
         # As where nothing fits, if it is offered.
-        offload = next(reversed(offloads_of(arguments)), None) if case.ranks % 2 else None
+        offload = next(reversed(offloads_of(arguments)), None) if case.ranks % 3 else None
         flags, _ = derived_flags(
             replace(arguments, limits=limits), degrees, padded, case.micro_batch, offload=offload,
         )  # fmt: skip
