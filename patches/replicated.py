@@ -12,7 +12,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json, exact_json, from_exact_json
 from scalai.core.messages.shared import JsonText
 from scalai.patches.optimizers import Group, put_groups, take_groups, torch_state
-from scalai.patches.step_proof import OwnLoop, norm_of_gradients
+from scalai.patches.step_proof import OwnLoop, counts_samples, norm_of_gradients
 from scalai.runtime.live import Slot, whole_slot
 from scalai.runtime.session import Session
 
@@ -60,10 +60,7 @@ class ReplicatedState:
     @property
     def why_even(self) -> str:
         """Reason against uneven shares of the batch; empty: none."""
-        for name, part in self._model.named_modules():
-            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
-                return f"{type(part).__name__} ({name}) counts the samples of each forward pass"
-        return ""
+        return counts_samples(self._model)
 
     def slots(self) -> Sequence[Slot]:
         return list(self._slots())

@@ -81,6 +81,15 @@ def keep(
     return put_back
 
 
+def counts_samples(model: torch.nn.Module) -> str:
+    """Return the part of a model that counts the samples of each forward pass, and a filler's with
+    them; empty: none."""
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+            return f"{type(part).__name__} ({name}) counts the samples of each forward pass"
+    return ""
+
+
 def random_attributes(
     model: torch.nn.Module, *, has_configs: bool = False
 ) -> Iterator[tuple[str, Any, str, float]]:

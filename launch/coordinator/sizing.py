@@ -344,8 +344,8 @@ class Sizing:
         if self._told is not None and self._told.micro_batch_size is None:
             micro = facts.get("first_micro_batch_size")
             self._told = replace(self._told, micro_batch_size=micro)
-        if facts.get("has_uneven_shares"):
-            self._limits = replace(self._limits, has_uneven_shares=True)
+        if (is_uneven := facts.get("has_uneven_shares")) is not None:
+            self._limits = replace(self._limits, has_uneven_shares=is_uneven)
         if self._is_own_loop and (sizes := facts.get("batch_sizes")):
             self._learn_shares(sizes, is_weighted=facts.get("is_weighted", False))
         if self._limits.eval_batch_size is None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 import wrapt
 
-from scalai.converters.deepspeed.config import TRAIN, StatedBatch
+from scalai.converters.deepspeed.config import ACCUMULATION, TRAIN, StatedBatch
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
 from scalai.converters.megatron.rules import allows_untested
 from scalai.core.dataset.drawn import Draw
@@ -48,7 +48,7 @@ from scalai.patches.deepspeed.step_numbers import (
 )
 from scalai.patches.deepspeed.unsupported import refuse_unfit_stages
 from scalai.patches.hooking import Args, Call, Kwargs, given_to, without
-from scalai.patches.step_proof import agreed, random_parts, tell_numbers
+from scalai.patches.step_proof import agreed, counts_samples, random_parts, tell_numbers
 from scalai.patches.versions import DEEPSPEED
 from scalai.runtime.session import Session
 from scalai.store.pool import host_memory
@@ -89,6 +89,7 @@ class EngineHooks:
             engine, without ``keeps_order``; None: unknown.
         keepers: The script's objects called by a framework around the engine.
         accumulation: The micro-batches of a step.
+        why_even: Reason of a framework around the engine against uneven shares; empty: none.
         total: Samples of a step, from a framework around the engine whose configuration counts
             fillers; None: the configuration's.
         settle_config: Changes the engine's configuration for a framework around the engine.
@@ -104,6 +105,7 @@ class EngineHooks:
         self.replay = Replay(self.feed.clocks)
         self.auxiliary = Auxiliary(self.feed.clocks, self.replay)
         self.accumulation = Accumulation()
+        self.why_even = ""
         self.total: int | None = None
         self.engine: Any = None
         self.keeps_order = True
@@ -332,11 +334,12 @@ class EngineHooks:
         checkpoints = Checkpoints(
             engine, session, self.feed.clocks, self.replay, self.auxiliary, self._loaded
         )
+        has_uneven_shares = self._may_be_uneven(engine, batches)
         session.report_facts(
             global_batch_size=first.global_batch_size,
             first_micro_batch_size=first.micro_batch_size,
             first_dp=first.dp,
-            has_uneven_shares=is_placed(session),
+            has_uneven_shares=has_uneven_shares,
             zero_stage=engine.zero_optimization_stage(),
         )
         session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
@@ -367,6 +370,8 @@ class EngineHooks:
             replica = torch.distributed.get_rank(engine.data_parallel_group)
             self.feed.deal_to(replica)
             self.accumulation.share(engine, batches.shares, replica)
+            if is_pipeline:
+                engine.eval_batch = micro_batches.evaluating(engine.eval_batch, batches.shares)
             _count_without_fillers(engine, batches)
         self.numbers = StepNumbers(engine, self._version, is_pipeline=is_pipeline)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
@@ -377,6 +382,23 @@ class EngineHooks:
             engine.eval_batch = self._noting_evaluations(engine.eval_batch)
         if is_pipeline and is_placed(session):
             self.replay.install(engine)
+
+    def _may_be_uneven(self, engine: Any, batches: Batches) -> bool:
+        """Whether DP need not divide the batch. A collective of all ranks.
+
+        Raises:
+            RefusedError: It must, and does not in this round.
+        """
+        why = agreed(self.why_even or counts_samples(engine.module), engine.device)
+        if why and not batches.shares.is_even:
+            raise RefusedError(
+                f"DP{batches.dp} does not divide the batch of {batches.global_batch_size} samples, "
+                f"and shares have to be even: {why}. Say a DP that divides it in [degrees], for "
+                f'example "{self._session.world_size}" = "dp1".'
+            )
+        if why and torch.distributed.get_rank() == 0:
+            log.warning("event=even_shares DP divides the batch: %s", why)
+        return not why and is_placed(self._session)
 
     def after_a_step(self, name: str, method: Call) -> Call:
         """End the last step at the begin of the next one: by then the script has logged, evaluated
@@ -473,8 +495,9 @@ def _count_without_fillers(engine: Any, batches: Batches) -> None:
     stated = engine._config.train_batch_size
     size = stated // batches.passed_samples * batches.global_batch_size
     engine._config.train_batch_size = size
-    if TRAIN in engine.config:  # checkpoints keep it
+    if TRAIN in engine.config:  # checkpoints keep it; the accumulation follows
         engine.config[TRAIN] = size
+        engine.config.pop(ACCUMULATION, None)
     for name in ("tput_timer", "batch_timer"):
         if hasattr(engine, name):
             getattr(engine, name).batch_size = size

@@ -210,8 +210,11 @@ class Accumulation:
             return
         engine.forward = self._filling(engine.forward)
         engine.backward = self._weighing(engine.backward)
-        plain = getattr(engine, "_backward_prologue_per_tensor", None)
-        if plain is not None:  # of losses whose own backward() is called
+        if hasattr(
+            engine, "_backward_prologue_per_tensor"
+        ):  # a loss's own backward() may be called
+            engine._backward_prologue = self._beginning(engine._backward_prologue)
+            plain = engine._backward_prologue_per_tensor
             engine._backward_prologue_per_tensor = self._weighing_scaled(plain)
 
     def next_factor(self) -> float:
@@ -228,9 +231,14 @@ class Accumulation:
             return 1.0
         return self._shares.weight_of(self._replica)
 
+    @property
+    def is_filler(self) -> bool:
+        """True if the pass at hand is a filler."""
+        return self.has_fillers and self._is_short
+
     def without_fillers(self, gathered: torch.Tensor) -> torch.Tensor:
         """Return the values of all replicas, [replicas * each, ...], without a filler's."""
-        if self._shares is None or not self.has_fillers or gathered.ndim == 0:
+        if self._shares is None or gathered.ndim == 0:
             return gathered
         full = self._shares.micro_batches % self._shares.dp
         return gathered[: len(gathered) // self._shares.dp * full]
@@ -313,14 +321,37 @@ class Accumulation:
 
         return backward
 
+    def _beginning(self, plain: Call) -> Call:
+        @functools.wraps(plain)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if not self._engine._running_engine_backward:
+                self.factor = self.next_factor()
+                self._micro_batches += 1
+            return plain(*args, **kwargs)
+
+        return begin
+
     def _weighing_scaled(self, plain: Call) -> Call:
         @functools.wraps(plain)
         def scale(gradient: Any) -> Any:
             scaled = plain(gradient)
             # Of the engine's own backward() it returns the gradient itself.
-            return scaled if scaled is gradient else scaled * self.next_factor()
+            return scaled if scaled is gradient else scaled * self.factor
 
         return scale
+
+
+def evaluating(evaluate: Call, shares: Shares) -> Call:
+    """Return a pipeline's ``eval_batch`` that draws no more micro-batches than each replica has."""
+
+    @functools.wraps(evaluate)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(evaluate).bind(*args, **kwargs).arguments
+        if given.get("num_micro_batches") is None:
+            given["num_micro_batches"] = shares.micro_batches // shares.dp
+        return evaluate(**given)
+
+    return evaluated
 
 
 class _Pipeline:

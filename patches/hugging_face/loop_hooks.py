@@ -281,12 +281,18 @@ class LoopHooks:
         return wrapped(*args, **kwargs)
 
     def gather(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Leave out of gathered values those of a filler."""
-        gathered, accumulation = wrapped(*args, **kwargs), self._engines.accumulation
-        if instance is not self._accelerator or not accumulation.has_fillers:
-            return gathered
-        apply = importlib.import_module("accelerate.utils.operations").recursively_apply
-        return apply(accumulation.without_fillers, gathered)
+        """Leave out of gathered values those of a filler. A step has whole global batches: nothing
+        else is left out."""
+        accumulation, engine = self._engines.accumulation, self._engines.engine
+        is_training = torch.is_grad_enabled() and engine is not None and engine.module.training
+        if instance is not self._accelerator or not (is_training and accumulation.has_fillers):
+            return wrapped(*args, **kwargs)
+        data = given_to(wrapped, args, kwargs)["input_data"]
+        operations = importlib.import_module("accelerate.utils.operations")
+        if isinstance(data, list) and not any(map(torch.is_tensor, data)):
+            return operations.gather_object([] if accumulation.is_filler else data)
+        gathered = instance.gather(data)
+        return operations.recursively_apply(accumulation.without_fillers, gathered)
 
     def step_schedule(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Step a schedule as often as the script intends; not again in epochs of earlier rounds."""

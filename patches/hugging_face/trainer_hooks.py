@@ -11,6 +11,7 @@ Source: transformers/trainer.py and integrations/deepspeed.py, 5.23.
 
 import copy
 import dataclasses
+import importlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,14 +128,10 @@ def _leave_out_fillers(trainer: Any, accumulation: Accumulation, batches: Batche
     train, items = trainer.training_step, trainer._get_num_items_in_batch
 
     def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None, *rest: Any) -> Any:
-        is_sum = getattr(trainer, "loss_is_scaled_for_ga", None)
-        if is_sum is None:
-            takes_items = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
-            is_sum = takes_items or trainer.compute_loss_func is not None
-        is_of_all = num_items_in_batch is not None and trainer.args.average_tokens_across_devices
-        accumulation.weight = (
-            None if not is_sum else 1.0 if is_of_all else accumulation.own_weight()
-        )
+        takes_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        is_sum = takes_items and num_items_in_batch is not None
+        weight = 1.0 if trainer.args.average_tokens_across_devices else accumulation.own_weight()
+        accumulation.weight = weight if is_sum else None
         loss = train(model, inputs, num_items_in_batch, *rest)
         return loss * accumulation.factor
 
@@ -143,9 +140,19 @@ def _leave_out_fillers(trainer: Any, accumulation: Accumulation, batches: Batche
         return items(batch_samples[:own] if is_step else batch_samples, *rest)
 
     trainer.training_step, trainer._get_num_items_in_batch = training_step, num_items
+    trainer.get_total_train_batch_size = lambda *_: batches.global_batch_size
     for name in ("_track_num_input_tokens", "floating_point_ops"):
         if hasattr(trainer, name):
             setattr(trainer, name, _of_nothing(getattr(trainer, name), accumulation))
+
+
+def _why_even(trainer: Any) -> str:
+    """Return why each micro-batch of uneven shares could not be weighed; empty: it can."""
+    plain = importlib.import_module("transformers.trainer").Trainer.compute_loss
+    is_own = getattr(type(trainer), "compute_loss", plain) is not plain
+    if is_own and getattr(trainer, "loss_is_scaled_for_ga", None):
+        return f"{type(trainer).__name__}.compute_loss scales its loss itself"
+    return ""
 
 
 def _of_nothing(count: Call, accumulation: Accumulation) -> Call:
@@ -153,7 +160,8 @@ def _of_nothing(count: Call, accumulation: Accumulation) -> Call:
 
     def counted(inputs: Any) -> Any:
         if accumulation.factor == 0.0:
-            inputs = {key: value[:0] for key, value in inputs.items() if hasattr(value, "shape")}
+            tensors = {k: v for k, v in inputs.items() if getattr(v, "ndim", 0) > 0}
+            inputs = {key: value[:0] for key, value in tensors.items()}
         return count(inputs)
 
     return counted
@@ -284,6 +292,7 @@ class TrainerHooks:
             *(one for one in callbacks if not callable(getattr(one, "state", None))),
         )
         self._engines.drawn_elsewhere = self._drawn
+        self._engines.why_even = _why_even(instance)
         if self._batches is not None and not self._batches.shares.is_even:
             _leave_out_fillers(instance, self._engines.accumulation, self._batches)
         self._prepared = instance._prepare_for_training(

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalai.core.degrees.batches import Shares
 from scalai.core.errors import RefusedError
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed import replay as replays
@@ -133,6 +134,32 @@ def test_a_model_that_accelerate_prepares_behind_the_one_that_trains_is_left_alo
     """A teacher of a second plugin: an engine that trains is refused by the engine's own hooks."""
     teacher, hooks = torch.nn.Linear(1, 1), loop_hooks([], engine=object())
     assert hooks.prepare(lambda *models: models, namespace(), (teacher,), {}) == (teacher,)
+
+
+@pytest.mark.parametrize(
+    ("is_training", "has_fillers", "left"),
+    [(True, True, [0, 1, 2, 3]), (True, False, [*range(6)]), (False, True, [*range(6)])],
+    ids=["a pass with fillers", "a whole pass", "an evaluation behind it"],
+)
+def test_values_of_a_filler_are_left_out_of_gathered_ones(
+    is_training: bool, has_fillers: bool, left: list[int]
+) -> None:
+    """Of three replicas, the last of which has one micro-batch less."""
+    pytest.importorskip("accelerate")
+    module = torch.nn.Linear(1, 1).train(is_training)
+    engine = namespace(module=module, forward=module.forward, backward=lambda loss: None)
+    engines = EngineHooks(lambda: None)  # type: ignore[arg-type, return-value]
+    engines.engine, accelerator = engine, namespace(gather=lambda data: data)
+    engines.accumulation.share(engine, Shares(5, 3), 0)
+    engines.accumulation.has_fillers = has_fillers
+    hooks = LoopHooks(lambda: None, engines)  # type: ignore[arg-type, return-value]
+    hooks._accelerator = accelerator
+
+    def gather_for_metrics(input_data: Any) -> Any:
+        return input_data
+
+    given = ({"of all": torch.arange(6)},)
+    assert hooks.gather(gather_for_metrics, accelerator, given, {})["of all"].tolist() == left
 
 
 @pytest.mark.parametrize(("kind", "is_told"), [("NO", True), ("DEEPSPEED", False)])

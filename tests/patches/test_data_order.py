@@ -750,18 +750,22 @@ def with_shares(module: torch.nn.Module, shares: Shares, replica: int) -> tuple[
     engine.backward = lambda loss, retain_graph=False, scale_wrt_gas=True: loss.div(
         shares.passes if scale_wrt_gas else 1
     ).backward()
+    engine._running_engine_backward, engine._backward_prologue = False, lambda: None
+    engine._backward_prologue_per_tensor = lambda gradient: gradient / shares.passes
     accumulation = Accumulation()
     accumulation.install(engine)
     accumulation.share(engine, shares, replica)
     return engine, accumulation
 
 
-@pytest.mark.parametrize("is_stated", [False, True])
+@pytest.mark.parametrize("way", ["counted", "stated", "by the loss"])
 @pytest.mark.parametrize(("micro_batches", "dp"), [(5, 3), (4, 3), (7, 2), (8, 5)])
 def test_each_micro_batch_of_uneven_shares_counts_alike_and_fillers_not_at_all(
-    micro_batches: int, dp: int, is_stated: bool
+    micro_batches: int, dp: int, way: str
 ) -> None:
-    """``is_stated``: a framework around the engine states the end of a step, and steps there."""
+    """DeepSpeed counts passes, or a framework around the engine states the end of a step; there the
+    loss's own ``backward`` may be called."""
+    is_stated = way != "counted"
     shares, rows = Shares(micro_batches, dp), torch.randn(2 * micro_batches, 8, 4).double()
 
     def made() -> torch.nn.Sequential:
@@ -781,7 +785,12 @@ def test_each_micro_batch_of_uneven_shares_counts_alike_and_fillers_not_at_all(
                 assert accumulation.has_fillers == (count == shares.passes)
                 if is_stated:
                     engine._is_gradient_accumulation_boundary = count == shares.passes
-                engine.backward(loss)
+                if way == "by the loss":
+                    engine._backward_prologue()
+                    loss.register_hook(engine._backward_prologue_per_tensor)
+                    loss.backward()
+                else:
+                    engine.backward(loss)
                 engine.micro_steps += not is_stated
             accumulation.end_step(shares.passes)
         assert module[1].num_batches_tracked == 2 * shares.of_replica(rank)
