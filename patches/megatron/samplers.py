@@ -173,7 +173,7 @@ class SamplerWatch:
 
     def __init__(
         self, data_set: str, begins: int, size: int, length: int, micro_batch_size: int, dp: int,
-        dp_rank: int, *, is_random: bool, steps: shares.Steps | None = None,
+        dp_rank: int, *, is_random: bool, steps: shares.UnevenSteps | None = None,
     ) -> None:  # fmt: skip
         self.data_set = data_set
         self._place, self.size, self._length, self._is_random = begins, size, length, is_random
@@ -280,7 +280,7 @@ class TrainingDraws:
             if is_random and type(sampler) is cls:
                 refuse_too_few(sampler)
             order = watches.order_of(sampler) if is_random and type(sampler) is cls else None
-            steps: shares.Steps | None = getattr(sampler, "scalai_steps", None)
+            steps: shares.UnevenSteps | None = getattr(sampler, "scalai_steps", None)
             batches: Iterator[Sequence[int]]
             if steps is not None:
                 batches = shares.micro_batches(sampler, steps, is_endless=is_random)
@@ -298,7 +298,7 @@ class TrainingDraws:
             return None
         return ShuffledBlocks(sampler.total_samples, *self.first, sampler.data_sharding)
 
-    def steps_of(self, job: Any, sampler: Any) -> shares.Steps | None:
+    def steps_of(self, job: Any, sampler: Any) -> shares.UnevenSteps | None:
         """Return the steps of a new sampler with uneven shares; None: all are even. The first of a
         set of iterators belongs to the training data."""
         if self._consumed is None or self._built is not None:
@@ -312,7 +312,7 @@ class TrainingDraws:
         return self._built
 
     def made(
-        self, given: Any, *, is_random: bool, steps: shares.Steps | None = None
+        self, given: Any, *, is_random: bool, steps: shares.UnevenSteps | None = None
     ) -> SamplerWatch | None:
         """Note a new sampler of the training data."""
         if self._consumed is None or self._built is not None:

@@ -342,7 +342,7 @@ def _replica() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class UnevenSteps:
     """The samples of each step of a data set, where replicas have uneven shares of them.
 
     Attributes:
@@ -360,12 +360,12 @@ class Steps:
         return self.ramp.size_at(self.before + place)
 
 
-def steps_of(job: Any, *, is_training: bool, before: int = 0) -> Steps | None:
+def steps_of(job: Any, *, is_training: bool, before: int = 0) -> UnevenSteps | None:
     """Return the steps of the training's data or an evaluation's; None: all shares are even.
 
     Args:
         job: Megatron-LM's arguments.
-        before: As of ``Steps``.
+        before: As of ``UnevenSteps``.
     """
     dp = job.data_parallel_size
     if _has_schedule(job):
@@ -378,7 +378,7 @@ def steps_of(job: Any, *, is_training: bool, before: int = 0) -> Steps | None:
         batch, micro = _evaluated(job)
         ramp = BatchRamp(batch, 1, 0, batch)
     is_even = not any(size % (micro * dp) for size in ramp.sizes)
-    return None if is_even else Steps(ramp, dp, before)
+    return None if is_even else UnevenSteps(ramp, dp, before)
 
 
 def _has_schedule(job: Any) -> bool:
@@ -403,7 +403,9 @@ def dealt(shares: Shares, replica: int, begin: int, micro: int) -> Iterator[list
         yield Filler(range(first, first + micro))
 
 
-def micro_batches(sampler: Any, steps: Steps, *, is_endless: bool = False) -> Iterator[list[int]]:
+def micro_batches(
+    sampler: Any, steps: UnevenSteps, *, is_endless: bool = False
+) -> Iterator[list[int]]:
     """Yield a replica's places until a step would go beyond the data.
 
     Args:

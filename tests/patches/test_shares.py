@@ -57,7 +57,7 @@ def _calculator(batch: int, micro: int, dp: int, ramp: list[int] | None) -> Any:
 def test_replicas_draw_each_sample_of_a_step_once(
     count: int, micro: int, dp: int, consumed: int
 ) -> None:
-    steps = shares.Steps(BatchRamp(count * micro, 1, 0, count * micro), dp)
+    steps = shares.UnevenSteps(BatchRamp(count * micro, 1, 0, count * micro), dp)
     if count < dp:
         with pytest.raises(RefusedError, match=f"{count} micro-batches are too few for dp={dp}"):
             next(shares.micro_batches(_sampler(consumed, micro, 0, 10**6), steps))
