@@ -17,6 +17,7 @@ device, and its schedule called up to the first forward pass. No collective is r
 import argparse
 import contextlib
 import copy
+import importlib.util
 import inspect
 import io
 import json
@@ -274,7 +275,10 @@ def batches(
     kind: str, total: int, consumed: int, global_batch: int, micro: int, dp: int
 ) -> list[list[int]]:
     """Return the samples of the next global batches over all replicas."""
-    from megatron.training.datasets import data_samplers
+    if importlib.util.find_spec("megatron.training.datasets.data_samplers"):
+        from megatron.training.datasets import data_samplers
+    else:  # up to 0.14
+        from megatron.legacy.data import data_samplers
 
     count = global_batch // (micro * dp)
     found: list[list[int]] = [[] for _ in range(BATCHES)]
