@@ -391,10 +391,12 @@ class EngineHooks:
         """
         why = agreed(self.why_even or counts_samples(engine.module), engine.device)
         if why and not batches.shares.is_even:
+            total, world = batches.global_batch_size, self._session.world_size
+            even = next(dp for dp in range(batches.dp - 1, 0, -1) if total % dp == 0)
             raise RefusedError(
-                f"DP{batches.dp} does not divide the batch of {batches.global_batch_size} samples, "
-                f"and shares have to be even: {why}. Say a DP that divides it in [degrees], for "
-                f'example "{self._session.world_size}" = "dp1".'
+                f"DP{batches.dp} does not divide the batch of {total} samples, and shares have to "
+                f"be even: {why}. Say a DP that divides it in [degrees], for example "
+                f'"{world}" = "dp{even}".'
             )
         if why and torch.distributed.get_rank() == 0:
             log.warning("event=even_shares DP divides the batch: %s", why)
