@@ -13,6 +13,7 @@ import pytest
 
 from support.agents import SCALAI_RUN, TINY_JOB, Agents, tiny_agents
 from support.network_namespaces import NetworkHosts, network_agents
+from support.ports import free_port
 from support.tiny_job import check_steps
 from support.waiting import wait_until
 
@@ -303,22 +304,13 @@ def test_a_host_joins_over_the_network_without_any_interface_being_named(tmp_pat
         agents.check_each_once()
 
 
-def free_ipv6_port() -> int | None:
-    """Return a port of the loopback address, None where this machine has no IPv6."""
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-            return int(probe.getsockname()[1])
-    except OSError:
-        return None
-
-
 @pytest.mark.fault
 @pytest.mark.campaign
 def test_a_job_whose_endpoint_is_an_ipv6_address_trains(tmp_path: Path) -> None:
-    port = free_ipv6_port()
-    if port is None:
-        pytest.skip("this machine has no IPv6")
+    try:
+        port = free_port("::1")
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
     flags = ("--rdzv-endpoint", f"[::1]:{port}")
     token = {"SCALAI_JOB_TOKEN": "0123456789abcdef0123456789abcdef"}
     settings = {"resize": "standby = 'never'"}
