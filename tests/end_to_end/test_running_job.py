@@ -18,7 +18,7 @@ import pytest
 
 from scalai.core.errors import AnswerError
 from support.agents import Agents, tiny_agents
-from support.tiny_job import check_steps
+from support.tiny_job import check_each_once, check_steps
 
 FLAGS = ("--max-restarts", "1000")
 DEGREES = '4 = "tp2"\n3 = "tp3"\n2 = "tp1"\n1 = "tp1"'
@@ -72,8 +72,10 @@ def agents(shared_job: SharedJob, request: pytest.FixtureRequest) -> Iterator[Ag
     yield agents
     if request.session.testsfailed == failed_before:
         agents.wait_for_all(4)
-        steps = check_steps(agents.lines())[made - 1 :]
-        assert steps == list(range(steps[0], steps[-1] + 1)), agents.logs()
+        try:
+            check_each_once(agents.lines()[made - 1 :])
+        except AssertionError as error:
+            raise AssertionError(agents.logs()) from error
         lost = [report.get("steps_lost", 0) for report in agents.resizes()[changes:]]
         assert not any(lost), f"{lost}\n{agents.logs()}"
     else:
